@@ -1,0 +1,44 @@
+# Every target sets up what it needs in .venv; run `make help` for the list.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help setup demo test lint types imports tests soak serve clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/.installed  ## create .venv with everything, pinned
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## the whole loop on this machine (ARGS="--json out.json" for a record)
+	$(BIN)/resihp demo $(ARGS)
+
+serve: setup  ## the sidecar on http://127.0.0.1:8700
+	$(BIN)/resihp serve $(ARGS)
+
+test: lint types imports tests  ## everything that CI checks
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+tests: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: setup  ## the long campaigns
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+clean:  ## remove .venv and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

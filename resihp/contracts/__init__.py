@@ -1,0 +1,46 @@
+"""Contracts: what hooks, service, detector, scheduler and runtime say to each other. No I/O."""
+
+from ._json import from_json, to_json
+from .errors import (
+    ContractError,
+    InfeasibleError,
+    ResiHPError,
+    ServiceError,
+    StateLostError,
+    TraceError,
+)
+from .job import Job, LayerCost, Links, Memory, ModelShape, Schedule, even_quotas
+from .layout import Layout, Place, Replica, Stage
+from .plan import Plan
+from .telemetry import COLUMNS, Op, TelemetryBatch
+from .verdict import Cause, Diagnosis, Status, Verdict
+
+__all__ = [
+    "COLUMNS",
+    "Cause",
+    "ContractError",
+    "Diagnosis",
+    "InfeasibleError",
+    "Job",
+    "LayerCost",
+    "Layout",
+    "Links",
+    "Memory",
+    "ModelShape",
+    "Op",
+    "Place",
+    "Plan",
+    "Replica",
+    "ResiHPError",
+    "Schedule",
+    "ServiceError",
+    "Stage",
+    "StateLostError",
+    "Status",
+    "TelemetryBatch",
+    "TraceError",
+    "Verdict",
+    "even_quotas",
+    "from_json",
+    "to_json",
+]

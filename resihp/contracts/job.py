@@ -1,0 +1,169 @@
+"""What is trained, on what, and how it is spread: all that detector and scheduler know of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .errors import ContractError
+from .layout import Layout
+
+
+class Schedule(StrEnum):
+    """Order of the microbatches' passes within a pipeline."""
+
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer. `ffn` is the inner width; `gated` counts a third FFN matrix."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied_embeddings: bool = False
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        if self.heads % self.kv_heads:
+            raise ContractError("kv_heads", f"must divide heads ({self.heads})")
+        if self.hidden % self.heads:
+            raise ContractError("heads", f"must divide hidden ({self.hidden})")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one decoder layer (norms included)."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn + 2 * self.hidden
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the embedding table; the head has as many unless it is tied."""
+        return self.vocab * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Compute time of one mean microbatch on one device of speed 1 that holds the whole layer.
+
+    A rank with share q of a layer needs `fixed_ms + q * forward_ms` (and the like for backward);
+    `embedding_ms` and `head_ms` (forward; backward is twice that) weigh on the first and the last
+    stage. `step_ms` is what every step costs besides its microbatches (optimizer, data).
+    """
+
+    forward_ms: float
+    backward_ms: float
+    fixed_ms: float = 0.0
+    embedding_ms: float = 0.0
+    head_ms: float = 0.0
+    step_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "forward_ms", "backward_ms")
+        _require_not_negative(self, "fixed_ms", "embedding_ms", "head_ms", "step_ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory budget of a device and what a parameter and a microbatch cost.
+
+    `budget_bytes` None means unlimited. A parameter costs `bytes_per_param` with its gradient and
+    `optimizer_bytes_per_param` of optimizer state, the latter divided by the number of replicas
+    where `sharded_optimizer`. Activations: `activation_bytes_per_layer` for one microbatch of
+    one whole layer; None derives it from the model shape and the tokens.
+    """
+
+    budget_bytes: int | None = None
+    bytes_per_param: float = 4.0
+    optimizer_bytes_per_param: float = 12.0
+    sharded_optimizer: bool = False
+    activation_bytes_per_layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bandwidth and latency between ranks of one node and of different nodes."""
+
+    ranks_per_node: int = 8
+    intra_gbytes_per_s: float = 200.0
+    inter_gbytes_per_s: float = 25.0
+    latency_ms: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "ranks_per_node", "intra_gbytes_per_s", "inter_gbytes_per_s")
+        _require_not_negative(self, "latency_ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run.
+
+    layout                 the layout it starts with
+    microbatches           per step, over all replicas; never changes
+    quotas                 microbatches of each replica; empty means as even as they go
+    model                  None where only timings are known (a foreign trace)
+    tokens_per_microbatch  token budget of a microbatch
+    chunks                 model chunks per stage (more than 1 with the interleaved schedule)
+    max_in_flight          most microbatches of which a stage may hold activations; None: unlimited
+    device                 type of device, e.g. "H100"; predictors are shared per (model, device)
+    """
+
+    name: str
+    layout: Layout
+    microbatches: int
+    quotas: tuple[int, ...] = ()
+    model: ModelShape | None = None
+    tokens_per_microbatch: int | None = None
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    chunks: int = 1
+    max_in_flight: int | None = None
+    recompute: bool = False
+    device: str = "cpu"
+    cost: LayerCost | None = None
+    memory: Memory = field(default_factory=Memory)
+    links: Links = field(default_factory=Links)
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "microbatches", "chunks")
+        if not self.name or len(self.name) > 128 or "/" in self.name or not self.name.isprintable():
+            raise ContractError("name", "must be 1 to 128 printable characters without a slash")
+        if self.model is not None and self.model.layers != self.layout.layers:
+            raise ContractError(
+                "layout", f"holds {self.layout.layers} layers, the model has {self.model.layers}"
+            )
+        if not self.quotas:
+            object.__setattr__(self, "quotas", even_quotas(self.microbatches, self.layout.dp))
+        if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
+            raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+        if sum(self.quotas) != self.microbatches:
+            raise ContractError("quotas", f"must sum to microbatches ({self.microbatches})")
+
+
+def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
+    """`microbatches` spread over `replicas` as evenly as they go, the larger parts first."""
+    size, extra = divmod(microbatches, replicas)
+    return tuple(size + (index < extra) for index in range(replicas))
+
+
+def _require_positive(value: object, *names: str) -> None:
+    for name in names:
+        if getattr(value, name) <= 0:
+            raise ContractError(name, f"must be above 0, not {getattr(value, name)}")
+
+
+def _require_not_negative(value: object, *names: str) -> None:
+    for name in names:
+        if getattr(value, name) < 0:
+            raise ContractError(name, f"must be 0 or more, not {getattr(value, name)}")

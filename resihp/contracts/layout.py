@@ -1,0 +1,177 @@
+"""Which rank holds which part of the model: replicas of stages of tensor-parallel groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .errors import ContractError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage of one replica.
+
+    ranks   global ranks of its tensor-parallel group; the order is the tensor-parallel rank
+    layers  half-open range of the model's layers
+    shares  how much of each layer each rank holds, in whole units (KV groups, where the model
+            shape is known); empty on construction means equal shares of one unit each
+    """
+
+    ranks: tuple[int, ...]
+    layers: tuple[int, int]
+    shares: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ContractError("ranks", "a stage needs at least one rank")
+        if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
+            raise ContractError("ranks", "must be distinct and 0 or more")
+        start, stop = self.layers
+        if not 0 <= start <= stop:
+            raise ContractError("layers", f"must be a half-open range, not [{start}, {stop})")
+        if not self.shares:
+            object.__setattr__(self, "shares", (1,) * len(self.ranks))
+        if len(self.shares) != len(self.ranks):
+            raise ContractError("shares", "must have one entry for each rank")
+        if min(self.shares) < 1:
+            raise ContractError("shares", "must be 1 or more; leave out a rank that holds nothing")
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One data-parallel copy of the model: its stages in pipeline order."""
+
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ContractError("stages", "a replica needs at least one stage")
+        layer = 0
+        for index, stage in enumerate(self.stages):
+            if stage.layers[0] != layer:
+                raise ContractError(
+                    f"stages[{index}].layers", f"must start at {layer}, not {stage.layers[0]}"
+                )
+            layer = stage.layers[1]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return self.stages[-1].layers[1]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, stage by stage."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every replica of a job. No rank works in two places; all replicas hold the same layers."""
+
+    replicas: tuple[Replica, ...]
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise ContractError("replicas", "a layout needs at least one replica")
+        if len({replica.layers for replica in self.replicas}) > 1:
+            raise ContractError("replicas", "all replicas must hold the same number of layers")
+        ranks = self.ranks
+        if len(set(ranks)) < len(ranks):
+            twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+            raise ContractError("replicas", f"ranks {twice[:4]} stand in two places")
+
+    @classmethod
+    def grid(cls, *, dp: int, pp: int, tp: int, layers: int, units: int | None = None) -> Layout:
+        """The regular layout, ranks numbered as Megatron does: tp fastest, then dp, then pp.
+
+        Layers and `units` (of a tensor-parallel share; default `tp`) are spread as evenly as they
+        go, the larger parts first.
+        """
+        if min(dp, pp, tp) < 1:
+            raise ContractError("dp, pp, tp", "must be 1 or more")
+        if (units or tp) < tp:
+            raise ContractError("tp", f"{tp} ranks cannot share {units} units")
+        bounds = _bounds(layers, pp)
+        edges = _bounds(units or tp, tp)
+        shares = tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+        return cls(
+            tuple(
+                Replica(
+                    tuple(
+                        Stage(
+                            tuple(tp * (d + dp * p) + t for t in range(tp)),
+                            (bounds[p], bounds[p + 1]),
+                            shares,
+                        )
+                        for p in range(pp)
+                    )
+                )
+                for d in range(dp)
+            )
+        )
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return self.replicas[0].layers
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that work, replica by replica, stage by stage."""
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+    @property
+    def dp(self) -> int:
+        """Number of replicas."""
+        return len(self.replicas)
+
+    @property
+    def pp(self) -> int:
+        """Largest number of stages of a replica."""
+        return max(len(replica.stages) for replica in self.replicas)
+
+    @property
+    def tp(self) -> int:
+        """Largest tensor-parallel degree of a stage."""
+        return max(stage.tp for replica in self.replicas for stage in replica.stages)
+
+    def places(self) -> Iterator[Place]:
+        """Where each working rank stands, in the order of `ranks`."""
+        for dp, replica in enumerate(self.replicas):
+            for pp, stage in enumerate(replica.stages):
+                for tp, rank in enumerate(stage.ranks):
+                    yield Place(rank=rank, dp=dp, pp=pp, tp=tp)
+
+    def place_of(self, rank: int) -> Place | None:
+        """Where `rank` stands; None if it does not work in this layout."""
+        return next((place for place in self.places() if place.rank == rank), None)
+
+    def stage_at(self, place: Place) -> Stage:
+        """The stage in which a rank stands."""
+        return self.replicas[place.dp].stages[place.pp]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Replica, stage and tensor-parallel index of one rank."""
+
+    rank: int
+    dp: int
+    pp: int
+    tp: int
+
+
+def _bounds(total: int, parts: int) -> list[int]:
+    """Edges of `parts` ranges over `total`, as even as they go, the larger ones first."""
+    size, extra = divmod(total, parts)
+    edges = [0]
+    for index in range(parts):
+        edges.append(edges[-1] + size + (index < extra))
+    return edges

@@ -1,0 +1,46 @@
+"""What a job is to look like from a step on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ContractError
+from .job import Schedule
+from .layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout, its quotas and what is expected of them.
+
+    version    counts up by one for each plan of a job; 0 is the layout it started with
+    from_step  the plan may not be applied before this step
+    step_ms    predicted step time
+    bound_ms   certified lower bound of the step time; gap is (step_ms - bound_ms) / bound_ms
+    reason     sentences that a person can read: what changed and why
+    """
+
+    version: int
+    layout: Layout
+    quotas: tuple[int, ...]
+    from_step: int = 0
+    step_ms: float = 0.0
+    bound_ms: float = 0.0
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    reason: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            raise ContractError("version", "must be 0 or more")
+        if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
+            raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted step time lies above the bound, as a fraction of the bound."""
+        return self.step_ms / self.bound_ms - 1.0 if self.bound_ms > 0 else 0.0
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step over all replicas."""
+        return sum(self.quotas)

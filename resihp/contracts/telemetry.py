@@ -1,0 +1,199 @@
+"""Microbatch records: what one piece of work took, and how much work it held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ContractError
+
+
+class Op(IntEnum):
+    """What a record timed."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OPTIMIZER = 2
+    P2P = 3
+    COLLECTIVE = 4
+    DATA = 5
+
+
+# Column name -> dtype, and the value that stands where a column was not given (None: required).
+COLUMNS: dict[str, tuple[np.dtype[Any], float | None]] = {
+    "rank": (np.dtype(np.int32), None),
+    "step": (np.dtype(np.int64), None),
+    "microbatch": (np.dtype(np.int32), None),
+    "chunk": (np.dtype(np.int16), 0),
+    "op": (np.dtype(np.uint8), None),
+    "compute_ms": (np.dtype(np.float64), None),
+    "wait_ms": (np.dtype(np.float64), np.nan),
+    "tokens": (np.dtype(np.int64), -1),
+    "sequences": (np.dtype(np.int64), -1),
+    "sum_sq_len": (np.dtype(np.int64), -1),
+    "max_len": (np.dtype(np.int64), -1),
+    "peer": (np.dtype(np.int32), -1),
+}
+_AT_LEAST = {
+    "rank": 0,
+    "step": 0,
+    "microbatch": -1,
+    "chunk": 0,
+    "tokens": -1,
+    "sequences": -1,
+    "sum_sq_len": -1,
+    "max_len": -1,
+    "peer": -1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TelemetryBatch:
+    """Equally long columns, one row per microbatch record.
+
+    rank        global rank that did the work
+    step        training step, counted from 0
+    microbatch  index within the step of the replica; -1 where the record belongs to no microbatch
+    chunk       model chunk within the stage (0 unless interleaved)
+    op          `Op` codes
+    compute_ms  the device's own time, waiting excluded
+    wait_ms     time blocked on others; NaN where not measured
+    tokens, sequences, sum_sq_len, max_len
+                the work in it: tokens, number of sequences, sum of squared sequence lengths,
+                longest sequence; -1 where not known
+    peer        the other end of a P2P record; -1 where there is none or it is not known
+
+    `plan_version` is the plan under which all of the records were made; `dropped` counts the
+    records that the sender lost since its previous batch. Columns are converted to the dtypes of
+    `COLUMNS` and made read-only. Raises `ContractError` naming the column.
+    """
+
+    rank: NDArray[np.int32]
+    step: NDArray[np.int64]
+    microbatch: NDArray[np.int32]
+    op: NDArray[np.uint8]
+    compute_ms: NDArray[np.float64]
+    chunk: NDArray[np.int16] = None  # type: ignore[assignment]
+    wait_ms: NDArray[np.float64] = None  # type: ignore[assignment]
+    tokens: NDArray[np.int64] = None  # type: ignore[assignment]
+    sequences: NDArray[np.int64] = None  # type: ignore[assignment]
+    sum_sq_len: NDArray[np.int64] = None  # type: ignore[assignment]
+    max_len: NDArray[np.int64] = None  # type: ignore[assignment]
+    peer: NDArray[np.int32] = None  # type: ignore[assignment]
+    plan_version: int = 0
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        size = np.size(self.rank)
+        for name in COLUMNS:
+            object.__setattr__(self, name, _column(name, getattr(self, name), size))
+        _check_values(self)
+        for name in ("plan_version", "dropped"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+                raise ContractError(name, "must be a whole number, 0 or more")
+            object.__setattr__(self, name, int(value))
+
+    def __len__(self) -> int:
+        return int(self.rank.size)
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The columns by name, in the order of `COLUMNS`."""
+        return {name: getattr(self, name) for name in COLUMNS}
+
+    def select(self, rows: Any) -> TelemetryBatch:
+        """The rows that a boolean mask, an index array or a slice picks."""
+        return replace(self, **{name: column[rows] for name, column in self.columns().items()})
+
+    @classmethod
+    def empty(cls, *, plan_version: int = 0, dropped: int = 0) -> TelemetryBatch:
+        """A batch without records."""
+        none = {name: np.empty(0, dtype) for name, (dtype, _) in COLUMNS.items()}
+        return cls(**none, plan_version=plan_version, dropped=dropped)
+
+    @classmethod
+    def concat(cls, batches: Iterable[TelemetryBatch]) -> TelemetryBatch:
+        """All records of `batches`, which must be of one plan version, in order."""
+        parts = list(batches)
+        if not parts:
+            return cls.empty()
+        if len({part.plan_version for part in parts}) > 1:
+            raise ContractError("plan_version", "batches of different plan versions do not mix")
+        return cls(
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS},
+            plan_version=parts[0].plan_version,
+            dropped=sum(part.dropped for part in parts),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TelemetryBatch):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, f.name), getattr(other, f.name), equal_nan=True)
+            if f.name in COLUMNS
+            else getattr(self, f.name) == getattr(other, f.name)
+            for f in fields(self)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _column(name: str, value: Any, size: int) -> NDArray[Any]:
+    dtype, default = COLUMNS[name]
+    if value is None:
+        if default is None:
+            raise ContractError(name, "is missing")
+        column = np.full(size, default, dtype)
+    else:
+        column = _as_dtype(name, value, dtype)
+    if column.ndim != 1:
+        raise ContractError(name, f"must have one dimension, not {column.ndim}")
+    if column.size != size:
+        raise ContractError(name, f"has {column.size} rows where rank has {size}")
+    column.flags.writeable = False
+    return column
+
+
+def _as_dtype(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        raw = np.asarray(value)
+        if raw.size == 0:
+            raw = raw.astype(dtype)
+        if raw.dtype == object:  # None stands for "not measured" in JSON
+            raw = np.array([np.nan if item is None else item for item in raw], np.float64)
+        if raw.dtype.kind not in "iuf" or (dtype.kind != "f" and raw.dtype.kind == "f"):
+            raise ContractError(name, f"must hold {_words(dtype)}, not {raw.dtype}")
+        if dtype.kind != "f" and raw.size:
+            limits = np.iinfo(dtype)
+            if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
+                raise ContractError(name, f"holds a value outside {limits.min}..{limits.max}")
+        column = raw.astype(dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ContractError):
+            raise
+        raise ContractError(name, f"must hold {_words(dtype)}") from None
+    return column.copy() if column is value else column
+
+
+def _words(dtype: np.dtype[Any]) -> str:
+    return "numbers" if dtype.kind == "f" else "whole numbers"
+
+
+def _check_values(batch: TelemetryBatch) -> None:
+    if not len(batch):
+        return
+    for name, least in _AT_LEAST.items():
+        if int(getattr(batch, name).min()) < least:
+            raise ContractError(name, f"holds a value below {least}")
+    if int(batch.op.max()) > max(Op):
+        raise ContractError("op", f"holds a code above {int(max(Op))}")
+    if not np.isfinite(batch.compute_ms).all() or float(batch.compute_ms.min()) < 0:
+        raise ContractError("compute_ms", "must be finite and 0 or more")
+    waits = batch.wait_ms[~np.isnan(batch.wait_ms)]
+    if waits.size and (not np.isfinite(waits).all() or float(waits.min()) < 0):
+        raise ContractError("wait_ms", "must be 0 or more, or NaN where not measured")

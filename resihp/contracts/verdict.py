@@ -1,0 +1,76 @@
+"""What the detector says of a device, and why a job is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .errors import ContractError
+
+
+class Status(StrEnum):
+    """State of a device."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    FAIL_SLOW = "fail_slow"
+    FAIL_STOP = "fail_stop"
+    INCONCLUSIVE = "inconclusive"
+
+
+class Cause(StrEnum):
+    """Why a job is slower than it could be."""
+
+    NONE = "none"
+    DEVICE = "device"
+    STAGE_IMBALANCE = "stage_imbalance"
+    SEQUENCE_IMBALANCE = "sequence_imbalance"
+    COMMUNICATION = "communication"
+    HOST = "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is said of one rank.
+
+    slowdown    observed over expected compute time; 1.0 is healthy
+    since_step  first step of the present state; None where it was so from the start
+    confidence  probability, 0 to 1, that the status is right
+    evidence    sentences that a person can read
+    interval    confidence interval of the slowdown; None where there is none
+    step        last step that was taken into account; None where none was
+    """
+
+    rank: int
+    status: Status
+    slowdown: float = 1.0
+    since_step: int | None = None
+    confidence: float = 1.0
+    evidence: tuple[str, ...] = ()
+    interval: tuple[float, float] | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ContractError("rank", "must be 0 or more")
+        if not 0.0 <= self.confidence <= 1.0:
+            raise ContractError("confidence", "must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Why a job is slow.
+
+    slowdown     step time over the ideal step time
+    root_cause   the cause with the largest share; NONE where too little time is lost to name one
+    attribution  share of the lost time for every cause but NONE
+    steps        number of steps looked at
+    detail       sentences that a person can read
+    """
+
+    slowdown: float
+    root_cause: Cause
+    attribution: Mapping[Cause, float] = field(default_factory=dict)
+    steps: int = 0
+    detail: tuple[str, ...] = ()
