@@ -9,6 +9,7 @@ writes: it is an order of magnitude cheaper on the trainer's side. NaN is `null`
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -107,5 +108,5 @@ def _unpack(name: str, column: Any) -> Any:
 def _json_column(column: np.ndarray[Any, Any]) -> list[Any]:
     values: list[Any] = column.tolist()
     if column.dtype.kind == "f":
-        return [None if value != value else value for value in values]
+        return [None if math.isnan(value) else value for value in values]
     return values

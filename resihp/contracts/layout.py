@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .errors import ContractError
 
@@ -100,7 +101,7 @@ class Layout:
             raise ContractError("tp", f"{tp} ranks cannot share {units} units")
         bounds = _bounds(layers, pp)
         edges = _bounds(units or tp, tp)
-        shares = tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+        shares = tuple(stop - start for start, stop in pairwise(edges))
         return cls(
             tuple(
                 Replica(

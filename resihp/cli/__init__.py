@@ -1,0 +1,10 @@
+"""The `resihp` command. Each subcommand is a module of this package."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of the `resihp` script."""
+    from ._app import app
+
+    app()
