@@ -1,0 +1,271 @@
+"""What every recorded operation waits for, read off the order in which it was recorded.
+
+The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis"
+(OSDI'25, section 3.2): compute runs in the recorded order on one stream, each kind of transfer on
+a stream of its own, and the work after the last backward pass one after the other. One replica's
+order stands for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.pipeline.graph import Graph
+
+from .ops import COMPUTE, P2P, SYNCED, Floats, Kind, Recording
+
+_CLOCK_S = 5e-5  # clocks of different ranks agree to this
+_PEER = {  # the other end's kind, and how many stages away it is
+    Kind.FORWARD_SEND: (Kind.FORWARD_RECV, 1),
+    Kind.FORWARD_RECV: (Kind.FORWARD_SEND, -1),
+    Kind.BACKWARD_SEND: (Kind.BACKWARD_RECV, -1),
+    Kind.BACKWARD_RECV: (Kind.BACKWARD_SEND, 1),
+}
+_TAIL = (Kind.NORM_REDUCE, Kind.EMBEDDING_REDUCE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dependencies:
+    """The template graph, and who waits for whom inside it.
+
+    groups lists the operations that wait for each other, `synced` those groups that wait for all
+    replicas. Of every operation [N]: `peer`, the other end of its transfer; `serves`, the pass
+    that needs or made what it transfers; -1 where there is none; `idle`, whether it was recorded
+    although nothing was transferred.
+    """
+
+    graph: Graph
+    predecessors: list[list[int]]
+    groups: list[list[int]]
+    synced: list[int]
+    peer: NDArray[np.intp]
+    serves: NDArray[np.intp]
+    idle: NDArray[np.bool_]
+
+    def waits(self) -> NDArray[np.bool_]:
+        """Mask [N] of the operations whose recorded duration includes waiting for others."""
+        mask = np.zeros(len(self.predecessors), bool)
+        mask[[op for group in self.groups for op in group]] = True
+        return mask
+
+
+def dependencies(recording: Recording) -> Dependencies:
+    """The dependencies that a recording shows. Raises `ContractError` where they are circular."""
+    return _Builder(recording).build()
+
+
+class _Builder:
+    def __init__(self, recording: Recording) -> None:
+        self.rec = recording
+        self.start = _reference(recording.start_s)
+        self.end = _reference(recording.start_s + recording.duration_s)
+        self.preds: list[list[int]] = [[] for _ in recording.kind]
+        self.where: dict[tuple[int, int, int], int] = {
+            key: op
+            for op, key in enumerate(
+                zip(
+                    recording.stage.tolist(),
+                    recording.kind.tolist(),
+                    recording.seq.tolist(),
+                    strict=True,
+                )
+            )
+        }
+        self.matched = np.full(len(self.preds), -1, np.intp)  # compute that a transfer serves
+        self.idle = np.ones(len(self.preds), bool)  # recorded, but nothing was transferred
+
+    def build(self) -> Dependencies:
+        for stage in range(self.rec.stages):
+            self._stage(stage)
+        transfers = self._transfers()
+        groups = [list(pair) for pair in transfers]
+        peer = np.full(len(self.preds), -1, np.intp)
+        for one, other in transfers:
+            peer[one], peer[other] = other, one
+        paired = {op for pair in transfers for op in pair}
+        groups += [[int(op)] for op in np.flatnonzero(self.rec.of_kind(*P2P)) if op not in paired]
+        if len(embedding := np.flatnonzero(self.rec.of_kind(Kind.EMBEDDING_REDUCE)).tolist()):
+            groups.append(embedding)
+        synced_from = len(groups)
+        alone = self.rec.of_kind(*(kind for kind in SYNCED if kind is not Kind.CLIP))
+        groups += [[int(op)] for op in np.flatnonzero(alone)]
+        if len(clip := np.flatnonzero(self.rec.of_kind(Kind.CLIP)).tolist()):
+            groups.append(clip)
+        synced = list(range(synced_from, len(groups)))
+        return Dependencies(
+            graph=Graph(self.preds, groups, synced),
+            predecessors=self.preds,
+            groups=groups,
+            synced=synced,
+            peer=peer,
+            serves=self.matched,
+            idle=self.idle & self.rec.of_kind(*P2P),
+        )
+
+    def _ordered(self, stage: int, *kinds: Kind) -> list[int]:
+        """Operations of a stage in the recorded order."""
+        ops = np.flatnonzero((self.rec.stage == stage) & self.rec.of_kind(*kinds))
+        keys = (self.rec.kind[ops], self.rec.seq[ops], self.start[ops])
+        return [int(op) for op in ops[np.lexsort(keys)]]
+
+    def _chain(self, ops: list[int], after: tuple[int, ...] = ()) -> None:
+        for op in ops:
+            self.preds[op].extend(after)
+            after = (op,)
+
+    def _stage(self, stage: int) -> None:
+        compute = self._ordered(stage, *COMPUTE)
+        self._chain(compute)
+        for kind in P2P:
+            stream = self._ordered(stage, kind)
+            self._chain(stream)
+            self._match(stage, kind, stream, compute)
+        self._first_backward(stage, compute)
+        self._chain(self._ordered(stage, Kind.PARAMS_GATHER, Kind.GRADS_SCATTER))
+        self._gather(stage, compute)
+        if compute:
+            self._after_compute(stage, compute)
+
+    def _match(self, stage: int, kind: Kind, stream: list[int], compute: list[int]) -> None:
+        """Which pass each transfer serves, and the order between the two.
+
+        A receive that starts after the last pass and a send that ends before the first one were
+        recorded without a transfer; so were those at the two ends of the model.
+        """
+        forward = kind in (Kind.FORWARD_SEND, Kind.FORWARD_RECV)
+        receives = kind in (Kind.FORWARD_RECV, Kind.BACKWARD_RECV)
+        direction = Kind.FORWARD if forward else Kind.BACKWARD
+        passes = [op for op in compute if self.rec.kind[op] == direction]
+        if not passes:
+            return
+        if receives:
+            last = max(self.start[passes])
+            real = [op for op in stream if self.start[op] <= last + _CLOCK_S]
+        else:
+            first = min(self.end[passes])
+            real = [op for op in stream if self.end[op] >= first - _CLOCK_S]
+        skip = int(receives and len(real) + 1 == len(passes))
+        by_seq = sorted(passes, key=lambda op: int(self.rec.seq[op]))
+        ends = self._model_ends(forward == receives)
+        for op, index in zip(real, range(skip, len(by_seq)), strict=False):
+            self._serve(op, by_seq, index, receives)
+            self.idle[op] = self.rec.global_chunk[by_seq[index]] == ends
+
+    def _serve(self, op: int, passes: list[int], index: int, receives: bool) -> None:
+        self.matched[op] = passes[index]
+        if not receives:
+            self.preds[op].append(passes[index])
+            return
+        self.preds[passes[index]].append(op)
+        if index:
+            self.preds[op].append(passes[index - 1])
+
+    def _model_ends(self, first: bool) -> int:
+        """Global chunk that has no neighbour on that side."""
+        chunks = (max(int(self.rec.chunk.max(initial=0)), 0) + 1) * self.rec.stages
+        return 0 if first else chunks - 1
+
+    def _first_backward(self, stage: int, compute: list[int]) -> None:
+        """The first backward transfer is launched after the forward pass before the last one."""
+        kinds = [int(self.rec.kind[op]) for op in compute]
+        first = kinds.index(Kind.BACKWARD) if Kind.BACKWARD in kinds else 0
+        if first < 2:
+            return
+        for kind in (Kind.BACKWARD_RECV, Kind.BACKWARD_SEND):
+            op = self.where.get((stage, kind, 0))
+            if op is not None:
+                self.preds[op].append(compute[first - 2])
+
+    def _gather(self, stage: int, compute: list[int]) -> None:
+        """The first forward pass of a chunk needs its parameters, the reduction its gradients."""
+        forward = [op for op in compute if self.rec.kind[op] == Kind.FORWARD]
+        backward = [op for op in compute if self.rec.kind[op] == Kind.BACKWARD]
+        for chunk, op in self._by_chunk(stage, Kind.PARAMS_GATHER, last=True).items():
+            needs = [p for p in forward if self.rec.chunk[p] == chunk]
+            if needs:
+                self.preds[needs[0]].append(op)
+        if not self._overlapped():
+            return
+        for chunk, op in self._by_chunk(stage, Kind.GRADS_SCATTER, last=False).items():
+            needs = [p for p in backward if self.rec.chunk[p] == chunk]
+            if needs:
+                self.preds[op].append(max(needs, key=lambda p: self.end[p]))
+
+    def _by_chunk(self, stage: int, kind: Kind, last: bool) -> dict[int, int]:
+        """The last or the first operation of a kind for every model chunk."""
+        ops = np.flatnonzero((self.rec.stage == stage) & (self.rec.kind == kind))
+        ops = ops[np.argsort(self.rec.seq[ops])]
+        ops = ops if last else ops[::-1]
+        return {int(self.rec.chunk[op]): int(op) for op in ops}
+
+    def _overlapped(self) -> bool:
+        """Whether gradients are reduced while the backward passes still run."""
+        return bool((self.rec.kind == Kind.GRADS_REDUCE).any())
+
+    def _after_compute(self, stage: int, compute: list[int]) -> None:
+        """What follows the last pass, one after the other, as far as it was recorded."""
+        after: tuple[int, ...] = (max(compute, key=lambda op: self.end[op]),)
+        scatter = [
+            int(op)
+            for op in np.flatnonzero(
+                (self.rec.stage == stage) & (self.rec.kind == Kind.GRADS_SCATTER)
+            )
+        ]
+        gc = self.where.get((stage, Kind.GC, 0))
+        if gc is not None:
+            self.preds[gc].extend(after)
+            after = (gc,)
+        tail = [self.where.get((stage, kind, 0)) for kind in _TAIL]
+        if self._overlapped():
+            after = (*after, *scatter[-1:])
+            tail.append(self.where.get((stage, Kind.GRADS_REDUCE, 0)))
+        else:
+            tail.extend(scatter)
+        tail.extend(self.where.get((stage, kind, 0)) for kind in (Kind.CLIP, Kind.OPTIMIZER))
+        self._chain([op for op in tail if op is not None], after)
+
+    def _transfers(self) -> list[tuple[int, int]]:
+        """The two ends of every transfer: the k-th sent is the k-th received."""
+        streams = {
+            (stage, kind): [op for op in self._ordered(stage, kind) if not self.idle[op]]
+            for stage in range(self.rec.stages)
+            for kind in P2P
+        }
+        pairs: list[tuple[int, int]] = []
+        for (stage, kind), ops in streams.items():
+            other, away = _PEER[kind]
+            if kind in (Kind.FORWARD_SEND, Kind.BACKWARD_SEND):
+                peers = streams[((stage + away) % self.rec.stages, other)]
+                pairs.extend(zip(ops, peers, strict=False))
+        return pairs
+
+
+def _reference(times: Floats) -> Floats:
+    """Times [N] of the first replica in the first step; the median where it has none."""
+    reference = times[:, 0, 0].copy()
+    missing = np.isnan(reference)
+    if missing.any():
+        reference[missing] = np.nanmedian(times[missing].reshape(int(missing.sum()), -1), axis=1)
+    return reference
+
+
+def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
+    """Durations [N, D, T] with the waiting for others taken out of transfers and collectives.
+
+    A transfer lasts from the last start of its group to its own end. A slightly negative value is
+    clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0.
+    """
+    own = recording.duration_s.copy()
+    end = recording.start_s + recording.duration_s
+    synced = set(found.synced)
+    for index, group in enumerate(found.groups):
+        latest = np.fmax.reduce(recording.start_s[group], axis=0)
+        if index in synced:
+            latest = np.fmax.reduce(latest, axis=0, keepdims=True)
+        own[group] = end[group] - latest
+    waits = found.waits()
+    own[waits] = np.where(own[waits] <= -1e-2, 0.0, own[waits])
+    return own

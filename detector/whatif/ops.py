@@ -1,0 +1,149 @@
+"""Recorded operations of a job, as columns and as a dense grid.
+
+The kinds of operation and the fields are those of the traces that were published with
+"Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer]
+Floats = NDArray[np.floating]
+
+
+class Kind(IntEnum):
+    """What an operation did. Ties in the recorded order are broken by this order."""
+
+    BACKWARD = 0
+    FORWARD = 1
+    FORWARD_SEND = 2
+    FORWARD_RECV = 3
+    BACKWARD_SEND = 4
+    BACKWARD_RECV = 5
+    PARAMS_GATHER = 6
+    GRADS_SCATTER = 7
+    GRADS_REDUCE = 8
+    EMBEDDING_REDUCE = 9
+    NORM_REDUCE = 10
+    CLIP = 11
+    OPTIMIZER = 12
+    GC = 13
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+P2P = (Kind.FORWARD_SEND, Kind.FORWARD_RECV, Kind.BACKWARD_SEND, Kind.BACKWARD_RECV)
+SYNCED = (Kind.PARAMS_GATHER, Kind.GRADS_SCATTER, Kind.GRADS_REDUCE, Kind.CLIP)
+COLLECTIVE = (*SYNCED, Kind.EMBEDDING_REDUCE, Kind.NORM_REDUCE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpTable:
+    """Equally long columns, one row per recorded operation.
+
+    dp, stage, rank   where it ran: replica, pipeline stage, global rank
+    step              training step
+    kind              `Kind` codes
+    start_s           start; its origin is arbitrary but common to the ranks of a step
+    duration_s        how long it took, waiting included
+    seq               order among the operations of its kind in a step of a rank, from 0
+    chunk             model chunk within the stage; -1 where it belongs to none
+    global_chunk      model chunk within the model; -1 where it belongs to none
+    microbatch        microbatch; -1 where it belongs to none
+    """
+
+    dp: Ints
+    stage: Ints
+    rank: Ints
+    step: Ints
+    kind: Ints
+    start_s: Floats
+    duration_s: Floats
+    seq: Ints
+    chunk: Ints
+    global_chunk: Ints
+    microbatch: Ints
+
+    def __len__(self) -> int:
+        return int(self.rank.size)
+
+    def select(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> OpTable:
+        """The rows that a mask or an index array picks."""
+        return OpTable(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """The operations of an `OpTable` on the grid [operation N, replica D, step T].
+
+    An operation is one (stage, kind, seq). `start_s` and `duration_s` are NaN where nothing was
+    recorded; `start_s` counts from the first start of the step. `rank` [D, S] is -1 where no rank
+    was recorded; `cell` gives the flat cell of every row of the table.
+    """
+
+    steps: Ints
+    replicas: Ints
+    rank: Ints
+    kind: Ints
+    stage: Ints
+    seq: Ints
+    chunk: Ints
+    global_chunk: Ints
+    microbatch: Ints
+    start_s: Floats
+    duration_s: Floats
+    cell: Ints
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return int(self.rank.shape[1])
+
+    def of_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
+        """Mask [N] of the operations of these kinds."""
+        return np.isin(self.kind, kinds)
+
+    @classmethod
+    def of(cls, ops: OpTable) -> Recording:
+        """The grid of a table. A cell that was recorded twice keeps the longer duration."""
+        steps, step = np.unique(ops.step, return_inverse=True)
+        replicas, dp = np.unique(ops.dp, return_inverse=True)
+        key = (ops.stage.astype(np.int64) * len(Kind) + ops.kind) << 32 | ops.seq.astype(np.int64)
+        _, first, op = np.unique(key, return_index=True, return_inverse=True)
+        shape = (first.size, replicas.size, steps.size)
+        cell = np.ravel_multi_index((op, dp, step), shape)
+        origin = np.full(steps.size, np.inf)
+        np.minimum.at(origin, step, ops.start_s)
+        return cls(
+            steps=steps,
+            replicas=replicas,
+            rank=_ranks(dp, ops, replicas.size),
+            kind=ops.kind[first],
+            stage=ops.stage[first],
+            seq=ops.seq[first],
+            chunk=ops.chunk[first],
+            global_chunk=ops.global_chunk[first],
+            microbatch=ops.microbatch[first],
+            start_s=_scatter(cell, ops.start_s - origin[step], shape),
+            duration_s=_scatter(cell, ops.duration_s, shape),
+            cell=cell,
+        )
+
+
+def _scatter(cell: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
+    grid = np.full(shape, np.nan)
+    if (np.bincount(cell, minlength=grid.size) > 1).any():
+        np.fmax.at(grid.reshape(-1), cell, values)
+    else:
+        grid.put(cell, values)
+    return grid
+
+
+def _ranks(dp: Ints, ops: OpTable, replicas: int) -> Ints:
+    ranks = np.full((replicas, int(ops.stage.max()) + 1), -1, np.int64)
+    ranks[dp[::-1], ops.stage[::-1]] = ops.rank[::-1]  # the first row of a place wins
+    return ranks

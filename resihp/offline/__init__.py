@@ -1,0 +1,27 @@
+"""Traces in, diagnosis out: reads recorded jobs of several formats and explains where time went."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._read import read_trace
+    from ._trace import Trace
+    from ._write import TraceWriter, write_trace
+
+__all__ = ["Trace", "TraceWriter", "read_trace", "write_trace"]
+
+_HOME = {
+    "Trace": "._trace",
+    "TraceWriter": "._write",
+    "read_trace": "._read",
+    "write_trace": "._write",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name], __name__), name)

@@ -1,0 +1,75 @@
+"""ResiHP's own recordings: the columns of `TelemetryBatch` in parquet, the job in its metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import (
+    COLUMNS,
+    ContractError,
+    Job,
+    Plan,
+    TelemetryBatch,
+    TraceError,
+    from_json,
+)
+
+from ._trace import Trace
+
+JOB_KEY = b"resihp.job"
+PLANS_KEY = b"resihp.plans"
+
+
+def own_trace(path: Path, table: Any) -> Trace:
+    """The trace in an Arrow table. Raises `TraceError` naming what is wrong."""
+    metadata = table.schema.metadata
+    try:
+        job = from_json(Job, json.loads(metadata[JOB_KEY]))
+        plans = from_json(tuple[Plan, ...], json.loads(metadata.get(PLANS_KEY, b"[]")))
+        columns = _columns(table)
+        TelemetryBatch(**{name: columns[name] for name in COLUMNS})
+    except (ValueError, ContractError) as error:
+        raise TraceError(f"{path}: {error}") from None
+    if not columns["rank"].size:
+        raise TraceError(f"{path}: holds no records")
+    return Trace(
+        path=path,
+        format="resihp-parquet",
+        job=job,
+        tp=job.layout.tp,
+        columns=columns,
+        plans=plans,
+    )
+
+
+def _columns(table: Any) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for name, (dtype, default) in COLUMNS.items():
+        if name not in table.column_names:
+            if default is None:
+                raise ContractError(name, "the column is missing")
+            columns[name] = np.full(table.num_rows, default, dtype)
+        else:
+            columns[name] = _values(table.column(name), name, dtype)
+    name = "plan_version"
+    versions = np.dtype(np.int64)
+    columns[name] = (
+        _values(table.column(name), name, versions)
+        if name in table.column_names
+        else np.zeros(table.num_rows, versions)
+    )
+    return columns
+
+
+def _values(column: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if column.null_count and dtype.kind != "f":
+        raise ContractError(name, f"holds {column.null_count} empty values")
+    values: NDArray[Any] = column.to_numpy()
+    if values.dtype.kind not in "iuf":
+        raise ContractError(name, f"must hold numbers, not {values.dtype}")
+    return values.astype(dtype, copy=False)

@@ -1,0 +1,101 @@
+"""A recorded job in memory, whatever file it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detector.whatif.dependencies import Dependencies, dependencies
+from detector.whatif.ops import OpTable, Recording
+from resihp.contracts import Job, Op, Plan, TelemetryBatch
+
+from ._telemetry import telemetry_columns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """A recorded job.
+
+    format   "whatif-parquet", "resihp-parquet" or "kineto-json"
+    job      shape of the job; ranks that were not recorded may be missing from its layout
+    tp       tensor-parallel degree of the job, of which perhaps one rank in a group was recorded
+    ops      every operation with its start, where the format has them; else None
+    columns  microbatch records by the names of `TelemetryBatch`, and `plan_version`, where the
+             format holds records; else None
+    plans    plans that took effect while the job was recorded
+    """
+
+    path: Path
+    format: str
+    job: Job
+    tp: int = 1
+    ops: OpTable | None = None
+    columns: Columns | None = None
+    plans: tuple[Plan, ...] = ()
+
+    @cached_property
+    def recording(self) -> Recording:
+        """The operations on a dense grid. Only where `ops` is there."""
+        assert self.ops is not None
+        return Recording.of(self.ops)
+
+    @cached_property
+    def dependencies(self) -> Dependencies:
+        """What every operation waits for. Only where `ops` is there."""
+        return dependencies(self.recording)
+
+    @cached_property
+    def records(self) -> Columns:
+        """All microbatch records as columns, in step order; times in milliseconds."""
+        columns = self.columns
+        if columns is None:
+            assert self.ops is not None
+            columns = telemetry_columns(self.ops, self.recording, self.dependencies)
+        order = np.lexsort((columns["plan_version"], columns["step"]))
+        return {name: column[order] for name, column in columns.items()}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that were recorded, in ascending order."""
+        ranks = self.ops.rank if self.ops is not None else self.records["rank"]
+        return tuple(int(rank) for rank in np.unique(ranks))
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that were recorded, in ascending order."""
+        steps = self.ops.step if self.ops is not None else self.records["step"]
+        return tuple(int(step) for step in np.unique(steps))
+
+    def batches(self) -> Iterator[TelemetryBatch]:
+        """One batch for each step, in step order (two where a plan took effect within a step)."""
+        columns = dict(self.records)
+        versions = columns.pop("plan_version")
+        steps = columns["step"]
+        change = (np.diff(steps) != 0) | (np.diff(versions) != 0)
+        edges = [0, *(np.flatnonzero(change) + 1).tolist(), steps.size]
+        for start, stop in pairwise(edges):
+            if stop > start:
+                rows: dict[str, Any] = {n: column[start:stop] for n, column in columns.items()}
+                yield TelemetryBatch(**rows, plan_version=int(versions[start]))
+
+    def frame(self) -> pd.DataFrame:
+        """The microbatch records as a pandas frame; `op` as words, unknown work as NA."""
+        import pandas as pd
+
+        frame = pd.DataFrame(dict(self.records))
+        frame["op"] = pd.Categorical.from_codes(
+            self.records["op"].astype(np.int8), pd.Index([op.name.lower() for op in Op])
+        )
+        return frame
