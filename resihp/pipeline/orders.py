@@ -1,0 +1,126 @@
+"""The order in which one pipeline stage runs its passes, for each schedule.
+
+One definition for the runtime that executes the passes, the simulator that times them and the
+what-if analysis that replays recorded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from resihp.contracts import ContractError, Op, Schedule
+
+
+class Part(StrEnum):
+    """How much of a pass: all of it, or one half of a split backward."""
+
+    WHOLE = "whole"
+    INPUT = "input"  # gradient of the stage's input, what the previous stage waits for
+    WEIGHT = "weight"  # gradient of the weights, which nobody waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of one microbatch through one stage chunk.
+
+    op          `Op.FORWARD` or `Op.BACKWARD`
+    microbatch  index within the replica's step
+    chunk       model chunk within the stage; 0 unless interleaved
+    part        half of a split backward; WHOLE otherwise
+    """
+
+    op: Op
+    microbatch: int
+    chunk: int = 0
+    part: Part = Part.WHOLE
+
+
+@cache
+def stage_order(
+    schedule: Schedule,
+    *,
+    stage: int,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    max_in_flight: int | None = None,
+) -> tuple[Pass, ...]:
+    """Passes of `stage` (of `stages`) over one step of `microbatches`, in the order they run.
+
+    1F1B         PipeDream-Flush (Narayanan et al., 2021): as many forwards ahead as there are
+                 stages behind, then one forward, one backward
+    INTERLEAVED  `chunks` model chunks per stage (Narayanan et al., 2021, 2.2); groups of
+                 microbatches may be larger than `stages`, so that any number of them runs
+    ZERO_BUBBLE  ZB-H1 (Qi et al., 2024): split backward; weight halves are put off so far that
+                 every stage holds as much as the first one does under 1F1B
+
+    `max_in_flight` caps the microbatches that were begun and not finished. Raises `ContractError`
+    for a stage that does not exist, for chunks without the interleaved schedule, and for a cap
+    under which the interleaved schedule could not run.
+    """
+    if not 0 <= stage < stages:
+        raise ContractError("stage", f"must be within 0..{stages - 1}, not {stage}")
+    if microbatches < 0:
+        raise ContractError("microbatches", "must be 0 or more")
+    if max_in_flight is not None and max_in_flight < 1:
+        raise ContractError("max_in_flight", "must be 1 or more")
+    if chunks != 1 and schedule is not Schedule.INTERLEAVED:
+        raise ContractError("chunks", f"must be 1 with the schedule {schedule.value}")
+    if chunks > 1:
+        return _interleaved(stage, stages, microbatches, chunks, max_in_flight)
+    cap = max_in_flight or stages
+    ahead = min(stages - stage, cap, microbatches) - 1
+    if schedule is Schedule.ZERO_BUBBLE:
+        return tuple(_zero_bubble(ahead, min(stages, cap) - ahead - 1, microbatches))
+    return tuple(_one_f_one_b(ahead, microbatches))
+
+
+def _one_f_one_b(ahead: int, microbatches: int) -> Iterator[Pass]:
+    for index in range(microbatches + max(ahead, 0)):
+        if index < microbatches:
+            yield Pass(Op.FORWARD, index)
+        if index >= ahead:
+            yield Pass(Op.BACKWARD, index - ahead)
+
+
+def _zero_bubble(ahead: int, put_off: int, microbatches: int) -> Iterator[Pass]:
+    """As 1F1B; the weight half follows `put_off` input halves later."""
+    for index in range(microbatches + max(ahead, 0)):
+        if index < microbatches:
+            yield Pass(Op.FORWARD, index)
+        if index >= ahead:
+            yield Pass(Op.BACKWARD, index - ahead, part=Part.INPUT)
+            if index - ahead >= put_off:
+                yield Pass(Op.BACKWARD, index - ahead - put_off, part=Part.WEIGHT)
+    for index in range(max(microbatches - put_off, 0), microbatches):
+        yield Pass(Op.BACKWARD, index, part=Part.WEIGHT)
+
+
+def _interleaved(
+    stage: int, stages: int, microbatches: int, chunks: int, max_in_flight: int | None
+) -> tuple[Pass, ...]:
+    groups = max(microbatches // stages, 1)
+    size = -(-microbatches // groups)
+    forward, backward = [], []
+    for group in _ranges(microbatches, groups):
+        forward += [Pass(Op.FORWARD, m, c) for c in range(chunks) for m in group]
+        backward += [Pass(Op.BACKWARD, m, c) for c in reversed(range(chunks)) for m in group]
+    ahead = (stages - stage - 1) * 2 + (chunks - 1) * size
+    ahead = len(forward) if size < stages else min(ahead, len(forward))
+    if max_in_flight is not None and ahead >= max_in_flight * chunks:
+        least = -(-(ahead + 1) // chunks)
+        raise ContractError("max_in_flight", f"must be {least} or more with {chunks} chunks")
+    order = forward[:ahead]
+    for index, later in enumerate(backward):
+        order += forward[ahead + index : ahead + index + 1]
+        order.append(later)
+    return tuple(order)
+
+
+def _ranges(total: int, parts: int) -> Iterator[range]:
+    """`parts` ranges over `total`, as even as they go."""
+    for part in range(parts):
+        yield range(total * part // parts, total * (part + 1) // parts)
