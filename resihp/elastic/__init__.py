@@ -1,0 +1,1 @@
+"""Live resize on torch.distributed: change the layout of a running job without stopping it."""

@@ -1,0 +1,73 @@
+"""Embedding and cross entropy over a vocabulary whose rows are spread over a group."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from resihp.layout import Range
+
+from ..comm import Group
+from ..tensor_parallel import leave_parallel
+from .contract import Packed
+
+
+class VocabularyEmbedding(nn.Module):
+    """The rows [start, stop) of an embedding table; other ranks of the group hold the others."""
+
+    def __init__(self, rows: Range, hidden: int, group: Group) -> None:
+        super().__init__()
+        self.rows, self.group = rows, group
+        self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
+
+    def forward(self, packed: Packed) -> torch.Tensor:
+        """[T] ids -> [T, D]."""
+        local, outside = _localise(packed.tokens, self.rows)
+        embedded_TD = functional.embedding(local, self.table)
+        return leave_parallel(embedded_TD.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+
+
+def sharded_cross_entropy(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, rows: Range, group: Group
+) -> torch.Tensor:
+    """Sum over T of the cross entropy; targets of -100 do not count.
+
+    No rank ever holds a row of logits whole: maximum, normaliser and the target's logit are
+    reduced over the group (Megatron-LM, arXiv 1909.08053, section 3).
+    """
+    loss = _CrossEntropy.apply(logits_TV, targets_T, rows, group)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, loss)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, rows: Range, group: Group
+    ) -> torch.Tensor:
+        peak_T = group.all_reduce_max(logits_TV.amax(dim=-1))
+        exp_TV = (logits_TV - peak_T.unsqueeze(-1)).exp_()
+        local_T, outside_T = _localise(targets_T, rows)
+        picked_T = logits_TV.gather(-1, local_T.unsqueeze(-1)).squeeze(-1) - peak_T
+        sums = torch.stack((exp_TV.sum(dim=-1), picked_T.masked_fill(outside_T, 0.0)))
+        total_T, picked_T = group.all_reduce(sums)
+        counts_T = targets_T >= 0
+        softmax_TV = exp_TV / total_T.unsqueeze(-1)
+        ctx.save_for_backward(softmax_TV, local_T, outside_T, counts_T)
+        losses_T: torch.Tensor = (total_T.log() - picked_T) * counts_T
+        return losses_T.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        softmax_TV, local_T, outside_T, counts_T = ctx.saved_tensors
+        hit_T1 = (~outside_T).to(softmax_TV.dtype).unsqueeze(-1)
+        grad_TV = softmax_TV.scatter_add(-1, local_T.unsqueeze(-1), -hit_T1)
+        return grad_TV * (counts_T.unsqueeze(-1) * grad), None, None, None
+
+
+def _localise(ids: torch.Tensor, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids relative to `rows`, clamped into them, and where they lay outside."""
+    outside = (ids < rows[0]) | (ids >= rows[1])
+    return (ids - rows[0]).clamp(0, rows[1] - rows[0] - 1), outside

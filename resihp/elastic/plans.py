@@ -1,0 +1,95 @@
+"""Where plans come from: the sidecar, or the scheduler in this process while it is away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+from resihp.contracts import Job, Plan, ServiceError
+
+if TYPE_CHECKING:
+    from resihp.client import Client
+
+_log = logging.getLogger("resihp.elastic")
+
+
+class PlanSource(Protocol):
+    """Asked by one rank at a time, never by the training thread while all is well."""
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        """A plan newer than version `after`, or None after `seconds`. Never raises."""
+        ...
+
+    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
+        """A plan for the survivors. Raises `InfeasibleError` if there is none."""
+        ...
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        """Told when `plan` holds from `step` on. Never raises."""
+        ...
+
+
+class ServicePlans:
+    """Plans of the sidecar; after a loss, the scheduler's own if the sidecar does not answer."""
+
+    def __init__(self, client: Client, job: Job, *, patience: timedelta) -> None:
+        self._client, self._job, self._patience = client, job, patience
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        """Long-poll the sidecar."""
+        try:
+            return self._client.plan(self._job.name, after=after, wait=seconds)
+        except ServiceError as error:
+            _log.debug("no plan from the sidecar: %s", error)
+            time.sleep(min(seconds, 1.0))
+            return None
+
+    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
+        """Report the loss, and take the sidecar's plan once it uses survivors only."""
+        lost = sorted(set(self._job.layout.ranks) - set(survivors))
+        try:
+            self._client.report_failure(
+                self._job.name,
+                ranks=[rank for rank in current.layout.ranks if rank not in survivors],
+                step=step,
+                plan_version=current.version,
+                reported_by=min(survivors),
+                detail="connection lost",
+            )
+            plan = self._await(current, survivors)
+        except ServiceError as error:
+            _log.warning("planning without the sidecar: %s", error)
+            plan = None
+        if plan is None:
+            from scheduler import make_plan
+
+            speeds = dict.fromkeys(lost, 0.0)
+            plan = make_plan(self._job, speeds, current.layout, version=current.version + 1)
+        return plan
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        """Acknowledge."""
+        try:
+            self._client.acknowledge(
+                self._job.name,
+                plan.version,
+                rank=rank,
+                step=step,
+                state="applied",
+                pause_ms=pause_ms,
+            )
+        except ServiceError as error:
+            _log.warning("plan %d was applied but not acknowledged: %s", plan.version, error)
+
+    def _await(self, current: Plan, survivors: Collection[int]) -> Plan | None:
+        deadline = time.monotonic() + self._patience.total_seconds()
+        after = current.version
+        while (left := deadline - time.monotonic()) > 0:
+            plan = self._client.plan(self._job.name, after=after, wait=left)
+            if plan is not None and set(plan.layout.ranks) <= set(survivors):
+                return plan
+            after = plan.version if plan is not None else after
+        return None

@@ -1,0 +1,245 @@
+"""How ranks find each other and agree, through a store that no rank hosts.
+
+Keys (under the job's prefix): `signal` counts events, so that a rank polls one key and looks
+closer only when it moved; `plan/K/E` is the plan of epoch E after K recoveries, first writer
+wins; `broken/K` calls for recovery K; `report/K/R` and `decision/K` are that recovery's reports
+and outcome; `dead/R` and `beat/R` are a rank's death notice and heartbeat; `finished` and `done`
+end the job.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from resihp.contracts import Plan, ResiHPError, from_json, to_json
+
+from .agreement import Decision, Report, decide
+from .comm import WorldBrokenError
+
+
+class FencedOutError(ResiHPError):
+    """The others have gone on without this rank; it must not touch the job any more."""
+
+
+class StopError(ResiHPError):
+    """The job cannot go on; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long a rank waits for others.
+
+    heartbeat  a rank that is waited for and does not beat for so long is given up
+    connect    to build the groups of a new world
+    plan       for the service's plan after a loss, before planning locally
+    poll       between two looks at the store
+    """
+
+    heartbeat: timedelta = timedelta(seconds=5)
+    connect: timedelta = timedelta(seconds=30)
+    plan: timedelta = timedelta(seconds=10)
+    poll: timedelta = timedelta(milliseconds=100)
+
+    def __post_init__(self) -> None:
+        if not timedelta(0) < self.poll < self.heartbeat <= self.connect:
+            raise ValueError("time-outs must satisfy 0 < poll < heartbeat <= connect")
+
+
+def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
+    """A connection of its own to the store; one thread must not block another's."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeouts.connect)
+    return dist.PrefixStore(job, store)
+
+
+def announce_death(store: dist.Store, rank: int) -> None:
+    """Tell the survivors that a process is known to have ended (its launcher calls this)."""
+    store.set(f"dead/{rank}", "1")
+    store.add("signal", 1)
+
+
+class Rendezvous:
+    """One rank's view of the others. `start` begins to watch the store in a thread."""
+
+    def __init__(
+        self, open_store: Callable[[], dist.Store], rank: int, ranks: Collection[int], t: Timeouts
+    ) -> None:
+        self.rank, self.timeouts = rank, t
+        self.alive = tuple(sorted(ranks))
+        self.recovery = 0
+        self._open = open_store
+        self._store = open_store()
+        self._broken: str | None = None
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch and to beat."""
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._watcher.join(timeout=5)
+
+    def open_store(self) -> dist.Store:
+        """A further connection, for a thread of its own."""
+        return self._open()
+
+    # The present world.
+
+    def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
+        """Why the present world is to be given up, if it is; asked by every wait."""
+        if self._broken is None and waited_s > 1.0:
+            silent = self._silent(ranks)
+            if silent:
+                self.call_recovery(f"ranks {silent} do not answer")
+        return self._broken
+
+    def call_recovery(self, reason: str) -> None:
+        """Make every rank leave the present world."""
+        self._broken = reason
+        self._store.compare_set(f"broken/{self.recovery}", "", reason)
+        self._store.add("signal", 1)
+
+    def agree(self, report: Report) -> Decision:
+        """Agree with all survivors on what holds. Raises `FencedOutError` if we are not one.
+
+        Every rank that is alive calls this once per recovery; those that neither report nor are
+        known to be dead within the heartbeat's time-out count as dead.
+        """
+        prefix = f"report/{self.recovery}"
+        self._store.set(f"{prefix}/{self.rank}", json.dumps(asdict(report)))
+        reports = self._collect(prefix)
+        proposal = json.dumps(asdict(decide(reports)))
+        agreed = self._store.compare_set(f"decision/{self.recovery}", "", proposal)
+        document = json.loads(agreed)
+        decision = Decision(**{**document, "survivors": tuple(document["survivors"])})
+        if self.rank not in decision.survivors:
+            raise FencedOutError(f"rank {self.rank} was given up by the others")
+        with self._changed:
+            self.recovery += 1
+            self.alive = decision.survivors
+            self._broken = None
+        return decision
+
+    # Plans and the end.
+
+    def publish(self, epoch: int, plan: Plan | str) -> None:
+        """Make `plan` that of `epoch` (a string: the reason to stop). The first writer wins."""
+        document = {"stop": plan} if isinstance(plan, str) else {"plan": to_json(plan)}
+        self._store.compare_set(self._plan_key(epoch), "", json.dumps(document))
+        self._store.add("signal", 1)
+
+    def published(self, epoch: int) -> Plan | None:
+        """The plan of `epoch`, if there is one yet. Raises `StopError` if it is to stop."""
+        key = self._plan_key(epoch)
+        if not self._store.check([key]):
+            return None
+        document = json.loads(self._store.get(key))
+        if "stop" in document:
+            raise StopError(document["stop"])
+        return from_json(Plan, document["plan"])
+
+    def await_plan(self, epoch: int) -> Plan:
+        """Wait for the plan of `epoch`. Raises `WorldBrokenError` if another rank is lost."""
+        start = time.monotonic()
+        while True:
+            plan = self.published(epoch)
+            if plan is not None:
+                return plan
+            waited = time.monotonic() - start
+            reason = self.broken(self.alive[:1], waited)
+            if reason is not None:
+                raise WorldBrokenError(reason)
+            time.sleep(0.01)
+
+    def finish(self, ranks: int) -> None:
+        """End idle ranks, and let no rank of the last world leave while another still needs it."""
+        self._store.set("finished", "1")
+        self._store.add("signal", 1)
+        self._store.add("done", 1)
+        deadline = time.monotonic() + self.timeouts.heartbeat.total_seconds()
+        while self._store.add("done", 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def finished(self) -> bool:
+        """Whether the job is done."""
+        return bool(self._store.check(["finished"]))
+
+    def wait_for_change(self) -> None:
+        """Sleep until the store's signal moves, at most for a second."""
+        with self._changed:
+            self._changed.wait(timeout=1.0)
+
+    # Inside.
+
+    def _plan_key(self, epoch: int) -> str:
+        return f"plan/{self.recovery}/{epoch}"
+
+    def _watch(self) -> None:
+        store = self._open()
+        seen = beat = 0
+        while not self._closed.wait(self.timeouts.poll.total_seconds()):
+            beat += 1
+            store.set(f"beat/{self.rank}", str(beat))
+            signal = store.add("signal", 0)
+            if signal == seen:
+                continue
+            seen = signal
+            with self._changed:
+                key = f"broken/{self.recovery}"
+                if self._broken is None and store.check([key]):
+                    self._broken = store.get(key).decode()
+                self._changed.notify_all()
+
+    def _silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that have not beaten for the heartbeat's time-out, or are dead."""
+        now, limit = time.monotonic(), self.timeouts.heartbeat.total_seconds()
+        silent = []
+        for rank in ranks:
+            if rank == self.rank:
+                continue
+            beat = self._beat(rank)
+            last, since = self._beats.get(rank, (-1, now))
+            if beat != last:
+                self._beats[rank] = (beat, now)
+            elif now - since > limit:
+                silent.append(rank)
+            if self._store.check([f"dead/{rank}"]) and rank not in silent:
+                silent.append(rank)
+        return silent
+
+    def _beat(self, rank: int) -> int:
+        key = f"beat/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _collect(self, prefix: str) -> dict[int, Report]:
+        """The reports of all ranks that are alive, waiting for each at most the time-out."""
+        deadline = time.monotonic() + self.timeouts.heartbeat.total_seconds()
+        missing, reports = set(self.alive), {}
+        while missing and time.monotonic() < deadline:
+            for rank in sorted(missing):
+                if self._store.check([f"{prefix}/{rank}"]):
+                    reports[rank] = _report(self._store.get(f"{prefix}/{rank}"))
+                    missing.discard(rank)
+                elif self._store.check([f"dead/{rank}"]):
+                    missing.discard(rank)
+            if missing and not self._store.check([f"decision/{self.recovery}"]):
+                time.sleep(0.005)
+        return reports
+
+
+def _report(raw: bytes) -> Report:
+    document = json.loads(raw)
+    if document["norm"] is not None:
+        document["norm"] = tuple(document["norm"])
+    return Report(**document)

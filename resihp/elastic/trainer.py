@@ -1,0 +1,339 @@
+"""The life of one rank: train, take on new plans between two steps, survive the loss of others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from resihp.contracts import InfeasibleError, Plan, StateLostError
+from resihp.layout import moves
+
+from .agreement import Decision, Report
+from .comm import Network, WaitClock, WorldBrokenError
+from .engine import Engine, Reduced, Setup
+from .handoff import keep_own, stream
+from .phases import Phase, PhaseMachine
+from .plans import PlanSource
+from .prepare import Preparation, Prepared
+from .rendezvous import Rendezvous
+from .shard import Shard, build_shard
+
+_log = logging.getLogger("resihp.elastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A change of layout, as one rank saw it."""
+
+    plan: Plan
+    step: int
+    pause_ms: float
+    received_bytes: int
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Called by the training thread; for progress displays and scripted faults."""
+
+    on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
+    on_step: Callable[[Reduced, float, Plan], None] = field(default=lambda step, ms, plan: None)
+    on_switch: Callable[[Switch], None] = field(default=lambda switch: None)
+
+
+class Trainer:
+    """Runs one rank of a job whose layout may change between any two steps.
+
+    Every rank of the job (idle ones included) makes one with the same arguments but its own rank,
+    and calls `run`. Raises `StopError` or `StateLostError` when the job cannot go on, and
+    `FencedOutError` when the others have gone on without this rank.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: Plan,
+        rendezvous: Rendezvous,
+        plans: PlanSource,
+        *,
+        hooks: Hooks | None = None,
+        limit_bytes: int = 256 << 20,
+    ) -> None:
+        self.setup, self.rank, self.plan = setup, rendezvous.rank, plan
+        self.completed = 0
+        self.epoch = 0
+        self.engine: Engine | None = None
+        self._rendezvous, self._plans = rendezvous, plans
+        self._hooks = hooks or Hooks()
+        self._limit_bytes = limit_bytes
+        self._machine = PhaseMachine()
+        self._waited = WaitClock()
+        self._norm: tuple[int, float] | None = None
+        self._pending: Preparation | None = None
+        self._doubt: tuple[Prepared, Shard | None] | None = None
+        self._paused_at: float | None = None
+        self._agent: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def run(self, steps: int) -> None:
+        """Train until `steps` updates have been made."""
+        self._rendezvous.start()
+        try:
+            self._begin()
+            broken: str | None = None
+            while broken or not self._is_over(steps):
+                try:
+                    if broken:
+                        self._recover(broken)
+                    else:
+                        self._advance()
+                    broken = None
+                except WorldBrokenError as error:
+                    broken = str(error)
+            if self.engine is not None:
+                self._rendezvous.finish(len(self.plan.layout.ranks))
+        finally:
+            self._enter(Phase.STOPPED)
+            self._over.set()
+            self._rendezvous.close()
+
+    def _is_over(self, steps: int) -> bool:
+        if self.engine is None:
+            return self._rendezvous.finished()
+        return self.completed >= steps
+
+    def _begin(self) -> None:
+        """Build the first world and fill it with the model's initial values."""
+        prepared = self._prepare(0, self.plan).wait(self._rendezvous.broken)
+        shard = None
+        if prepared.world is not None:
+            world = prepared.world
+            shard = build_shard(
+                self.setup.model,
+                self.setup.optimizer,
+                world.stage,
+                world.place.tp,
+                world.tp,
+                fill=True,
+            )
+        self._adopt(prepared, shard)
+        self._serve_plans()
+
+    # One step.
+
+    def _advance(self) -> None:
+        if self.engine is None:
+            self._idle()
+            return
+        step, start = self.completed, time.perf_counter()
+        self._enter(Phase.ACCUMULATING)
+        loss = self.engine.accumulate(step)
+        self._enter(Phase.REDUCING)
+        reduced = self.engine.reduce(step, loss, self._ready_epoch(step + 1))
+        self._norm = (step, reduced.norm)
+        self._enter(Phase.UPDATING)
+        self._complete(step, reduced.norm)
+        self._hooks.on_step(reduced, (time.perf_counter() - start) * 1e3, self.plan)
+        if self._everyone_ready(reduced):
+            assert self._pending is not None
+            self._switch(self._pending.wait(self._rendezvous.broken), lost=())
+
+    def _complete(self, step: int, norm: float) -> None:
+        assert self.engine is not None
+        self.engine.update(norm, step)
+        self.completed = step + 1
+
+    def _idle(self) -> None:
+        if self._machine.phase is not Phase.IDLE:
+            self._enter(Phase.IDLE)
+        self._rendezvous.wait_for_change()
+        reason = self._rendezvous.broken((), 0.0)
+        if reason is not None:
+            raise WorldBrokenError(reason)
+        self._look_for_plan()
+        if self._pending is not None:
+            self._switch(self._pending.wait(self._rendezvous.broken), lost=())
+
+    # New plans.
+
+    def _look_for_plan(self) -> None:
+        """Begin to prepare the next epoch's world if its plan has been published."""
+        if self._pending is None:
+            plan = self._rendezvous.published(self.epoch + 1)
+            if plan is not None:
+                self._pending = self._prepare(self.epoch + 1, plan)
+
+    def _ready_epoch(self, next_step: int) -> int:
+        self._look_for_plan()
+        pending = self._pending
+        if pending is None or pending.result is None:
+            return 0
+        return pending.epoch if next_step >= pending.result.plan.from_step else 0
+
+    def _everyone_ready(self, reduced: Reduced) -> bool:
+        ranks = len(self.plan.layout.ranks)
+        return reduced.ready == (ranks, ranks * (self.epoch + 1))
+
+    def _prepare(self, epoch: int, plan: Plan) -> Preparation:
+        return Preparation(
+            self._network,
+            plan,
+            self.setup.model.parameters,
+            self._rendezvous.alive,
+            epoch=epoch,
+            name=f"world{self._rendezvous.recovery}.{epoch}",
+        )
+
+    def _network(self) -> Network:
+        rendezvous = self._rendezvous
+        return Network(
+            rendezvous.open_store(),
+            self.rank,
+            broken=rendezvous.broken,
+            timeout=rendezvous.timeouts.connect,
+            waited=self._waited,
+        )
+
+    def _switch(self, prepared: Prepared, lost: tuple[int, ...]) -> None:
+        """Move the state over and take on the new world: all ranks, or none."""
+        start = self._paused_at or time.perf_counter()
+        self._enter(Phase.STREAMING)
+        old = self.engine.shard if self.engine is not None else None
+        shard, received = self._stream(prepared, old, lost)
+        self._enter(Phase.VOTING)
+        self._doubt = (prepared, shard)
+        prepared.transit.all_reduce(torch.ones(1))
+        self._adopt(prepared, shard)
+        pause_ms = (time.perf_counter() - start) * 1e3
+        switch = Switch(
+            plan=prepared.plan,
+            step=self.completed,
+            pause_ms=pause_ms,
+            received_bytes=received,
+            lost=lost,
+        )
+        self._hooks.on_switch(switch)
+        self._acknowledge(switch)
+
+    def _stream(
+        self, prepared: Prepared, old: Shard | None, lost: tuple[int, ...]
+    ) -> tuple[Shard | None, int]:
+        model, world = self.setup.model, prepared.world
+        # Ranks that were idle do not know how many steps the job has behind it.
+        count = torch.tensor([self.completed])
+        self.completed = int(prepared.transit.all_reduce_max(count))
+        planned = moves(self.plan.layout, prepared.plan.layout, model.parameters, lost=lost)
+        new = None
+        if world is not None:
+            new = build_shard(
+                model, self.setup.optimizer, world.stage, world.place.tp, world.tp, fill=False
+            )
+            new.set_updates(self.completed)
+            if old is not None:
+                keep_own(old, new)
+        received = stream(
+            prepared.transit, self.rank, planned, old, new, limit_bytes=self._limit_bytes
+        )
+        return new, received
+
+    def _adopt(self, prepared: Prepared, shard: Shard | None) -> None:
+        """Take on a world; only now is the old state let go."""
+        self.epoch, self.plan = prepared.epoch, prepared.plan
+        self.engine = None
+        if prepared.world is not None:
+            assert shard is not None
+            self.engine = Engine(self.setup, prepared.world, shard, prepared.plan, self._waited)
+        self._pending = self._doubt = self._paused_at = None
+
+    # Losses.
+
+    def _recover(self, reason: str) -> None:
+        """Agree with the survivors on what holds, and go on in a world without the lost ranks."""
+        self._paused_at = self._paused_at or time.perf_counter()
+        self._enter(Phase.RECOVERING)
+        _log.warning("rank %d: %s", self.rank, reason)
+        self._rendezvous.call_recovery(reason)
+        decision = self._rendezvous.agree(self._report())
+        self._settle(decision)
+        lost = tuple(sorted(set(self.plan.layout.ranks) - set(decision.survivors)))
+        if self.rank == decision.survivors[0]:
+            self._publish_after_loss(decision)
+        plan = self._rendezvous.await_plan(decision.next_epoch)
+        self._pending = self._prepare(decision.next_epoch, plan)
+        self._switch(self._pending.wait(self._rendezvous.broken), lost)
+
+    def _report(self) -> Report:
+        pending = self._pending.epoch if self._pending is not None else self.epoch
+        return Report(
+            epoch=self.epoch,
+            completed=self.completed,
+            reduced=self.engine is not None and self.engine.whole,
+            norm=self._norm,
+            doubt=self._doubt[0].epoch if self._doubt is not None else None,
+            seen=pending,
+            idle=self.engine is None,
+        )
+
+    def _settle(self, decision: Decision) -> None:
+        """Bring this rank to the state that was decided."""
+        if self._doubt is not None and decision.epoch == self._doubt[0].epoch:
+            self._adopt(*self._doubt)
+            self._paused_at = time.perf_counter()
+        if self.engine is not None:
+            if decision.completed > self.completed:
+                assert decision.norm is not None
+                self._complete(self.completed, decision.norm)
+            self.engine.discard()
+        self.completed = decision.completed
+        self._pending = self._doubt = None
+
+    def _publish_after_loss(self, decision: Decision) -> None:
+        try:
+            plan = self._plans.after_loss(self.plan, decision.survivors, decision.completed)
+            lost = set(self.plan.layout.ranks) - set(decision.survivors)
+            moves(self.plan.layout, plan.layout, self.setup.model.parameters, lost=lost)
+        except (InfeasibleError, StateLostError) as error:
+            self._rendezvous.publish(decision.next_epoch, str(error))
+            return
+        self._rendezvous.publish(decision.next_epoch, plan)
+
+    # The agent: talks to the plan source off the training thread.
+
+    def _serve_plans(self) -> None:
+        self._agent = threading.Thread(target=self._agent_loop, name="resihp-agent", daemon=True)
+        self._agent.start()
+
+    def _agent_loop(self) -> None:
+        """On the first rank alive, publish each new plan once the one before is taken on."""
+        published = 0
+        while not self._over.is_set():
+            epoch, version, recovery = self.epoch, self.plan.version, self._rendezvous.recovery
+            is_first = self.rank == self._rendezvous.alive[0]
+            if not is_first or published > epoch or self._is_changing():
+                self._over.wait(0.2)
+                continue
+            plan = self._plans.wait(version, 2.0)
+            unchanged = epoch == self.epoch and recovery == self._rendezvous.recovery
+            if plan is not None and unchanged and not self._is_changing():
+                self._rendezvous.publish(epoch + 1, plan)
+                published = epoch + 1
+
+    def _is_changing(self) -> bool:
+        return self._machine.phase in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
+
+    def _acknowledge(self, switch: Switch) -> None:
+        threading.Thread(
+            target=self._plans.applied,
+            args=(switch.plan, self.rank, switch.step, switch.pause_ms),
+            name="resihp-acknowledge",
+            daemon=True,
+        ).start()
+
+    def _enter(self, phase: Phase) -> None:
+        self._machine.enter(phase)
+        self._hooks.on_phase(phase, self.completed)

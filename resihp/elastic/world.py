@@ -1,0 +1,94 @@
+"""The process groups of one plan, seen from one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from resihp.contracts import Layout, Place, Stage
+from resihp.layout import Parameters, Reduction, Transfer, boundary, reductions
+
+from .comm import Group, Network
+
+
+@dataclass(frozen=True)
+class Link:
+    """A chunk of a boundary activation, with one group for each direction.
+
+    Two groups, because the two ends of a link start their transfers in different orders: within
+    one direction the order is that of the microbatches at both ends.
+    """
+
+    transfer: Transfer
+    forward: Group
+    backward: Group
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What this rank sends or receives between its stage and a neighbour."""
+
+    chunks: int
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class World:
+    """Every group in which this rank takes part.
+
+    everyone  all ranks that work in the layout
+    tp        the rank's stage
+    before    boundary to the previous stage; None on the first
+    after     boundary to the next stage; None on the last
+    sums      gradient sums over the replicas in which this rank takes part
+    """
+
+    layout: Layout
+    place: Place
+    everyone: Group
+    tp: Group
+    before: Boundary | None
+    after: Boundary | None
+    sums: tuple[tuple[Reduction, Group], ...] = field(default=())
+
+    @property
+    def stage(self) -> Stage:
+        """The stage in which this rank stands."""
+        return self.layout.stage_at(self.place)
+
+
+def build_world(network: Network, layout: Layout, parameters: Parameters, *, name: str) -> World:
+    """Build this rank's groups for `layout`. Collective over the ranks of the layout.
+
+    `name` is unique to the attempt, so that no attempt meets what another left in the store.
+    Building a group blocks until all of its ranks do so; every rank builds its groups in one
+    global order (all, stage, boundaries along the pipeline, sums), so none waits in a circle.
+    """
+    place = layout.place_of(network.rank)
+    assert place is not None, "only ranks of the layout build its world"
+    stages = layout.replicas[place.dp].stages
+    stage = stages[place.pp]
+    everyone = network.group(f"{name}/everyone", sorted(layout.ranks))
+    tp = network.group(f"{name}/tp", stage.ranks)
+    before = after = None
+    if place.pp > 0:
+        before = _boundary(network, name, stages[place.pp - 1], stage)
+    if place.pp + 1 < len(stages):
+        after = _boundary(network, name, stage, stages[place.pp + 1])
+    sums = tuple(
+        (reduction, network.group(f"{name}/sum", reduction.ranks))
+        for reduction in reductions(layout, parameters)
+        if network.rank in reduction.ranks and len(reduction.ranks) > 1
+    )
+    return World(layout, place, everyone, tp, before, after, sums)
+
+
+def _boundary(network: Network, name: str, sender: Stage, receiver: Stage) -> Boundary:
+    transfers = boundary(sender, receiver)
+    links = []
+    for transfer in transfers:
+        ends = (transfer.source, transfer.target)
+        if network.rank in ends:
+            label = f"{name}/link{transfer.chunk}"
+            forward = network.group(f"{label}/forward", ends)
+            links.append(Link(transfer, forward, network.group(f"{label}/backward", ends)))
+    return Boundary(len(transfers), tuple(links))
