@@ -1,1 +1,22 @@
+"""The sidecar of a training job: telemetry in, verdicts and plans out."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .app import create_app
+    from .launch import Sidecar
+    from .settings import Settings
+
+__all__ = ["Settings", "Sidecar", "create_app"]
+
+_HOMES = {"Settings": ".settings", "Sidecar": ".launch", "create_app": ".app"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: a launcher needs no web framework."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -1,0 +1,102 @@
+"""`resihp serve`: the sidecar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ._app import app
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+
+_HELP = """
+Start the **sidecar**: telemetry in, verdicts and plans out.
+
+It listens on `http://127.0.0.1:8700`, shows a dashboard there and its API at `/docs`, and keeps
+everything in Redis: the one that `--redis` or `REDIS_URL` names, else an embedded one of its own
+in the data folder, so that nothing else needs to be installed.
+
+Point a training job at it with `resihp.Monitor(job="NAME", url="http://127.0.0.1:8700")`.
+
+**Examples**
+
+- `resihp serve` — for one machine
+- `resihp serve --host 0.0.0.0 --token SECRET` — for a cluster; jobs set `RESIHP_TOKEN`
+- `resihp serve --no-worker` and a few `resihp worker` — for many jobs
+
+Every option is also an environment variable with the prefix `RESIHP_` (`RESIHP_PORT`), and so are
+the limits: `RESIHP_MAX_BODY_BYTES`, `RESIHP_MAX_RECORDS`, `RESIHP_MAX_JOBS`, `RESIHP_MAX_BACKLOG`.
+
+Exit status: 0 when stopped by a signal, 2 with one clear line when it cannot start.
+"""
+
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Data folder.  [default: ~/.local/state/resihp]", show_default=False),
+]
+Redis = Annotated[
+    str | None,
+    typer.Option(help="Redis to use, e.g. redis://host:6379/0.", envvar="REDIS_URL"),
+]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+LogFormat = Annotated[str | None, typer.Option(help="console or json (one object a line).")]
+
+
+@app.command("serve", help=_HELP)
+def serve_command(  # noqa: PLR0917 - each is an option, given by name
+    host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind; 0 picks a free one.")] = None,
+    data: Data = None,
+    redis: Redis = None,
+    token: Annotated[
+        str | None,
+        typer.Option(help="Bearer token that requests must carry.", envvar="RESIHP_TOKEN"),
+    ] = None,
+    worker: Annotated[
+        bool | None, typer.Option("--worker/--no-worker", help="Run a worker in this process.")
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write url and pid there (JSON) once it serves.")
+    ] = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+) -> None:
+    """Start the sidecar."""
+    from service.errors import StartError
+    from service.server import serve
+
+    settings = settings_from(
+        host=host, port=port, data=data, redis_url=redis, token=token, worker=worker,
+        ready_file=ready_file, log_level=log_level, log_format=log_format,
+    )  # fmt: skip
+    try:
+        serve(settings)
+    except StartError as error:
+        fail(str(error))
+
+
+def settings_from(**given: Any) -> Settings:
+    """Settings from the environment, overridden by the options that were given."""
+    from pydantic import ValidationError
+
+    from service.logs import configure_logs
+    from service.settings import Settings
+
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        words = first["msg"].removeprefix("Value error, ")
+        fail(f"{where}: {words}" if where else words)
+    configure_logs(settings)
+    return settings
+
+
+def fail(problem: str) -> NoReturn:
+    """One line on stderr, exit status 2."""
+    typer.echo(f"resihp: {problem}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,1 @@
+"""The HTTP side: routes, problem documents, limits, metrics."""

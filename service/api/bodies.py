@@ -1,0 +1,120 @@
+"""Request bodies: their shapes, how they are read, and how OpenAPI shows them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from resihp.contracts import ContractError, Job
+from resihp.contracts.codec import WireFormat
+
+from ..errors import MediaTypeError
+
+Rank = Annotated[int, Field(ge=0, lt=2**31)]
+Ranks = Annotated[list[Rank], Field(min_length=1, max_length=1_000_000)]
+Detail = Annotated[str, Field(max_length=4096)]
+_Body = TypeVar("_Body", bound="_Strict")
+
+_MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Heartbeat(_Strict):
+    """These ranks live."""
+
+    ranks: Ranks
+    step: int | None = None
+
+
+class Ack(_Strict):
+    """What one rank says of a plan."""
+
+    rank: Rank
+    state: Literal["applied", "refused"]
+    step: int | None = None
+    detail: Detail = ""
+    pause_ms: float | None = None
+
+
+class Failure(_Strict):
+    """These ranks stopped, seen by a survivor."""
+
+    ranks: Ranks
+    step: int | None = None
+    plan_version: int | None = None
+    reported_by: int | None = None
+    detail: Detail = ""
+
+
+async def read(request: Request, shape: type[_Body]) -> _Body:
+    """A JSON body of a shape. Raises what the problem table knows, naming the field."""
+    _require_json(request)
+    try:
+        return shape.model_validate_json(await request.body())
+    except ValidationError as error:
+        items = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        raise RequestValidationError(items) from None
+
+
+async def read_document(request: Request) -> Any:
+    """A JSON body of any shape."""
+    _require_json(request)
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise ContractError("", f"the body is not valid JSON: {error}") from None
+
+
+def wire_format(request: Request) -> WireFormat:
+    """The format of a telemetry message."""
+    given = _content_type(request)
+    if given in _MSGPACK:
+        return WireFormat.MSGPACK
+    if given == WireFormat.JSON.value:
+        return WireFormat.JSON
+    raise MediaTypeError(given, (WireFormat.MSGPACK.value, WireFormat.JSON.value))
+
+
+def documented(shape: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI part for a body that the route reads itself."""
+    return _json_body(shape.model_json_schema())
+
+
+def documented_job() -> dict[str, Any]:
+    """The OpenAPI part for a job."""
+    return _json_body(TypeAdapter(Job).json_schema())
+
+
+def documented_telemetry() -> dict[str, Any]:
+    """The OpenAPI part for a telemetry message."""
+    example = {
+        "version": 1,
+        "plan_version": 0,
+        "dropped": 0,
+        "columns": {"rank": [0], "step": [7], "microbatch": [0], "op": [0], "compute_ms": [12.5]},
+    }
+    part = _json_body({"type": "object", "example": example})
+    part["requestBody"]["content"]["application/msgpack"] = {
+        "schema": {"type": "string", "format": "binary"}
+    }
+    return part
+
+
+def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
+
+
+def _require_json(request: Request) -> None:
+    if _content_type(request) != "application/json":
+        raise MediaTypeError(_content_type(request), ("application/json",))

@@ -1,0 +1,85 @@
+"""Route: the server-sent events of a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import StreamingResponse
+
+from resihp.contracts import ContractError
+
+from ..errors import UnknownJobError
+from ..store.api import dumps
+from .context import Context, Ctx
+
+router = APIRouter(prefix="/v1/jobs/{job}/events", tags=["events"])
+
+_CURSOR = re.compile(r"(\d+-\d+)_(\d+-\d+)")
+
+
+@router.get("", response_class=StreamingResponse)
+async def get_events(
+    job: str,
+    ctx: Ctx,
+    last_event_id: Annotated[str | None, Header()] = None,
+    replay: Annotated[bool, Query(description="begin with the events that are kept")] = False,
+) -> StreamingResponse:
+    """Verdicts, plans, acknowledgements, failures and step summaries as they come. A client that
+    reconnects with `Last-Event-ID` misses nothing that is still kept."""
+    ctx.bell.require_room()  # here, while the answer can still be an error
+    await ctx.store.require(job)
+    cursor = await _start(ctx, job, last_event_id, replay=replay)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(
+        _stream(ctx, job, cursor), media_type="text/event-stream", headers=headers
+    )
+
+
+async def _start(ctx: Context, job: str, last: str | None, *, replay: bool) -> tuple[str, str]:
+    """Where to begin: one cursor for the events and one for the step summaries."""
+    if last is not None:
+        match = _CURSOR.fullmatch(last)
+        if match is None:
+            raise ContractError("Last-Event-ID", "is not an id that this stream gave out")
+        return match[1], match[2]
+    if replay:
+        return "0-0", "0-0"
+    return await ctx.store.last_event(job), await ctx.store.last_event(job, steps=True)
+
+
+async def _stream(ctx: Context, job: str, cursor: tuple[str, str]) -> AsyncIterator[str]:
+    yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n"
+    with ctx.bell.watching():
+        while not ctx.bell.closed:
+            news = ctx.bell.next(job)
+            try:
+                await ctx.store.require(job)
+            except UnknownJobError:
+                yield 'event: deleted\ndata: {"kind":"deleted"}\n\n'
+                return
+            before = cursor
+            async for behind, message in _new(ctx, job, before):
+                cursor = behind
+                yield message
+            if cursor == before:
+                await ctx.bell.wait(news, ctx.bell.RECHECK_S)
+                yield ": keepalive\n\n"
+
+
+async def _new(
+    ctx: Context, job: str, cursor: tuple[str, str]
+) -> AsyncIterator[tuple[tuple[str, str], str]]:
+    """What came after a cursor: (cursor behind it, message)."""
+    for identity, document in await ctx.store.events(job, cursor[0]):
+        cursor = (identity, cursor[1])
+        yield cursor, _message(document, cursor)
+    for identity, document in await ctx.store.events(job, cursor[1], steps=True):
+        cursor = (cursor[0], identity)
+        yield cursor, _message(document, cursor)
+
+
+def _message(document: dict[str, Any], cursor: tuple[str, str]) -> str:
+    return f"event: {document['kind']}\nid: {'_'.join(cursor)}\ndata: {dumps(document)}\n\n"

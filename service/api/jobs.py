@@ -1,0 +1,160 @@
+"""Routes: jobs, their telemetry, heartbeats and failures, and what is said of their devices."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from resihp.contracts import ContractError, Job, Plan, from_json, to_json
+from resihp.contracts.codec import WireFormat, decode, encode
+
+from ..store.inbox import Kind
+from . import bodies
+from .context import Context, Ctx
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@router.put("/{job}", openapi_extra=bodies.documented_job())
+async def register(job: str, request: Request, response: Response, ctx: Ctx) -> dict[str, Any]:
+    """Register a job. Equal content changes nothing; other content resets the job."""
+    document = await bodies.read_document(request)
+    if isinstance(document, dict):
+        document.setdefault("name", job)
+    description = from_json(Job, document)
+    if description.name != job:
+        raise ContractError("name", f"is {description.name!r}, the address says {job!r}")
+    first = Plan(
+        version=0,
+        layout=description.layout,
+        quotas=description.quotas,
+        schedule=description.schedule,
+        reason=("the layout that the job started with",),
+    )
+    response.status_code = 201 if await ctx.store.register(description, first) else 200
+    plan = await ctx.store.plan(job, await ctx.store.require(job))
+    return {"job": to_json(description), "plan": plan}
+
+
+@router.get("")
+async def list_jobs(ctx: Ctx) -> dict[str, Any]:
+    """All jobs with their newest step, devices by verdict, and plan."""
+    return {"jobs": [await _summary(ctx, name) for name in await ctx.store.names()]}
+
+
+async def _summary(ctx: Context, name: str) -> dict[str, Any]:
+    status = await ctx.store.status(name)
+    counts: dict[str, int] = {}
+    for verdict in status.get("verdicts", ()):
+        counts[verdict["status"]] = counts.get(verdict["status"], 0) + 1
+    return {
+        "name": name,
+        "last_step": status.get("last_step", -1),
+        "devices": counts,
+        "rollout": status.get("rollout"),
+    }
+
+
+@router.get("/{job}")
+async def get_job(job: str, ctx: Ctx) -> dict[str, Any]:
+    """A job, its newest plan, how far that is rolled out, and how far behind the worker is."""
+    description = await ctx.store.job(job)
+    status = await ctx.store.status(job)
+    return {
+        "job": to_json(description),
+        "plan": await ctx.store.plan(job, await ctx.store.require(job)),
+        "planning": status.get("planning", {"state": "idle"}),
+        "rollout": status.get("rollout"),
+        "last_step": status.get("last_step", -1),
+        "backlog": await ctx.store.backlog(job),
+    }
+
+
+@router.delete("/{job}", status_code=204)
+async def delete_job(job: str, ctx: Ctx) -> Response:
+    """Forget a job and everything that is known of it."""
+    await ctx.store.delete(job)
+    return Response(status_code=204)
+
+
+@router.post("/{job}/telemetry", status_code=202, openapi_extra=bodies.documented_telemetry())
+async def post_telemetry(
+    job: str,
+    request: Request,
+    ctx: Ctx,
+    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
+) -> dict[str, Any]:
+    """Microbatch records as columns, in JSON or msgpack. A retry under the same
+    `Idempotency-Key` is applied once."""
+    form = bodies.wire_format(request)
+    body = await request.body()
+    limit = ctx.settings.max_records
+    batch = await run_in_threadpool(decode, body, form, max_records=limit)
+    if form is WireFormat.JSON:  # workers read one format, the cheap one
+        body = await run_in_threadpool(encode, batch)
+    new = await ctx.store.put(
+        job, Kind.TELEMETRY, body,
+        records=len(batch), dropped=batch.dropped, retry_key=_retry_key(idempotency_key),
+    )  # fmt: skip
+    return {"accepted": len(batch), "duplicate": not new}
+
+
+def _retry_key(given: str | None) -> str | None:
+    return hashlib.sha256(given.encode()).hexdigest()[:32] if given else None
+
+
+@router.post(
+    "/{job}/heartbeats", status_code=202, openapi_extra=bodies.documented(bodies.Heartbeat)
+)
+async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
+    """These ranks live. A rank that has sent heartbeats and falls silent has stopped."""
+    heartbeat = await bodies.read(request, bodies.Heartbeat)
+    await ctx.store.put(job, Kind.HEARTBEAT, heartbeat.model_dump_json().encode())
+    return {"accepted": len(heartbeat.ranks)}
+
+
+@router.post("/{job}/failures", status_code=202, openapi_extra=bodies.documented(bodies.Failure))
+async def post_failure(
+    job: str,
+    request: Request,
+    ctx: Ctx,
+    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
+) -> dict[str, Any]:
+    """These ranks stopped, seen by a survivor. A plan without them follows at once."""
+    failure = await bodies.read(request, bodies.Failure)
+    await ctx.store.put(
+        job, Kind.FAILURE, failure.model_dump_json().encode(),
+        retry_key=_retry_key(idempotency_key),
+    )  # fmt: skip
+    return {"accepted": len(failure.ranks)}
+
+
+@router.get("/{job}/verdicts")
+async def get_verdicts(job: str, ctx: Ctx) -> dict[str, Any]:
+    """What the detector says of every device."""
+    await ctx.store.require(job)
+    return {"job": job, "verdicts": (await ctx.store.status(job)).get("verdicts", [])}
+
+
+@router.get("/{job}/diagnosis")
+async def get_diagnosis(job: str, ctx: Ctx) -> dict[str, Any]:
+    """Why the job is slower than it could be."""
+    await ctx.store.require(job)
+    nothing = {"slowdown": 1.0, "root_cause": "none", "attribution": {}, "steps": 0, "detail": []}
+    diagnosis: dict[str, Any] = (await ctx.store.status(job)).get("diagnosis", nothing)
+    return diagnosis
+
+
+@router.get("/{job}/steps")
+async def get_steps(
+    job: str,
+    ctx: Ctx,
+    after: Annotated[int, Query(ge=-1)] = -1,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1_000,
+) -> dict[str, Any]:
+    """Observed and predicted time of the newest steps above `after`, oldest first."""
+    await ctx.store.require(job)
+    return {"job": job, "steps": await ctx.store.steps(job, after=after, limit=limit)}

@@ -1,0 +1,99 @@
+"""Prometheus metrics: requests of this process, and per job what Redis counts for all."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as PrometheusCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ..store.api import ApiStore
+
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_COUNTERS = {
+    "messages": "messages accepted",
+    "records": "microbatch records accepted",
+    "bytes": "bytes of messages accepted",
+    "duplicates": "messages that a retry sent again, not applied twice",
+    "refused": "messages refused because the backlog was full",
+    "dropped": "records that senders reported as dropped",
+    "applied_messages": "messages that are in a saved state of the detector",
+    "applied_records": "records that are in a saved state of the detector",
+    "verdicts": "changed verdicts",
+    "plans": "plans published",
+    "errors": "messages skipped after an error",
+}
+
+
+class HttpMetrics:
+    """Requests that this process answered."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = PrometheusCounter(
+            "resihp_http_requests", "requests", ("method", "route", "status"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "resihp_http_request_seconds", "duration of requests", ("method", "route"),
+            registry=self.registry, buckets=_BUCKETS,
+        )  # fmt: skip
+
+    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count one request."""
+        self._requests.labels(method, route, str(status)).inc()
+        self._seconds.labels(method, route).observe(seconds)
+
+
+async def exposition(store: ApiStore, http: HttpMetrics) -> bytes:
+    """The text that Prometheus scrapes."""
+    registry = CollectorRegistry()
+    registry.register(_Jobs({name: await _of_job(store, name) for name in await store.names()}))
+    return generate_latest(http.registry) + generate_latest(registry)
+
+
+async def _of_job(store: ApiStore, name: str) -> dict[str, Any]:
+    status = await store.status(name)
+    oldest_s = await store.oldest(name)
+    return {
+        "counts": await store.counts(name),
+        "backlog": await store.backlog(name),
+        "lag": max(time.time() - oldest_s, 0.0) if oldest_s is not None else 0.0,
+        "last_step": status.get("last_step", -1),
+        "devices": Counter(verdict["status"] for verdict in status.get("verdicts", ())),
+        "plan": status.get("rollout", {}).get("active", 0),
+    }
+
+
+class _Jobs(Collector):
+    def __init__(self, jobs: dict[str, dict[str, Any]]) -> None:
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        for name, words in _COUNTERS.items():
+            counter = CounterMetricFamily(f"resihp_{name}", words, labels=["job"])
+            for job, values in self._jobs.items():
+                counter.add_metric([job], values["counts"].get(name, 0))
+            yield counter
+        yield self._gauge("backlog", "messages that no saved state contains", "backlog")
+        yield self._gauge("lag_seconds", "age of the oldest of them", "lag")
+        yield self._gauge("last_step", "newest step reported", "last_step")
+        yield self._gauge("plan_version", "plan that the ranks work under", "plan")
+        devices = GaugeMetricFamily(
+            "resihp_devices", "devices by verdict", labels=["job", "status"]
+        )
+        for job, values in self._jobs.items():
+            for status, count in values["devices"].items():
+                devices.add_metric([job, status], count)
+        yield devices
+
+    def _gauge(self, name: str, words: str, key: str) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(f"resihp_{name}", words, labels=["job"])
+        for job, values in self._jobs.items():
+            gauge.add_metric([job], values[key])
+        return gauge

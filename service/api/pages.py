@@ -1,0 +1,74 @@
+"""Routes: health, metrics, the API's documentation and the dashboard, all from this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse, HTMLResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.staticfiles import StaticFiles
+
+from .context import Ctx
+from .metrics import exposition
+
+router = APIRouter(tags=["sidecar"])
+
+_DASHBOARD = Path(__file__).parent.parent / "dashboard"
+
+
+@router.get("/v1/healthz")
+@router.get("/healthz", include_in_schema=False)
+async def healthz(ctx: Ctx) -> dict[str, Any]:
+    """Whether the sidecar and its Redis answer; 503 if not."""
+    await ctx.store.ping()
+    return {"status": "ok"}
+
+
+@router.get("/v1/metrics", response_class=Response)
+@router.get("/metrics", include_in_schema=False)
+async def metrics(ctx: Ctx) -> Response:
+    """Metrics in the format of Prometheus."""
+    return Response(await exposition(ctx.store, ctx.metrics), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> HTMLResponse:
+    """Swagger UI, served from the installed package."""
+    return get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title="ResiHP sidecar",
+        swagger_js_url="/assets/swagger/swagger-ui-bundle.js",
+        swagger_css_url="/assets/swagger/swagger-ui.css",
+        swagger_favicon_url="/assets/dashboard/icon.svg",
+    )
+
+
+@router.get("/", include_in_schema=False)
+@router.get("/dashboard", include_in_schema=False)
+async def dashboard() -> FileResponse:
+    """The dashboard."""
+    return FileResponse(_DASHBOARD / "index.html", headers={"Cache-Control": "no-cache"})
+
+
+def mount_assets(app: FastAPI) -> None:
+    """Static files: the dashboard's own, and Swagger UI's from its package."""
+    app.mount("/assets/dashboard", StaticFiles(directory=_DASHBOARD), name="dashboard-assets")
+    app.mount("/assets/swagger", StaticFiles(directory=_swagger_folder()), name="swagger")
+
+
+@cache
+def _swagger_folder() -> Path:
+    spec = importlib.util.find_spec("swagger_ui_bundle")
+    assert spec is not None, "swagger_ui_bundle is a dependency of the service"
+
+    def candidates() -> Iterator[Path]:
+        for folder in spec.submodule_search_locations or ():
+            yield from Path(folder).glob("vendor/*/swagger-ui-bundle.js")
+
+    return max(candidates()).parent

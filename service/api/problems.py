@@ -1,0 +1,116 @@
+"""Every error as a problem document (RFC 9457): one table from exceptions to HTTP statuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import redis
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Send
+
+from resihp.contracts import ContractError, InfeasibleError
+
+from ..errors import (
+    BacklogFullError,
+    BodyTooLargeError,
+    MediaTypeError,
+    TooManyJobsError,
+    TooManyWatchersError,
+    UnknownJobError,
+    UnknownPlanError,
+)
+
+log = structlog.get_logger("resihp.api")
+
+MEDIA_TYPE = "application/problem+json"
+_RETRY = {"Retry-After": "1"}
+
+# Exception -> status, name of the problem, headers.
+PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
+    ContractError: (422, "invalid-content", {}),
+    RequestValidationError: (422, "invalid-content", {}),
+    InfeasibleError: (409, "no-feasible-plan", {}),
+    UnknownJobError: (404, "unknown-job", {}),
+    UnknownPlanError: (404, "unknown-plan", {}),
+    BodyTooLargeError: (413, "body-too-large", {}),
+    MediaTypeError: (415, "unsupported-media-type", {}),
+    TooManyJobsError: (429, "too-many-jobs", {}),
+    TooManyWatchersError: (429, "too-many-watchers", _RETRY),
+    BacklogFullError: (429, "backlog-full", _RETRY),
+    redis.ConnectionError: (503, "store-unavailable", _RETRY),
+    redis.TimeoutError: (503, "store-unavailable", _RETRY),
+    redis.BusyLoadingError: (503, "store-unavailable", _RETRY),
+}
+
+
+def problem(
+    status: int, name: str, detail: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> Response:
+    """A problem document. `more` adds members, such as the field that is wrong."""
+    document = {
+        "type": f"urn:resihp:problem:{name}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        **more,
+    }
+    return Response(json.dumps(document), status, dict(headers or {}), MEDIA_TYPE)
+
+
+async def send_problem(send: Send, response: Response) -> None:
+    """Answer from outside the router, before any of a request was read."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    await response({"type": "http"}, receive, send)
+
+
+def add_problem_handlers(app: FastAPI) -> None:
+    """Register the table, and the two cases that are not ours: HTTP errors and surprises."""
+    for kind in PROBLEMS:
+        app.add_exception_handler(kind, _known)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _known(request: Request, error: Exception) -> Response:
+    kind = next(base for base in type(error).__mro__ if base in PROBLEMS)
+    status, name, headers = PROBLEMS[kind]
+    if status == 503:
+        return problem(status, name, "the sidecar cannot reach its Redis; retry", headers)
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, ContractError):
+        errors = [{"field": error.field, "problem": error.problem}]
+        return problem(status, name, str(error), headers, errors=errors)
+    return problem(status, name, str(error), headers)
+
+
+def _invalid(error: RequestValidationError) -> Response:
+    """Framework errors in our words: the dotted path of the field, and what is wrong with it."""
+    errors = []
+    for item in error.errors():
+        path = [str(part) for part in item["loc"]]
+        field = ".".join(path[1:]) if path[0] == "body" and len(path) > 1 else ".".join(path)
+        errors.append({"field": field, "problem": item["msg"]})
+    detail = "; ".join(f"{item['field']}: {item['problem']}" for item in errors[:3])
+    return problem(422, "invalid-content", detail, errors=errors)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    name = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
+    detail = f"{request.method} {request.url.path}: {error.detail}"
+    return problem(error.status_code, name, detail, error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("unexpected error", path=request.url.path, exc_info=error)
+    return problem(500, "internal-error", "an unexpected error; the sidecar's log has the details")

@@ -1,0 +1,125 @@
+"""The app factory. Nothing is opened before the app starts, and all is closed when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import redis
+import structlog
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+
+from .api import events, jobs, pages, plans
+from .api.bell import Bell
+from .api.context import Context
+from .api.guard import Guard
+from .api.metrics import HttpMetrics
+from .api.problems import add_problem_handlers
+from .errors import StartError
+from .settings import Settings
+from .store.api import ApiStore
+from .store.embedded import EmbeddedRedis
+from .worker.engines import Engines, load_engines
+from .worker.loop import Worker
+
+log = structlog.get_logger("resihp.app")
+
+
+def create_app(settings: Settings, engines: Callable[[], Engines] = load_engines) -> FastAPI:
+    """The sidecar as an ASGI app. `engines` loads detector and scheduler for its worker."""
+    metrics = HttpMetrics()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                app.state.context = await _open(stack, settings, engines, metrics)
+            except StartError as error:
+                app.state.start_error = error
+                raise
+            yield
+
+    app = FastAPI(
+        title="ResiHP sidecar",
+        description="Keeps hybrid-parallel training fast and alive on imperfect machines.",
+        docs_url=None,  # the framework's own page loads its assets from the net
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.start_error = None
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    add_problem_handlers(app)
+    for part in (jobs, plans, events, pages):
+        app.include_router(part.router)
+    pages.mount_assets(app)
+    return app
+
+
+async def _open(
+    stack: contextlib.AsyncExitStack,
+    settings: Settings,
+    engines: Callable[[], Engines],
+    metrics: HttpMetrics,
+) -> Context:
+    url = _open_redis(stack, settings)
+    # Two quick attempts more: a request that meets a Redis in restart may still be answered.
+    retry = Retry(ConstantBackoff(0.2), 2)
+    client = Redis.from_url(url, protocol=2, socket_timeout=10, retry=retry)
+    stack.push_async_callback(client.aclose)
+    try:
+        await client.ping()
+    except redis.RedisError as error:
+        raise StartError(f"cannot reach Redis at {url}: {error}") from None
+    bell = Bell(max_watchers=settings.max_watchers)
+    _run_task(stack, bell.listen(client))
+    stack.callback(bell.close)
+    if settings.worker:
+        await _start_worker(stack, url, settings, engines)
+    log.info("sidecar ready", redis=url, worker=settings.worker)
+    return Context(settings, ApiStore(client, settings), bell, metrics)
+
+
+def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:
+    if settings.redis_url is not None:
+        return settings.redis_url
+    server = EmbeddedRedis(settings.data)
+    server.start()
+    stack.callback(server.stop)
+    _run_task(stack, server.supervise())
+    return server.url
+
+
+def _run_task(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` beside the app, and cancel it when the app ends."""
+    task = asyncio.create_task(work)
+
+    async def cancel() -> None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    stack.push_async_callback(cancel)
+
+
+async def _start_worker(
+    stack: contextlib.AsyncExitStack,
+    url: str,
+    settings: Settings,
+    engines: Callable[[], Engines],
+) -> None:
+    stop = threading.Event()
+    worker = Worker(url, settings, await asyncio.to_thread(engines))
+    thread = threading.Thread(target=worker.run, args=(stop,), name="worker")
+    thread.start()
+
+    async def end() -> None:
+        stop.set()
+        await asyncio.to_thread(thread.join, 15)
+
+    stack.push_async_callback(end)

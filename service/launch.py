@@ -1,0 +1,105 @@
+"""Start a sidecar as a process of its own: for demos, tests and notebooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from .errors import StartError
+
+
+class Sidecar:
+    """A `resihp serve` process on a free port, stopped at the end of the block.
+
+        with Sidecar(data) as sidecar:
+            client = Client(sidecar.url, ...)
+
+    `options` are further command-line options of `resihp serve`. A sidecar that was killed can
+    be started again with `start` on the same data, and on the same port.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        *,
+        options: tuple[str, ...] = (),
+        command: tuple[str, ...] = ("-m", "resihp.cli", "serve"),
+        log: Path | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        self.data = data
+        self.url = ""
+        self._options = options
+        self._command = command
+        self._log = log or data / "serve.log"
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None when it does not run."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start it and wait until it serves. Raises `StartError` with the end of its log."""
+        self.data.mkdir(parents=True, exist_ok=True)
+        ready = self.data / "ready.json"
+        ready.unlink(missing_ok=True)
+        port = self.url.rsplit(":", 1)[1] if self.url else "0"
+        command = [
+            sys.executable, *self._command, "--port", port,
+            "--data", str(self.data), "--ready-file", str(ready), *self._options,
+        ]  # fmt: skip
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
+            )
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while not ready.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.stop()
+                raise StartError(f"the sidecar did not start:\n{self.tail()}")
+            time.sleep(0.02)
+        self.url = json.loads(ready.read_text())["url"]
+
+    def stop(self, *, timeout_s: float = 20.0) -> int | None:
+        """End it gracefully, by force if it takes too long; its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.terminate()
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it as a crash would (SIGKILL)."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(20)
+
+    def tail(self, lines: int = 20) -> str:
+        """The end of its log."""
+        if not self._log.exists():
+            return ""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> Sidecar:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

@@ -1,0 +1,78 @@
+"""Settings of the sidecar: environment variables (prefix `RESIHP_`), overridden by the CLI."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1 << 20
+
+
+def default_data_folder() -> Path:
+    """Per-user state folder: `$XDG_STATE_HOME/resihp`, else `~/.local/state/resihp`."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "resihp"
+
+
+class Settings(BaseSettings):
+    """Everything that can be set; each limit has its own clear error when it is passed."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RESIHP_", frozen=True, populate_by_name=True, extra="ignore"
+    )
+
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(8700, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    token: SecretStr | None = Field(None, description="bearer token that every request must carry")
+    redis_url: str | None = Field(
+        None,
+        validation_alias=AliasChoices("RESIHP_REDIS_URL", "REDIS_URL"),
+        description="Redis to use; None starts an embedded one in the data folder",
+    )
+    data: Path = Field(default_factory=default_data_folder, description="data folder")
+    worker: bool = Field(True, description="run a worker inside this process")
+    ready_file: Path | None = Field(None, description="file that announces url and pid when ready")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+    max_body_bytes: int = Field(32 * MIB, gt=0, description="largest request body")
+    max_records: int = Field(200_000, gt=0, description="most records of one telemetry message")
+    max_jobs: int = Field(256, gt=0, description="most jobs registered at a time")
+    max_backlog: int = Field(20_000, gt=0, description="most unapplied messages of a job")
+    max_backlog_bytes: int = Field(512 * MIB, gt=0, description="most unapplied bytes of a job")
+    max_watchers: int = Field(2048, gt=0, description="most long polls and event streams at a time")
+    max_wait_s: float = Field(60.0, gt=0, description="longest long poll")
+    keep_events: int = Field(2_000, gt=0, description="events kept per job")
+    keep_steps: int = Field(20_000, gt=0, description="step summaries kept per job")
+
+    commit_every_s: float = Field(0.5, gt=0, description="longest time between two saved states")
+    lease_s: float = Field(
+        10.0, gt=0, description="time after which a silent worker loses its jobs"
+    )
+    plan_time_limit_s: float = Field(5.0, gt=0, description="longest time that planning may take")
+
+    @model_validator(mode="after")
+    def _public_address_needs_a_token(self) -> Settings:
+        if self.token is not None and not self.token.get_secret_value():
+            raise ValueError("token: must not be empty")
+        if self.token is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host: {self.host} is reachable from other machines; set a bearer token "
+                "(--token or RESIHP_TOKEN), or bind 127.0.0.1"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` names this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

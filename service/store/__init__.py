@@ -1,0 +1,1 @@
+"""Redis, the only store: key names, scripts, an embedded server, access for routes and workers."""

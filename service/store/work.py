@@ -1,0 +1,164 @@
+"""What a worker reads from Redis and commits to it. Blocking; used from the worker's threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from resihp.contracts import Job, Plan, from_json
+
+from ..errors import LeaseLostError
+from .api import dumps, plan_json
+from .inbox import Entry, entry_of, order
+from .keys import FENCES, GROUP, JOBS, NEWS, WORKERS, JobKeys
+from .scripts import ACQUIRE, RENEW
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to work on a job: `token` is checked in every commit, `epoch` too, which changes
+    when the job is reset."""
+
+    job: str
+    token: bytes
+    epoch: bytes
+
+
+@dataclass(frozen=True)
+class Commit:
+    """All that changes at once when a state is saved."""
+
+    applied: list[str]
+    applied_bytes: int
+    state: Mapping[str, bytes]
+    status: Mapping[str, Any]
+    events: list[tuple[str, dict[str, Any]]]
+    steps: list[dict[str, Any]]
+    plans: list[Plan]
+    counts: Mapping[str, int]
+
+
+class WorkStore:
+    """Blocking access for one worker, which is known by `name` in Redis."""
+
+    def __init__(self, url: str, name: str, *, keep_events: int, keep_steps: int) -> None:
+        self.name = name
+        self._redis: Any = redis.Redis.from_url(url, protocol=2, socket_timeout=15)
+        self._keep_events = keep_events
+        self._keep_steps = keep_steps
+        self._acquire = self._redis.register_script(ACQUIRE)
+        self._renew = self._redis.register_script(RENEW)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._redis.close()
+
+    def jobs(self) -> list[str]:
+        """Names of all jobs."""
+        return sorted(name.decode() for name in self._redis.smembers(JOBS))
+
+    def workers(self, now_s: float, *, ttl_s: float) -> int:
+        """Say that this worker lives, and count those that do."""
+        with self._redis.pipeline() as pipe:
+            pipe.zadd(WORKERS, {self.name: now_s}).zremrangebyscore(WORKERS, 0, now_s - ttl_s)
+            return int(pipe.zcard(WORKERS).execute()[-1])
+
+    def leave(self) -> None:
+        """Take this worker off the list."""
+        self._redis.zrem(WORKERS, self.name)
+
+    def acquire(self, job: str, *, ttl_s: float) -> Lease | None:
+        """The lease of a job; None while another worker holds it or if the job is gone."""
+        keys = JobKeys(job)
+        args: list[str | int] = [self.name, int(ttl_s * 1e3)]
+        token = self._acquire(keys=[keys.lease, FENCES], args=args)
+        epoch = self._redis.hget(keys.meta, "epoch")
+        if token is None or epoch is None:
+            return None
+        return Lease(job, token, epoch)
+
+    def renew(self, lease: Lease, *, ttl_s: float) -> bool:
+        """Hold a lease for longer; 0 gives it back. False: it was lost."""
+        key = JobKeys(lease.job).lease
+        return bool(self._renew(keys=[key], args=[lease.token, int(ttl_s * 1e3)]))
+
+    def load(self, job: str) -> tuple[Job, Plan, dict[str, bytes]] | None:
+        """The job, its first plan and its saved state (empty if there is none yet)."""
+        keys = JobKeys(job)
+        with self._redis.pipeline() as pipe:
+            pipe.hget(keys.meta, "job").hget(keys.plans, "0").hgetall(keys.state)
+            document, plan, state = pipe.execute()
+        if document is None or plan is None:
+            return None
+        first = {name: value for name, value in json.loads(plan).items() if name != "gap"}
+        saved = {name.decode(): value for name, value in state.items()}
+        return from_json(Job, json.loads(document)), from_json(Plan, first), saved
+
+    def claim(self, lease: Lease, applied: str) -> Iterator[Entry]:
+        """Entries that some worker took and that no saved state contains, in order."""
+        key, start = JobKeys(lease.job).inbox, "0-0"
+        while True:
+            start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
+            for identity, fields in items:
+                if fields and order(identity.decode()) > order(applied):
+                    yield entry_of((identity, fields))
+                else:  # it is in the saved state: its taker died between commit and XACK
+                    self._redis.xack(key, GROUP, identity)
+            if start in (b"0-0", "0-0"):
+                break
+        self._forget_other_consumers(key)
+
+    def _forget_other_consumers(self, key: str) -> None:
+        for consumer in self._redis.xinfo_consumers(key, GROUP):
+            if consumer["name"].decode() != self.name and not consumer["pending"]:
+                self._redis.xgroup_delconsumer(key, GROUP, consumer["name"])
+
+    def read(
+        self, leases: Mapping[str, Lease], *, count: int, block_ms: int
+    ) -> Iterator[tuple[str, Entry]]:
+        """New entries of the jobs held: (job, entry), each job's in order."""
+        streams = {JobKeys(job).inbox: ">" for job in leases}
+        names = {JobKeys(job).inbox.encode(): job for job in leases}
+        answer = self._redis.xreadgroup(GROUP, self.name, streams, count=count, block=block_ms)
+        for key, items in answer or ():
+            for item in items:
+                yield names[key], entry_of(item)
+
+    def commit(self, lease: Lease, commit: Commit) -> None:
+        """Save a state and publish what led to it, all or nothing. Raises `LeaseLostError`."""
+        keys = JobKeys(lease.job)
+        with self._redis.pipeline() as pipe:
+            pipe.watch(keys.lease, keys.meta)
+            if pipe.get(keys.lease) != lease.token or pipe.hget(keys.meta, "epoch") != lease.epoch:
+                raise LeaseLostError(lease.job)
+            pipe.multi()
+            self._queue(pipe, keys, commit)
+            try:
+                pipe.execute()
+            except redis.WatchError:
+                raise LeaseLostError(lease.job) from None
+
+    def _queue(self, pipe: Any, keys: JobKeys, commit: Commit) -> None:
+        pipe.hset(keys.state, mapping=dict(commit.state))
+        pipe.hset(keys.status, mapping={k: dumps(v) for k, v in commit.status.items()})
+        for plan in commit.plans:
+            pipe.hset(keys.plans, str(plan.version), dumps(plan_json(plan)))
+            pipe.hset(keys.meta, "plan", plan.version)
+        for kind, document in commit.events:
+            fields = {"kind": kind, "body": dumps(document)}
+            pipe.xadd(keys.events, fields, maxlen=self._keep_events, approximate=True)
+        for step in commit.steps:
+            fields = {"kind": "step", "body": dumps(step)}
+            pipe.xadd(keys.steps, fields, maxlen=self._keep_steps, approximate=True)
+        for name, value in commit.counts.items():
+            pipe.hincrby(keys.counts, name, value)
+        if commit.applied:
+            pipe.xack(keys.inbox, GROUP, *commit.applied)
+            pipe.hincrby(keys.counts, "backlog_bytes", -commit.applied_bytes)
+            milliseconds, sequence = order(commit.applied[-1])
+            pipe.xtrim(keys.inbox, minid=f"{milliseconds}-{sequence + 1}", approximate=False)
+        pipe.publish(NEWS, keys.job)

@@ -1,0 +1,215 @@
+"""One job in the hands of a worker: what its inbox says, applied in order.
+
+A session holds no connection. It is a function of the saved state and of the entries since, and
+collects what it has to say in an `Outbox`, which the worker commits together with the new state
+in one transaction: so every entry takes effect exactly once, whoever dies in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import structlog
+
+from resihp.contracts import InfeasibleError, Job, Plan, Verdict, to_json
+
+from ..store.api import plan_json
+from ..store.inbox import Entry, Kind
+from .engines import DetectorLike, Engines
+from .planning import Planner, is_news, speeds_of
+from .rollout import Rollout
+from .steps import StepClock
+
+log = structlog.get_logger("resihp.session")
+
+
+@dataclass
+class Outbox:
+    """What is to be committed with the next saved state."""
+
+    applied: list[str] = field(default_factory=list)
+    applied_bytes: int = 0
+    records: int = 0
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+
+class Session:
+    """Detector, planner and roll-out of one job. `now_s` is any clock that never goes back."""
+
+    def __init__(self, job: Job, plan: Plan, engines: Engines, planner: Planner) -> None:
+        self.job = job
+        self.outbox = Outbox()
+        self.planning: dict[str, Any] = {"state": "idle"}
+        self._engines = engines
+        self._planner = planner
+        self._detector: DetectorLike = engines.detector(job)
+        self._rollout = Rollout(plan)
+        self._steps = StepClock()
+        self._known: dict[int, float] = {}
+        self._clock_s = 0.0
+
+    @property
+    def last_step(self) -> int:
+        """Newest step that any rank reported; -1 before the first."""
+        return self._steps.last_step
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan."""
+        return self._rollout.newest
+
+    def apply(self, entry: Entry) -> None:
+        """Take one entry into account. One that cannot be understood is reported, not fatal."""
+        self.outbox.applied.append(entry.id)
+        self.outbox.applied_bytes += len(entry.body)
+        handler = {
+            Kind.TELEMETRY: self._telemetry,
+            Kind.HEARTBEAT: self._heartbeat,
+            Kind.ACK: self._ack,
+            Kind.FAILURE: self._failure,
+        }[entry.kind]
+        self._guarded(entry.kind.value, lambda: handler(entry))
+
+    def _guarded(self, during: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            log.exception("skipped after an error", job=self.job.name, during=during)
+            detail = f"{type(error).__name__}: {error}"
+            self._say("error", {"during": during, "detail": detail})
+
+    def tick(self, elapsed_s: float) -> None:
+        """Advance the clock of heartbeats. Called only when the inbox is drained, so that time
+        in which the service was down or behind is never held against a rank."""
+        self._clock_s += elapsed_s
+        alive = self._detector.check_alive
+        self._guarded("check_alive", lambda: self._report(alive(self._clock_s)))
+
+    def _telemetry(self, entry: Entry) -> None:
+        batch = entry.batch()
+        self.outbox.records += len(batch)
+        if self._rollout.saw(batch.plan_version):
+            self._switch(self._rollout.active)
+        self._steps.add(batch)
+        changed = self._detector.update(batch)
+        self._close_steps()
+        self._report(changed)
+
+    def _close_steps(self) -> None:
+        plan = self._rollout.active
+        expected = [rank for rank in plan.layout.ranks if self._known.get(rank, 1.0) > 0.0]
+        for step, observed_ms, ranks in self._steps.close(expected):
+            summary = {
+                "step": step,
+                "observed_ms": round(observed_ms, 4),
+                "predicted_ms": self._expected_ms(plan),
+                "plan_version": plan.version,
+                "ranks": ranks,
+            }
+            self.outbox.steps.append(summary)
+
+    def _expected_ms(self, plan: Plan) -> float | None:
+        """What a step should take: the detector's word if it has one, else the plan's."""
+        ask = getattr(self._detector, "expected_step_ms", None)
+        expected: float | None = ask() if ask is not None else None
+        return expected if expected is not None else (plan.step_ms or None)
+
+    def _heartbeat(self, entry: Entry) -> None:
+        document = entry.document()
+        self._report(self._detector.heartbeat(document["ranks"], self._clock_s))
+
+    def _ack(self, entry: Entry) -> None:
+        document = entry.document()
+        self._say("ack", document)
+        if self._rollout.ack(document["version"], document["rank"], document["state"]):
+            self._switch(self._rollout.active)
+
+    def _switch(self, plan: Plan) -> None:
+        self._detector.apply_plan(plan)
+        self._say("plan_applied", {"version": plan.version})
+
+    def _failure(self, entry: Entry) -> None:
+        document = entry.document()
+        self._say("failure", document)
+        step = document["step"] if document["step"] is not None else max(self.last_step, 0)
+        self._report(
+            self._detector.report_failure(document["ranks"], step=step, detail=document["detail"])
+        )
+
+    def _report(self, changed: Iterable[Verdict]) -> None:
+        for verdict in changed:
+            self._say("verdict", {"verdict": to_json(verdict)})
+        self._plan_if_needed()
+
+    def _plan_if_needed(self) -> None:
+        """Plan whenever the speeds are not those that the last plan was made for."""
+        current = self._rollout.current
+        speeds = speeds_of(self._detector.verdicts(), self._known, current.layout.ranks)
+        if not is_news(self._known, speeds):
+            return
+        self._known = speeds
+        version, step = self._rollout.newest.version + 1, self.last_step + 1
+        try:
+            plan = self._planner.replan(self.job, current, speeds, version=version, step=step)
+        except InfeasibleError as error:
+            self.planning = {
+                "state": "infeasible",
+                "constraint": error.constraint,
+                "detail": error.detail,
+            }
+            self._say("planning", self.planning)
+            return
+        if plan is None:
+            self.planning = {"state": "kept", "detail": "no plan is worth its migration"}
+            self._say("planning", self.planning)
+            return
+        self.planning = {"state": "planned", "version": version}
+        self._rollout.publish(plan)
+        self.outbox.plans.append(plan)
+        self._say("plan", {"plan": plan_json(plan)})
+
+    def _say(self, kind: str, document: dict[str, Any]) -> None:
+        self.outbox.events.append((kind, document))
+
+    def status(self) -> dict[str, Any]:
+        """What the API answers about verdicts, planning and progress."""
+        return {
+            "verdicts": [to_json(verdict) for verdict in self._detector.verdicts()],
+            "planning": self.planning,
+            "last_step": self.last_step,
+            "rollout": self._rollout.describe(),
+        }
+
+    def diagnosis(self) -> dict[str, Any]:
+        """Why the job is slow, as of the last entry."""
+        document: dict[str, Any] = to_json(self._detector.diagnosis())
+        return document
+
+    def save(self) -> tuple[bytes, bytes]:
+        """State of the detector, and of everything else."""
+        rest = {
+            "rollout": self._rollout.save(),
+            "steps": self._steps.save(),
+            "known": {str(rank): speed for rank, speed in self._known.items()},
+            "planning": self.planning,
+            "clock_s": self._clock_s,
+        }
+        return self._detector.save(), msgpack.packb(rest)
+
+    def resume(self, detector: bytes, rest: bytes) -> None:
+        """Go back to a saved state; one that cannot be read (of an older version) is reported,
+        and the detector begins afresh."""
+        self._guarded("resume", lambda: self._restore(detector, msgpack.unpackb(rest)))
+
+    def _restore(self, detector: bytes, saved: dict[str, Any]) -> None:
+        self._detector = self._engines.restore(self.job, detector)
+        self._rollout = Rollout.restore(saved["rollout"])
+        self._steps = StepClock.restore(saved["steps"])
+        self._known = {int(rank): speed for rank, speed in saved["known"].items()}
+        self.planning = saved["planning"]
+        self._clock_s = saved["clock_s"]

@@ -1,0 +1,136 @@
+"""Small stand-ins for detector and scheduler, whose behaviour a test can foretell.
+
+The detector calls a rank slow when a forward record of it took 20 ms or more (10 ms is healthy),
+and counts every record exactly, so that a test sees one that was lost or applied twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from resihp.contracts import (
+    Cause,
+    Diagnosis,
+    InfeasibleError,
+    Job,
+    Layout,
+    Plan,
+    Replica,
+    Stage,
+    Status,
+    TelemetryBatch,
+    Verdict,
+)
+from service.worker.engines import Engines
+
+HEARTBEAT_TIMEOUT_S = 2.0
+
+
+class FakeDetector:
+    """Slow is 20 ms or more; every record counts."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.records = 0
+        self.checksum = 0
+        self.plan_version = 0
+        self.known: dict[int, Verdict] = {}
+        self.beats: dict[int, float] = {}
+
+    def update(self, batch: TelemetryBatch) -> list[Verdict]:
+        if 666 in batch.microbatch:
+            raise RuntimeError("a poisonous record")
+        self.records += len(batch)
+        self.checksum = int(self.checksum + batch.tokens.sum()) % (1 << 40)
+        changed = []
+        for rank in np.unique(batch.rank).tolist():
+            rows = batch.rank == rank
+            slowdown = float(batch.compute_ms[rows].mean()) / 10.0
+            slow = slowdown >= 2.0
+            status = Status.FAIL_SLOW if slow else Status.HEALTHY
+            step = int(batch.step[rows].max())
+            changed += self._set(rank, status, slowdown if slow else 1.0, step)
+        return changed
+
+    def _set(self, rank: int, status: Status, slowdown: float, step: int) -> list[Verdict]:
+        old = self.known.get(rank)
+        if old is not None and old.status is Status.FAIL_STOP:
+            return []
+        evidence = (f"records={self.records}", f"checksum={self.checksum}")
+        new = Verdict(rank=rank, status=status, slowdown=slowdown, evidence=evidence, step=step)
+        self.known[rank] = new
+        return [] if old is not None and old.status is status else [new]
+
+    def verdicts(self) -> list[Verdict]:
+        evidence = (f"records={self.records}", f"checksum={self.checksum}")
+        return [replace(verdict, evidence=evidence) for _, verdict in sorted(self.known.items())]
+
+    def diagnosis(self) -> Diagnosis:
+        return Diagnosis(slowdown=1.25, root_cause=Cause.DEVICE, attribution={Cause.DEVICE: 1.0})
+
+    def apply_plan(self, plan: Plan) -> None:
+        self.plan_version = plan.version
+
+    def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+        self.beats.update(dict.fromkeys(ranks, now))
+        return []
+
+    def check_alive(self, now: float) -> list[Verdict]:
+        silent = [r for r, seen in self.beats.items() if now - seen > HEARTBEAT_TIMEOUT_S]
+        return self.report_failure(silent, step=0, detail="silent")
+
+    def report_failure(self, ranks: Iterable[int], *, step: int, detail: str) -> list[Verdict]:
+        changed: list[Verdict] = []
+        for rank in ranks:
+            self.beats.pop(rank, None)
+            changed += self._set(rank, Status.FAIL_STOP, 1.0, step)
+        return changed
+
+    def save(self) -> bytes:
+        known = {str(r): [v.status.value, v.slowdown, v.step] for r, v in self.known.items()}
+        saved = [self.records, self.checksum, self.plan_version, known]
+        return json.dumps(saved).encode()
+
+    @classmethod
+    def restore(cls, job: Job, state: bytes) -> FakeDetector:
+        detector = cls(job)
+        detector.records, detector.checksum, detector.plan_version, known = json.loads(state)
+        for rank, (status, slowdown, step) in known.items():
+            detector.known[int(rank)] = Verdict(
+                rank=int(rank), status=Status(status), slowdown=slowdown, step=step
+            )
+        return detector
+
+
+def make_plan(job: Job, speeds: Mapping[int, float], **given: Any) -> Plan:
+    """Leave out the ranks that are dead or slow; infeasible when a stage would be empty."""
+    replicas = []
+    for replica in job.layout.replicas:
+        stages = []
+        for stage in replica.stages:
+            ranks = tuple(rank for rank in stage.ranks if speeds.get(rank, 1.0) >= 1.0)
+            if not ranks:
+                raise InfeasibleError("devices", f"no device is left for layers {stage.layers}")
+            stages.append(Stage(ranks, stage.layers))
+        replicas.append(Replica(tuple(stages)))
+    reason = tuple(f"rank {rank} runs at {speed:.2f}" for rank, speed in sorted(speeds.items()))
+    return Plan(
+        layout=Layout(tuple(replicas)), quotas=job.quotas, step_ms=80.0, bound_ms=64.0,
+        reason=reason, version=given.get("version", 1), from_step=given.get("from_step", 0),
+    )  # fmt: skip
+
+
+def replan(job: Job, current: Plan, speeds: Mapping[int, float], *, step: int) -> Plan | None:
+    """Worth it only when a rank of the present layout is not at full speed."""
+    if all(speeds.get(rank, 1.0) >= 1.0 for rank in current.layout.ranks):
+        return None
+    return make_plan(job, speeds, from_step=step)
+
+
+def fake_engines() -> Engines:
+    return Engines(FakeDetector, FakeDetector.restore, replan, make_plan)

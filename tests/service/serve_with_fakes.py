@@ -1,0 +1,40 @@
+"""The `serve` and `worker` commands with the stand-ins of this folder: a process for tests."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fakes import fake_engines
+
+from service.logs import configure_logs
+from service.server import serve
+from service.settings import Settings
+from service.worker.main import work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--ready-file", type=Path)
+    parser.add_argument("--no-worker", dest="worker", action="store_false")
+    parser.add_argument("--only-worker", action="store_true")
+    given = vars(parser.parse_args())
+    only_worker = given.pop("only_worker")
+    settings = Settings(redis_url=None, lease_s=2.0, commit_every_s=0.2, **given)
+    configure_logs(settings)
+    if not only_worker:
+        serve(settings, fake_engines)
+        return
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    work(settings, stop, fake_engines)
+
+
+main()
