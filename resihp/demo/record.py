@@ -1,0 +1,83 @@
+"""What happened in one demo run: the data behind the terminal summary, the report and `--json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from resihp.contracts import Layout, Plan, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeen:
+    """One completed step, as the lowest rank alive saw it."""
+
+    step: int
+    loss: float
+    step_ms: float
+    plan_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchSeen:
+    """A plan that was taken on before step `step`; `lost` ranks had died."""
+
+    step: int
+    pause_ms: float
+    received_bytes: int
+    lost: tuple[int, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictSeen:
+    """A verdict that changed; `at_step` is the step the job was in when it was published."""
+
+    at_step: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSeen:
+    """The slowdown that the detector saw in a device at a step."""
+
+    step: int
+    rank: int
+    slowdown: float
+    status: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that the demo promises."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoRecord:
+    """One demo run.
+
+    reference    loss of each step of the undisturbed run
+    script       what was done to the job: {"slow_rank", "slow_factor", "slow_at", "dead_rank",
+                 "dead_at"}; -1 where a fault was left out
+    emulated     sentences that say what was not real
+    """
+
+    machine: str
+    seconds: float
+    layout: Layout
+    script: dict[str, float]
+    steps: tuple[StepSeen, ...]
+    reference: tuple[float, ...]
+    switches: tuple[SwitchSeen, ...]
+    verdicts: tuple[VerdictSeen, ...]
+    health: tuple[HealthSeen, ...]
+    checks: tuple[Check, ...]
+    emulated: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was promised happened."""
+        return all(check.passed for check in self.checks)
