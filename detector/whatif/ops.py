@@ -35,6 +35,22 @@ class Kind(IntEnum):
     GC = 13
 
 
+LABELS = {
+    Kind.FORWARD: "forward-compute",
+    Kind.BACKWARD: "backward-compute",
+    Kind.FORWARD_SEND: "forward-send",
+    Kind.FORWARD_RECV: "forward-recv",
+    Kind.BACKWARD_SEND: "backward-send",
+    Kind.BACKWARD_RECV: "backward-recv",
+    Kind.PARAMS_GATHER: "params-all-gather",
+    Kind.GRADS_SCATTER: "grads-reduce-scatter",
+    Kind.GRADS_REDUCE: "separate-grads-all-reduce",
+    Kind.EMBEDDING_REDUCE: "embedding-grads-all-reduce",
+    Kind.NORM_REDUCE: "layernorm-grads-all-reduce",
+    Kind.CLIP: "optimizer-clip-main-grad",
+    Kind.OPTIMIZER: "optimizer",
+    Kind.GC: "gc",
+}
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 P2P = (Kind.FORWARD_SEND, Kind.FORWARD_RECV, Kind.BACKWARD_SEND, Kind.BACKWARD_RECV)
 SYNCED = (Kind.PARAMS_GATHER, Kind.GRADS_SCATTER, Kind.GRADS_REDUCE, Kind.CLIP)

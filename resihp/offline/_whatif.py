@@ -8,29 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.ops import COMPUTE, Kind, OpTable
+from detector.whatif.ops import COMPUTE, LABELS, Kind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
 from ._meta import read_meta, whole_number
 from ._trace import Trace
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
-OPTYPES = {
-    "forward-compute": Kind.FORWARD,
-    "backward-compute": Kind.BACKWARD,
-    "forward-send": Kind.FORWARD_SEND,
-    "forward-recv": Kind.FORWARD_RECV,
-    "backward-send": Kind.BACKWARD_SEND,
-    "backward-recv": Kind.BACKWARD_RECV,
-    "params-all-gather": Kind.PARAMS_GATHER,
-    "grads-reduce-scatter": Kind.GRADS_SCATTER,
-    "separate-grads-all-reduce": Kind.GRADS_REDUCE,
-    "embedding-grads-all-reduce": Kind.EMBEDDING_REDUCE,
-    "layernorm-grads-all-reduce": Kind.NORM_REDUCE,
-    "optimizer-clip-main-grad": Kind.CLIP,
-    "optimizer": Kind.OPTIMIZER,
-    "gc": Kind.GC,
-}
+_KINDS = {label: kind for kind, label in LABELS.items()}
 _UNKNOWN = 255
 
 
@@ -131,7 +116,7 @@ def _kinds(path: Path, column: Any) -> NDArray[np.uint8]:
         column = column.chunk(0)
     if column.null_count:
         raise TraceError(f"{path}: optype: holds {column.null_count} empty values")
-    codes = [OPTYPES.get(name, _UNKNOWN) for name in column.dictionary.to_pylist()]
+    codes = [_KINDS.get(name, _UNKNOWN) for name in column.dictionary.to_pylist()]
     kinds: NDArray[np.uint8] = np.array(codes, np.uint8)[column.indices.to_numpy()]
     return kinds
 

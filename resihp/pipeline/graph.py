@@ -83,10 +83,11 @@ class Graph:
             )
         return plan
 
-    def replay(self, duration: Times) -> tuple[Times, Times]:
+    def replay(self, duration: Times, delay: Times | None = None) -> tuple[Times, Times]:
         """Start and end of every operation, from durations [operation, replica, case].
 
-        Time 0 is the start of every case. The unit and the dtype are those of `duration`.
+        An operation starts `delay` (of the same shape) after all that it waits for. Time 0 is the
+        start of every case. The unit and the dtype are those of `duration`.
         """
         if duration.ndim != 3 or duration.shape[0] != self.size:
             raise ContractError("duration", f"must have the shape [{self.size}, replicas, cases]")
@@ -98,6 +99,8 @@ class Graph:
             for column in level.preds[1:]:
                 np.maximum(start, ends[column], out=start)
             rows = slice(level.start, level.stop)
+            if delay is not None:
+                start += delay[self._order[rows]]
             starts[rows] = start
             np.add(_ready(start, level), own[rows], out=ends[rows])
         return starts[self._rank], ends[self._rank]

@@ -1,0 +1,166 @@
+"""The published what-if quantities of a recorded job.
+
+Definitions: "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25):
+slowdown S (equation 1), by kind of operation (2), by worker (4), M_W (5), and M_S (section 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .dependencies import Dependencies, dependencies, transfer_seconds
+from .ops import COLLECTIVE, LABELS, P2P, Floats, Kind, Recording
+
+_PIPELINE_COMM = {
+    Kind.FORWARD_SEND: "forward-pp-comm",
+    Kind.FORWARD_RECV: "forward-pp-comm",
+    Kind.BACKWARD_SEND: "backward-pp-comm",
+    Kind.BACKWARD_RECV: "backward-pp-comm",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """A recording, ready to be replayed with other durations.
+
+    `own_s` [N, D, T] are the durations without waiting for others; `ideal_s` [N] what every
+    operation of its kind takes on average: the mean of compute, the median of communication.
+    """
+
+    recording: Recording
+    found: Dependencies
+    own_s: Floats
+    ideal_s: Floats
+
+    @classmethod
+    def of(cls, recording: Recording, found: Dependencies | None = None) -> WhatIf:
+        """Prepares a recording. What was not recorded counts as usual for its place."""
+        found = found or dependencies(recording)
+        own = _without_gaps(transfer_seconds(recording, found))
+        return cls(recording, found, own, _ideal(recording, own))
+
+    def step_s(self, own_s: Floats, delay_s: Floats | None = None) -> NDArray[np.float64]:
+        """Duration [T] of every step with these durations [N, D, T]."""
+        ends = self.found.graph.replay(own_s, delay_s)[1]
+        return np.asarray(ends.max(axis=(0, 1)), np.float64)
+
+    @cached_property
+    def recorded_s(self) -> NDArray[np.float64]:
+        """Recorded duration [T] of every step."""
+        end = self.recording.start_s + self.recording.duration_s
+        return np.asarray(np.nanmax(end, axis=(0, 1)), np.float64)
+
+    @cached_property
+    def no_delay_s(self) -> NDArray[np.float64]:
+        """Steps [T] as recorded, but every operation starts as soon as it can."""
+        return self.step_s(self.own_s)
+
+    @cached_property
+    def ideal_step_s(self) -> float:
+        """The step when every operation takes its ideal time."""
+        return float(self.step_s(self.ideal_s[:, None, None])[0])
+
+    @cached_property
+    def slowdown(self) -> float:
+        """S: mean step without launch delays over the ideal one."""
+        return float(self.no_delay_s.mean()) / self.ideal_step_s
+
+    @cached_property
+    def launch_slowdown(self) -> float:
+        """Mean recorded step over the same without launch delays."""
+        return float(self.recorded_s.mean() / self.no_delay_s.mean())
+
+    def slowdown_of(self, step_s: Floats) -> NDArray[np.float64]:
+        """Mean over the steps (the last axis), as a multiple of the ideal step."""
+        return np.asarray(step_s.mean(axis=-1) / self.ideal_step_s, np.float64)
+
+    @cached_property
+    def by_replica_s(self) -> NDArray[np.float64]:
+        """Steps [D, T] where one replica is as recorded and all else is ideal.
+
+        All ideal replicas run alike, so one of them stands for the rest.
+        """
+        operations, replicas, steps = self.own_s.shape
+        pair = np.empty((operations, 2, replicas * steps))
+        pair[:, 0] = self.own_s.reshape(operations, -1)
+        pair[:, 1] = self.ideal_s[:, None]
+        return self.step_s(pair).reshape(replicas, steps)
+
+    @cached_property
+    def by_stage_s(self) -> NDArray[np.float64]:
+        """Steps [S, T] where one stage is as recorded and all else is ideal."""
+        stages = range(self.recording.stages)
+        return np.stack([self._only(self.recording.stage == stage) for stage in stages])
+
+    @cached_property
+    def by_kind_s(self) -> Mapping[str, NDArray[np.float64]]:
+        """Steps [T] where one kind of operation is as recorded and all else is ideal."""
+        labels = [
+            _PIPELINE_COMM.get(Kind(kind), LABELS[Kind(kind)]) for kind in self.recording.kind
+        ]
+        names = np.array(labels)
+        return {str(name): self._only(names == name) for name in np.unique(names)}
+
+    @cached_property
+    def by_worker(self) -> NDArray[np.float64]:
+        """Slowdown [D, S] of every worker: the lesser of its replica's and its stage's."""
+        replica, stage = self.slowdown_of(self.by_replica_s), self.slowdown_of(self.by_stage_s)
+        return np.minimum.outer(replica, stage)
+
+    @cached_property
+    def m_w(self) -> float | None:
+        """M_W: share of the lost time that the worst 3% of the workers explain; None: none lost."""
+        dp, stage = np.nonzero(self.recording.rank >= 0)
+        ranks = self.recording.rank[dp, stage]
+        worst = np.lexsort((ranks, -self.by_worker[dp, stage]))[: -(-ranks.size * 3 // 100)]
+        chosen = np.zeros(self.recording.rank.shape, bool)
+        chosen[dp[worst], stage[worst]] = True
+        return self.explained(chosen[:, self.recording.stage].T[:, :, None])
+
+    @cached_property
+    def m_s(self) -> float | None:
+        """M_S: share of the lost time that the last stage explains; None where none is lost."""
+        last = self.recording.stage == self.recording.stages - 1
+        return self.explained(last[:, None, None])
+
+    def explained(self, cells: NDArray[np.bool_]) -> float | None:
+        """Share of the lost time that goes when these cells take their ideal time."""
+        fixed = np.where(cells, self.ideal_s[:, None, None], self.own_s)
+        return self.recovered(self.step_s(fixed))
+
+    def recovered(self, step_s: Floats) -> float | None:
+        """Share of the lost time that steps of these durations do not lose."""
+        actual = float(self.no_delay_s.mean())
+        lost = actual - self.ideal_step_s
+        return (actual - float(step_s.mean())) / lost if lost > 1e-9 * actual else None
+
+    def _only(self, operations: NDArray[np.bool_]) -> NDArray[np.float64]:
+        ideal = self.ideal_s[:, None, None]
+        return self.step_s(np.where(operations[:, None, None], self.own_s, ideal))
+
+
+def _without_gaps(own_s: Floats) -> Floats:
+    """Missing cells at the median of their operation and replica, or at 0 where it has none."""
+    missing = np.isnan(own_s)
+    if not missing.any():
+        return own_s
+    rows = missing.any(axis=2)
+    some = rows & ~missing.all(axis=2)
+    usual = np.zeros(own_s.shape[:2])
+    usual[some] = np.nanmedian(own_s[some], axis=1)
+    return np.where(missing, usual[:, :, None], own_s)
+
+
+def _ideal(recording: Recording, own_s: Floats) -> Floats:
+    communication = recording.of_kind(*P2P, *COLLECTIVE)
+    ideal = np.empty(recording.kind.size)
+    for kind in np.unique(recording.kind):
+        rows = recording.kind == kind
+        values = own_s[rows]
+        ideal[rows] = np.median(values) if communication[rows].all() else values.mean()
+    return ideal

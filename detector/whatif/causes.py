@@ -1,0 +1,125 @@
+"""What each cause costs a recorded job: the job replayed with that cause removed.
+
+device      every pass as the same work takes on the peers of its stage
+workload    every pass at the mean of its device
+stage       every stage as long as the middle one
+comm        every transfer and collective as quick as it is in its better cases; and no more of it
+            in the open than a fair share of the step
+host        no garbage collection, and no launch later than is usual for its operation
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Cause
+
+from .analysis import WhatIf
+from .effects import Effects
+from .ops import COLLECTIVE, P2P, Floats, Kind
+from .order import quantile
+
+USUAL = 0.1
+"""Communication and launches are as good as they are in this share of the cases."""
+FAIR_COMMUNICATION = 0.15
+"""Communication in the open up to this share of the step without it is nobody's fault."""
+
+
+@dataclass(frozen=True, eq=False)
+class Causes:
+    """The causes of one recording."""
+
+    whatif: WhatIf
+
+    @cached_property
+    def cells(self) -> NDArray[np.intp]:
+        """Operation [2, C, M] of every forward and backward pass; -1 where there is none."""
+        rec = self.whatif.recording
+        chunks = max(int(rec.chunk.max(initial=0)), 0) + 1
+        passes = rec.of_kind(Kind.FORWARD, Kind.BACKWARD)
+        count = int(rec.microbatch[passes].max(initial=0)) + 1
+        cells = np.full((2, rec.stages * chunks, count), -1, np.intp)
+        direction = (rec.kind[passes] == Kind.BACKWARD).astype(np.intp)
+        place = np.maximum(rec.chunk[passes], 0) * rec.stages + rec.stage[passes]
+        cells[direction, place, rec.microbatch[passes]] = np.flatnonzero(passes)
+        return cells
+
+    @cached_property
+    def effects(self) -> Effects:
+        """The effects in the compute times."""
+        missing = (self.cells < 0)[:, :, :, None, None]
+        times = np.where(missing, np.nan, self.whatif.own_s[self.cells])
+        times = np.where(times > 0, times, np.nan)
+        return Effects(np.ascontiguousarray(times.transpose(0, 1, 3, 4, 2)))
+
+    @cached_property
+    def removed(self) -> dict[Cause, float]:
+        """Share of the lost time that goes with each effect in the compute times.
+
+        Shares of the published lost time; they need not sum to 1, and the share of the stages
+        is above 1 where one stage is so heavy that the ideal, an average, contains it.
+        """
+        return {
+            cause: self.whatif.recovered(step_s) or 0.0 for cause, step_s in self._steps.items()
+        }
+
+    @cached_property
+    def lost_s(self) -> dict[Cause, float]:
+        """Mean seconds per step that each cause costs; 0 or more."""
+        actual = float(self.whatif.no_delay_s.mean())
+        lost = {cause: actual - float(step_s.mean()) for cause, step_s in self._steps.items()}
+        lost[Cause.SEQUENCE_IMBALANCE] *= self.effects.shared_work
+        lost[Cause.COMMUNICATION] = self._communication(actual)
+        lost[Cause.HOST] = self._host()
+        return {cause: max(seconds, 0.0) for cause, seconds in lost.items()}
+
+    @cached_property
+    def _steps(self) -> dict[Cause, NDArray[np.float64]]:
+        """Steps [T] with one effect removed."""
+        return {
+            Cause.DEVICE: self._step_s(self.effects.without_device),
+            Cause.STAGE_IMBALANCE: self._step_s(self.effects.without_stage),
+            Cause.SEQUENCE_IMBALANCE: self._step_s(self.effects.without_work),
+        }
+
+    def _step_s(self, times: Floats) -> NDArray[np.float64]:
+        own = self.whatif.own_s.copy()
+        there = self.cells >= 0
+        passes = times.transpose(0, 1, 4, 2, 3)[there]
+        own[self.cells[there]] = np.where(np.isnan(passes), own[self.cells[there]], passes)
+        return self.whatif.step_s(own)
+
+    def _communication(self, actual: float) -> float:
+        rec, own = self.whatif.recording, self.whatif.own_s
+        quick = own.copy()
+        for kind in (*P2P, *COLLECTIVE):
+            rows = rec.kind == kind
+            if rows.any():
+                quick[rows] = np.minimum(own[rows], quantile(own[rows], USUAL, axis=(0, 1, 2)))
+        uneven = actual - float(self.whatif.step_s(quick).mean())
+        silent = np.where(rec.of_kind(*P2P, *COLLECTIVE), 0.0, self.whatif.ideal_s)
+        without = float(self.whatif.step_s(silent[:, None, None])[0])
+        excess = self.whatif.ideal_step_s - (1.0 + FAIR_COMMUNICATION) * without
+        return max(uneven, 0.0) + max(excess, 0.0)
+
+    def _host(self) -> float:
+        whatif = self.whatif
+        delay = launch_delays(whatif)
+        usual = np.minimum(delay, quantile(delay, USUAL, axis=(1, 2)))
+        own = np.where(whatif.recording.of_kind(Kind.GC)[:, None, None], 0.0, whatif.own_s)
+        return float((whatif.step_s(whatif.own_s, delay) - whatif.step_s(own, usual)).mean())
+
+
+def launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
+    """Seconds [N, D, T] from when an operation could have started until it did; 0 or more."""
+    start = whatif.recording.start_s
+    end = start + whatif.recording.duration_s
+    delay = np.empty_like(start)
+    for op, before in enumerate(whatif.found.predecessors):
+        ready = np.fmax.reduce(end[before], axis=0) if before else 0.0
+        delay[op] = start[op] - ready
+    return np.maximum(np.nan_to_num(delay), 0.0)

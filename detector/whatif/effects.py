@@ -1,0 +1,181 @@
+"""Compute times taken apart: what the work, the stage and the device each did to them.
+
+A pass takes `device factor * stage map(work)`. The work of a microbatch is the same in all of its
+passes, so the other stages tell it where no lengths are recorded; a stage maps it affinely; a
+device multiplies. Times have the axes [direction 2, stage C, replica D, step T, microbatch M],
+NaN where nothing was recorded. With interleaved chunks every chunk counts as a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .ops import Floats
+from .order import mean, median, quantile
+
+_SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
+_LEAST = 0.02  # and by at least this (log)
+_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
+
+
+@dataclass(frozen=True, eq=False)
+class Effects:
+    """The effects in compute times, and the times with one of them removed.
+
+    `work` [K, D, T, M] holds what is known of every microbatch's size, up to a factor each;
+    None where nothing is recorded.
+    """
+
+    times: Floats
+    work: Floats | None = None
+
+    @cached_property
+    def device(self) -> NDArray[np.float64]:
+        """Factor [1, C, D, T, 1] by which a device is slower than its peers at that step."""
+        expected = self._expected()
+        residual = self._relative() if expected is None else np.log(self.times / expected)
+        level = median(residual, axis=(0, 4))[0, :, :, :, 0]
+        return np.exp(np.nan_to_num(_steady(level)))[None, :, :, :, None]
+
+    @cached_property
+    def without_device(self) -> NDArray[np.float64]:
+        """The times with every device as its peers, at every step."""
+        return np.asarray(self.times / self.device, np.float64)
+
+    @cached_property
+    def without_work(self) -> NDArray[np.float64]:
+        """The times if every microbatch held the same work: each device at its own mean."""
+        level = mean(self.without_device, axis=(3, 4)) * self.device
+        return np.where(np.isnan(self.times), np.nan, level)
+
+    @cached_property
+    def without_stage(self) -> NDArray[np.float64]:
+        """The times if every stage took what the middle one takes."""
+        stage = quantile(mean(self.without_device, axis=(3, 4)), 0.5, axis=2)
+        return np.asarray(self.times * (median(stage, axis=1) / stage), np.float64)
+
+    @cached_property
+    def shared_work(self) -> float:
+        """How much of the variation within a device the passes of a microbatch share, 0 to 1.
+
+        Work shows in every pass of a microbatch, noise only in one: it is the squared correlation
+        of a pass with the mean of the microbatch's other passes.
+        """
+        logs = np.log(self.without_device)
+        logs -= mean(logs, axis=(3, 4))
+        passes = logs.reshape(logs.shape[0] * logs.shape[1], -1)
+        count = np.isfinite(passes).sum(axis=0)
+        total = np.nansum(passes, axis=0)
+        use = np.isfinite(passes) & (count > 1)
+        one = passes[use]
+        rest = np.broadcast_to((total - passes) / np.maximum(count - 1, 1), passes.shape)[use]
+        spread = float((one @ one) * (rest @ rest))
+        return max(float(one @ rest), 0.0) ** 2 / spread if spread > 0 else 0.0
+
+    def _expected(self) -> NDArray[np.float64] | None:
+        """What a healthy device of the stage takes for the work; None where nothing tells."""
+        if self.work is not None:
+            return self._from_lengths(self.work)
+        if self.times.shape[1] < 2:
+            return None
+        return self._from_stages()
+
+    def _from_stages(self) -> NDArray[np.float64]:
+        """By what the other stages took for the same microbatch.
+
+        The lower median over the stages' opinions, so that a slow device does not pass for work.
+        """
+        middle = median(self.times, axis=1)
+        maps = np.array(
+            [
+                [_affine(middle[direction, 0], stage) for stage in times]
+                for direction, times in enumerate(self.times)
+            ]
+        )
+        offset, slope = maps[:, :, 0, None, None, None], maps[:, :, 1, None, None, None]
+        work = quantile((self.times - offset) / slope, 0.5, axis=1)
+        floor = 0.05 * median(self.times, axis=(2, 3, 4))
+        return np.asarray(np.maximum(offset + slope * work, floor), np.float64)
+
+    def _from_lengths(self, work: Floats) -> NDArray[np.float64]:
+        """By a fit of the stage's times on the sizes of its microbatches."""
+        terms = np.concatenate([np.ones_like(work[:1]), work])
+        expected = np.empty(self.times.shape)
+        for index in np.ndindex(self.times.shape[:2]):
+            expected[index] = _fit(terms, self.times[index])
+        return expected
+
+    def _relative(self) -> NDArray[np.float64]:
+        """Log of the times relative to the peers at the same step, where no pass tells the work."""
+        level = median(np.log(self.times), axis=4)
+        peers = median(level, axis=2 if level.shape[2] > 1 else 3)
+        return _running_median(level - peers, axis=3, window=9)
+
+
+def _steady(level: Floats) -> NDArray[np.float64]:
+    """Log factor [C, D, T] of every device: its usual level, or the present one where it left it.
+
+    Peers of a stage set the zero; where there are none, the faster steps of the device itself.
+    """
+    usual = median(level, axis=2)
+    if level.shape[1] > 1:
+        zero = quantile(usual, 0.5, axis=1)
+    else:
+        zero = quantile(level, 0.25, axis=2)
+    away = level - usual
+    sigma = _TO_SIGMA * float(median(np.abs(away), axis=(0, 1, 2)).item())
+    smooth = _running_median(away, axis=2, window=3)
+    left = np.abs(smooth) > max(_LEAST, _SIGMAS * sigma)
+    return np.asarray(np.where(left, usual + smooth, usual) - zero, np.float64)
+
+
+def _running_median(values: Floats, axis: int, window: int) -> NDArray[np.float64]:
+    """Median over a window along an axis; the window is cut off at the two ends."""
+    half = window // 2
+    width = [(0, 0)] * values.ndim
+    width[axis] = (half, half)
+    padded = np.pad(values, width, constant_values=np.nan)
+    views = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1, axis=axis)
+    return median(views, axis=-1)[..., 0]
+
+
+def _affine(work: Floats, times: Floats) -> tuple[float, float]:
+    """Offset and slope of `times` against `work`; no offset where the two hardly go together."""
+    use = np.isfinite(work) & np.isfinite(times)
+    x, y = work[use], times[use]
+    if x.size < 8:
+        return 0.0, float(y.mean() / x.mean()) if x.size else 1.0
+    for _ in range(2):
+        dx, dy = x - x.mean(), y - y.mean()
+        both, of_x, of_y = float(dx @ dy), float(dx @ dx), float(dy @ dy)
+        if of_x <= 0 or both <= 0 or both**2 < 0.5 * of_x * of_y:
+            return 0.0, float(np.median(y / x))
+        slope = both / of_x
+        offset = float(y.mean() - slope * x.mean())
+        error = np.abs(y - offset - slope * x) / y
+        usual = error <= max(5.0 * float(np.median(error)), 1e-6)
+        x, y = x[usual], y[usual]
+    return offset, slope
+
+
+def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
+    """Times that the terms [K, …] explain, in least squares of the relative error, twice."""
+    use = np.isfinite(times) & np.isfinite(terms).all(axis=0)
+    fitted = np.full(times.shape, np.nan)
+    if not use.any():
+        return fitted
+    x, y = terms[:, use], times[use]
+    scale = np.maximum(np.abs(x).mean(axis=1, keepdims=True), 1e-12)
+    rows = np.ones(y.size, bool)
+    for _ in range(2):
+        a = (x / scale / y)[:, rows].T
+        weights = np.linalg.lstsq(a, np.ones(a.shape[0]), rcond=1e-6)[0]
+        predicted = weights @ (x / scale)
+        error = np.abs(y / np.maximum(predicted, 1e-12) - 1.0)
+        rows = error <= max(5.0 * float(np.median(error)), 1e-6)
+    fitted[use] = np.maximum(predicted, 0.05 * float(np.median(y)))
+    return fitted

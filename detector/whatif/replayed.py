@@ -1,0 +1,133 @@
+"""Steps replayed from microbatch records, in the order of the job's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Cause, Job, Layout, TelemetryBatch
+
+from .causes import FAIR_COMMUNICATION, USUAL
+from .cubes import Cubes
+from .effects import Effects
+from .ops import Floats
+from .order import mean, median, quantile
+from .template import StepGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """Some steps of a job, ready to be replayed with one cause removed. Milliseconds."""
+
+    cubes: Cubes
+    graph: StepGraph
+    effects: Effects
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Replayed | None:
+        """Prepares records; None if there is no compute record."""
+        cubes = Cubes.of(job, layout, batches)
+        if cubes is None:
+            return None
+        whole = replace(
+            cubes,
+            passes=_complete(cubes.passes),
+            **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
+        )
+        graph = StepGraph.of(job, whole)
+        return cls(whole, graph, Effects(cubes.passes, cubes.work))
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return int(self.cubes.passes.shape[3])
+
+    @cached_property
+    def step_ms(self) -> float:
+        """Mean step as it was."""
+        return self._mean_ms(self.cubes)
+
+    @cached_property
+    def slowdown(self) -> float:
+        """Mean step over the ideal one; 1.0 where the ideal is not shorter."""
+        return max(self.step_ms / self._ideal_ms, 1.0) if self._ideal_ms > 0 else 1.0
+
+    @cached_property
+    def lost_ms(self) -> dict[Cause, float]:
+        """Mean milliseconds per step that each cause costs; 0 or more."""
+        effects = self.effects
+        lost = {
+            Cause.DEVICE: self._lost(passes=self._over(effects.without_device)),
+            Cause.STAGE_IMBALANCE: self._lost(passes=self._over(effects.without_stage)),
+            Cause.SEQUENCE_IMBALANCE: effects.shared_work
+            * self._lost(passes=self._over(effects.without_work)),
+            Cause.COMMUNICATION: self._communication(),
+            Cause.HOST: self._lost(
+                data=np.zeros_like(self.cubes.data),
+                microbatch_data=np.zeros_like(self.cubes.microbatch_data),
+            ),
+        }
+        return {cause: max(cost, 0.0) for cause, cost in lost.items()}
+
+    @cached_property
+    def _ideal(self) -> Cubes:
+        """Passes and optimizer at their mean, communication at its median, the host at nothing."""
+        cubes = self.cubes
+        passes = mean(cubes.passes, axis=(1, 2, 3, 4))
+        return replace(
+            cubes,
+            passes=np.broadcast_to(passes, cubes.passes.shape),
+            p2p=_level(cubes.p2p, 0.5),
+            collective=_level(cubes.collective, 0.5),
+            optimizer=np.full_like(cubes.optimizer, cubes.optimizer.mean()),
+            data=np.zeros_like(cubes.data),
+            microbatch_data=np.zeros_like(cubes.microbatch_data),
+        )
+
+    @cached_property
+    def _ideal_ms(self) -> float:
+        return self._mean_ms(self._ideal)
+
+    def _communication(self) -> float:
+        cubes, ideal = self.cubes, self._ideal
+        uneven = self._lost(
+            p2p=np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
+            collective=np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
+        )
+        silent = replace(
+            ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
+        )
+        excess = self._ideal_ms - (1.0 + FAIR_COMMUNICATION) * self._mean_ms(silent)
+        return max(uneven, 0.0) + max(excess, 0.0)
+
+    def _lost(self, **other: Floats) -> float:
+        return self.step_ms - self._mean_ms(replace(self.cubes, **other))
+
+    def _mean_ms(self, cubes: Cubes) -> float:
+        return float(self.graph.step_ms(cubes).mean())
+
+    def _over(self, passes: Floats) -> NDArray[np.float64]:
+        """Passes where they were recorded, else as they were filled in."""
+        return np.where(np.isnan(passes), self.cubes.passes, passes)
+
+
+_OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")
+
+
+def _level(times: Floats, q: float) -> NDArray[np.float64]:
+    """Quantile over the cells in which something took time; 0 where nothing did."""
+    level = np.nan_to_num(quantile(np.where(times > 0, times, np.nan), q, tuple(range(times.ndim))))
+    return np.where(times > 0, level, 0.0)
+
+
+def _complete(passes: Floats) -> NDArray[np.float64]:
+    """Missing passes as their peers' at the same step, else as usual for the stage, else 0."""
+    for axes in ((2,), (2, 4), (2, 3, 4)):
+        if not np.isnan(passes).any():
+            break
+        passes = np.where(np.isnan(passes), median(passes, axes), passes)
+    return np.nan_to_num(passes)
