@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
 
-CAUSES = tuple(cause for cause in Cause if cause is not Cause.NONE)
+CAUSES: tuple[Cause, ...] = tuple(cause for cause in Cause if cause is not Cause.NONE)
 WORTH_NAMING = 0.02
 """A cause that costs less than this share of the step is not named."""
 
@@ -45,7 +45,9 @@ def conclude(*, step: float, lost: Mapping[Cause, float], slowdown: float, steps
     less than `WORTH_NAMING` of the step.
     """
     total = sum(lost.values())
-    shares = {cause: lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES}
+    shares: dict[Cause, float] = {
+        cause: lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES
+    }
     worst = max(CAUSES, key=lambda cause: shares[cause])
     named = total > 0 and lost[worst] >= WORTH_NAMING * step
     return Diagnosis(

@@ -131,7 +131,7 @@ class _Rows:
             np.add.at(grid, where, times)
         else:
             np.fmax.at(grid, where, times)
-        return np.fmax.reduce(grid, axis=1).reshape(shape)
+        return np.asarray(np.fmax.reduce(grid, axis=1).reshape(shape), np.float64)
 
     def work(self, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
         """Tokens and sum of squared lengths of every microbatch; None unless most are known."""

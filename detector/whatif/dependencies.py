@@ -184,13 +184,13 @@ class _Builder:
         forward = [op for op in compute if self.rec.kind[op] == Kind.FORWARD]
         backward = [op for op in compute if self.rec.kind[op] == Kind.BACKWARD]
         for chunk, op in self._by_chunk(stage, Kind.PARAMS_GATHER, last=True).items():
-            needs = [p for p in forward if self.rec.chunk[p] == chunk]
+            needs = [p for p in forward if chunk in (-1, self.rec.chunk[p])]
             if needs:
                 self.preds[needs[0]].append(op)
         if not self._overlapped():
             return
         for chunk, op in self._by_chunk(stage, Kind.GRADS_SCATTER, last=False).items():
-            needs = [p for p in backward if self.rec.chunk[p] == chunk]
+            needs = [p for p in backward if chunk in (-1, self.rec.chunk[p])]
             if needs:
                 self.preds[op].append(max(needs, key=lambda p: self.end[p]))
 

@@ -117,20 +117,20 @@ class Effects:
 
 
 def _steady(level: Floats) -> NDArray[np.float64]:
-    """Log factor [C, D, T] of every device: its usual level, or the present one where it left it.
+    """Log factor [C, D, T] of every device: its usual level, or the present one where it left it
+    for a few steps, or by far for one.
 
     Peers of a stage set the zero; where there are none, the faster steps of the device itself.
     """
     usual = median(level, axis=2)
-    if level.shape[1] > 1:
-        zero = quantile(usual, 0.5, axis=1)
-    else:
-        zero = quantile(level, 0.25, axis=2)
+    zero = quantile(usual, 0.5, axis=1) if level.shape[1] > 1 else quantile(level, 0.25, axis=2)
     away = level - usual
     sigma = _TO_SIGMA * float(median(np.abs(away), axis=(0, 1, 2)).item())
     smooth = _running_median(away, axis=2, window=3)
     left = np.abs(smooth) > max(_LEAST, _SIGMAS * sigma)
-    return np.asarray(np.where(left, usual + smooth, usual) - zero, np.float64)
+    alone = np.abs(away) > 2.0 * max(_LEAST, _SIGMAS * sigma)
+    shift = np.where(alone, away, np.where(left, smooth, 0.0))
+    return np.asarray(usual + shift - zero, np.float64)
 
 
 def _running_median(values: Floats, axis: int, window: int) -> NDArray[np.float64]:

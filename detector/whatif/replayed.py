@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,7 @@ class Replayed:
         excess = self._ideal_ms - (1.0 + FAIR_COMMUNICATION) * self._mean_ms(silent)
         return max(uneven, 0.0) + max(excess, 0.0)
 
-    def _lost(self, **other: Floats) -> float:
+    def _lost(self, **other: Any) -> float:
         return self.step_ms - self._mean_ms(replace(self.cubes, **other))
 
     def _mean_ms(self, cubes: Cubes) -> float:
@@ -130,4 +131,4 @@ def _complete(passes: Floats) -> NDArray[np.float64]:
         if not np.isnan(passes).any():
             break
         passes = np.where(np.isnan(passes), median(passes, axes), passes)
-    return np.nan_to_num(passes)
+    return np.asarray(np.nan_to_num(passes), np.float64)

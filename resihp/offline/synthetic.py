@@ -1,0 +1,215 @@
+"""Made-up recordings of jobs whose troubles are known, in the form of the what-if traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detector.whatif.ops import LABELS, Kind, OpTable
+from resihp.contracts import Op, Schedule
+from resihp.pipeline.graph import Graph
+from resihp.pipeline.orders import stage_order
+
+_TAIL = (Kind.GC, Kind.NORM_REDUCE, Kind.EMBEDDING_REDUCE, Kind.GRADS_SCATTER, Kind.CLIP)
+_TYPICAL_S = {
+    Kind.GC: 0.0,
+    Kind.NORM_REDUCE: 4e-5,
+    Kind.EMBEDDING_REDUCE: 5e-3,
+    Kind.GRADS_SCATTER: 0.02,
+    Kind.PARAMS_GATHER: 0.01,
+    Kind.CLIP: 2e-3,
+    Kind.OPTIMIZER: 0.01,
+}
+_SEND = {Op.FORWARD: Kind.FORWARD_SEND, Op.BACKWARD: Kind.BACKWARD_SEND}
+_RECEIVE = {Op.FORWARD: Kind.FORWARD_RECV, Op.BACKWARD: Kind.BACKWARD_RECV}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """What goes wrong on one rank: `factor` on its times, or `extra_s`, from a step on.
+
+    replica, stage  where; None means everywhere
+    kinds           operations that it concerns
+    every           only every so many steps
+    """
+
+    kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+    replica: int | None = None
+    stage: int | None = None
+    factor: float = 1.0
+    extra_s: float = 0.0
+    since: int = 0
+    every: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A job with pipeline and data parallelism, 1F1B, one recorded rank per stage and replica.
+
+    work_spread   spread (log) of the work of a microbatch
+    noise         spread (log) of single operations
+    stage_weight  how heavy each stage is; empty means all alike
+    """
+
+    dp: int = 4
+    pp: int = 4
+    microbatches: int = 8
+    steps: int = 16
+    forward_s: float = 0.05
+    work_spread: float = 0.0
+    noise: float = 0.01
+    p2p_s: float = 5e-4
+    stage_weight: tuple[float, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
+    usual_s: Mapping[Kind, float] = field(default_factory=dict)
+
+
+def record(recipe: Recipe, seed: int = 0) -> OpTable:
+    """The operations of such a job. The same recipe and seed give the same recording."""
+    plan = _Plan.of(recipe)
+    own = plan.durations(recipe, np.random.default_rng(seed))
+    start, end = plan.graph.replay(own)
+    shape = own.shape
+    op, dp, step = (axis.reshape(-1) for axis in np.indices(shape))
+    stage = plan.stage[op]
+    duration = (end - start).reshape(-1)
+    of_chunk = (plan.microbatch[op] >= 0) | np.isin(
+        plan.kind[op], (Kind.PARAMS_GATHER, Kind.GRADS_SCATTER)
+    )
+    return OpTable(
+        dp=dp,
+        stage=stage,
+        rank=dp + recipe.dp * stage,
+        step=step,
+        kind=plan.kind[op],
+        start_s=start.reshape(-1),
+        duration_s=duration,
+        seq=plan.seq[op],
+        chunk=np.where(of_chunk, 0, -1),
+        global_chunk=np.where(of_chunk, stage, -1),
+        microbatch=plan.microbatch[op],
+    )
+
+
+def write_whatif(path: str | Path, ops: OpTable) -> None:
+    """Writes operations in the layout of the published what-if traces."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = pa.array([LABELS[kind] for kind in Kind])
+    columns = {
+        "dp_rank": ops.dp,
+        "stage": ops.stage,
+        "rank": ops.rank,
+        "step": ops.step,
+        "optype": pa.DictionaryArray.from_arrays(pa.array(ops.kind.astype(np.int8)), names),
+        "start_ts": ops.start_s,
+        "duration": ops.duration_s,
+        "seq_id": ops.seq,
+        "mc": ops.chunk,
+        "mb_id": ops.microbatch,
+        "gmc": ops.global_chunk,
+    }
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+class _Plan:
+    """The operations of one replica and what each waits for."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int]] = []  # kind, stage, seq, microbatch
+        self._before: list[list[int]] = []
+        self._at: dict[tuple[int, int, int], int] = {}
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> _Plan:
+        plan = cls()
+        for stage in range(recipe.pp):
+            plan._add_stage(recipe, stage)
+        groups = plan._transfers(recipe)
+        pairs = len(groups)
+        groups += [
+            [op for op, row in enumerate(plan._rows) if row[0] == kind]
+            for kind in (Kind.EMBEDDING_REDUCE, Kind.CLIP)
+        ]
+        synced = [pairs + 1]
+        for op, row in enumerate(plan._rows):
+            if row[0] in (Kind.PARAMS_GATHER, Kind.GRADS_SCATTER):
+                synced.append(len(groups))
+                groups.append([op])
+        plan.graph = Graph(plan._before, groups, synced)
+        plan.kind, plan.stage, plan.seq, plan.microbatch = np.array(plan._rows).T
+        return plan
+
+    graph: Graph
+    kind: NDArray[np.intp]
+    stage: NDArray[np.intp]
+    seq: NDArray[np.intp]
+    microbatch: NDArray[np.intp]
+
+    def _add(self, kind: Kind, stage: int, seq: int, before: list[int], mb: int = -1) -> int:
+        self._at[kind, stage, seq] = len(self._rows)
+        self._rows.append((kind, stage, seq, mb))
+        self._before.append([op for op in before if op >= 0])
+        return len(self._rows) - 1
+
+    def _add_stage(self, recipe: Recipe, stage: int) -> None:
+        order = stage_order(
+            Schedule.ONE_F_ONE_B, stage=stage, stages=recipe.pp, microbatches=recipe.microbatches
+        )
+        last = gather = self._add(Kind.PARAMS_GATHER, stage, 0, [])
+        previous = {Op.FORWARD: gather, Op.BACKWARD: gather}
+        for item in order:
+            mb, before = item.microbatch, [last]
+            if 0 <= stage + (1 if item.op is Op.BACKWARD else -1) < recipe.pp:
+                before.append(self._add(_RECEIVE[item.op], stage, mb, [previous[item.op]]))
+            kind = Kind.FORWARD if item.op is Op.FORWARD else Kind.BACKWARD
+            last = previous[item.op] = self._add(kind, stage, mb, before, mb)
+            if 0 <= stage + (-1 if item.op is Op.BACKWARD else 1) < recipe.pp:
+                self._add(_SEND[item.op], stage, mb, [last])
+        for kind in (*_TAIL, Kind.OPTIMIZER):
+            if kind is not Kind.EMBEDDING_REDUCE or stage in (0, recipe.pp - 1):
+                last = self._add(kind, stage, 0, [last])
+
+    def _transfers(self, recipe: Recipe) -> list[list[int]]:
+        groups = []
+        for (kind, stage, seq), op in self._at.items():
+            if kind == Kind.FORWARD_SEND:
+                groups.append([op, self._at[Kind.FORWARD_RECV, stage + 1, seq]])
+            elif kind == Kind.BACKWARD_SEND:
+                groups.append([op, self._at[Kind.BACKWARD_RECV, stage - 1, seq]])
+        return groups
+
+    def durations(self, recipe: Recipe, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Durations [N, D, T] without waiting for others."""
+        shape = (self.kind.size, recipe.dp, recipe.steps)
+        work = np.exp(recipe.work_spread * rng.standard_normal((recipe.microbatches, *shape[1:])))
+        weight = np.array(recipe.stage_weight or (1.0,) * recipe.pp)
+        usual = {**_TYPICAL_S, **recipe.usual_s}
+        own = np.empty(shape)
+        for op, (kind, stage, _, mb) in enumerate(self._rows):
+            if kind in (Kind.FORWARD, Kind.BACKWARD):
+                passes = 2.0 if kind == Kind.BACKWARD else 1.0
+                own[op] = recipe.forward_s * passes * weight[stage] * work[mb]
+            else:
+                own[op] = usual.get(Kind(kind), recipe.p2p_s)
+        own *= np.exp(recipe.noise * rng.standard_normal(shape))
+        for trouble in recipe.troubles:
+            self._afflict(own, trouble)
+        return own
+
+    def _afflict(self, own: NDArray[np.float64], trouble: Trouble) -> None:
+        rows = np.isin(self.kind, trouble.kinds)
+        if trouble.stage is not None:
+            rows &= self.stage == trouble.stage
+        replicas = slice(None) if trouble.replica is None else [trouble.replica]
+        part = own[rows]
+        chosen = part[:, replicas, trouble.since :: trouble.every]
+        part[:, replicas, trouble.since :: trouble.every] = (
+            chosen * trouble.factor + trouble.extra_s
+        )
+        own[rows] = part
