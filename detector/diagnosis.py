@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
 
@@ -14,13 +15,48 @@ _WORDS = {
     Cause.DEVICE: "slow devices",
     Cause.STAGE_IMBALANCE: "stages of unequal weight",
     Cause.SEQUENCE_IMBALANCE: "microbatches of unequal work",
-    Cause.COMMUNICATION: "communication",
-    Cause.HOST: "the host (data loading, garbage collection, late launches)",
+    Cause.COMMUNICATION: "slow or heavy communication",
+    Cause.HOST: "delays of the host (data loading, garbage collection, late launches)",
 }
 
 
-def diagnose(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Diagnosis:
-    """What slows the steps in `batches`, which were recorded under `layout`.
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the steps of a job took and what each cause cost of it, in one unit of time.
+
+    step and ideal are means over `steps` steps; `lost` per step, 0 or more.
+    """
+
+    step: float
+    ideal: float
+    lost: Mapping[Cause, float]
+    steps: int
+
+    @property
+    def slowdown(self) -> float:
+        """Step over ideal step; at least 1."""
+        return max(self.step / self.ideal, 1.0) if self.ideal > 0 else 1.0
+
+    @classmethod
+    def mean(cls, parts: Iterable[Costs]) -> Costs:
+        """The mean over several stretches of a job, by their numbers of steps."""
+        parts = [part for part in parts if part.steps]
+        steps = sum(part.steps for part in parts)
+
+        def over(values: Iterable[float]) -> float:
+            pairs = zip(values, parts, strict=True)
+            return sum(value * part.steps for value, part in pairs) / max(steps, 1)
+
+        return cls(
+            step=over(part.step for part in parts),
+            ideal=over(part.ideal for part in parts),
+            lost={cause: over(part.lost.get(cause, 0.0) for part in parts) for cause in CAUSES},
+            steps=steps,
+        )
+
+
+def costs_of(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Costs:
+    """What slowed the steps in `batches`, which were recorded under `layout`; milliseconds.
 
     Records of an older plan version than the newest are left out. The steps are replayed in the
     order of the job's schedule, as they were and with one cause removed at a time.
@@ -29,42 +65,47 @@ def diagnose(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Dia
 
     replayed = Replayed.of(job, layout, batches)
     if replayed is None:
-        return conclude(step=0.0, lost={}, slowdown=1.0, steps=0)
-    return conclude(
+        return Costs(step=0.0, ideal=0.0, lost={}, steps=0)
+    return Costs(
         step=replayed.step_ms,
+        ideal=replayed.ideal_ms,
         lost=replayed.lost_ms,
-        slowdown=replayed.slowdown,
         steps=replayed.steps,
     )
 
 
-def conclude(*, step: float, lost: Mapping[Cause, float], slowdown: float, steps: int) -> Diagnosis:
-    """The diagnosis, from the mean step and what each cause costs of it, in one unit.
+def diagnose(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Diagnosis:
+    """Why the steps in `batches` took as long as they did; see `costs_of`."""
+    return conclude(costs_of(job, layout, batches))
+
+
+def conclude(costs: Costs, slowdown: float | None = None) -> Diagnosis:
+    """The diagnosis from what each cause costs.
 
     Shares are of what the causes cost together. No cause is named where even the largest costs
-    less than `WORTH_NAMING` of the step.
+    less than `WORTH_NAMING` of the step. `slowdown` overrides the one that follows from `costs`.
     """
-    total = sum(lost.values())
+    total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
-        cause: lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES
+        cause: costs.lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES
     }
     worst = max(CAUSES, key=lambda cause: shares[cause])
-    named = total > 0 and lost[worst] >= WORTH_NAMING * step
+    named = total > 0 and costs.lost[worst] >= WORTH_NAMING * costs.step
     return Diagnosis(
-        slowdown=slowdown,
+        slowdown=costs.slowdown if slowdown is None else slowdown,
         root_cause=worst if named else Cause.NONE,
         attribution=shares,
-        steps=steps,
-        detail=_sentences(step, lost, named),
+        steps=costs.steps,
+        detail=_sentences(costs, named),
     )
 
 
-def _sentences(step: float, lost: Mapping[Cause, float], named: bool) -> tuple[str, ...]:
+def _sentences(costs: Costs, named: bool) -> tuple[str, ...]:
     if not named:
         return ("No cause costs enough of the step to be named.",)
-    ordered = sorted(lost.items(), key=lambda item: -item[1])
+    ordered = sorted(costs.lost.items(), key=lambda item: -item[1])
     return tuple(
-        f"Without {_WORDS[cause]} a step would be {100.0 * cost / step:.1f}% shorter."
+        f"Without {_WORDS[cause]} a step would be {100.0 * cost / costs.step:.1f}% shorter."
         for cause, cost in ordered
-        if cost >= 0.5 * WORTH_NAMING * step
+        if cost >= 0.5 * WORTH_NAMING * costs.step
     )

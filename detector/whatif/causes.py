@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from resihp.contracts import Cause
 
 from .analysis import WhatIf
-from .effects import Effects
+from .effects import EFFECTS, SETS, Effects, fair_costs
 from .ops import COLLECTIVE, P2P, Floats, Kind
 from .order import quantile
 
+_ALONE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GC)
 USUAL = 0.1
 """Communication and launches are as good as they are in this share of the cases."""
 FAIR_COMMUNICATION = 0.15
@@ -64,27 +65,23 @@ class Causes:
         is above 1 where one stage is so heavy that the ideal, an average, contains it.
         """
         return {
-            cause: self.whatif.recovered(step_s) or 0.0 for cause, step_s in self._steps.items()
+            cause: self.whatif.recovered(self._steps[frozenset([cause])]) or 0.0
+            for cause in EFFECTS
         }
 
     @cached_property
     def lost_s(self) -> dict[Cause, float]:
         """Mean seconds per step that each cause costs; 0 or more."""
-        actual = float(self.whatif.no_delay_s.mean())
-        lost = {cause: actual - float(step_s.mean()) for cause, step_s in self._steps.items()}
+        lost = fair_costs({gone: float(step_s.mean()) for gone, step_s in self._steps.items()})
         lost[Cause.SEQUENCE_IMBALANCE] *= self.effects.shared_work
-        lost[Cause.COMMUNICATION] = self._communication(actual)
+        lost[Cause.COMMUNICATION] = self._communication(float(self.whatif.no_delay_s.mean()))
         lost[Cause.HOST] = self._host()
         return {cause: max(seconds, 0.0) for cause, seconds in lost.items()}
 
     @cached_property
-    def _steps(self) -> dict[Cause, NDArray[np.float64]]:
-        """Steps [T] with one effect removed."""
-        return {
-            Cause.DEVICE: self._step_s(self.effects.without_device),
-            Cause.STAGE_IMBALANCE: self._step_s(self.effects.without_stage),
-            Cause.SEQUENCE_IMBALANCE: self._step_s(self.effects.without_work),
-        }
+    def _steps(self) -> dict[frozenset[Cause], NDArray[np.float64]]:
+        """Steps [T] without each set of effects."""
+        return {gone: self._step_s(self.effects.without(gone)) for gone in SETS}
 
     def _step_s(self, times: Floats) -> NDArray[np.float64]:
         own = self.whatif.own_s.copy()
@@ -115,11 +112,15 @@ class Causes:
 
 
 def launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
-    """Seconds [N, D, T] from when an operation could have started until it did; 0 or more."""
+    """Seconds [N, D, T] from when an operation could have started until it did; 0 or more.
+
+    Only of the work of a rank alone: a transfer that starts late may have waited for another one.
+    """
     start = whatif.recording.start_s
     end = start + whatif.recording.duration_s
-    delay = np.empty_like(start)
-    for op, before in enumerate(whatif.found.predecessors):
-        ready = np.fmax.reduce(end[before], axis=0) if before else 0.0
-        delay[op] = start[op] - ready
+    delay = np.zeros_like(start)
+    for op in np.flatnonzero(whatif.recording.of_kind(*_ALONE)).tolist():
+        before = whatif.found.predecessors[op]
+        if before:
+            delay[op] = start[op] - np.fmax.reduce(end[before], axis=0)
     return np.maximum(np.nan_to_num(delay), 0.0)

@@ -8,14 +8,23 @@ NaN where nothing was recorded. With interleaved chunks every chunk counts as a 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
+from math import factorial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from resihp.contracts import Cause
+
 from .ops import Floats
 from .order import mean, median, quantile
+
+EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
+SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
+"""Every set of effects that can be removed together."""
 
 _SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
 _LEAST = 0.02  # and by at least this (log)
@@ -41,22 +50,30 @@ class Effects:
         level = median(residual, axis=(0, 4))[0, :, :, :, 0]
         return np.exp(np.nan_to_num(_steady(level)))[None, :, :, :, None]
 
+    def without(self, gone: Collection[Cause]) -> NDArray[np.float64]:
+        """The times without some effects.
+
+        Without the device, every device is as its peers, at every step. Without the sequences,
+        every microbatch holds the same work: each device at its own mean. Without the stages,
+        every one takes what the middle one takes.
+        """
+        times = self._alike
+        if Cause.SEQUENCE_IMBALANCE in gone:
+            times = np.where(np.isnan(times), np.nan, mean(times, axis=(3, 4)))
+        if Cause.STAGE_IMBALANCE in gone:
+            times = times * self._stage
+        return times if Cause.DEVICE in gone else times * self.device
+
     @cached_property
-    def without_device(self) -> NDArray[np.float64]:
-        """The times with every device as its peers, at every step."""
+    def _alike(self) -> NDArray[np.float64]:
+        """The times if all devices were alike."""
         return np.asarray(self.times / self.device, np.float64)
 
     @cached_property
-    def without_work(self) -> NDArray[np.float64]:
-        """The times if every microbatch held the same work: each device at its own mean."""
-        level = mean(self.without_device, axis=(3, 4)) * self.device
-        return np.where(np.isnan(self.times), np.nan, level)
-
-    @cached_property
-    def without_stage(self) -> NDArray[np.float64]:
-        """The times if every stage took what the middle one takes."""
-        stage = quantile(mean(self.without_device, axis=(3, 4)), 0.5, axis=2)
-        return np.asarray(self.times * (median(stage, axis=1) / stage), np.float64)
+    def _stage(self) -> NDArray[np.float64]:
+        """Factor [2, C, 1, 1, 1] from a stage to the middle one."""
+        stage = quantile(mean(self._alike, axis=(3, 4)), 0.5, axis=2)
+        return np.asarray(median(stage, axis=1) / stage, np.float64)
 
     @cached_property
     def shared_work(self) -> float:
@@ -65,7 +82,7 @@ class Effects:
         Work shows in every pass of a microbatch, noise only in one: it is the squared correlation
         of a pass with the mean of the microbatch's other passes.
         """
-        logs = np.log(self.without_device)
+        logs = np.log(self._alike)
         logs -= mean(logs, axis=(3, 4))
         passes = logs.reshape(logs.shape[0] * logs.shape[1], -1)
         count = np.isfinite(passes).sum(axis=0)
@@ -114,6 +131,23 @@ class Effects:
         level = median(np.log(self.times), axis=4)
         peers = median(level, axis=2 if level.shape[2] > 1 else 3)
         return _running_median(level - peers, axis=3, window=9)
+
+
+def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
+    """What each effect costs, from the mean step without each of `SETS`.
+
+    Effects hide each other: two heavy stages, or a slow device and a long sequence, must both go
+    before the step gets shorter. So each gets the mean of what its removal saves over all orders of
+    removing them, its Shapley value (Shapley 1953); together they cost what all of them cost.
+    """
+    count = len(EFFECTS)
+    costs = dict.fromkeys(EFFECTS, 0.0)
+    for gone, step in steps.items():
+        for cause in gone:
+            before = len(gone) - 1
+            orders = factorial(before) * factorial(count - before - 1) / factorial(count)
+            costs[cause] += orders * (steps[gone - {cause}] - step)
+    return costs
 
 
 def _steady(level: Floats) -> NDArray[np.float64]:

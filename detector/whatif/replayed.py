@@ -14,7 +14,7 @@ from resihp.contracts import Cause, Job, Layout, TelemetryBatch
 
 from .causes import FAIR_COMMUNICATION, USUAL
 from .cubes import Cubes
-from .effects import Effects
+from .effects import SETS, Effects, fair_costs
 from .ops import Floats
 from .order import mean, median, quantile
 from .template import StepGraph
@@ -53,25 +53,16 @@ class Replayed:
         return self._mean_ms(self.cubes)
 
     @cached_property
-    def slowdown(self) -> float:
-        """Mean step over the ideal one; 1.0 where the ideal is not shorter."""
-        return max(self.step_ms / self._ideal_ms, 1.0) if self._ideal_ms > 0 else 1.0
-
-    @cached_property
     def lost_ms(self) -> dict[Cause, float]:
         """Mean milliseconds per step that each cause costs; 0 or more."""
         effects = self.effects
-        lost = {
-            Cause.DEVICE: self._lost(passes=self._over(effects.without_device)),
-            Cause.STAGE_IMBALANCE: self._lost(passes=self._over(effects.without_stage)),
-            Cause.SEQUENCE_IMBALANCE: effects.shared_work
-            * self._lost(passes=self._over(effects.without_work)),
-            Cause.COMMUNICATION: self._communication(),
-            Cause.HOST: self._lost(
-                data=np.zeros_like(self.cubes.data),
-                microbatch_data=np.zeros_like(self.cubes.microbatch_data),
-            ),
-        }
+        lost = fair_costs({gone: self._without_ms(effects.without(gone)) for gone in SETS})
+        lost[Cause.SEQUENCE_IMBALANCE] *= effects.shared_work
+        lost[Cause.COMMUNICATION] = self._communication()
+        lost[Cause.HOST] = self._lost(
+            data=np.zeros_like(self.cubes.data),
+            microbatch_data=np.zeros_like(self.cubes.microbatch_data),
+        )
         return {cause: max(cost, 0.0) for cause, cost in lost.items()}
 
     @cached_property
@@ -90,7 +81,8 @@ class Replayed:
         )
 
     @cached_property
-    def _ideal_ms(self) -> float:
+    def ideal_ms(self) -> float:
+        """The step when everything takes what it takes on average, and the host nothing."""
         return self._mean_ms(self._ideal)
 
     def _communication(self) -> float:
@@ -102,7 +94,7 @@ class Replayed:
         silent = replace(
             ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
         )
-        excess = self._ideal_ms - (1.0 + FAIR_COMMUNICATION) * self._mean_ms(silent)
+        excess = self.ideal_ms - (1.0 + FAIR_COMMUNICATION) * self._mean_ms(silent)
         return max(uneven, 0.0) + max(excess, 0.0)
 
     def _lost(self, **other: Any) -> float:
@@ -111,9 +103,10 @@ class Replayed:
     def _mean_ms(self, cubes: Cubes) -> float:
         return float(self.graph.step_ms(cubes).mean())
 
-    def _over(self, passes: Floats) -> NDArray[np.float64]:
-        """Passes where they were recorded, else as they were filled in."""
-        return np.where(np.isnan(passes), self.cubes.passes, passes)
+    def _without_ms(self, passes: Floats) -> float:
+        """Mean step with these passes; where none was recorded, as they were filled in."""
+        whole = np.where(np.isnan(passes), self.cubes.passes, passes)
+        return self._mean_ms(replace(self.cubes, passes=whole))
 
 
 _OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")

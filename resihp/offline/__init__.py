@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._analysis import Analysis, analyze
     from ._read import read_trace
     from ._trace import Trace
     from ._write import TraceWriter, write_trace
 
-__all__ = ["Trace", "TraceWriter", "read_trace", "write_trace"]
+__all__ = ["Analysis", "Trace", "TraceWriter", "analyze", "read_trace", "write_trace"]
 
 _HOME = {
+    "Analysis": "._analysis",
+    "analyze": "._analysis",
     "Trace": "._trace",
     "TraceWriter": "._write",
     "read_trace": "._read",

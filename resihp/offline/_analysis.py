@@ -1,0 +1,141 @@
+"""A recorded job judged: verdicts on its devices, and why it is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from detector import Detector
+from detector.diagnosis import Costs, conclude, costs_of
+from detector.whatif import Causes, WhatIf
+from resihp.contracts import (
+    ContractError,
+    Diagnosis,
+    Layout,
+    TelemetryBatch,
+    TraceError,
+    Verdict,
+    to_json,
+)
+
+from ._trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A verdict that changed, and the step whose records changed it."""
+
+    step: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What a recording shows.
+
+    verdicts   the last verdict on every recorded rank, by rank
+    changes    every change of a verdict, in order
+    diagnosis  why the job is slow
+    costs      what each cause costs, per step: seconds with `whatif`, else milliseconds
+    whatif     the published what-if quantities; None where the format lacks start times
+    """
+
+    trace: Trace
+    verdicts: tuple[Verdict, ...]
+    changes: tuple[Change, ...]
+    diagnosis: Diagnosis
+    costs: Costs
+    whatif: WhatIf | None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout that the job ended with."""
+        plans = self.trace.plans
+        return plans[-1].layout if plans else self.trace.job.layout
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `resihp analyze --json` prints."""
+        layout = self.trace.job.layout
+        diagnosis = self.diagnosis
+        return {
+            "trace": str(self.trace.path),
+            "format": self.trace.format,
+            "layout": {"dp": layout.dp, "pp": layout.pp, "tp": self.trace.tp},
+            "steps": len(self.trace.steps),
+            "slowdown": round(diagnosis.slowdown, 6),
+            "root_cause": diagnosis.root_cause.value,
+            "attribution": {
+                cause: round(share, 6) for cause, share in to_json(diagnosis.attribution).items()
+            },
+            "devices": self.devices(),
+        }
+
+    def devices(self) -> list[dict[str, Any]]:
+        """One entry for every recorded rank, by rank."""
+        place = {p.rank: p for p in self.layout.places()}
+        place.update({p.rank: p for p in self.trace.job.layout.places()})
+        return [
+            {
+                "rank": verdict.rank,
+                "dp": place[verdict.rank].dp,
+                "pp": place[verdict.rank].pp,
+                "verdict": verdict.status.value,
+                "slowdown": round(verdict.slowdown, 4),
+                "since_step": verdict.since_step,
+            }
+            for verdict in self.verdicts
+        ]
+
+
+def analyze(trace: Trace) -> Analysis:
+    """Runs the detector over a recording and replays it. Raises `TraceError` if that fails."""
+    try:
+        batches = list(trace.batches())
+        verdicts, changes = _judge(trace, batches)
+        whatif = WhatIf.of(trace.recording, trace.dependencies) if trace.ops is not None else None
+        costs = _costs(trace, batches) if whatif is None else _replayed_costs(whatif)
+    except ContractError as error:
+        raise TraceError(f"{trace.path}: {error}") from None
+    diagnosis = conclude(costs, None if whatif is None else whatif.slowdown)
+    return Analysis(trace, verdicts, changes, diagnosis, costs, whatif)
+
+
+def _judge(
+    trace: Trace, batches: Iterable[TelemetryBatch]
+) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
+    detector = Detector(trace.job)
+    plans = {plan.version: plan for plan in trace.plans}
+    changes = []
+    latest: dict[int, Verdict] = {}
+    for batch in batches:
+        step = int(batch.step[0])
+        if batch.plan_version != detector.plan_version and batch.plan_version in plans:
+            detector.apply_plan(plans[batch.plan_version])
+        for verdict in detector.update(batch):
+            changes.append(Change(step, verdict))
+            latest[verdict.rank] = verdict
+    latest.update({verdict.rank: verdict for verdict in detector.verdicts()})
+    known = [latest[rank] for rank in trace.ranks if rank in latest]
+    return tuple(known), tuple(changes)
+
+
+def _replayed_costs(whatif: WhatIf) -> Costs:
+    return Costs(
+        step=float(whatif.recorded_s.mean()),
+        ideal=whatif.ideal_step_s,
+        lost=Causes(whatif).lost_s,
+        steps=int(whatif.recording.steps.size),
+    )
+
+
+def _costs(trace: Trace, batches: Iterable[TelemetryBatch]) -> Costs:
+    """The mean over the stretches under one plan each."""
+    layouts = {0: trace.job.layout} | {plan.version: plan.layout for plan in trace.plans}
+    parts = [
+        costs_of(trace.job, layouts.get(version, trace.job.layout), stretch)
+        for version, stretch in groupby(batches, key=lambda batch: batch.plan_version)
+    ]
+    return Costs.mean(parts)
