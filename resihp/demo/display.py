@@ -1,0 +1,150 @@
+"""The demo while it runs: a live screen on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+
+from resihp.contracts import Layout, Status
+
+from .record import HealthSeen, StepSeen, SwitchSeen, VerdictSeen
+from .scene import Event, Scene
+from .screen import Screen
+from .words import duration, plan_line, switch_line, verdict_line
+
+REFRESHES_PER_SECOND = 3
+PLAIN_EVERY_STEPS = 10
+
+
+class LiveDisplay:
+    """Shows what it is told, as a context manager; every method may be called from any thread.
+
+    On a terminal the screen is drawn anew `REFRESHES_PER_SECOND` times a second, whatever the rate
+    of the calls, so that the display leaves the cores to the job. Elsewhere each event prints one
+    line at once, and every `PLAIN_EVERY_STEPS`th step prints a line of progress.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        steps: int,
+        *,
+        quotas: tuple[int, ...] = (),
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._start = clock()
+        self._lock = threading.RLock()
+        self.scene = Scene(layout=layout, steps=steps, quotas=quotas)
+        self.screen = Screen(self.scene, self._seconds, self._lock)
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveDisplay:
+        self._start = self._clock()
+        if self._console.is_terminal:
+            self._live = Live(
+                self.screen, console=self._console, refresh_per_second=REFRESHES_PER_SECOND
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def phase(self, text: str) -> None:
+        """What the demo is doing now, e.g. "Starting the sidecar…"."""
+        with self._lock:
+            self.scene.phase = text
+            self._log("phase", text)
+
+    def links(self, dashboard_url: str, docs_url: str, report_path: object) -> None:
+        """Where there is more to see."""
+        with self._lock:
+            self.scene.links = {
+                "dashboard": dashboard_url,
+                "API": docs_url,
+                "report": str(report_path),
+            }
+            for name, target in self.scene.links.items():
+                self._plain(f"{name}: {target}")
+
+    def step(self, seen: StepSeen) -> None:
+        """A step was completed."""
+        with self._lock:
+            self.scene.seen.append(seen)
+            if seen.step % PLAIN_EVERY_STEPS == 0 or seen.step == self.scene.steps - 1:
+                self._plain(
+                    f"step {seen.step + 1}/{self.scene.steps}: {duration(seen.step_ms)}, "
+                    f"loss {seen.loss:.4f}, plan {seen.plan_version}"
+                )
+
+    def verdict(self, seen: VerdictSeen) -> None:
+        """A verdict changed."""
+        with self._lock:
+            verdict = seen.verdict
+            device = self.scene.device(verdict.rank)
+            device.status, device.slowdown = verdict.status, verdict.slowdown
+            self._log("verdict", verdict_line(verdict), seen.at_step)
+
+    def switch(self, seen: SwitchSeen) -> None:
+        """A plan was taken on; its reasons are logged below it."""
+        with self._lock:
+            self.scene.take_plan(seen)
+            self._log("plan", switch_line(seen), seen.step)
+            for reason in (*seen.plan.reason, plan_line(seen.plan)):
+                if reason:
+                    self._log("why", reason, seen.step)
+
+    def health(self, seen: Sequence[HealthSeen]) -> None:
+        """Newest slowdowns; changes the colours only."""
+        with self._lock:
+            self.scene.take_health(seen)
+
+    def fault(self, text: str) -> None:
+        """What was just done to the job."""
+        with self._lock:
+            at = self.scene.next_step
+            if self.scene.first_fault is None:
+                self.scene.first_fault = at
+            self._log("fault", text, at)
+
+    def dead(self, rank: int) -> None:
+        """A rank is gone."""
+        with self._lock:
+            self.scene.device(rank).status = Status.FAIL_STOP
+            self._log("lost", f"rank {rank} is gone", self.scene.next_step)
+
+    def reference(self, step: int, steps: int) -> None:
+        """The undisturbed reference run has completed `step` of `steps` steps."""
+        with self._lock:
+            before, self.scene.reference = self.scene.reference, (step, steps)
+            if step == steps and before != (step, steps):
+                self._plain(f"reference run: {steps} steps done")
+
+    def _seconds(self) -> float:
+        return self._clock() - self._start
+
+    def _log(self, kind: str, text: str, step: int | None = None) -> None:
+        event = Event(seconds=self._seconds(), step=step, kind=kind, text=text)
+        self.scene.events.append(event)
+        where = "" if step is None else f"step {step}: "
+        self._plain(f"{where}{text}")
+
+    def _plain(self, text: str) -> None:
+        if not self._console.is_terminal:
+            line = f"[{self._seconds():6.1f} s] {text}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)

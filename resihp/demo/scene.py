@@ -1,0 +1,99 @@
+"""What is known of the running job at a moment: the state behind the live display."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from resihp.contracts import Layout, Status
+
+from .phases_of_run import WARM_UP_STEPS
+from .record import HealthSeen, StepSeen, SwitchSeen
+
+RECENT = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of the log. `kind` is one of phase, fault, verdict, plan, lost."""
+
+    seconds: float
+    step: int | None
+    kind: str
+    text: str
+
+
+@dataclass(kw_only=True)
+class Device:
+    """What is thought of one rank."""
+
+    status: Status = Status.HEALTHY
+    slowdown: float = 1.0
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """The job so far. `quotas` empty means not known yet."""
+
+    layout: Layout
+    steps: int
+    quotas: tuple[int, ...] = ()
+    plan_version: int = 0
+    plan_step: int = 0
+    phase: str = ""
+    links: dict[str, str] = field(default_factory=dict)
+    seen: list[StepSeen] = field(default_factory=list)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
+    devices: dict[int, Device] = field(default_factory=dict)
+    reference: tuple[int, int] | None = None
+    first_fault: int | None = None
+    predicted_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.devices = {rank: Device() for rank in self.layout.ranks} | self.devices
+
+    @property
+    def next_step(self) -> int:
+        """The step that the job is in."""
+        return self.seen[-1].step + 1 if self.seen else 0
+
+    def healthy_ms(self) -> float | None:
+        """Median step time between the warm-up and the first fault."""
+        times = [
+            seen.step_ms
+            for seen in self.seen
+            if seen.step >= WARM_UP_STEPS
+            and (self.first_fault is None or seen.step < self.first_fault)
+        ]
+        return median(times) if times else None
+
+    def recent_ms(self) -> float | None:
+        """Median of the last few step times under the present plan, its first step left out."""
+        times = [seen.step_ms for seen in self.seen if seen.step > self.plan_step or not seen.step]
+        return median(times[-RECENT:]) if times else None
+
+    def take_plan(self, switch: SwitchSeen) -> None:
+        """The job runs on another layout from now on."""
+        self.layout, self.quotas = switch.plan.layout, switch.plan.quotas
+        self.plan_version, self.plan_step = switch.plan.version, switch.step
+        self.predicted_ms = switch.plan.step_ms
+        for rank in switch.lost:
+            self.device(rank).status = Status.FAIL_STOP
+
+    def take_health(self, health: Sequence[HealthSeen]) -> None:
+        """Newest slowdowns; a rank that is dead stays dead."""
+        for seen in health:
+            device = self.device(seen.rank)
+            if device.status is not Status.FAIL_STOP:
+                device.slowdown, device.status = seen.slowdown, Status(seen.status)
+
+    def device(self, rank: int) -> Device:
+        """What is thought of a rank, healthy until something else is known."""
+        return self.devices.setdefault(rank, Device())
+
+    def idle(self) -> list[int]:
+        """Ranks that do not work in the present layout."""
+        working = set(self.layout.ranks)
+        return sorted(rank for rank in self.devices if rank not in working)

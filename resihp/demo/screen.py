@@ -1,0 +1,255 @@
+"""The live screen: one `Scene` as rich renderables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from resihp.contracts import Stage, Status
+
+from .scene import Device, Event, Scene
+from .words import STATUS_WORDS, duration, grid, layer_range
+
+STYLES: Mapping[Status, str] = {
+    Status.HEALTHY: "bold #f4fbf7 on #2f7d5d",
+    Status.SUSPECT: "bold #1e1600 on #d9a514",
+    Status.FAIL_SLOW: "bold #fff6f0 on #c4502e",
+    Status.FAIL_STOP: "#b8b8b8 on #55343a",
+    Status.INCONCLUSIVE: "bold #f4f8fc on #4f74a3",
+}
+# Shape beside colour, for eyes and terminals that do not tell the colours apart.
+SIGNS: Mapping[Status, str] = {
+    Status.HEALTHY: "",
+    Status.SUSPECT: "?",
+    Status.FAIL_SLOW: "▲",
+    Status.FAIL_STOP: "✕",
+    Status.INCONCLUSIVE: "~",
+}
+_KINDS = {
+    "phase": ("dim", "·"),
+    "fault": ("bold magenta", "fault"),
+    "verdict": ("bold yellow", "verdict"),
+    "plan": ("bold cyan", "plan"),
+    "why": ("cyan", ""),
+    "lost": ("bold red", "lost"),
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_ROWS_BESIDE_LOG = 15
+_MOST_ROWS, _LEAST_ROWS = 10, 3
+SLOW_FROM = 1.15
+
+
+class Screen:
+    """Renders `scene` as it is at the moment of drawing, under the lock of its writers."""
+
+    def __init__(self, scene: Scene, seconds: Callable[[], float], lock: threading.RLock) -> None:
+        self._scene, self._seconds, self._lock = scene, seconds, lock
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Padding]:
+        width = min(options.max_width, 110) - 2
+        with self._lock:
+            scene = self._scene
+            rows = console.height - _ROWS_BESIDE_LOG - 2 * scene.layout.dp
+            parts: list[RenderableType] = [
+                _head(scene, self._seconds(), width),
+                *_links(scene.links, width),
+                Text(" "),
+                _progress(scene, width),
+                Text(" "),
+                _figures(scene, width),
+                Text(" "),
+                _layout_title(scene),
+                _layout(scene, width),
+                Text("─" * width, "dim"),
+                _log(scene.events, max(_LEAST_ROWS, min(_MOST_ROWS, rows)), width),
+            ]
+        for part in parts:
+            yield Padding(part, (0, 1), expand=False)
+
+
+def _head(scene: Scene, seconds: float, width: int) -> Table:
+    table = Table.grid(expand=False)
+    table.add_column(width=width - 8)
+    table.add_column(width=8, justify="right")
+    title = Text.assemble(
+        ("ResiHP", "bold"), (f"  {len(scene.devices)} ranks, {grid(scene.layout)}   ", "dim")
+    )
+    title.append(scene.phase, "italic")
+    minutes, rest = divmod(int(seconds), 60)
+    table.add_row(title, Text(f"{minutes}:{rest:02d}", "bold"))
+    return table
+
+
+def _links(links: Mapping[str, str], width: int) -> list[Text]:
+    """One line where it fits, else one line a link: an address that is cut off is of no use."""
+    lines = []
+    for name, target in links.items():
+        url = target if "://" in target else Path(target).absolute().as_uri()
+        line = Text.assemble((f"{name} ", "dim"), (target, f"cyan link {url}"))
+        lines.append(line)
+    whole = Text("   ").join(lines)
+    return [whole] if lines and whole.cell_len <= width else lines
+
+
+def _progress(scene: Scene, width: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=9, style="dim")
+    table.add_column(width=width - 22)
+    table.add_column(width=11, justify="right")
+    done = len({seen.step for seen in scene.seen})
+    table.add_row("training", _bar(done, scene.steps, "#3a9d74"), f"{done}/{scene.steps}")
+    if scene.reference is not None:
+        step, steps = scene.reference
+        table.add_row("reference", _bar(step, steps, "#6f8fb8"), f"{step}/{steps}")
+    return table
+
+
+def _bar(done: int, total: int, colour: str) -> ProgressBar:
+    return ProgressBar(
+        total=max(total, 1), completed=done, complete_style=colour, finished_style=colour
+    )
+
+
+def _figures(scene: Scene, width: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=9, style="dim")
+    table.add_column(width=8, justify="right", style="bold")
+    table.add_column(width=26)
+    table.add_column(width=max(width - 49, 8))
+    shown = max(width - 49, 8)
+    recent, healthy = scene.recent_ms(), scene.healthy_ms()
+    times = [seen.step_ms for seen in scene.seen]
+    table.add_row(
+        "step time",
+        duration(recent),
+        _against(recent, healthy),
+        _spark(times[-shown:], times, alarm=None if healthy is None else SLOW_FROM * healthy),
+    )
+    losses = [seen.loss for seen in scene.seen]
+    loss = f"{losses[-1]:.4f}" if losses else "–"
+    fell = Text(f"from {losses[0]:.2f} at the start" if losses else "", "dim")
+    table.add_row("loss", loss, fell, _spark(losses[-shown:], losses))
+    return table
+
+
+def _against(recent: float | None, healthy: float | None) -> Text:
+    if recent is None or healthy is None:
+        return Text("warming up", "dim")
+    ratio = recent / healthy
+    style = "bold #e0703f" if ratio >= SLOW_FROM else "#58b58d"
+    return Text.assemble((f"{ratio:.2f}×", style), (f" healthy {duration(healthy)}", "dim"))
+
+
+def _spark(values: Sequence[float], scale: Sequence[float], alarm: float | None = None) -> Text:
+    text = Text(no_wrap=True)
+    if not scale:
+        return text
+    # The first steps and the recovery from a loss stand far above the rest: they are cut off.
+    ordered = sorted(scale)
+    low, high = ordered[0], ordered[int(0.95 * (len(ordered) - 1))]
+    for value in values:
+        level = (value - low) / (high - low) if high > low else 0.0
+        bar = _BARS[max(0, min(len(_BARS) - 1, int(level * len(_BARS))))]
+        text.append(bar, "#e0703f" if alarm is not None and value >= alarm else "#58a58d")
+    return text
+
+
+def _layout_title(scene: Scene) -> Text:
+    text = Text.assemble((f"Plan {scene.plan_version}", "bold"))
+    text.append(f"  from step {scene.plan_step}", "dim")
+    if scene.predicted_ms > 0:
+        text.append(f", predicted {duration(scene.predicted_ms)} a step", "dim")
+    for rank in scene.idle():
+        device = scene.device(rank)
+        word = STATUS_WORDS[device.status] if device.status is not Status.HEALTHY else "idle"
+        text.append("  ").append(f" {rank}{SIGNS[device.status]} ", STYLES[device.status])
+        text.append(f" {word}", "dim")
+    return text
+
+
+def _layout(scene: Scene, width: int) -> Table:
+    stages = scene.layout.pp
+    cell = max(10, min(26, (width - 28) // stages - 2))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=9)
+    for _ in range(stages):
+        table.add_column(width=cell)
+    table.add_column(width=15)
+    head = [Text(f"stage {index}", "dim") for index in range(stages)]
+    table.add_row("", *head, Text("microbatches", "dim"))
+    for index, replica in enumerate(scene.layout.replicas):
+        blocks = [_ranks(stage, scene, cell) for stage in replica.stages]
+        layers = [Text(_below(stage), "dim") for stage in replica.stages]
+        space = [Text()] * (stages - len(blocks))
+        quota = str(scene.quotas[index]) if scene.quotas else "–"
+        table.add_row(f"replica {index}", *blocks, *space, Text(quota, "bold"))
+        table.add_row("", *layers, *space, "")
+    return table
+
+
+def _below(stage: Stage) -> str:
+    shares = ":".join(str(share) for share in stage.shares)
+    return f"{layer_range(stage)}, TP {shares}"
+
+
+def _ranks(stage: Stage, scene: Scene, width: int) -> Text:
+    """The ranks of one stage side by side, each as wide as its share."""
+    text = Text(no_wrap=True)
+    widths = apportion(width - stage.tp + 1, stage.shares, least=3)
+    for index, (rank, room) in enumerate(zip(stage.ranks, widths, strict=True)):
+        device = scene.device(rank)
+        text.append(" " if index else "")
+        text.append(_label(rank, device, room).center(room), STYLES[device.status])
+    return text
+
+
+def _label(rank: int, device: Device, room: int) -> str:
+    """As much as there is room for: `5▲ 1.49×`, `5▲` or `5`."""
+    sign = f"{rank}{SIGNS[device.status]}"
+    factor = f"{sign} {device.slowdown:.2f}×"
+    full = factor if device.status in (Status.FAIL_SLOW, Status.SUSPECT) else sign
+    return next((label for label in (full, sign) if len(label) <= room), str(rank))
+
+
+def _log(events: Sequence[Event], rows: int, width: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=5, justify="right", style="dim")
+    table.add_column(width=8, style="dim")
+    table.add_column(width=7)
+    table.add_column(width=width - 24, no_wrap=True, overflow="ellipsis")
+    shown = list(events)[-rows:]
+    for event in shown:
+        style, word = _KINDS[event.kind]
+        first = event.kind != "why"
+        minutes, rest = divmod(int(event.seconds), 60)
+        where = f"step {event.step}" if event.step is not None and first else ""
+        text = Text(event.text, "dim" if event.kind in ("phase", "why") else "")
+        table.add_row(f"{minutes}:{rest:02d}" if first else "", where, Text(word, style), text)
+    for _ in range(rows - len(shown)):
+        table.add_row("", "", "", "")
+    return table
+
+
+def apportion(total: int, weights: Sequence[int], *, least: int = 0) -> list[int]:
+    """`total` in whole parts proportional to `weights`, none below `least` if that fits.
+
+    >>> apportion(12, (3, 1)), apportion(12, (11, 1), least=3)
+    ([9, 3], [9, 3])
+    """
+    least = min(least, total // len(weights))
+    spare, whole = total - least * len(weights), sum(weights)
+    excess = [max(0.0, total * weight / whole - least) for weight in weights]
+    scale = spare / sum(excess) if sum(excess) else 0.0
+    edges = [0.0]
+    for part in excess:
+        edges.append(edges[-1] + part * scale)
+    cuts = [round(edge) for edge in edges]
+    return [least + stop - start for start, stop in pairwise(cuts)]

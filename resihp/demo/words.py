@@ -1,0 +1,115 @@
+"""What the live display, the summary and the report say: the same facts in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from resihp.contracts import Layout, Plan, Stage, Status, Verdict
+
+from .phases_of_run import PHASES
+from .record import SwitchSeen
+
+STATUS_WORDS: Mapping[Status, str] = {
+    Status.HEALTHY: "healthy",
+    Status.SUSPECT: "suspect",
+    Status.FAIL_SLOW: "slow",
+    Status.FAIL_STOP: "dead",
+    Status.INCONCLUSIVE: "inconclusive",
+}
+PHASE_WORDS: Mapping[str, str] = dict(
+    zip(
+        PHASES,
+        ("healthy", "one slow device", "after the live resize", "after the loss"),
+        strict=True,
+    )
+)
+
+
+def duration(ms: float | None) -> str:
+    """Milliseconds with three figures: `4.17 ms`, `417 ms`, `4.17 s`; a dash for None."""
+    if ms is None:
+        return "–"
+    if ms < 1000:
+        return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+    return f"{ms / 1000:.1f} s" if ms >= 100_000 else f"{ms / 1000:.3g} s"
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 step`, `3 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 5`, `ranks 2 and 3`, `ranks 1, 2 and 3`; `no rank` for none."""
+    names = [str(number) for number in sorted(numbers)]
+    if len(names) < 2:
+        return f"rank {names[0]}" if names else "no rank"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def layer_range(stage: Stage) -> str:
+    """Layers as people count them: both ends belong to it."""
+    start, stop = stage.layers
+    if stop == start:
+        return "no layers"
+    return f"layers {start}–{stop - 1}" if stop - start > 1 else f"layer {start}"
+
+
+def grid(layout: Layout) -> str:
+    """`DP2 × PP2 × TP2`, the largest of each where replicas differ."""
+    return f"DP{layout.dp} × PP{layout.pp} × TP{layout.tp}"
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """One verdict as a sentence without its full stop."""
+    line = f"rank {verdict.rank} is {STATUS_WORDS[verdict.status]}"
+    if verdict.status in (Status.SUSPECT, Status.FAIL_SLOW, Status.INCONCLUSIVE):
+        line += f", {verdict.slowdown:.2f}× its normal time"
+    if verdict.since_step is not None:
+        line += f", since step {verdict.since_step}"
+    return line
+
+
+def switch_line(switch: SwitchSeen) -> str:
+    """One change of plan as a sentence without its full stop."""
+    why = f" without {ranks(switch.lost)}" if switch.lost else ""
+    return (
+        f"plan {switch.plan.version} taken on live{why} before step {switch.step}: "
+        f"{duration(switch.pause_ms)} pause, {size(switch.received_bytes)} moved"
+    )
+
+
+def plan_line(plan: Plan) -> str:
+    """What the scheduler promised of a plan; empty where it promised nothing."""
+    if plan.step_ms <= 0:
+        return ""
+    line = f"predicted {duration(plan.step_ms)} a step"
+    if plan.bound_ms > 0:
+        line += f", {plan.gap * 100:.0f}% above the certified bound"
+    return line
+
+
+def layout_lines(layout: Layout, quotas: tuple[int, ...]) -> list[str]:
+    """One line a replica: `replica 0: 0:2 1:2 layers 0–4 | 4:3 5:1 layers 5–7 | 4 microbatches`."""
+    return [
+        " | ".join(
+            [f"replica {index}: " + _stage(replica.stages[0])]
+            + [_stage(stage) for stage in replica.stages[1:]]
+            + [plural(quota, "microbatch") if quota == 1 else f"{quota} microbatches"]
+        )
+        for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True))
+    ]
+
+
+def _stage(stage: Stage) -> str:
+    parts = (f"{rank}:{share}" for rank, share in zip(stage.ranks, stage.shares, strict=True))
+    return f"{' '.join(parts)} {layer_range(stage)}"

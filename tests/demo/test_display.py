@@ -1,0 +1,127 @@
+"""The live display: what a person reads, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+
+import pytest
+from records import BEFORE, SCRIPT, STEPS, demo_record
+from rich.console import Console
+
+from resihp.contracts import Status
+from resihp.demo.display import LiveDisplay
+from resihp.demo.record import DemoRecord
+from resihp.demo.screen import apportion
+
+
+def play(display: LiveDisplay, record: DemoRecord) -> None:
+    """Tells the display the whole run, in the order in which it happened."""
+    display.phase("Training")
+    for seen in record.steps:
+        if seen.step == SCRIPT["slow_at"]:
+            display.fault("rank 5 now runs at 1/1.5 of its speed")
+        if seen.step == SCRIPT["dead_at"]:
+            display.dead(2)
+        for switch in record.switches:
+            if switch.step == seen.step:
+                display.switch(switch)
+        for verdict in record.verdicts:
+            if verdict.at_step == seen.step:
+                display.verdict(verdict)
+        display.step(seen)
+        display.health([health for health in record.health if health.step == seen.step])
+
+
+def console(*, terminal: bool, width: int = 110, height: int = 40) -> Console:
+    """A console that writes into memory."""
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        height=height,
+        legacy_windows=False,
+        _environ={},
+    )
+
+
+def text(of: Console) -> str:
+    """What a console was given, without its control sequences."""
+    assert isinstance(of.file, io.StringIO)
+    return re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|\].*?\x1b\\)", "", of.file.getvalue())
+
+
+def test_without_a_terminal_each_event_is_one_plain_line() -> None:
+    target = console(terminal=False, width=60)
+    with LiveDisplay(BEFORE, STEPS, console=target) as display:
+        display.links("http://127.0.0.1:1/", "http://127.0.0.1:1/docs", "report.html")
+        play(display, demo_record())
+    lines = text(target).splitlines()
+    assert all(line.startswith("[") for line in lines), "a long line was folded"
+    whole = "\n".join(lines)
+    assert "step 22: rank 5 now runs at 1/1.5 of its speed" in whole
+    assert "step 27: rank 5 is slow, 1.49× its normal time, since step 22" in whole
+    assert "step 29: plan 1 taken on live before step 29: 41.7 ms pause" in whole
+    assert "rank 2 is gone" in whole
+    assert len(re.findall(r"step \d+/72: ", whole)) == STEPS // 10 + 2
+
+
+def test_the_screen_shows_the_present_layout_and_who_is_slow() -> None:
+    target = console(terminal=True)
+    with LiveDisplay(BEFORE, STEPS, console=target) as display:
+        play(display, demo_record())
+    last = text(target)[-6000:]
+    assert "Plan 2" in last
+    assert "layers 2–7, TP 2:2" in last
+    assert "5▲" in last
+    assert "2✕" in last
+    assert "72/72" in last
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (200, 60)])
+def test_no_line_is_wider_than_the_terminal(width: int, height: int) -> None:
+    target = console(terminal=True, width=width, height=height)
+    display = LiveDisplay(BEFORE, STEPS, console=target)
+    display.links("http://127.0.0.1:8700/", "http://127.0.0.1:8700/docs", "demo/report.html")
+    play(display, demo_record())
+    target.print(display.screen)
+    assert max(len(line) for line in text(target).splitlines()) <= width
+
+
+def test_the_screen_is_drawn_before_anything_is_known() -> None:
+    target = console(terminal=True)
+    target.print(LiveDisplay(BEFORE, STEPS, console=target).screen)
+    assert "warming up" in text(target)
+
+
+def test_events_from_several_threads_are_all_kept() -> None:
+    display = LiveDisplay(BEFORE, STEPS, console=console(terminal=True))
+
+    def write(name: str) -> None:
+        for index in range(10):
+            display.phase(f"{name}{index}")
+
+    with display:
+        threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=10)
+    assert len(display.scene.events) == 40
+
+
+def test_the_dead_stay_dead_whatever_is_measured_later() -> None:
+    display = LiveDisplay(BEFORE, STEPS, console=console(terminal=False))
+    play(display, demo_record())
+    late = [health for health in demo_record().health if health.rank == 2][:1]
+    display.health(late)
+    assert display.scene.device(2).status is Status.FAIL_STOP
+
+
+@pytest.mark.parametrize("total", [4, 12, 17])
+@pytest.mark.parametrize("weights", [(1,), (3, 1), (1, 1, 1), (7, 1), (11, 1, 1)])
+def test_widths_add_up(total: int, weights: tuple[int, ...]) -> None:
+    parts = apportion(total, weights, least=3)
+    assert sum(parts) == total
+    assert min(parts) >= min(3, total // len(weights))
