@@ -1,0 +1,184 @@
+"""The detector: telemetry in, verdicts out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
+
+from ._arrays import Ints, State
+from ._epoch import Epoch
+from ._judge import FAIL_SLOW, FAIL_STOP
+from ._state import pack, unpack
+from ._words import verdict_of
+from .heartbeat import Heartbeats
+from .settings import DetectorSettings
+
+_RECENT_RECORDS = 2_000_000
+_RECENT_STEPS = 64
+_AHEAD = 64
+
+
+class Detector:
+    """Judges every rank of one job from the records of its microbatches.
+
+    Call `update` with each batch as it arrives; whole steps, single ranks, late, repeated and out
+    of order records are all right, and the outcome is the same. Verdicts change when a step is
+    decided. Everything is deterministic: no clock, no thread, no randomness but `settings.seed`.
+    One object serves one job and is not thread-safe.
+
+    predictor   a fitted `detector.predictor.Predictor` of an earlier job of the same model and
+                device type; without one the job trains its own
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        settings: DetectorSettings | None = None,
+        predictor: object | None = None,
+    ) -> None:
+        self.job = job
+        self.settings = settings or DetectorSettings()
+        self.plan_version = 0
+        self.counters = {"older_plan": 0, "ahead": 0}
+        self._epoch = Epoch(job, self.settings)
+        self._heartbeats = Heartbeats()
+        self._notes: dict[int, tuple[str, ...]] = {}
+        self._recent: deque[TelemetryBatch] = deque(maxlen=_RECENT_STEPS)
+        self._ahead: deque[TelemetryBatch] = deque(maxlen=_AHEAD)
+
+    def update(self, batch: TelemetryBatch) -> list[Verdict]:
+        """Takes records; returns the verdicts that they changed."""
+        if batch.plan_version < self.plan_version:
+            self.counters["older_plan"] += len(batch)
+            return []
+        if batch.plan_version > self.plan_version:
+            self.counters["ahead"] += len(batch)
+            self._ahead.append(batch)
+            return []
+        before = self._epoch.snapshot()
+        for step in self._epoch.intake.add(batch):
+            self._remember(step)
+            self._epoch.decide(step)
+        return self._changed(before)
+
+    def verdicts(self) -> list[Verdict]:
+        """The current verdict on every rank of the layout, in the order of ranks."""
+        return [self._verdict(at) for at in range(self._epoch.places.size)]
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the job is slow, from the last steps. Raises `ContractError` before the first."""
+        from .diagnosis import diagnose
+
+        return diagnose(self.job, self.job.layout, tuple(self._recent))
+
+    def apply_plan(self, plan: Plan) -> list[Verdict]:
+        """Starts afresh on the layout of a newer plan; returns the verdicts that this changed.
+
+        What was learned about the cost of work stays. A device named slow stays so until records
+        on the new layout say otherwise. Records of older plans are ignored from here on, those
+        of this plan that came too early are taken up now. An older or equal version does nothing.
+        """
+        if plan.version <= self.plan_version:
+            return []
+        self.plan_version = plan.version
+        self.job = _moved(self.job, plan)
+        self._epoch = self._epoch.successor(self.job)
+        self._recent.clear()
+        waiting, self._ahead = list(self._ahead), deque(maxlen=_AHEAD)
+        changed: dict[int, Verdict] = {}
+        for batch in waiting:
+            changed.update({verdict.rank: verdict for verdict in self.update(batch)})
+        return [changed[rank] for rank in sorted(changed)]
+
+    def heartbeat(self, ranks: Iterable[int], now: float) -> None:
+        """Notes that ranks were alive at `now` (seconds of any monotonic clock)."""
+        self._heartbeats.beat(ranks, now)
+
+    def check_alive(self, now: float) -> list[Verdict]:
+        """Verdicts on ranks whose heartbeats have stopped; to be called every second or so."""
+        dead = self._heartbeats.dead(now)
+        return self.report_failure(dead, step=None, detail="its heartbeats have stopped")
+
+    def report_failure(
+        self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"
+    ) -> list[Verdict]:
+        """Takes a report, from survivors or the launcher, that ranks are gone."""
+        before = self._epoch.snapshot()
+        at = self._epoch.places.index(np.array(sorted(set(ranks)), np.int64))
+        for index in at[at >= 0].tolist():
+            self._epoch.fail(index, step)
+            self._notes[int(self._epoch.places.ranks[index])] = (detail,)
+        return self._changed(before)
+
+    def save(self) -> bytes:
+        """Everything the detector knows, for `restore`."""
+        return pack(
+            {
+                "plan_version": self.plan_version,
+                "counters": dict(self.counters),
+                "epoch": self._epoch.state(),
+                "heartbeats": self._heartbeats.state(),
+                "notes": {str(rank): list(note) for rank, note in self._notes.items()},
+                "recent": [_columns(batch) for batch in self._recent],
+                "ahead": [_columns(batch) for batch in self._ahead],
+            }
+        )
+
+    @classmethod
+    def restore(
+        cls, job: Job, state: bytes, *, settings: DetectorSettings | None = None
+    ) -> Detector:
+        """The detector that `save` wrote; `job` holds the layout of the plan then in force."""
+        detector = cls(job, settings=settings)
+        saved = unpack(state)
+        detector.plan_version = saved["plan_version"]
+        detector.counters = saved["counters"]
+        detector._epoch.load(saved["epoch"])
+        detector._heartbeats.load(saved["heartbeats"])
+        detector._notes = {int(rank): tuple(note) for rank, note in saved["notes"].items()}
+        detector._recent.extend(TelemetryBatch(**columns) for columns in saved["recent"])
+        detector._ahead.extend(TelemetryBatch(**columns) for columns in saved["ahead"])
+        return detector
+
+    def _remember(self, step: TelemetryBatch) -> None:
+        self._recent.append(step)
+        while len(self._recent) > 1 and sum(map(len, self._recent)) > _RECENT_RECORDS:
+            self._recent.popleft()
+
+    def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
+        status, factor = before
+        book = self._epoch.book
+        moved = np.abs(np.log(book.factor / factor)) > 0.05
+        moved &= book.status == FAIL_SLOW
+        return [
+            self._verdict(at) for at in np.flatnonzero((book.status != status) | moved).tolist()
+        ]
+
+    def _verdict(self, at: int) -> Verdict:
+        rank = int(self._epoch.places.ranks[at])
+        book = self._epoch.book
+        notes = self._notes.get(rank, ()) if book.status[at] == FAIL_STOP else ()
+        notes = (*notes, *self._epoch.notes.get(at, ()))
+        step = self._epoch.last_step
+        return verdict_of(rank, at, book, self._epoch.suspect_at, step, notes)
+
+
+def _moved(job: Job, plan: Plan) -> Job:
+    from dataclasses import replace
+
+    return replace(
+        job,
+        layout=plan.layout,
+        quotas=plan.quotas,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+    )
+
+
+def _columns(batch: TelemetryBatch) -> State:
+    return {**batch.columns(), "plan_version": batch.plan_version, "dropped": batch.dropped}

@@ -1,0 +1,116 @@
+"""Everything that belongs to one layout of a job: it ends when a plan changes the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from resihp.contracts import Job, Op, TelemetryBatch
+
+from ._arrays import Floats, Ints, State
+from ._expected import LengthModel, StepResidual
+from ._intake import Intake
+from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, Book, Judge
+from ._places import places_of
+from ._watch import Watch
+from .settings import DetectorSettings
+from .workload import knows_lengths
+
+
+class Epoch:
+    """Intake, expectation, tests and statuses on one layout."""
+
+    def __init__(self, job: Job, settings: DetectorSettings) -> None:
+        self._job, self._settings = job, settings
+        self.places = places_of(job.layout)
+        self.intake = Intake(self.places, job.quotas, job.chunks, settings)
+        self.model = LengthModel(job, self.places)
+        self.watch = Watch(self.places, settings, witnesses=3)
+        self.judge = Judge(self.places.size, settings)
+        self.notes: dict[int, tuple[str, ...]] = {}
+        self.last_step: int | None = None
+
+    @property
+    def book(self) -> Book:
+        """What is said of every rank."""
+        return self.judge.book
+
+    @property
+    def suspect_at(self) -> float:
+        """Evidence (log) from which a rank is suspect."""
+        return self.judge.suspect_at
+
+    def snapshot(self) -> tuple[Ints, Floats]:
+        """Statuses and factors, to tell later what changed."""
+        return self.book.status.copy(), self.book.factor.copy()
+
+    def decide(self, step: TelemetryBatch) -> None:
+        """Judges one step, whose records are in canonical order."""
+        if not len(step):
+            return
+        self.last_step = int(step.step[0])
+        compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
+        records = step if compute.all() else step.select(compute)
+        if not len(records):
+            return
+        residual = self._residual(records)
+        trusted = self.judge.trusted()
+        standing = self.watch.observe(self.last_step, residual, trusted)
+        self.judge.rule(self.watch, standing)
+        self._mark_silent()
+
+    def _residual(self, records: TelemetryBatch) -> StepResidual:
+        known = knows_lengths(records)
+        if not known.all():
+            records = records.select(known)
+        index = self.places.index(records.rank.astype(np.int64))
+        return self.model.residuals(records, index, self.judge.trusted())
+
+    def _mark_silent(self) -> None:
+        book = self.book
+        silent = self.intake.silent >= self._settings.silent_steps
+        gone = silent & ((book.status == HEALTHY) | (book.status == INCONCLUSIVE))
+        for at in np.flatnonzero(gone & (book.status == HEALTHY)).tolist():
+            book.since[at] = -1 if self.last_step is None else self.last_step
+            self.notes[at] = ("sends no records",)
+        book.status[gone] = INCONCLUSIVE
+
+    def fail(self, at: int, step: int | None) -> None:
+        """A rank is gone."""
+        if self.book.status[at] != FAIL_STOP:
+            self.book.status[at] = FAIL_STOP
+            known = step if step is not None else self.last_step
+            self.book.since[at] = -1 if known is None else known
+
+    def successor(self, job: Job) -> Epoch:
+        """The epoch on the layout of `job`, with what outlives a layout."""
+        after = Epoch(replace(job), self._settings)
+        after.model.inherit(self.model)
+        after.last_step = self.last_step
+        at = after.places.index(self.places.ranks)
+        keep = (at >= 0) & np.isin(self.book.status, (FAIL_SLOW, FAIL_STOP))
+        for name in ("status", "since", "factor", "low", "high"):
+            getattr(after.book, name)[at[keep]] = getattr(self.book, name)[keep]
+        after.book.carried[at[keep]] = self.book.status[keep] == FAIL_SLOW
+        return after
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "intake": self.intake.state(),
+            "model": self.model.state(),
+            "watch": self.watch.state(),
+            "book": self.book.state(),
+            "notes": {str(at): list(note) for at, note in self.notes.items()},
+            "last_step": self.last_step,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.intake.load(state["intake"])
+        self.model.load(state["model"])
+        self.watch.load(state["watch"])
+        self.book.load(state["book"])
+        self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}
+        self.last_step = state["last_step"]

@@ -1,0 +1,197 @@
+"""Evidence against every rank, from its peers and from its own past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from ._arrays import Bools, Floats, Ints, State
+from ._expected import StepResidual
+from ._places import Places
+from .robust import MAD_TO_SIGMA, group_median, mad_sigma
+from .sequential import EDetector
+from .settings import DetectorSettings
+
+_LAG = 3
+"""Steps before a residual may enter the baseline, so that an onset does not hide itself."""
+_MEMORY = 100
+"""Steps that the baseline remembers, at most."""
+_SETTLED = 4
+"""Steps of own past before it counts without peers."""
+_OFFSET_WEIGHT = 16.0
+"""Ranks' worth of trust in the prior spread of healthy devices."""
+_UNKNOWN_OFFSET = 0.3
+"""Prior spread of the offset of a rank that has no peers (log)."""
+_DRIFT = 0.002
+"""Change of a healthy device against its past that nobody should be told about (log)."""
+_FLOOR = 5e-4
+"""Least scale of a residual (log): timers are no better."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How every rank stands after a step; arrays over ranks.
+
+    evidence  log e-value that the rank is slow
+    excess    log residual beyond its reference (its past, or its peers)
+    reference what the excess is measured from
+    doubt     standard error of that reference
+    scale     standard deviation of one step's residual
+    by_past   whether the past, not the peers, gave the evidence
+    seen      whether the rank had a residual in this step
+    """
+
+    evidence: Floats
+    excess: Floats
+    reference: Floats
+    doubt: Floats
+    scale: Floats
+    by_past: Bools
+    seen: Bools
+
+
+class Watch:
+    """Sequential tests of all ranks of one layout, and the window of residuals they rest on."""
+
+    def __init__(self, places: Places, settings: DetectorSettings, witnesses: int) -> None:
+        size = places.size
+        self._places, self._settings = places, settings
+        self._ceiling = np.log(size * settings.horizon_steps) + 6.0
+        self._bound = NormalDist().inv_cdf(1.0 - 0.005 / max(size, 8))
+        self._majority = places.class_sizes[places.peers] >= 3
+        self._able = self._majority | (witnesses >= 3)
+        self.window = np.full((settings.window_steps, size), np.nan)
+        self.innovations = np.full((settings.window_steps, size), np.nan)
+        self.steps = np.full(settings.window_steps, -1, np.int64)
+        self.count = 0
+        self.mean = np.zeros(size)
+        self.past = np.zeros(size)
+        self.peer_test, self.past_test = EDetector(size), EDetector(size)
+
+    def observe(self, step: int, residual: StepResidual, trusted: Bools) -> Standing:
+        """Takes one step. `trusted` ranks may teach the baseline what is healthy."""
+        deviation = self._centre(residual.value)
+        seen = np.isfinite(deviation)
+        self._push(step, deviation)
+        offset = self._offset_spread()
+        scale = self._scale(residual, deviation)
+        spread = np.maximum(scale, _FLOOR)
+        prior = np.where(self._majority, offset, _UNKNOWN_OFFSET)
+        doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
+        mean = self.mean * (1.0 - (doubt / prior) ** 2)
+        by_peers = deviation - self._bound * offset
+        by_past = deviation - mean - 3.0 * doubt - _DRIFT
+        settled = seen & (self._majority | (self.past >= _SETTLED))
+        self.peer_test.update(by_peers, spread, seen & self._majority, self._ceiling)
+        self.past_test.update(by_past, spread, settled, self._ceiling)
+        self._teach(trusted, spread, deviation, mean)
+        return self._standing(deviation, mean, doubt, offset, spread)
+
+    def _centre(self, value: Floats) -> Floats:
+        """Residuals against the median of the peers, or of the job where peers are too few."""
+        seen = np.isfinite(value)
+        if np.count_nonzero(seen) < 4:
+            return value.copy()
+        classes = self._places.peers
+        size = int(classes.max()) + 1
+        middle = group_median(value[seen], classes[seen], size)
+        counts = np.bincount(classes[seen], minlength=size)
+        common = float(np.median((value - self.mean)[seen]))
+        result: Floats = value - np.where((counts >= 3)[classes], middle[classes], common)
+        return result
+
+    def _push(self, step: int, deviation: Floats) -> None:
+        row = self.count % self._settings.window_steps
+        self.window[row], self.steps[row] = deviation, step
+        self.innovations[row] = np.nan
+        self.count += 1
+
+    def recent(self, steps: int) -> Ints:
+        """Rows of the window for the last `steps` steps, oldest first."""
+        steps = min(steps, self.count, self._settings.window_steps)
+        rows: Ints = np.arange(self.count - steps, self.count, dtype=np.int64)
+        rows %= len(self.steps)
+        return rows
+
+    def _offset_spread(self) -> float:
+        """Spread of healthy devices around their peers, with a prior for small jobs."""
+        prior = self._settings.offset_spread
+        use = self._majority & (self.past >= _SETTLED)
+        number = int(np.count_nonzero(use))
+        seen = mad_sigma(self.mean[use], 0.0) if number else 0.0
+        square = (_OFFSET_WEIGHT * prior**2 + number * seen**2) / (_OFFSET_WEIGHT + number)
+        return float(np.sqrt(square))
+
+    def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
+        """Standard deviation of a step's residual: the job's, refined by each rank's own."""
+        known = np.isfinite(self.innovations)
+        if np.count_nonzero(known) < max(16, 2 * self._places.size):
+            seen = deviation[np.isfinite(deviation)]
+            across = mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0
+            return np.maximum(residual.error, across)
+        pooled = mad_sigma(self.innovations, 0.0)
+        counts = known.sum(axis=0)
+        own = np.full(self._places.size, pooled)
+        enough = counts >= 6
+        with_nan = np.abs(self.innovations[:, enough])
+        own[enough] = MAD_TO_SIGMA * np.nanmedian(with_nan, axis=0)
+        blend = (8.0 * pooled**2 + counts * own**2) / (8.0 + counts)
+        return np.maximum(np.sqrt(blend), residual.error)
+
+    def _teach(self, trusted: Bools, spread: Floats, deviation: Floats, mean: Floats) -> None:
+        """The residual of some steps ago joins the baseline of the ranks that are in control."""
+        row = self.recent(1)[0]
+        usable = trusted & (self.past >= _SETTLED - 1)
+        self.innovations[row] = np.where(usable, deviation - mean, np.nan)
+        if self.count <= _LAG:
+            return
+        old = self.window[self.recent(_LAG + 1)[0]]
+        use = trusted & np.isfinite(old)
+        base = np.where(self.past > 0, self.mean, 0.0)
+        limit = np.where(self.past >= _SETTLED, 3.0 * spread, np.inf)
+        step = np.clip(np.where(use, old, 0.0) - base, -limit, limit)
+        self.past = np.where(use, np.minimum(self.past + 1.0, _MEMORY), self.past)
+        self.mean = np.where(use, base + step / np.maximum(self.past, 1.0), self.mean)
+
+    def _standing(
+        self, deviation: Floats, mean: Floats, doubt: Floats, offset: float, scale: Floats
+    ) -> Standing:
+        peers, past = self.peer_test.evidence(), self.past_test.evidence()
+        by_past = past >= peers
+        return Standing(
+            evidence=np.maximum(peers, past) - np.log(2.0),
+            excess=deviation - np.where(by_past, mean, 0.0),
+            reference=np.where(by_past, mean, 0.0),
+            doubt=np.where(by_past, doubt, offset),
+            scale=scale,
+            by_past=by_past,
+            seen=np.isfinite(deviation),
+        )
+
+    @property
+    def able(self) -> Bools:
+        """Ranks that enough others vouch against: only these may be named."""
+        return self._able
+
+    def anchor(self, rank: int, level: float) -> None:
+        """Sets what is healthy for a rank (log residual), as if it had been seen for a while."""
+        self.mean[rank], self.past[rank] = level, 2.0 * _SETTLED
+
+    def clear(self, ranks: Bools) -> None:
+        """Forgets the evidence against some ranks."""
+        self.peer_test.reset(ranks)
+        self.past_test.reset(ranks)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        names = ("window", "innovations", "steps", "count", "mean", "past")
+        tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
+        return {**{name: getattr(self, name) for name in names}, **tests}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        for name in ("window", "innovations", "steps", "count", "mean", "past"):
+            setattr(self, name, state[name])
+        self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]

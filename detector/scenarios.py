@@ -1,0 +1,190 @@
+"""Jobs that never ran, for tests, notebooks and benchmarks: seeded, with known faults.
+
+Documents of given lengths are packed into microbatches of a token budget. Times follow a cost
+that is not the detector's own model: attention runs less efficiently on short documents, every
+document costs something, and every launch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from resihp.contracts import Job, Op, TelemetryBatch
+
+from ._arrays import Floats, Ints
+from ._places import Places, places_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rank computes `factor` times as long in [from_step, until_step).
+
+    ramp_steps  steps over which it grows to the full factor (thermal onset)
+    period      on for so many steps, off for as many (0: always on)
+    """
+
+    rank: int
+    factor: float
+    from_step: int
+    until_step: int = 1 << 40
+    ramp_steps: int = 0
+    period: int = 0
+
+    def at(self, step: int) -> float:
+        """The factor in a step."""
+        if not self.from_step <= step < self.until_step:
+            return 1.0
+        if self.period and (step - self.from_step) // self.period % 2:
+            return 1.0
+        if step < self.from_step + self.ramp_steps:
+            done = (step - self.from_step + 1) / (self.ramp_steps + 1)
+            return 1.0 + (self.factor - 1.0) * done
+        return self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """What makes equal work take unequal time; standard deviations of logs.
+
+    record   of single records
+    step     of a rank over a whole step
+    offset   of a rank for good
+    outliers share of records that are interrupted, by a factor of up to 1 + `outlier_size`
+    """
+
+    record: float = 0.01
+    step: float = 0.002
+    offset: float = 0.007
+    outliers: float = 0.002
+    outlier_size: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Packed microbatches; arrays of equal length."""
+
+    tokens: Ints
+    sequences: Ints
+    sum_sq_len: Ints
+    max_len: Ints
+    ragged: Floats
+
+
+def pack(lengths: Ints, budget: int, count: int, rng: np.random.Generator) -> Work:
+    """`count` microbatches of documents drawn from `lengths`, each of `budget` tokens at most."""
+    rows = []
+    for _ in range(count):
+        documents: list[int] = []
+        left = budget
+        while left > budget // 50:
+            length = min(int(rng.choice(lengths)), left)
+            documents.append(length)
+            left -= length
+        sizes = np.array(documents, np.float64)
+        square = sizes**2
+        ragged = float((square / (1.0 + 256.0 / sizes)).sum())
+        rows.append((sizes.sum(), sizes.size, square.sum(), sizes.max(), ragged))
+    tokens, sequences, squares, longest, work = np.array(rows).T
+    whole = [column.astype(np.int64) for column in (tokens, sequences, squares, longest)]
+    return Work(
+        tokens=whole[0], sequences=whole[1], sum_sq_len=whole[2], max_len=whole[3], ragged=work
+    )
+
+
+def steps_of(
+    job: Job,
+    lengths: Sequence[int] | Ints,
+    *,
+    steps: int,
+    seed: int,
+    faults: Sequence[Fault] = (),
+    noise: Noise | None = None,
+    first_step: int = 0,
+    plan_version: int = 0,
+    with_lengths: bool = True,
+    coupled: bool = False,
+    waits: bool = True,
+) -> Iterator[TelemetryBatch]:
+    """One batch for each step of `job`, with the records of all ranks.
+
+    `coupled` reports the time of the slowest member of a tensor-parallel group for all of its
+    members, as timers around a whole forward pass do; the true slack is in `wait_ms`, which is
+    NaN without `waits`. Without `with_lengths` no record says what work it held.
+    """
+    noise = noise or Noise()
+    rng = np.random.default_rng(seed)
+    places = places_of(job.layout)
+    # A device keeps its offset through changes of the layout, so it is drawn by rank.
+    offsets = np.random.default_rng(seed + 1).normal(0.0, noise.offset, int(places.ranks.max()) + 1)
+    budget = job.tokens_per_microbatch or 8192
+    pool = np.asarray(lengths, np.int64)
+    for step in range(first_step, first_step + steps):
+        speed = offsets[places.ranks] + rng.normal(0.0, noise.step, places.size)
+        for fault in faults:
+            speed[places.ranks == fault.rank] += np.log(fault.at(step))
+        rows, work = _rows(job, places, pool, budget, rng)
+        times = _times(job, places, rows, work) * np.exp(speed[rows["at"]])
+        times *= np.exp(rng.normal(0.0, noise.record, times.size))
+        struck = rng.random(times.size) < noise.outliers
+        times[struck] *= 1.0 + noise.outlier_size * rng.random(int(struck.sum())) * 2.0
+        slowest = _slowest(places, rows, times)
+        wait = slowest - times if waits else np.full(times.size, np.nan)
+        known = {name: getattr(work, name)[rows["work"]] for name in _COLUMNS}
+        yield TelemetryBatch(
+            rank=places.ranks[rows["at"]].astype(np.int32),
+            step=np.full(times.size, step),
+            microbatch=rows["microbatch"].astype(np.int32),
+            op=rows["op"].astype(np.uint8),
+            compute_ms=slowest if coupled else times,
+            wait_ms=wait,
+            plan_version=plan_version,
+            **(known if with_lengths else {}),
+        )
+
+
+_COLUMNS = ("tokens", "sequences", "sum_sq_len", "max_len")
+
+
+def _rows(
+    job: Job, places: Places, pool: Ints, budget: int, rng: np.random.Generator
+) -> tuple[dict[str, Ints], Work]:
+    """Position, microbatch, op and packed work of every record of a step."""
+    work = pack(pool, budget, job.microbatches, rng)
+    start = np.concatenate([[0], np.cumsum(job.quotas)])
+    at, microbatch, op, packed = [], [], [], []
+    for replica, quota in enumerate(job.quotas):
+        members = np.flatnonzero(places.dp == replica)
+        grid = np.meshgrid(members, np.arange(quota), [0, 1], indexing="ij")
+        who, which, kind = (axis.reshape(-1) for axis in grid)
+        at.append(who)
+        microbatch.append(which)
+        op.append(np.where(kind == 0, int(Op.FORWARD), int(Op.BACKWARD)))
+        packed.append(start[replica] + which)
+    names = ("at", "microbatch", "op", "work")
+    columns = (np.concatenate(c).astype(np.int64) for c in (at, microbatch, op, packed))
+    return dict(zip(names, columns, strict=True)), work
+
+
+def _times(job: Job, places: Places, rows: dict[str, Ints], work: Work) -> Floats:
+    """True cost in ms of each record on a healthy device."""
+    at, which = rows["at"], rows["work"]
+    width = places.share[at] * places.layers[at]
+    per_layer = 2.0e-4 * work.tokens[which] + 6.0e-8 * work.ragged[which]
+    small = 0.02 * places.layers[at] + 0.004 * work.sequences[which] * places.layers[at]
+    head = places.last[at] * 4.0e-4 * work.tokens[which] * places.share[at]
+    times = per_layer * width + small + head
+    result: Floats = times * np.where(rows["op"] == int(Op.BACKWARD), 2.1, 1.0)
+    return result
+
+
+def _slowest(places: Places, rows: dict[str, Ints], times: Floats) -> Floats:
+    """Time of the slowest member of the group of each record."""
+    key = (places.group[rows["at"]] << 24) | (rows["microbatch"] << 1)
+    key |= rows["op"] == int(Op.BACKWARD)
+    _, inverse = np.unique(key, return_inverse=True)
+    longest = np.zeros(int(inverse.max()) + 1)
+    np.maximum.at(longest, inverse, times)
+    return longest[inverse]
