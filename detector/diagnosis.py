@@ -12,11 +12,11 @@ WORTH_NAMING = 0.02
 """A cause that costs less than this share of the step is not named."""
 
 _WORDS = {
-    Cause.DEVICE: "slow devices",
-    Cause.STAGE_IMBALANCE: "stages of unequal weight",
-    Cause.SEQUENCE_IMBALANCE: "microbatches of unequal work",
-    Cause.COMMUNICATION: "slow or heavy communication",
-    Cause.HOST: "delays of the host (data loading, garbage collection, late launches)",
+    Cause.DEVICE: "Slow devices cost",
+    Cause.STAGE_IMBALANCE: "Stages of unequal weight cost",
+    Cause.SEQUENCE_IMBALANCE: "Microbatches of unequal work cost",
+    Cause.COMMUNICATION: "Slow or heavy communication costs",
+    Cause.HOST: "The host (data loading, garbage collection, late launches) costs",
 }
 
 
@@ -105,7 +105,7 @@ def _sentences(costs: Costs, named: bool) -> tuple[str, ...]:
         return ("No cause costs enough of the step to be named.",)
     ordered = sorted(costs.lost.items(), key=lambda item: -item[1])
     return tuple(
-        f"Without {_WORDS[cause]} a step would be {100.0 * cost / costs.step:.1f}% shorter."
+        f"{_WORDS[cause]} {100.0 * cost / costs.step:.1f}% of the step."
         for cause, cost in ordered
         if cost >= 0.5 * WORTH_NAMING * costs.step
     )

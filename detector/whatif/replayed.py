@@ -17,7 +17,7 @@ from .cubes import Cubes
 from .effects import SETS, Effects, fair_costs
 from .ops import Floats
 from .order import mean, median, quantile
-from .template import StepGraph
+from .template import StepGraph, StepSpans
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +84,10 @@ class Replayed:
     def ideal_ms(self) -> float:
         """The step when everything takes what it takes on average, and the host nothing."""
         return self._mean_ms(self._ideal)
+
+    def spans(self, *, ideal: bool) -> StepSpans:
+        """When everything ran, or would have run ideally."""
+        return self.graph.spans(self._ideal if ideal else self.cubes)
 
     def _communication(self) -> float:
         cubes, ideal = self.cubes, self._ideal

@@ -55,6 +55,42 @@ class _Cells:
         """The step's data loading."""
         return self.optimizer(self.stages) + stage
 
+    def place(self, cell: int) -> tuple[int, int, int]:
+        """Name (an index into `SPAN_NAMES`), stage and microbatch (-1: none) of a row."""
+        virtual, microbatch = divmod(cell, self.microbatches)
+        direction, place = divmod(virtual, self.stages * self.chunks)
+        if direction < 3:
+            return direction, place % self.stages, microbatch
+        if cell < self.collective(0):
+            return 3, virtual - 3 * self.stages * self.chunks, microbatch
+        kind, stage = divmod(cell - self.collective(0), self.stages)
+        return 4 + kind, stage, -1
+
+
+SPAN_NAMES = ("forward", "backward", "load", "transfer", "collective", "optimizer", "data")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepSpans:
+    """What ran when, as columns [N] and times [N, D, T]; D is 1 where `replica` is not -1."""
+
+    name: NDArray[np.intp]
+    stage: NDArray[np.intp]
+    microbatch: NDArray[np.intp]
+    replica: NDArray[np.intp]
+    start_ms: Floats
+    duration_ms: Floats
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `name` indexes."""
+        return SPAN_NAMES
+
+    @property
+    def transfer(self) -> NDArray[np.bool_]:
+        """Which of them are transfers and collectives."""
+        return np.isin(self.name, (3, 4))
+
 
 @dataclass
 class _Layout:
@@ -163,10 +199,27 @@ class StepGraph:
 
     def step_ms(self, cubes: Cubes) -> NDArray[np.float64]:
         """Duration [T] of every step with the times of `cubes`, which hold no NaN."""
+        ends = self.graph.replay(self._own(cubes))[1]
+        return np.asarray(ends.max(axis=(0, 1)), np.float64)
+
+    def spans(self, cubes: Cubes) -> StepSpans:
+        """When everything ran."""
+        start, end = self.graph.replay(self._own(cubes))
+        places = [self.cells.place(cell) for cell in self.cell.tolist()]
+        name, stage, microbatch = np.array(places, np.intp).T
+        return StepSpans(
+            name=name,
+            stage=stage,
+            microbatch=microbatch,
+            replica=np.full(name.size, -1) if self.alike else self.replica,
+            start_ms=start,
+            duration_ms=end - start,
+        )
+
+    def _own(self, cubes: Cubes) -> Floats:
         flat = self.cells.flat(cubes)
         own: Floats = flat[self.cell] if self.alike else flat[self.cell, self.replica][:, None]
-        ends = self.graph.replay(own * self.part)[1]
-        return np.asarray(ends.max(axis=(0, 1)), np.float64)
+        return own * self.part
 
 
 def _orders(job: Job, stages: int, quota: int) -> list[tuple[Pass, ...]]:

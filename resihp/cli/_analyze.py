@@ -48,7 +48,7 @@ def analyze_command(
 
             write_html(analysis, html)
         if perfetto is not None:
-            from resihp.offline.timeline import write_perfetto
+            from resihp.offline.perfetto import write_perfetto
 
             write_perfetto(analysis, perfetto)
     except (TraceError, OSError) as error:

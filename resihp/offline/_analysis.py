@@ -99,7 +99,7 @@ def analyze(trace: Trace) -> Analysis:
         costs = _costs(trace, batches) if whatif is None else _replayed_costs(whatif)
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
-    diagnosis = conclude(costs, None if whatif is None else whatif.slowdown)
+    diagnosis = conclude(costs, None if whatif is None else max(whatif.slowdown, 1.0))
     return Analysis(trace, verdicts, changes, diagnosis, costs, whatif)
 
 

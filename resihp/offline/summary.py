@@ -1,0 +1,105 @@
+"""An analysis for people, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from resihp.contracts import Cause, Status
+
+from ._analysis import Analysis
+
+CAUSE_WORDS = {
+    Cause.NONE: "nothing in particular",
+    Cause.DEVICE: "a slow device",
+    Cause.STAGE_IMBALANCE: "stages of unequal weight",
+    Cause.SEQUENCE_IMBALANCE: "sequences of unequal length",
+    Cause.COMMUNICATION: "communication",
+    Cause.HOST: "the host",
+}
+_COLOURS = {Status.FAIL_SLOW: "red", Status.FAIL_STOP: "red", Status.SUSPECT: "yellow"}
+_BAR = 30
+
+
+def print_summary(analysis: Analysis, console: Console | None = None) -> None:
+    """Prints what an analysis found."""
+    console = console or Console()
+    diagnosis = analysis.diagnosis
+    console.print(f"[bold]{analysis.trace.job.name}[/bold]  {' · '.join(facts(analysis))}")
+    console.print(f"\n{headline(analysis)}", style="bold", highlight=False)
+    for sentence in diagnosis.detail:
+        console.print(f"  {sentence}", highlight=False)
+    console.print(_attribution(analysis))
+    if analysis.whatif is not None:
+        console.print("  ".join(_published(analysis)), highlight=False)
+    _print_devices(analysis, console)
+
+
+def facts(analysis: Analysis) -> list[str]:
+    """What the recording is of."""
+    layout = analysis.trace.job.layout
+    return [
+        f"{layout.dp} replicas × {layout.pp} stages × TP {analysis.trace.tp}",
+        f"{len(analysis.trace.ranks)} ranks recorded",
+        f"{len(analysis.trace.steps)} steps",
+        f"{1e3 * step_seconds(analysis):.0f} ms per step",
+        analysis.trace.format,
+    ]
+
+
+def step_seconds(analysis: Analysis) -> float:
+    """Mean step."""
+    return analysis.costs.step * (1e-3 if analysis.whatif is None else 1.0)
+
+
+def headline(analysis: Analysis) -> str:
+    """The diagnosis in one sentence."""
+    diagnosis = analysis.diagnosis
+    cause = CAUSE_WORDS[diagnosis.root_cause]
+    if diagnosis.root_cause is Cause.NONE:
+        return "No cause costs this job enough time to be named."
+    share = diagnosis.attribution[diagnosis.root_cause]
+    return (
+        f"Steps take {diagnosis.slowdown:.2f}x the ideal; "
+        f"{share:.0%} of what can be explained is due to {cause}."
+    )
+
+
+def _attribution(analysis: Analysis) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    shares = sorted(analysis.diagnosis.attribution.items(), key=lambda item: -item[1])
+    for cause, share in shares:
+        bar = "█" * round(_BAR * share)
+        table.add_row("", cause.value, f"{share:6.1%}", f"[cyan]{bar}[/cyan]")
+    return table
+
+
+def _published(analysis: Analysis) -> Iterator[str]:
+    whatif = analysis.whatif
+    assert whatif is not None
+    yield f"  S {whatif.slowdown:.4f}"
+    yield f"ideal step {whatif.ideal_step_s:.4f} s"
+    for name, value in (("M_W", whatif.m_w), ("M_S", whatif.m_s)):
+        yield f"{name} {'-' if value is None else format(value, '.4f')}"
+
+
+def _print_devices(analysis: Analysis, console: Console) -> None:
+    unwell = [v for v in analysis.verdicts if v.status is not Status.HEALTHY]
+    if not unwell:
+        console.print(f"\nAll {len(analysis.verdicts)} recorded devices are healthy.")
+        return
+    console.print(f"\n{len(unwell)} of {len(analysis.verdicts)} recorded devices are not healthy:")
+    places = {entry["rank"]: entry for entry in analysis.devices()}
+    for verdict in sorted(unwell, key=lambda v: -v.slowdown):
+        place = places[verdict.rank]
+        since = "" if verdict.since_step is None else f" since step {verdict.since_step}"
+        colour = _COLOURS.get(verdict.status, "cyan")
+        console.print(
+            f"  rank {verdict.rank} (replica {place['dp']}, stage {place['pp']}): "
+            f"[{colour}]{verdict.status.value}[/{colour}] {verdict.slowdown:.2f}x{since}",
+            highlight=False,
+        )
+        for sentence in verdict.evidence:
+            console.print(f"    {sentence}", highlight=False)

@@ -1,0 +1,151 @@
+"""Timelines: what every rank did when, as recorded and as it ideally would have been."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detector.whatif import Causes
+from detector.whatif.ops import COLLECTIVE, LABELS, P2P, Kind
+from detector.whatif.replayed import Replayed
+from resihp.contracts import Layout
+
+from ._analysis import Analysis
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spans:
+    """What ran when: equally long columns of one step, times in seconds from its start.
+
+    `name` indexes `names`; `transfer` marks transfers and collectives.
+    """
+
+    names: tuple[str, ...]
+    name: NDArray[np.integer]
+    replica: NDArray[np.integer]
+    stage: NDArray[np.integer]
+    microbatch: NDArray[np.integer]
+    transfer: NDArray[np.bool_]
+    start_s: NDArray[np.floating]
+    duration_s: NDArray[np.floating]
+
+    def select(self, rows: NDArray[np.bool_]) -> Spans:
+        """The spans that a mask picks."""
+        columns = {
+            column: getattr(self, column)[rows]
+            for column in self.__dataclass_fields__
+            if column != "names"
+        }
+        return Spans(names=self.names, **columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """The timelines of an analyzed recording, step by step."""
+
+    analysis: Analysis
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that can be shown."""
+        if self.analysis.whatif is not None:
+            return self.analysis.trace.steps
+        return tuple(int(step) for step in self._records[1])
+
+    def actual(self, step: int) -> Spans:
+        """One step as it was; without recorded start times, as replayed from the durations."""
+        at = self.steps.index(step)
+        whatif = self.analysis.whatif
+        if whatif is None:
+            return self._replayed_spans(ideal=False, at=at)
+        rec = whatif.recording
+        return self._recorded_spans(rec.start_s[:, :, at], rec.duration_s[:, :, at])
+
+    def ideal(self, step: int) -> Spans:
+        """The same step if everything took what it takes on average."""
+        whatif = self.analysis.whatif
+        if whatif is None:
+            return self._replayed_spans(ideal=True, at=self.steps.index(step))
+        replicas = whatif.own_s.shape[1]
+        own = np.repeat(whatif.ideal_s[:, None, None], replicas, axis=1)
+        start, end = whatif.found.graph.replay(own)
+        return self._recorded_spans(start[:, :, 0], (end - start)[:, :, 0])
+
+    def _recorded_spans(self, start: NDArray[np.floating], duration: NDArray[np.floating]) -> Spans:
+        assert self.analysis.whatif is not None
+        rec = self.analysis.whatif.recording
+        replicas = start.shape[1]
+        keep = (np.isfinite(start) & (duration > 0)).reshape(-1)
+
+        def column(values: NDArray[Any]) -> NDArray[Any]:
+            return np.asarray(np.repeat(values, replicas)[keep])
+
+        return Spans(
+            names=tuple(LABELS[kind] for kind in Kind),
+            name=column(rec.kind.astype(np.int64)),
+            replica=np.tile(rec.replicas, rec.kind.size)[keep].astype(np.int64),
+            stage=column(rec.stage.astype(np.int64)),
+            microbatch=column(rec.microbatch.astype(np.int64)),
+            transfer=column(rec.of_kind(*P2P, *COLLECTIVE)),
+            start_s=start.reshape(-1)[keep],
+            duration_s=duration.reshape(-1)[keep],
+        )
+
+    @cached_property
+    def device_factor(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Ranks [R] and the factor [R, steps] by which each was slower than its peers.
+
+        A tensor-parallel group counts as one, under its first rank.
+        """
+        if self.analysis.whatif is not None:
+            effects = Causes(self.analysis.whatif).effects
+            rank = self.analysis.whatif.recording.rank
+        else:
+            effects = self._records[0].effects
+            rank = _first_ranks(self.analysis.layout)
+        factor = effects.device[0, : rank.shape[1], :, :, 0].transpose(1, 0, 2)
+        there = rank >= 0
+        order = np.argsort(rank[there])
+        return rank[there][order].astype(np.int64), factor[there][order]
+
+    @cached_property
+    def _records(self) -> tuple[Replayed, NDArray[np.int64]]:
+        """The last stretch of steps under one plan, ready to be replayed; and its steps."""
+        trace = self.analysis.trace
+        batches = list(trace.batches())
+        newest = max(batch.plan_version for batch in batches)
+        last = [batch for batch in batches if batch.plan_version == newest]
+        replayed = Replayed.of(trace.job, self.analysis.layout, last)
+        assert replayed is not None
+        return replayed, np.unique(np.concatenate([batch.step for batch in last]))
+
+    def _replayed_spans(self, *, ideal: bool, at: int) -> Spans:
+        replayed, _ = self._records
+        found = replayed.spans(ideal=ideal)
+        start, duration = found.start_ms[:, :, at], found.duration_ms[:, :, at]
+        keep = duration > 0
+        rows, columns = np.nonzero(keep)
+        own = found.replica[rows]
+        return Spans(
+            names=found.names,
+            name=found.name[rows],
+            replica=np.where(own >= 0, own, columns),
+            stage=found.stage[rows],
+            microbatch=found.microbatch[rows],
+            transfer=found.transfer[rows],
+            start_s=start[keep] * 1e-3,
+            duration_s=duration[keep] * 1e-3,
+        )
+
+
+def _first_ranks(layout: Layout) -> NDArray[np.int64]:
+    """Rank [D, S] that stands for each tensor-parallel group; -1 where there is no such stage."""
+    ranks = np.full((layout.dp, layout.pp), -1, np.int64)
+    for place in layout.places():
+        if place.tp == 0:
+            ranks[place.dp, place.pp] = place.rank
+    return ranks
