@@ -1,0 +1,5 @@
+"""HTTP to the sidecar."""
+
+from ._client import Client
+
+__all__ = ["Client"]

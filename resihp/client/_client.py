@@ -1,0 +1,165 @@
+"""What the sidecar offers, as methods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import urllib3
+
+from resihp.contracts import (
+    ContractError,
+    Diagnosis,
+    Job,
+    Plan,
+    ServiceError,
+    Verdict,
+    from_json,
+    to_json,
+)
+from resihp.contracts.codec import WireFormat
+
+from ._transport import Transport
+
+T = TypeVar("T")
+
+
+class Client:
+    """The sidecar at `url`; `timeout` in seconds, for the connection and for each answer.
+
+    Thread-safe, and usable on both sides of a fork. No method retries: the caller knows whether
+    its request may be repeated. Every method raises `ServiceError` with the title and the detail
+    of the sidecar's problem document and its HTTP status; status None means that no answer, or
+    none that makes sense, came.
+    """
+
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 5.0) -> None:
+        self._transport = Transport(url, token, timeout)
+
+    @property
+    def url(self) -> str:
+        """Where the sidecar is."""
+        return self._transport.url
+
+    def register(self, job: Job) -> None:
+        """Make a job known, or replace what is known of it."""
+        self._send("PUT", _path(job.name), to_json(job))
+
+    def send_telemetry(
+        self, job: str, message: bytes, form: WireFormat, key: str | None = None
+    ) -> None:
+        """Hand over an encoded batch. A repetition with the same `key` is applied once."""
+        headers = {"Content-Type": form.value}
+        if key is not None:
+            headers["Idempotency-Key"] = key
+        path = _path(job, "telemetry")
+        self._transport.request("POST", path, body=message, headers=headers)
+
+    def heartbeat(self, job: str, *, ranks: Iterable[int], step: int | None = None) -> None:
+        """Say that these ranks live. One that has said so and falls silent counts as stopped."""
+        self._send("POST", _path(job, "heartbeats"), {"ranks": list(ranks), "step": step})
+
+    def report_failure(
+        self,
+        job: str,
+        *,
+        ranks: Iterable[int],
+        step: int | None = None,
+        plan_version: int | None = None,
+        reported_by: int | None = None,
+        detail: str = "",
+    ) -> None:
+        """Say that these ranks have stopped, as a survivor saw it."""
+        body = {
+            "ranks": list(ranks),
+            "step": step,
+            "plan_version": plan_version,
+            "reported_by": reported_by,
+            "detail": detail,
+        }
+        self._send("POST", _path(job, "failures"), body)
+
+    def verdicts(self, job: str) -> list[Verdict]:
+        """What the detector says of every device."""
+        document = self._get(_path(job, "verdicts"))
+        items = document.get("verdicts", []) if isinstance(document, Mapping) else []
+        return [_read(Verdict, item) for item in items]
+
+    def diagnosis(self, job: str) -> Diagnosis:
+        """Why the job is slower than it could be."""
+        return _read(Diagnosis, self._get(_path(job, "diagnosis")))
+
+    def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
+        """The newest plan, or, with `after`, one of a higher version, for which the sidecar waits
+        up to `wait` seconds; None if there is none."""
+        answer = self._transport.request(
+            "GET", _path(job, "plan"), query={"after": after, "wait": wait}, patience=wait
+        )
+        return None if answer.status == 204 else _read(Plan, _parse(answer))
+
+    def acknowledge(
+        self,
+        job: str,
+        version: int,
+        *,
+        rank: int,
+        step: int | None = None,
+        state: str = "applied",
+        detail: str = "",
+        pause_ms: float | None = None,
+    ) -> None:
+        """Say that `rank` trains by a plan from `step` on, or that it `refused` it and why.
+
+        `pause_ms`: how long training stood still for it.
+        """
+        body = {
+            "rank": rank,
+            "step": step,
+            "state": state,
+            "detail": detail,
+            "pause_ms": pause_ms,
+        }
+        self._send("POST", _path(job, "plan", str(version), "ack"), body)
+
+    def health(self) -> dict[str, Any]:
+        """What the sidecar says of itself."""
+        document = self._get("/v1/healthz")
+        return document if isinstance(document, dict) else {}
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._transport.close()
+
+    def _get(self, path: str) -> Any:
+        return _parse(self._transport.request("GET", path))
+
+    def _send(self, method: str, path: str, document: Any) -> None:
+        body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        self._transport.request(
+            method, path, body=body, headers={"Content-Type": "application/json"}
+        )
+
+
+def _path(job: str, *parts: str) -> str:
+    return "/".join(["/v1/jobs", quote(job, safe=""), *parts])
+
+
+def _parse(answer: urllib3.BaseHTTPResponse) -> Any:
+    try:
+        return json.loads(answer.data)
+    except ValueError as error:
+        raise ServiceError(f"the answer is not JSON: {error}") from None
+
+
+def _read(cls: type[T], document: Any) -> T:
+    """A newer sidecar may say more than this client knows: unknown fields are passed over."""
+    if isinstance(document, Mapping):
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        document = {key: value for key, value in document.items() if key in known}
+    try:
+        return from_json(cls, document)
+    except ContractError as error:
+        raise ServiceError(f"the answer is no {cls.__name__}: {error}") from None

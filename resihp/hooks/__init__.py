@@ -1,0 +1,7 @@
+"""Trainer-side hooks: what each microbatch took and how much work it held, streamed away."""
+
+from ._clocks import CudaClock, HostClock
+from ._hook import hook
+from .monitor import Monitor, Stats
+
+__all__ = ["CudaClock", "HostClock", "Monitor", "Stats", "hook"]

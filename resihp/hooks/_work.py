@@ -1,0 +1,157 @@
+"""How much work a microbatch holds, from what its trainer has at hand.
+
+The training thread only takes a snapshot, which never waits for a device; the sums are made later
+in the sender's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from operator import mul
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import ContractError
+
+
+class Form(Enum):
+    """How the lengths are written."""
+
+    SEQ_LENS = "seq_lens"
+    CU_SEQLENS = "cu_seqlens"
+    ATTENTION_MASK = "attention_mask"
+
+
+class Features(NamedTuple):
+    """The four work columns; -1 where not known."""
+
+    tokens: int = -1
+    sequences: int = -1
+    sum_sq_len: int = -1
+    max_len: int = -1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of lengths, perhaps still on its way from a device.
+
+    arrived  event after which `values` may be read; None where they may be at once
+    """
+
+    form: Form
+    values: Any
+    arrived: Any = None
+
+    def ready(self) -> bool:
+        """Whether the values may be read."""
+        return self.arrived is None or bool(self.arrived.query())
+
+
+Work = tuple[int, ...] | Snapshot
+"""Sequence lengths, or what they will be made from."""
+
+
+def snapshot(seq_lens: Any, cu_seqlens: Any, attention_mask: Any) -> Work | None:
+    """A copy of whichever is given, so that the trainer may reuse its buffer at once; None while
+    a CUDA graph is captured, into which the copy would go."""
+    given = [
+        (form, value)
+        for form, value in zip(Form, (seq_lens, cu_seqlens, attention_mask), strict=True)
+        if value is not None
+    ]
+    if len(given) > 1:
+        names = ", ".join(form.value for form, _ in given)
+        raise ContractError(names, "only one of them may be given")
+    form, value = given[0]
+    if form is Form.SEQ_LENS and isinstance(value, (list, tuple, range)):
+        return tuple(value)
+    if hasattr(value, "is_cuda"):
+        return _of_tensor(form, value.detach())
+    return Snapshot(form, _reduced(form, np.array(value)))
+
+
+def features(work: Work) -> Features:
+    """The work columns. Raises `ContractError` for what cannot be lengths."""
+    if isinstance(work, Snapshot):
+        work = _lengths(work.form, np.asarray(work.values))
+    if not work:
+        return Features(0, 0, 0, 0)
+    tokens = sum(work)
+    if min(work) < 0 or int(tokens) != tokens:
+        raise ContractError("seq_lens", "must be whole numbers, 0 or more")
+    count = len(work) - work.count(0)
+    return Features(int(tokens), count, int(sum(map(mul, work, work))), int(max(work)))
+
+
+def _of_tensor(form: Form, tensor: Any) -> Snapshot | None:
+    """A device tensor is reduced and copied in its stream's order, without waiting for it."""
+    if not tensor.is_cuda:
+        return Snapshot(form, np.array(_reduced(form, tensor)))
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    values = _reduced(form, tensor).to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return Snapshot(form, values, arrived)
+
+
+def _reduced(form: Form, values: Any) -> Any:
+    """A mask as its row sums, which are small; other forms as they are. Tensor or array alike.
+
+    Two dimensions: a padding mask, nonzero where there is a token. Three or four: what each
+    position attends to, of the first head; floating masks are additive (0 attends).
+    """
+    if form is not Form.ATTENTION_MASK:
+        return values
+    if values.ndim == 4:
+        values = values[:, 0]
+    if values.ndim not in (2, 3):
+        raise ContractError("attention_mask", f"must have 2 to 4 dimensions, not {values.ndim}")
+    additive = values.ndim == 3 and "float" in str(values.dtype)
+    return ((values == 0) if additive else (values != 0)).sum(-1)
+
+
+def _lengths(form: Form, values: NDArray[Any]) -> tuple[int, ...]:
+    if form is Form.SEQ_LENS:
+        lengths = values.ravel()
+    elif form is Form.CU_SEQLENS:
+        lengths = np.diff(values.ravel())
+    elif values.ndim == 1:
+        lengths = values
+    else:
+        return tuple(length for row in values.tolist() for length in _runs(row))
+    return tuple(lengths.tolist())
+
+
+def _runs(attended: list[int]) -> list[int]:
+    """Lengths of the packed sequences of one row, from how many positions each position attends
+    to: 1, 2, …, n within a causal sequence, n, n, …, n within a bidirectional one, 0 at padding.
+    """
+    lengths: list[int] = []
+    if _is_causal(attended):
+        for count in attended:
+            if count == 1:
+                lengths.append(1)
+            elif count:
+                lengths[-1] = count
+        return lengths
+    at = 0
+    while at < len(attended):
+        if attended[at]:
+            lengths.append(attended[at])
+        at += max(1, attended[at])
+    return lengths
+
+
+def _is_causal(attended: list[int]) -> bool:
+    previous = 0
+    for count in attended:
+        if count not in (0, 1) and (count != previous + 1 or previous == 0):
+            return False
+        previous = count
+    return True
