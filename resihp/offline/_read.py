@@ -24,16 +24,23 @@ def read_trace(path: str | Path) -> Trace:
     files = sorted(f for f in path.iterdir() if _is_trace(f)) if path.is_dir() else [path]
     if not files:
         raise TraceError(f"{path}: the folder holds no .parquet, .json or .json.gz file")
-    if any(file.name.endswith(_JSON) for file in files):
-        raise TraceError(f"{path}: JSON traces cannot be read")
+    json = [file.name.endswith(_JSON) for file in files]
+    if any(json) and not all(json):
+        raise TraceError(f"{path}: the folder mixes parquet and JSON files")
     try:
-        return _parquet_trace(path, files)
+        return _json_trace(path, files) if all(json) else _parquet_trace(path, files)
     except ContractError as error:
         raise TraceError(f"{path}: {error}") from None
 
 
 def _is_trace(file: Path) -> bool:
     return file.is_file() and file.name.endswith((".parquet", *_JSON))
+
+
+def _json_trace(path: Path, files: list[Path]) -> Trace:
+    from ._kineto import kineto_trace
+
+    return kineto_trace(path, files)
 
 
 def _parquet_trace(path: Path, files: list[Path]) -> Trace:
