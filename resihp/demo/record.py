@@ -63,6 +63,8 @@ class DemoRecord:
     script       what was done to the job: {"slow_rank", "slow_factor", "slow_at", "dead_rank",
                  "dead_at"}; -1 where a fault was left out
     emulated     sentences that say what was not real
+    quotas       microbatches of each replica at the start; empty means spread evenly
+    trained      a sentence on the model, the data and the optimizer
     """
 
     machine: str
@@ -76,6 +78,8 @@ class DemoRecord:
     health: tuple[HealthSeen, ...]
     checks: tuple[Check, ...]
     emulated: tuple[str, ...]
+    quotas: tuple[int, ...] = ()
+    trained: str = ""
 
     @property
     def passed(self) -> bool:

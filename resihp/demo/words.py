@@ -44,8 +44,10 @@ def size(count: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 step`, `3 steps`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """`1 step`, `3 steps`, `2 microbatches`."""
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def ranks(numbers: Iterable[int]) -> str:
@@ -99,17 +101,16 @@ def plan_line(plan: Plan) -> str:
 
 
 def layout_lines(layout: Layout, quotas: tuple[int, ...]) -> list[str]:
-    """One line a replica: `replica 0: 0:2 1:2 layers 0–4 | 4:3 5:1 layers 5–7 | 4 microbatches`."""
+    """A line a replica: `replica 0: ranks 0+1 (2:2) layers 0–4 → ranks 4+5 (3:1) layers 5–7, …`."""
     return [
-        " | ".join(
-            [f"replica {index}: " + _stage(replica.stages[0])]
-            + [_stage(stage) for stage in replica.stages[1:]]
-            + [plural(quota, "microbatch") if quota == 1 else f"{quota} microbatches"]
-        )
+        f"replica {index}: {' → '.join(_stage(stage) for stage in replica.stages)}, "
+        + plural(quota, "microbatch")
         for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True))
     ]
 
 
 def _stage(stage: Stage) -> str:
-    parts = (f"{rank}:{share}" for rank, share in zip(stage.ranks, stage.shares, strict=True))
-    return f"{' '.join(parts)} {layer_range(stage)}"
+    if stage.tp == 1:
+        return f"rank {stage.ranks[0]} {layer_range(stage)}"
+    names, shares = "+".join(map(str, stage.ranks)), ":".join(map(str, stage.shares))
+    return f"ranks {names} ({shares}) {layer_range(stage)}"

@@ -47,6 +47,11 @@ def demo_record(**changes: object) -> DemoRecord:
         "verdicts": _verdicts(),
         "health": tuple(_health()),
         "checks": _checks(),
+        "quotas": (4, 4),
+        "trained": (
+            "A Llama of 0.4 million parameters on the sources of the standard library, byte by"
+            " byte, packed to 512 tokens a microbatch, with AdamW."
+        ),
         "emulated": (
             "Device speed: 8 CPU processes stand for 8 accelerators. Each computes for real and is"
             " then held until work/speed has passed on a monotonic clock.",

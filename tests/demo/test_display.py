@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import re
 import threading
+from pathlib import Path
 
 import pytest
-from records import BEFORE, SCRIPT, STEPS, demo_record
+from records import BEFORE, SCRIPT, STEPS, demo_record, plain_record
 from rich.console import Console
 
 from resihp.contracts import Status
 from resihp.demo.display import LiveDisplay
-from resihp.demo.record import DemoRecord
+from resihp.demo.record import Check, DemoRecord
 from resihp.demo.screen import apportion
+from resihp.demo.summary import print_summary
 
 
 def play(display: LiveDisplay, record: DemoRecord) -> None:
@@ -125,3 +127,28 @@ def test_widths_add_up(total: int, weights: tuple[int, ...]) -> None:
     parts = apportion(total, weights, least=3)
     assert sum(parts) == total
     assert min(parts) >= min(3, total // len(weights))
+
+
+def test_the_summary_says_what_was_done_found_changed_and_gained() -> None:
+    target = console(terminal=False, width=120)
+    print_summary(demo_record(), Path("report.html"), target)
+    whole = " ".join(text(target).split())
+    assert "All that was promised happened" in whole
+    assert "rank 5 slowed down to 1/1.5 of its speed from step 22 on" in whole
+    assert "(said 5 steps after the fault)" in whole
+    assert "ranks 4+5 (3:1) layers 5–7" in whole
+    assert "✗" not in whole
+
+
+def test_the_summary_of_a_failed_run_says_so() -> None:
+    target = console(terminal=False, width=120)
+    checks = (Check(name="the slow rank is named", passed=False, detail="nobody was"),)
+    print_summary(demo_record(checks=checks, verdicts=()), None, target)
+    assert "1 of 1 check failed" in text(target)
+    assert "✗ the slow rank is named" in text(target)
+
+
+def test_the_summary_of_a_run_that_never_began_does_not_fail() -> None:
+    target = console(terminal=False, width=60)
+    print_summary(plain_record(), None, target)
+    assert "Nothing was checked" in text(target)
