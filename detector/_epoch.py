@@ -8,12 +8,13 @@ import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
 
-from ._arrays import Floats, Ints, State
+from ._arrays import Bools, Floats, Ints, State
 from ._expected import LengthModel, StepResidual
 from ._intake import Intake
 from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, Book, Judge
 from ._places import places_of
 from ._watch import Watch
+from .attribution import WitnessModel
 from .settings import DetectorSettings
 from .workload import knows_lengths
 
@@ -26,7 +27,9 @@ class Epoch:
         self.places = places_of(job.layout)
         self.intake = Intake(self.places, job.quotas, job.chunks, settings)
         self.model = LengthModel(job, self.places)
-        self.watch = Watch(self.places, settings, witnesses=3)
+        self.witness_model = WitnessModel(job, self.places)
+        self.watch = Watch(self.places, settings)
+        self._by_lengths: bool | None = None
         self.judge = Judge(self.places.size, settings)
         self.notes: dict[int, tuple[str, ...]] = {}
         self.last_step: int | None = None
@@ -55,17 +58,31 @@ class Epoch:
         if not len(records):
             return
         residual = self._residual(records)
-        trusted = self.judge.trusted()
-        standing = self.watch.observe(self.last_step, residual, trusted)
+        standing = self.watch.observe(self.last_step, residual, self.judge.trusted(), self._able())
         self.judge.rule(self.watch, standing)
         self._mark_silent()
 
     def _residual(self, records: TelemetryBatch) -> StepResidual:
         known = knows_lengths(records)
-        if not known.all():
+        by_lengths = 2 * int(np.count_nonzero(known)) > len(records)
+        if self._by_lengths is not None and by_lengths != self._by_lengths:
+            self.watch = Watch(self.places, self._settings)
+        self._by_lengths = by_lengths
+        if by_lengths and not known.all():
             records = records.select(known)
         index = self.places.index(records.rank.astype(np.int64))
-        return self.model.residuals(records, index, self.judge.trusted())
+        model = self.model if by_lengths else self.witness_model
+        return model.residuals(records, index, self.judge.trusted())
+
+    def _able(self) -> Bools:
+        """Ranks that enough others vouch against to be named: by lengths, all of them; else those
+        with three replicas to compare, or two witnesses of the same microbatches."""
+        if self._by_lengths:
+            return np.ones(self.places.size, bool)
+        witnesses = (self.witness_model.witnesses >= 0).sum(axis=1)
+        many = self.places.class_sizes[self.places.peers] >= 3
+        able: Bools = many & (witnesses >= 1) | (witnesses >= 2)
+        return able
 
     def _mark_silent(self) -> None:
         book = self.book
@@ -100,6 +117,8 @@ class Epoch:
         return {
             "intake": self.intake.state(),
             "model": self.model.state(),
+            "witnesses": self.witness_model.state(),
+            "by_lengths": self._by_lengths,
             "watch": self.watch.state(),
             "book": self.book.state(),
             "notes": {str(at): list(note) for at, note in self.notes.items()},
@@ -110,6 +129,8 @@ class Epoch:
         """Takes up what `state` returned."""
         self.intake.load(state["intake"])
         self.model.load(state["model"])
+        self.witness_model.load(state["witnesses"])
+        self._by_lengths = state["by_lengths"]
         self.watch.load(state["watch"])
         self.book.load(state["book"])
         self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}

@@ -99,8 +99,8 @@ class Judge:
         strong &= (book.slow_run >= self._settings.confirm_steps) & (book.low > 1.0)
         strong &= book.factor >= self._settings.min_slowdown
         book.status[rising & (book.status == HEALTHY)] = SUSPECT
-        book.status[strong & watch.able] = FAIL_SLOW
-        book.status[strong & ~watch.able] = INCONCLUSIVE
+        book.status[strong & now.able] = FAIL_SLOW
+        book.status[strong & ~now.able] = INCONCLUSIVE
         self._heal(watch, falling)
         self._recover(watch, live & named)
 

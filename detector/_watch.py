@@ -41,6 +41,7 @@ class Standing:
     scale     standard deviation of one step's residual
     by_past   whether the past, not the peers, gave the evidence
     seen      whether the rank had a residual in this step
+    able      whether the data can tell the rank's slowness from anything else
     """
 
     evidence: Floats
@@ -50,18 +51,18 @@ class Standing:
     scale: Floats
     by_past: Bools
     seen: Bools
+    able: Bools
 
 
 class Watch:
     """Sequential tests of all ranks of one layout, and the window of residuals they rest on."""
 
-    def __init__(self, places: Places, settings: DetectorSettings, witnesses: int) -> None:
+    def __init__(self, places: Places, settings: DetectorSettings) -> None:
         size = places.size
         self._places, self._settings = places, settings
         self._ceiling = np.log(size * settings.horizon_steps) + 6.0
         self._bound = NormalDist().inv_cdf(1.0 - 0.005 / max(size, 8))
         self._majority = places.class_sizes[places.peers] >= 3
-        self._able = self._majority | (witnesses >= 3)
         self.window = np.full((settings.window_steps, size), np.nan)
         self.innovations = np.full((settings.window_steps, size), np.nan)
         self.steps = np.full(settings.window_steps, -1, np.int64)
@@ -70,8 +71,9 @@ class Watch:
         self.past = np.zeros(size)
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
 
-    def observe(self, step: int, residual: StepResidual, trusted: Bools) -> Standing:
-        """Takes one step. `trusted` ranks may teach the baseline what is healthy."""
+    def observe(self, step: int, residual: StepResidual, trusted: Bools, able: Bools) -> Standing:
+        """Takes one step. `trusted` ranks may teach the baseline what is healthy; only those who
+        are `able` to be told apart from others may be named."""
         deviation = self._centre(residual.value)
         seen = np.isfinite(deviation)
         self._push(step, deviation)
@@ -87,7 +89,7 @@ class Watch:
         self.peer_test.update(by_peers, spread, seen & self._majority, self._ceiling)
         self.past_test.update(by_past, spread, settled, self._ceiling)
         self._teach(trusted, spread, deviation, mean)
-        return self._standing(deviation, mean, doubt, offset, spread)
+        return self._standing(deviation, mean, doubt, offset, spread, able)
 
     def _centre(self, value: Floats) -> Floats:
         """Residuals against the median of the peers, or of the job where peers are too few."""
@@ -138,7 +140,8 @@ class Watch:
         with_nan = np.abs(self.innovations[:, enough])
         own[enough] = MAD_TO_SIGMA * np.nanmedian(with_nan, axis=0)
         blend = (8.0 * pooled**2 + counts * own**2) / (8.0 + counts)
-        return np.maximum(np.sqrt(blend), residual.error)
+        result: Floats = np.maximum(np.sqrt(blend), residual.error)
+        return result
 
     def _teach(self, trusted: Bools, spread: Floats, deviation: Floats, mean: Floats) -> None:
         """The residual of some steps ago joins the baseline of the ranks that are in control."""
@@ -156,7 +159,13 @@ class Watch:
         self.mean = np.where(use, base + step / np.maximum(self.past, 1.0), self.mean)
 
     def _standing(
-        self, deviation: Floats, mean: Floats, doubt: Floats, offset: float, scale: Floats
+        self,
+        deviation: Floats,
+        mean: Floats,
+        doubt: Floats,
+        offset: float,
+        scale: Floats,
+        able: Bools,
     ) -> Standing:
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
         by_past = past >= peers
@@ -168,12 +177,8 @@ class Watch:
             scale=scale,
             by_past=by_past,
             seen=np.isfinite(deviation),
+            able=able,
         )
-
-    @property
-    def able(self) -> Bools:
-        """Ranks that enough others vouch against: only these may be named."""
-        return self._able
 
     def anchor(self, rank: int, level: float) -> None:
         """Sets what is healthy for a rank (log residual), as if it had been seen for a while."""

@@ -1,0 +1,192 @@
+"""Residuals of records without lengths: the other stages tell how much work a microbatch held.
+
+The time of a microbatch on one stage is, to about 1%, an affine function of its time on any other
+stage. So a rank's time is predicted from a few witnesses, ranks of other stages that computed the
+same microbatch, through affine maps shared by all replicas; the median over the witnesses keeps
+one slow witness from spoiling the prediction of all the others. Where a replica has one stage only,
+the other members of its tensor-parallel group are the witnesses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resihp.contracts import Job, Layout, Op, TelemetryBatch
+
+from ._arrays import Bools, Floats, Ints, State
+from ._expected import StepResidual
+from ._places import Places
+from ._regression import CellRegression
+from .robust import group_location, group_median, mad_sigma
+
+WITNESSES = 5
+_LEVEL_STEPS = 6
+_ODD = 0.25
+"""How far (log) a microbatch may lie from its rank's usual ones before it counts less."""
+
+
+def witnesses_of(layout: Layout, places: Places) -> Ints:
+    """Positions of each rank's witnesses, shape (ranks, WITNESSES); -1 where there are fewer."""
+    table = np.full((places.size, WITNESSES), -1, np.int64)
+    for replica in layout.replicas:
+        for at, stage in enumerate(replica.stages):
+            others = [*replica.stages[at + 1 :], *replica.stages[:at]] or [stage]
+            for place, rank in enumerate(stage.ranks):
+                row = int(places.index(np.array([rank]))[0])
+                chosen = _around(place, [other.ranks for other in others], rank)
+                table[row, : len(chosen)] = places.index(np.array(chosen, np.int64))
+    return table
+
+
+def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
+    """Ranks at the same tensor-parallel place of every group first, then their neighbours."""
+    chosen: list[int] = []
+    for turn in range(max(len(ranks) for ranks in groups)):
+        for ranks in groups:
+            other = ranks[(place + turn) % len(ranks)]
+            if turn < len(ranks) and other != rank and len(chosen) < WITNESSES:
+                chosen.append(other)
+    return chosen
+
+
+class WitnessModel:
+    """Affine maps between ranks of a replica, learned as the steps come in."""
+
+    def __init__(self, job: Job, places: Places) -> None:
+        self._job, self._places = job, places
+        self.witnesses = witnesses_of(job.layout, places)
+        kinds = int(places.peers.max()) + 1
+        pair = places.peers[:, None] * kinds + places.peers[np.maximum(self.witnesses, 0)]
+        pair = np.where(self.witnesses >= 0, pair, kinds * kinds)
+        _, code = np.unique(pair, return_inverse=True)
+        self._pair = code.reshape(pair.shape).astype(np.int64)
+        self._planes = 2 * job.chunks
+        self.regression = CellRegression(
+            (int(self._pair.max()) + 1) * self._planes,
+            prior=np.array([0.0, 1.0]),
+            ridge=np.array([0.05, 0.001]),
+            non_negative=np.array([False, True]),
+        )
+        self._learned = 0
+        self._spread = 0.0
+
+    def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
+        """Scores one step of compute records, then learns from the ranks in `trusted`."""
+        times = self._table(batch, index)
+        if not self._learned:
+            for _ in range(3):
+                self.regression.forget()
+                self._learn(times, self._score(times)[0], trusted)
+            self.regression.forget()
+            self._learned = 0
+        value, result = self._score(times)
+        self._learn(times, value, trusted)
+        return result
+
+    def _table(self, batch: TelemetryBatch, index: Ints) -> Floats:
+        """Times in ms, shape (planes, ranks, microbatches); NaN where there is no record."""
+        width = int(batch.microbatch.max()) + 1
+        table = np.full((self._planes, self._places.size, width), np.nan)
+        chunk = np.minimum(batch.chunk, self._job.chunks - 1).astype(np.int64)
+        plane = 2 * chunk + (batch.op == Op.BACKWARD)
+        usable = batch.microbatch >= 0
+        table[plane[usable], index[usable], batch.microbatch[usable]] = np.maximum(
+            batch.compute_ms[usable], 1e-6
+        )
+        return table
+
+    def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, ...], Ints, Floats]:
+        """Records that a witness slot can predict: where they are, their cell and their terms."""
+        witness = self.witnesses[:, slot]
+        seen = np.isfinite(times) & np.isfinite(times[:, np.maximum(witness, 0)])
+        seen &= (witness >= 0)[None, :, None]
+        where = tuple(axis.astype(np.int64) for axis in np.nonzero(seen))
+        plane, rank, microbatch = where
+        cell = self._pair[rank, slot] * self._planes + plane
+        other = times[plane, witness[rank], microbatch]
+        return where, cell, np.stack([np.ones(other.size), other], axis=1)
+
+    def _score(self, times: Floats) -> tuple[Floats, StepResidual]:
+        size = self._places.size
+        logs = np.full((WITNESSES, *times.shape), np.nan)
+        for slot in range(WITNESSES):
+            where, cell, terms = self._rows(times, slot)
+            if not cell.size:
+                continue
+            self.regression.open(cell, terms, times[where])
+            expected, _ = self.regression.predict(cell, terms)
+            logs[(slot, *where)] = np.log(np.maximum(expected, 0.05 * times[where]))
+        middle = _median_of_few(logs)
+        plane, rank, microbatch = np.nonzero(np.isfinite(middle))
+        residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
+        if not residual.size:
+            empty = np.full(size, np.nan)
+            return empty, StepResidual(empty, np.ones(size), np.zeros(size, np.int64), 0.0)
+        return self._locate(residual, rank, plane, times, microbatch)
+
+    def _locate(
+        self, residual: Floats, rank: Ints, plane: Ints, times: Floats, microbatch: Ints
+    ) -> tuple[Floats, StepResidual]:
+        size = self._places.size
+        centre = group_median(residual, rank, size)
+        inner = mad_sigma(residual - centre[rank], 0.0)
+        self._spread = inner if not self._learned else 0.8 * self._spread + 0.2 * inner
+        spread = max(self._spread, 1e-4)
+        usual = group_median(
+            np.log(times[plane, rank, microbatch]), rank * self._planes + plane, size * self._planes
+        )
+        odd = usual[rank * self._planes + plane] - np.log(times[plane, rank, microbatch])
+        weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
+        value, left = group_location(residual, rank, size, spread, weights)
+        counts = np.bincount(rank, minlength=size)
+        value = np.where(counts > 0, value, np.nan)
+        error = spread / np.sqrt(np.maximum(left, 1e-2))
+        return value, StepResidual(value, error, counts, spread)
+
+    def _learn(self, times: Floats, value: Floats, trusted: Bools) -> None:
+        level = np.zeros(self._places.size)
+        if self._learned < _LEVEL_STEPS:
+            classes = self._places.peers
+            use = trusted & np.isfinite(value)
+            middle = group_median(value[use], classes[use], int(classes.max()) + 1)
+            level = np.nan_to_num(middle)[classes]
+        shift = np.exp(level - np.nan_to_num(value))
+        for slot in range(WITNESSES):
+            where, cell, terms = self._rows(times, slot)
+            if not cell.size:
+                continue
+            self.regression.open(cell, terms, times[where])
+            rank = where[1]
+            target = times[where] * shift[rank]
+            expected, _ = self.regression.predict(cell, terms)
+            usual = np.abs(np.log(target / expected)) < 5.0 * max(self._spread, 2e-3) + (
+                0.2 if not self._learned else 0.0
+            )
+            use_row = usual & trusted[rank] & trusted[self.witnesses[rank, slot]]
+            self.regression.learn(cell, terms, target, use_row.astype(np.float64))
+        self._learned += 1
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "regression": self.regression.state(),
+            "learned": self._learned,
+            "spread": self._spread,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.regression.load(state["regression"])
+        self._learned, self._spread = state["learned"], state["spread"]
+
+
+def _median_of_few(values: Floats) -> Floats:
+    """Median over the first axis, NaN left out; sorting five beats `nanmedian` by far."""
+    ordered = np.sort(values, axis=0)  # NaN sorts last
+    counts = np.isfinite(values).sum(axis=0)
+    low = np.maximum((counts - 1) // 2, 0)[None]
+    high = np.maximum(counts // 2, 0)[None]
+    high = np.minimum(high, values.shape[0] - 1)
+    pair = np.take_along_axis(ordered, low, 0) + np.take_along_axis(ordered, high, 0)
+    result: Floats = 0.5 * pair[0]
+    return result
