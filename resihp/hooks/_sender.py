@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from time import monotonic, sleep
 from typing import Protocol
 
-from resihp.contracts import ServiceError, TelemetryBatch
+from resihp.contracts import ServiceError
 from resihp.contracts.codec import WireFormat, encode
 
 from ._buffer import Buffer, Row
@@ -112,7 +112,7 @@ class Sender:
         try:
             self._flush()
         except Exception as error:  # noqa: BLE001 the boundary: the sender outlives any trouble
-            self._failures.add("sending telemetry", error)
+            self._failures.add("the sender", error)
             return False
         return True
 
@@ -121,10 +121,12 @@ class Sender:
         if device is not None:
             device.adopt_thread()
         while rows := self._take():
-            batch = to_batch(rows, self._rank, self._failures)
-            self.buffer.drop(len(rows) - len(batch))
-            if len(batch):
-                self._deliver(batch)
+            taken = 0
+            try:
+                taken = self._deliver(rows)
+            except Exception as error:  # noqa: BLE001 the boundary: these rows are lost, later ones go on
+                self._failures.add("sending telemetry", error)
+            self.buffer.drop(len(rows) - taken)
 
     def _take(self) -> list[Row]:
         """The oldest rows of one plan version that are ready. Only this thread removes rows."""
@@ -138,16 +140,20 @@ class Sender:
             taken.append(waiting.popleft())
         return taken
 
-    def _deliver(self, batch: TelemetryBatch) -> None:
+    def _deliver(self, rows: list[Row]) -> int:
+        """How many of the rows the sidecar took."""
+        batch = to_batch(rows, self._rank, self._failures)
+        if not len(batch):
+            return 0
         dropped = self.buffer.dropped - self._reported
         message = encode(replace(batch, dropped=dropped) if dropped else batch)
         self._messages += 1
-        if self._send(message, f"{self._process_key}-{self._rank}-{self._messages}"):
-            self._reported += dropped
-            self.counts.batches += 1
-            self.counts.records += len(batch)
-        else:
-            self.buffer.drop(len(batch))
+        if not self._send(message, f"{self._process_key}-{self._rank}-{self._messages}"):
+            return 0
+        self._reported += dropped
+        self.counts.batches += 1
+        self.counts.records += len(batch)
+        return len(batch)
 
     def _send(self, message: bytes, key: str) -> bool:
         """Whether the sidecar took the message, in the end."""

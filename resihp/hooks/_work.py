@@ -89,7 +89,7 @@ def features(work: Work) -> Features:
 def _of_tensor(form: Form, tensor: Any) -> Snapshot | None:
     """A device tensor is reduced and copied in its stream's order, without waiting for it."""
     if not tensor.is_cuda:
-        return Snapshot(form, np.array(_reduced(form, tensor)))
+        return Snapshot(form, _reduced(form, tensor).clone().numpy())
     import torch
 
     if torch.cuda.is_current_stream_capturing():
