@@ -256,16 +256,20 @@ def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
     """Durations [N, D, T] with the waiting for others taken out of transfers and collectives.
 
     A transfer lasts from the last start of its group to its own end. A slightly negative value is
-    clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0.
+    clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0. NaN
+    where one of the ranks was not recorded in that step, although it was in others.
     """
     own = recording.duration_s.copy()
-    end = recording.start_s + recording.duration_s
+    start, end = recording.start_s, recording.start_s + recording.duration_s
+    missing = np.isnan(start)
+    lost = missing & ~missing.all(axis=2, keepdims=True)
     synced = set(found.synced)
     for index, group in enumerate(found.groups):
-        latest = np.fmax.reduce(recording.start_s[group], axis=0)
+        latest, gone = np.fmax.reduce(start[group], axis=0), lost[group].any(axis=0)
         if index in synced:
             latest = np.fmax.reduce(latest, axis=0, keepdims=True)
-        own[group] = end[group] - latest
+            gone = gone.any(axis=0, keepdims=True)
+        own[group] = np.where(gone, np.nan, end[group] - latest)
     waits = found.waits()
     own[waits] = np.where(own[waits] <= -1e-2, 0.0, own[waits])
     return own

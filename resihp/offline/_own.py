@@ -19,6 +19,7 @@ from resihp.contracts import (
     from_json,
 )
 
+from ._arrow import is_number, to_numpy
 from ._trace import Trace
 
 JOB_KEY = b"resihp.job"
@@ -69,7 +70,6 @@ def _columns(table: Any) -> dict[str, Any]:
 def _values(column: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
     if column.null_count and dtype.kind != "f":
         raise ContractError(name, f"holds {column.null_count} empty values")
-    values: NDArray[Any] = column.to_numpy()
-    if values.dtype.kind not in "iuf":
-        raise ContractError(name, f"must hold numbers, not {values.dtype}")
-    return values.astype(dtype, copy=False)
+    if not is_number(column):
+        raise ContractError(name, f"must hold numbers, not {column.type}")
+    return to_numpy(column).astype(dtype, copy=False)

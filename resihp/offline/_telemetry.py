@@ -41,7 +41,8 @@ def telemetry_columns(
     template = recording.cell // int(np.prod(recording.start_s.shape[1:]))
     waits = found.waits()[template]
     own = transfer_seconds(recording, found).reshape(-1)[recording.cell]
-    own = np.where(waits, np.clip(own, 0.0, ops.duration_s), ops.duration_s)
+    known = waits & np.isfinite(own)
+    own = np.where(known, np.clip(own, 0.0, ops.duration_s), ops.duration_s)
     columns = {
         "rank": ops.rank,
         "step": ops.step,
@@ -49,7 +50,7 @@ def telemetry_columns(
         "chunk": np.maximum(ops.chunk, 0),
         "op": _CODES[ops.kind],
         "compute_ms": own * 1e3,
-        "wait_ms": np.where(waits, (ops.duration_s - own) * 1e3, np.nan),
+        "wait_ms": np.where(known, (ops.duration_s - own) * 1e3, np.nan),
         "peer": _peers(recording, found),
     }
     keep = ~found.idle[template]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from detector.whatif.ops import COMPUTE, LABELS, Kind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
+from ._arrow import is_number, to_numpy
 from ._meta import read_meta, whole_number
 from ._trace import Trace
 
@@ -91,11 +92,11 @@ _WANTED = {  # column -> least value allowed
 def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
     if column.null_count:
         raise TraceError(f"{path}: {name}: holds {column.null_count} empty values")
-    values: NDArray[Any] = column.to_numpy()
     decimal = name in ("start_ts", "duration")
+    values = to_numpy(column) if is_number(column) else np.empty(0, bool)
     if values.dtype.kind not in ("iuf" if decimal else "iu"):
         words = "numbers" if decimal else "whole numbers"
-        raise TraceError(f"{path}: {name}: must hold {words}, not {values.dtype}")
+        raise TraceError(f"{path}: {name}: must hold {words}, not {column.type}")
     if decimal:
         values = values.astype(np.float64)
         if not np.isfinite(values).all():
@@ -117,7 +118,7 @@ def _kinds(path: Path, column: Any) -> NDArray[np.uint8]:
     if column.null_count:
         raise TraceError(f"{path}: optype: holds {column.null_count} empty values")
     codes = [_KINDS.get(name, _UNKNOWN) for name in column.dictionary.to_pylist()]
-    kinds: NDArray[np.uint8] = np.array(codes, np.uint8)[column.indices.to_numpy()]
+    kinds: NDArray[np.uint8] = np.array(codes, np.uint8)[to_numpy(column.indices)]
     return kinds
 
 

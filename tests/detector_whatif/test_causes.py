@@ -1,0 +1,158 @@
+"""Every cause is found in made-up jobs that suffer from it, and no other one is blamed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detector.diagnosis import CAUSES, conclude, diagnose
+from detector.whatif import Causes, Kind, Recording, WhatIf
+from detector.whatif.ops import P2P
+from resihp.contracts import Cause
+from resihp.offline import analyze, read_trace
+from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+
+COLLECTIVES = (Kind.GRADS_SCATTER, Kind.PARAMS_GATHER)
+SLOW = Trouble(replica=1, stage=2, factor=1.3)
+JOBS = {
+    "clean": (Recipe(), Cause.NONE),
+    "clean, noisy": (Recipe(dp=16, noise=0.03, steps=8), Cause.NONE),
+    "clean, no pipeline": (Recipe(pp=1), Cause.NONE),
+    "clean, one replica": (Recipe(dp=1), Cause.NONE),
+    "slow device": (Recipe(troubles=(SLOW,)), Cause.DEVICE),
+    "slow device, later": (
+        Recipe(troubles=(dataclasses.replace(SLOW, since=8),)),
+        Cause.DEVICE,
+    ),
+    "slow device, now and then": (
+        Recipe(troubles=(dataclasses.replace(SLOW, factor=1.5, every=3),)),
+        Cause.DEVICE,
+    ),
+    "slow device of two": (Recipe(dp=2, troubles=(SLOW,)), Cause.DEVICE),
+    "slow device, no pipeline": (
+        Recipe(dp=8, pp=1, troubles=(Trouble(replica=3, factor=1.3, since=6),)),
+        Cause.DEVICE,
+    ),
+    "slow device among long sequences": (
+        Recipe(dp=8, pp=2, work_spread=0.1, troubles=(Trouble(replica=3, stage=0, factor=1.5),)),
+        Cause.DEVICE,
+    ),
+    "sequences": (Recipe(dp=8, work_spread=0.2), Cause.SEQUENCE_IMBALANCE),
+    "sequences, no pipeline": (Recipe(dp=8, pp=1, work_spread=0.2), Cause.SEQUENCE_IMBALANCE),
+    "last stage": (Recipe(stage_weight=(1, 1, 1, 1.4)), Cause.STAGE_IMBALANCE),
+    "second of two stages": (Recipe(pp=2, stage_weight=(1, 1.4)), Cause.STAGE_IMBALANCE),
+    "slow link": (
+        Recipe(troubles=(Trouble(kinds=P2P, replica=1, stage=2, factor=100, since=4),)),
+        Cause.COMMUNICATION,
+    ),
+    "slow links everywhere": (
+        Recipe(troubles=(Trouble(kinds=P2P, factor=60),)),
+        Cause.COMMUNICATION,
+    ),
+    "one rank's slow collective": (
+        Recipe(troubles=(Trouble(kinds=COLLECTIVES, replica=2, factor=15),)),
+        Cause.COMMUNICATION,
+    ),
+    "slow collectives later": (
+        Recipe(troubles=(Trouble(kinds=COLLECTIVES, factor=15, since=5),)),
+        Cause.COMMUNICATION,
+    ),
+    "garbage collection": (
+        Recipe(troubles=(Trouble(kinds=(Kind.GC,), replica=2, stage=1, extra_s=0.4, every=4),)),
+        Cause.HOST,
+    ),
+    "garbage collection everywhere": (
+        Recipe(troubles=(Trouble(kinds=(Kind.GC,), extra_s=0.2),)),
+        Cause.HOST,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_cause_is_named_from_operations_and_from_records_alone(name, tmp_path):
+    recipe, cause = JOBS[name]
+    path = tmp_path / "trace.parquet"
+    write_whatif(path, record(recipe, seed=3))
+    trace = read_trace(path)
+    for diagnosis in (
+        analyze(trace).diagnosis,
+        diagnose(trace.job, trace.job.layout, trace.batches()),
+    ):
+        assert diagnosis.root_cause is cause
+        assert set(diagnosis.attribution) == set(CAUSES)
+        assert min(diagnosis.attribution.values()) >= 0.0
+        assert sum(diagnosis.attribution.values()) == pytest.approx(1.0)
+        if cause is not Cause.NONE:
+            assert diagnosis.attribution[cause] > 0.6
+            assert diagnosis.detail
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.builds(
+        Recipe,
+        dp=st.integers(1, 3),
+        pp=st.integers(1, 4),
+        microbatches=st.integers(1, 6),
+        steps=st.integers(1, 3),
+        work_spread=st.floats(0.0, 0.3),
+    ),
+    st.integers(0, 2**16),
+)
+def test_dependencies_read_off_a_recording_give_back_its_steps(recipe, seed):
+    whatif = WhatIf.of(Recording.of(record(recipe, seed)))
+    np.testing.assert_allclose(whatif.no_delay_s, whatif.recorded_s, rtol=1e-9)
+    assert whatif.launch_slowdown == pytest.approx(1.0)
+
+
+def test_scaling_all_times_changes_no_share():
+    ops = record(Recipe(dp=3, work_spread=0.1, troubles=(SLOW,)), seed=1)
+    twice = dataclasses.replace(ops, start_s=2 * ops.start_s, duration_s=2 * ops.duration_s)
+    one, two = (Causes(WhatIf.of(Recording.of(table))) for table in (ops, twice))
+    assert two.whatif.slowdown == pytest.approx(one.whatif.slowdown)
+    for cause, seconds in one.lost_s.items():
+        assert two.lost_s[cause] == pytest.approx(2 * seconds, abs=1e-9)
+
+
+def test_a_heavy_last_stage_shows_in_m_s_and_a_slow_device_in_m_w():
+    heavy = WhatIf.of(Recording.of(record(Recipe(stage_weight=(1, 1, 1, 1.5)))))
+    assert heavy.m_s == pytest.approx(1.0, abs=0.35)
+    assert heavy.by_worker[:, 3].min() > heavy.by_worker[:, :3].max()
+    slow = WhatIf.of(Recording.of(record(Recipe(troubles=(SLOW,)))))
+    assert slow.m_w == pytest.approx(1.0, abs=0.1)
+    assert np.unravel_index(slow.by_worker.argmax(), (4, 4)) == (1, 2)
+
+
+def test_a_job_that_loses_nothing_has_no_m_w():
+    whatif = WhatIf.of(Recording.of(record(Recipe(noise=0.0))))
+    assert whatif.slowdown == pytest.approx(1.0)
+    assert whatif.m_w is None
+    assert whatif.m_s is None
+
+
+def test_steps_in_which_a_rank_is_missing_are_replayed_with_what_is_usual_for_it():
+    ops = record(Recipe(dp=3, steps=6))
+    gone = (ops.rank == 4) & (ops.step == 2)
+    whatif = WhatIf.of(Recording.of(ops.select(~gone)))
+    whole = WhatIf.of(Recording.of(ops))
+    assert whatif.slowdown == pytest.approx(whole.slowdown, rel=0.01)
+
+
+def test_nothing_recorded_is_no_diagnosis():
+    from resihp.contracts import Job, Layout, TelemetryBatch
+
+    job = Job(name="j", layout=Layout.grid(dp=1, pp=1, tp=1, layers=1), microbatches=1)
+    diagnosis = diagnose(job, job.layout, [TelemetryBatch.empty()])
+    assert diagnosis.root_cause is Cause.NONE
+    assert diagnosis.steps == 0
+    assert sum(diagnosis.attribution.values()) == 0.0
+
+
+def test_costs_below_notice_name_no_cause():
+    from detector.diagnosis import Costs
+
+    costs = Costs(step=100.0, ideal=99.0, lost={Cause.DEVICE: 1.0}, steps=3)
+    assert conclude(costs).root_cause is Cause.NONE
+    assert conclude(dataclasses.replace(costs, lost={Cause.DEVICE: 3.0})).root_cause is Cause.DEVICE

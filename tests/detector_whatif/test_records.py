@@ -1,0 +1,137 @@
+"""The diagnosis from microbatch records alone: groups, lengths, chunks and uneven layouts."""
+
+import numpy as np
+import pytest
+
+from detector.diagnosis import Costs, costs_of, diagnose
+from detector.whatif.replayed import Replayed
+from resihp.contracts import Cause, Job, Layout, Op, Replica, Schedule, Stage, TelemetryBatch
+from resihp.pipeline.orders import stage_order
+from resihp.pipeline.replay import pass_durations, replay
+
+
+def job_of(layout, microbatches, **other):
+    return Job(name="made up", layout=layout, microbatches=microbatches * layout.dp, **other)
+
+
+def records(job, *, steps=6, seed=0, slow=None, lengths=False, spread=0.0, noise=0.002):
+    """Compute records of every rank; `slow` maps ranks to factors from step 2 on."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for step in range(steps):
+        for d, replica in enumerate(job.layout.replicas):
+            work = np.exp(spread * rng.standard_normal(job.quotas[d]))
+            for stage in replica.stages:
+                for rank in stage.ranks:
+                    factor = (slow or {}).get(rank, 1.0) if step >= 2 else 1.0
+                    for mb in range(job.quotas[d]):
+                        for chunk in range(job.chunks):
+                            for op, base in ((Op.FORWARD, 10.0), (Op.BACKWARD, 20.0)):
+                                time = (
+                                    base * factor * work[mb] * np.exp(noise * rng.standard_normal())
+                                )
+                                size = int(1000 * work[mb]) if lengths else -1
+                                rows.append((rank, step, mb, chunk, op, time, size))
+    columns = list(zip(*rows, strict=True))
+    names = ("rank", "step", "microbatch", "chunk", "op", "compute_ms", "tokens")
+    given = {name: np.array(column) for name, column in zip(names, columns, strict=True)}
+    return TelemetryBatch(**given, sum_sq_len=given["tokens"])
+
+
+def test_the_replay_agrees_with_that_of_the_pipeline():
+    job = job_of(Layout.grid(dp=1, pp=4, tp=1, layers=4), 6)
+    batch = records(job, steps=1, spread=0.2, seed=5)
+    orders = [stage_order(job.schedule, stage=s, stages=4, microbatches=6) for s in range(4)]
+    times = np.zeros((2, 4, 6))
+    times[batch.op, batch.rank, batch.microbatch] = batch.compute_ms
+    expected = replay(orders, pass_durations(orders, times[0], times[1])).span
+    assert costs_of(job, job.layout, [batch]).step == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE])
+def test_equal_work_on_equal_devices_loses_nothing(schedule):
+    job = job_of(Layout.grid(dp=2, pp=4, tp=1, layers=4), 8, schedule=schedule)
+    diagnosis = diagnose(job, job.layout, [records(job, noise=0.0)])
+    assert diagnosis.slowdown == pytest.approx(1.0)
+    assert diagnosis.root_cause is Cause.NONE
+
+
+def test_interleaved_chunks_are_replayed_as_stages_of_their_own():
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=4)
+    job = job_of(layout, 4, schedule=Schedule.INTERLEAVED, chunks=2)
+    slow = diagnose(job, layout, [records(job, slow={3: 1.5})])
+    assert slow.root_cause is Cause.DEVICE
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_the_slowest_rank_of_a_group_slows_it(pp):
+    job = job_of(Layout.grid(dp=4, pp=pp, tp=2, layers=4), 4)
+    diagnosis = diagnose(job, job.layout, [records(job, slow={3: 1.4})])
+    assert diagnosis.root_cause is Cause.DEVICE
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+def test_lengths_tell_work_from_devices_even_without_a_pipeline(dp):
+    job = job_of(Layout.grid(dp=dp, pp=1, tp=1, layers=4), 8)
+    slow = diagnose(job, job.layout, [records(job, slow={0: 1.6}, lengths=True, spread=0.1)])
+    assert slow.root_cause is Cause.DEVICE
+    if dp > 1:
+        long = diagnose(job, job.layout, [records(job, lengths=True, spread=0.4)])
+        assert long.root_cause is Cause.SEQUENCE_IMBALANCE
+
+
+def test_uneven_replicas_are_replayed_one_by_one():
+    layout = Layout(
+        (
+            Replica((Stage((0, 1), (0, 2)), Stage((2,), (2, 4)))),
+            Replica((Stage((3,), (0, 4)),)),
+        )
+    )
+    job = Job(name="j", layout=layout, microbatches=7, quotas=(4, 3))
+    replayed = Replayed.of(job, layout, [records(job, noise=0.0)])
+    assert replayed.step_ms == pytest.approx(max((4 + 1) * 30.0, 3 * 30.0))
+
+
+def test_a_rank_that_was_never_recorded_counts_as_its_peers():
+    job = job_of(Layout.grid(dp=3, pp=2, tp=1, layers=2), 4)
+    batch = records(job)
+    whole, part = (
+        costs_of(job, job.layout, [rows]) for rows in (batch, batch.select(batch.rank != 4))
+    )
+    assert part.step == pytest.approx(whole.step, rel=0.02)
+
+
+def test_only_the_newest_plan_counts_and_foreign_ranks_do_not():
+    job = job_of(Layout.grid(dp=2, pp=2, tp=1, layers=2), 4)
+    old = records(job, slow={0: 3.0})
+    columns = records(job).columns()
+    new = TelemetryBatch(**columns, plan_version=1)
+    stray = TelemetryBatch(**{**columns, "rank": columns["rank"] + 100}, plan_version=1)
+    expected = costs_of(job, job.layout, [new])
+    assert costs_of(job, job.layout, [old, new, stray]) == expected
+
+
+def test_transfers_collectives_and_data_take_their_time():
+    job = job_of(Layout.grid(dp=1, pp=2, tp=1, layers=2), 2)
+    compute = records(job, steps=1, noise=0.0)
+    extra = TelemetryBatch(
+        rank=[0, 0, 1, 0, 1, 0],
+        step=[0] * 6,
+        microbatch=[0, 1, -1, -1, -1, -1],
+        op=[Op.P2P, Op.P2P, Op.COLLECTIVE, Op.OPTIMIZER, Op.OPTIMIZER, Op.DATA],
+        compute_ms=[1.0, 1.0, 4.0, 2.0, 2.0, 5.0],
+        peer=[1, 1, -1, -1, -1, -1],
+    )
+    bare = costs_of(job, job.layout, [compute])
+    full = costs_of(job, job.layout, [compute, extra])
+    # The data, one transfer each way, the last stage's collective off the path, the optimizer.
+    assert full.step == pytest.approx(bare.step + 5.0 + 2 * 1.0 + 2.0)
+    assert full.lost[Cause.HOST] == pytest.approx(5.0)
+
+
+def test_costs_of_stretches_are_averaged_by_their_steps():
+    one = Costs(step=1.0, ideal=1.0, lost={Cause.HOST: 0.0}, steps=1)
+    three = Costs(step=5.0, ideal=2.0, lost={Cause.HOST: 4.0}, steps=3)
+    mean = Costs.mean([one, three, Costs(step=0.0, ideal=0.0, lost={}, steps=0)])
+    assert (mean.step, mean.steps, mean.lost[Cause.HOST]) == (4.0, 4, 3.0)
+    assert mean.slowdown == pytest.approx(4.0 / 1.75)

@@ -1,0 +1,152 @@
+"""`resihp analyze`: its JSON, its reports, its exit status."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from resihp.cli import _analyze, _serve  # noqa: F401 - they register commands
+from resihp.cli._app import app
+from resihp.contracts import Cause, Status
+from resihp.offline import analyze, read_trace, write_trace
+from resihp.offline.report import html
+from resihp.offline.summary import headline
+
+KEYS = [
+    "trace",
+    "format",
+    "layout",
+    "steps",
+    "slowdown",
+    "root_cause",
+    "attribution",
+    "devices",
+]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
+
+
+def own_copy(slow_trace, tmp_path):
+    trace = read_trace(slow_trace)
+    path = tmp_path / "own.parquet"
+    write_trace(path, trace.job, trace.batches())
+    return path
+
+
+def test_json_is_one_object_with_exactly_the_agreed_keys(slow_trace, tmp_path):
+    for path in (slow_trace, own_copy(slow_trace, tmp_path)):
+        result = run(path, "--json")
+        assert result.exit_code == 0
+        document = json.loads(result.stdout)
+        assert list(document) == KEYS
+        assert document["trace"] == str(path)
+        assert document["layout"] == {"dp": 6, "pp": 3, "tp": 1}
+        assert document["steps"] == 24
+        assert document["root_cause"] == "device"
+        assert set(document["attribution"]) == {c.value for c in Cause} - {"none"}
+        assert min(document["attribution"].values()) >= 0
+        assert sum(document["attribution"].values()) == pytest.approx(1.0, abs=1e-4)
+        assert len(document["devices"]) == 18
+        for rank, device in enumerate(document["devices"]):
+            assert list(device) == ["rank", "dp", "pp", "verdict", "slowdown", "since_step"]
+            assert (device["rank"], device["dp"], device["pp"]) == (rank, rank % 6, rank // 6)
+            assert device["verdict"] in set(Status)
+
+
+def test_the_slow_device_is_named_with_its_onset(slow_trace):
+    devices = json.loads(run(slow_trace, "--json").stdout)["devices"]
+    named = [device for device in devices if device["verdict"] == "fail_slow"]
+    assert [device["rank"] for device in named] == [2 + 6 * 1]
+    assert named[0]["slowdown"] == pytest.approx(1.5, abs=0.05)
+    assert named[0]["since_step"] == pytest.approx(8, abs=2)
+
+
+def test_people_read_the_cause_and_the_devices(slow_trace):
+    result = run(slow_trace)
+    assert result.exit_code == 0
+    assert "a slow device" in " ".join(result.stdout.split())
+    assert "device" in result.stdout
+    assert "M_W" in result.stdout
+
+
+def test_a_file_that_cannot_be_read_is_status_2_and_one_line(tmp_path):
+    (tmp_path / "bad.parquet").write_text("no")
+    for path in (tmp_path / "bad.parquet", tmp_path / "gone"):
+        result = run(path, "--json")
+        assert result.exit_code == 2
+        assert not result.stdout
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert str(path) in result.stderr
+
+
+def test_the_report_needs_no_other_file(slow_trace, tmp_path):
+    for path in (slow_trace, own_copy(slow_trace, tmp_path)):
+        report = tmp_path / "report.html"
+        assert run(path, "--html", report).exit_code == 0
+        page = report.read_text()
+        assert page.count("<svg") == (4 if path == slow_trace else 2)
+        # Names of XML vocabularies are no links; nothing else may lead outside.
+        assert not re.findall(r"(?:src|href)=\"(?!#|data:)", page)
+        assert "url(http" not in page
+        assert "<script" not in page
+
+
+def test_the_report_is_the_same_each_time_and_escapes_names(slow_trace):
+    import dataclasses
+
+    trace = read_trace(slow_trace)
+    hostile = dataclasses.replace(trace, job=dataclasses.replace(trace.job, name="<script>alert"))
+    page = html(analyze(hostile))
+    assert "<script" not in page
+    assert page == html(analyze(hostile))
+
+
+@pytest.mark.parametrize("name", ["timeline.json", "timeline.json.gz"])
+def test_the_timeline_shows_what_was_and_what_would_have_been(slow_trace, tmp_path, name):
+    for path in (slow_trace, own_copy(slow_trace, tmp_path)):
+        out = tmp_path / name
+        assert run(path, "--perfetto", out).exit_code == 0
+        raw = out.read_bytes()
+        document = json.loads(gzip.decompress(raw) if name.endswith(".gz") else raw)
+        events = document["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+        assert {"actual, replica 0", "ideal, replica 5"} <= names
+        assert all(event["dur"] > 0 and event["ts"] >= 0 for event in spans)
+        assert {event["args"]["step"] for event in spans} == set(range(24))
+        ends = {}
+        for event in spans:
+            if event["args"]["step"] == 0:
+                ideal = event["pid"] >= 1_000_000
+                ends[ideal] = max(ends.get(ideal, 0), event["ts"] + event["dur"])
+        assert ends.keys() == {True, False}
+
+
+def test_a_clean_job_has_nothing_to_tell(tmp_path):
+    from resihp.offline.synthetic import Recipe, record, write_whatif
+
+    path = tmp_path / "clean.parquet"
+    write_whatif(path, record(Recipe(steps=12)))
+    analysis = analyze(read_trace(path))
+    assert analysis.diagnosis.root_cause is Cause.NONE
+    assert {verdict.status for verdict in analysis.verdicts} == {Status.HEALTHY}
+    assert "No cause" in headline(analysis)
+
+
+def test_json_needs_no_plotting_no_frames_and_no_web(slow_trace):
+    code = (
+        "import sys; from resihp.offline import read_trace, analyze;"
+        f"analyze(read_trace({str(slow_trace)!r})).to_json();"
+        "heavy = {'pandas', 'matplotlib', 'jinja2', 'torch', 'lightgbm', 'rich', 'fastapi'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,138 @@
+"""Profiler files: of a real CPU run, and of a made-up job with devices."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from resihp.contracts import Op, TraceError
+from resihp.offline import analyze, read_trace
+
+FORWARD_MS, BACKWARD_MS, NCCL_MS = 4.0, 8.0, 2.0
+
+
+def device_events(rank, *, slow=1.0, steps=6, microbatches=2, peer=None):
+    """Events as a CUDA job shows them: launches on the host, kernels later on the device."""
+    events, clock, key = [], 1000.0 * rank, 0
+
+    def annotate(name, start, stop):
+        events.append(event("user_annotation", name, start, stop - start))
+
+    def event(category, name, ts, dur, **args):
+        return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    def kernel(name, launched, ms, **args):
+        nonlocal key
+        key += 1
+        events.append(event("cuda_runtime", "cudaLaunchKernel", launched, 5, correlation=key))
+        # The device runs far behind the host.
+        late = launched + 50_000.0
+        events.append(event("kernel", name, late, ms * 1e3, correlation=key, **args))
+
+    for step in range(steps):
+        begin = clock
+        for _ in range(microbatches):
+            for name, ms in (("forward_step", FORWARD_MS), ("backward_step", BACKWARD_MS)):
+                start = clock
+                for _ in range(2):
+                    kernel("gemm", clock + 10, ms * slow / 2)
+                    clock += ms * 1e3
+                if peer is not None:
+                    kernel("ncclDevKernel_SendRecv", clock + 10, 0.3, **{"Dst Rank": peer})
+                    clock += 50.0
+                annotate(name, start, clock)
+        kernel("ncclDevKernel_AllReduce_Sum", clock + 10, NCCL_MS + (2.0 - slow))
+        annotate("Optimizer.step#AdamW.step", clock + 100, clock + 300)
+        kernel("adam", clock + 150, 0.5)
+        clock += 400.0
+        annotate(f"ProfilerStep#{step + 5}", begin, clock)
+        clock += 10.0
+    return events
+
+
+def write(path, rank, events, **other):
+    document = {"distributedInfo": {"rank": rank, "world_size": 4}, "traceEvents": events, **other}
+    text = json.dumps(document).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def test_kernels_belong_to_the_pass_that_launched_them(tmp_path):
+    write(tmp_path / "trace.json.gz", 3, device_events(3))
+    trace = read_trace(tmp_path / "trace.json.gz")
+    assert trace.format == "kineto-json"
+    assert trace.ranks == (3,)
+    assert trace.steps == (5, 6, 7, 8, 9, 10)
+    for batch in trace.batches():
+        for op, ms in ((Op.FORWARD, FORWARD_MS), (Op.BACKWARD, BACKWARD_MS)):
+            rows = batch.op == op
+            assert batch.microbatch[rows].tolist() == [0, 1]
+            np.testing.assert_allclose(batch.compute_ms[rows], ms)
+        assert batch.compute_ms[batch.op == Op.OPTIMIZER].tolist() == [0.5]
+        assert int((batch.op == Op.COLLECTIVE).sum()) == 1
+
+
+def test_the_rank_that_waits_least_tells_how_long_a_collective_takes(tmp_path):
+    for rank in range(4):
+        write(tmp_path / f"{rank}.json", rank, device_events(rank, slow=1.5 if rank == 2 else 1.0))
+    trace = read_trace(tmp_path)
+    assert trace.job.layout.dp == 4
+    for batch in trace.batches():
+        rows = batch.op == Op.COLLECTIVE
+        np.testing.assert_allclose(batch.compute_ms[rows], NCCL_MS + 0.5)
+        waits = dict(zip(batch.rank[rows].tolist(), batch.wait_ms[rows].tolist(), strict=True))
+        assert waits == pytest.approx({0: 0.5, 1: 0.5, 2: 0.0, 3: 0.5})
+    document = analyze(trace).to_json()
+    assert document["root_cause"] == "device"
+    assert document["attribution"]["device"] > 0.9
+
+
+def test_ranks_that_send_to_each_other_are_a_pipeline(tmp_path):
+    for rank in range(4):
+        write(tmp_path / f"{rank}.json", rank, device_events(rank, peer=(rank + 2) % 4))
+    layout = read_trace(tmp_path).job.layout
+    assert [replica.ranks for replica in layout.replicas] == [(0, 2), (1, 3)]
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path):
+    for name in ("a.json", "b.json"):
+        write(tmp_path / name, 1, device_events(1))
+    with pytest.raises(TraceError, match="same rank"):
+        read_trace(tmp_path)
+
+
+def test_a_trace_without_computation_is_refused(tmp_path):
+    write(tmp_path / "a.json", 0, [e for e in device_events(0) if e["cat"] == "user_annotation"])
+    with pytest.raises(TraceError, match="no computation"):
+        read_trace(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("annotated", [True, False])
+def test_a_run_on_the_host_alone_is_read(tmp_path, annotated):
+    torch = pytest.importorskip("torch")
+    from contextlib import nullcontext
+
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    def mark(name):
+        return record_function(name) if annotated else nullcontext()
+
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        for _ in range(3):
+            for _ in range(2):
+                with mark("forward"):
+                    loss = model(torch.ones(8, 64)).square().mean()
+                with mark("backward"):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    profiler.export_chrome_trace(str(tmp_path / "rank0.json"))
+    trace = read_trace(tmp_path / "rank0.json")
+    assert len(trace.steps) == 3
+    for batch in trace.batches():
+        for op in (Op.FORWARD, Op.BACKWARD):
+            assert int((batch.op == op).sum()) == (2 if annotated else 1)
+        assert (batch.op == Op.OPTIMIZER).any()
+        assert (batch.compute_ms > 0).all()

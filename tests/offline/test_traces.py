@@ -1,0 +1,180 @@
+"""Reading and writing recordings."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.contracts import Job, Layout, Op, Plan, TelemetryBatch, TraceError
+from resihp.offline import TraceWriter, read_trace, write_trace
+from resihp.offline.synthetic import Recipe, record, write_whatif
+
+JOB = Job(name="small", layout=Layout.grid(dp=2, pp=2, tp=1, layers=2), microbatches=4)
+
+
+def batch_of(step, version=0, ranks=4):
+    return TelemetryBatch(
+        rank=np.arange(ranks),
+        step=np.full(ranks, step),
+        microbatch=np.zeros(ranks, int),
+        op=np.full(ranks, Op.FORWARD),
+        compute_ms=1.0 + np.arange(ranks),
+        tokens=np.full(ranks, 7),
+        plan_version=version,
+    )
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8))
+def test_a_recording_comes_back_step_by_step(tmp_path_factory, keys):
+    path = tmp_path_factory.mktemp("own") / "run.parquet"
+    write_trace(path, JOB, [batch_of(step, version) for step, version in keys])
+    trace = read_trace(path)
+    assert trace.format == "resihp-parquet"
+    assert trace.job == JOB
+    expected = [
+        TelemetryBatch.concat([batch_of(*key)] * keys.count(key)) for key in sorted(set(keys))
+    ]
+    assert [len(batch) for batch in trace.batches()] == [len(batch) for batch in expected]
+    for batch, (step, version) in zip(trace.batches(), sorted(set(keys)), strict=True):
+        assert set(batch.step) == {step}
+        assert batch.plan_version == version
+        assert np.isnan(batch.wait_ms).all()
+        assert set(batch.tokens) == {7}
+
+
+def test_plans_are_kept(tmp_path):
+    path = tmp_path / "run.parquet"
+    plan = Plan(version=1, layout=JOB.layout, quotas=(1, 3), from_step=2)
+    with TraceWriter(path, JOB) as writer:
+        writer.write(batch_of(0))
+        writer.add_plan(plan)
+        writer.write(batch_of(2, version=1))
+    assert read_trace(path).plans == (plan,)
+
+
+def test_the_frame_names_the_ops(tmp_path):
+    path = tmp_path / "run.parquet"
+    write_trace(path, JOB, [batch_of(3)])
+    frame = read_trace(path).frame()
+    assert frame["op"].tolist() == ["forward"] * 4
+    assert frame["compute_ms"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_whatif_trace_becomes_records(slow_trace):
+    trace = read_trace(slow_trace)
+    assert trace.format == "whatif-parquet"
+    assert trace.job.layout.dp == 6
+    assert trace.job.layout.pp == 3
+    assert trace.job.quotas == (4,) * 6
+    assert trace.steps == tuple(range(24))
+    batch = next(trace.batches())
+    counts = {op: int((batch.op == op).sum()) for op in Op}
+    assert counts[Op.FORWARD] == counts[Op.BACKWARD] == 18 * 4
+    assert counts[Op.P2P] == 2 * 2 * 6 * 2 * 4
+    assert counts[Op.OPTIMIZER] == counts[Op.DATA] == 18
+    transfers = batch.select(batch.op == Op.P2P)
+    # A transfer takes what the recipe says; all else is waiting.
+    np.testing.assert_allclose(transfers.compute_ms, 0.5, rtol=0.1)
+    assert (transfers.wait_ms >= 0).all()
+    assert (np.abs(transfers.rank - transfers.peer) == 6).all()
+
+
+def test_columns_that_can_be_inferred_may_be_missing(slow_trace, tmp_path):
+    table = pq.read_table(slow_trace)
+    path = tmp_path / "less.parquet"
+    pq.write_table(table.drop_columns(["rank", "seq_id", "mc", "gmc", "mb_id"]), path)
+    whole, less = read_trace(slow_trace), read_trace(path)
+    assert less.job.layout == whole.job.layout
+    compute = [(t.records["op"] <= Op.BACKWARD) for t in (whole, less)]
+    for name in ("rank", "microbatch", "compute_ms"):
+        ours, theirs = (t.records[name][c] for t, c in zip((less, whole), compute, strict=True))
+        np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
+
+
+def test_a_folder_with_one_file_per_rank_is_one_trace(slow_trace, tmp_path):
+    table = pq.read_table(slow_trace)
+    ranks = table.column("rank").to_numpy()
+    for rank in np.unique(ranks):
+        pq.write_table(table.filter(pa.array(ranks == rank)), tmp_path / f"rank-{rank}.parquet")
+    whole, parts = read_trace(slow_trace), read_trace(tmp_path)
+    assert parts.ranks == whole.ranks
+    for one, other in zip(whole.batches(), parts.batches(), strict=True):
+        np.testing.assert_allclose(np.sort(one.compute_ms), np.sort(other.compute_ms))
+
+
+def test_facts_beside_a_trace_are_taken_up(tmp_path):
+    write_whatif(tmp_path / "trace-X.parquet", record(Recipe(dp=2, pp=2, steps=2)))
+    (tmp_path / "meta-X.yaml").write_text("trial_name: big job\ntp_size: 8  # one of 8 recorded\n")
+    trace = read_trace(tmp_path / "trace-X.parquet")
+    assert trace.job.name == "big job"
+    assert trace.tp == 8
+
+
+def broken(tmp_path, **changes):
+    path = tmp_path / "broken.parquet"
+    write_whatif(path, record(Recipe(dp=2, pp=2, steps=2, microbatches=2)))
+    table = pq.read_table(path)
+    for name, column in changes.items():
+        index = table.column_names.index(name)
+        table = (
+            table.remove_column(index)
+            if column is None
+            else table.set_column(index, name, column(table))
+        )
+    pq.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stage": None}, "lacks the columns stage"),
+        ({"duration": lambda t: pa.array(np.full(len(t), -1.0))}, "duration: holds -1.0"),
+        ({"duration": lambda t: pa.array(np.full(len(t), np.nan))}, "duration: holds a value"),
+        ({"dp_rank": lambda t: pa.array(["x"] * len(t))}, "dp_rank: must hold whole numbers"),
+        ({"step": lambda t: pa.array([None] * len(t), pa.int64())}, "step: holds"),
+        ({"optype": lambda t: pa.array(["?"] * len(t))}, "none of the known operations"),
+        ({"rank": lambda t: pa.array(np.zeros(len(t), int))}, "stand in two places"),
+    ],
+)
+def test_a_broken_column_is_named_in_one_line(tmp_path, changes, words):
+    with pytest.raises(TraceError, match=words) as caught:
+        read_trace(broken(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.parquet", b"not parquet", "not a readable parquet file"),
+        ("a.json", b"{", "not readable JSON"),
+        ("a.json", b"[]", "no timed events"),
+        ("a.json", b'{"traceEvents": 3}', "not a profiler trace"),
+        ("a.json.gz", b"plain", "not readable JSON"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_in_one_line(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError, match=words) as caught:
+        read_trace(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_without_a_trace_are_refused(tmp_path):
+    with pytest.raises(TraceError, match="no such file"):
+        read_trace(tmp_path / "gone.parquet")
+    with pytest.raises(TraceError, match="holds no"):
+        read_trace(tmp_path)
+    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "a.parquet").write_text("")
+    with pytest.raises(TraceError, match="mixes"):
+        read_trace(tmp_path)
+
+
+def test_a_foreign_parquet_file_is_refused(tmp_path):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(TraceError, match="neither a ResiHP recording"):
+        read_trace(tmp_path / "a.parquet")
