@@ -1,0 +1,179 @@
+"""What goes over the wire, and what comes back as what."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+
+from resihp import Client, Monitor
+from resihp.contracts import (
+    Cause,
+    ContractError,
+    Diagnosis,
+    Job,
+    Layout,
+    Op,
+    Plan,
+    ServiceError,
+    Status,
+    Verdict,
+    from_json,
+    to_json,
+)
+from resihp.contracts.codec import WireFormat, decode
+
+LAYOUT = Layout.grid(dp=2, pp=2, tp=1, layers=4)
+PLAN = Plan(version=3, layout=LAYOUT, quotas=(5, 3), from_step=40, step_ms=11.0, bound_ms=10.0)
+
+
+@pytest.fixture
+def client(service):
+    client = Client(service.url + "/", token="secret", timeout=2)
+    yield client
+    client.close()
+
+
+def test_register(client, service):
+    job = Job(name="llama 7b?", layout=LAYOUT, microbatches=8)
+    client.register(job)
+    asked = service.asked[0]
+    assert (asked.method, asked.path) == ("PUT", "/v1/jobs/llama%207b%3F")
+    assert asked.headers["Authorization"] == "Bearer secret"
+    assert asked.headers["Content-Type"] == "application/json"
+    assert from_json(Job, asked.json) == job
+
+
+def test_telemetry(client, service):
+    client.send_telemetry("j", b"\x80", WireFormat.MSGPACK, "key-1")
+    asked = service.asked[0]
+    assert (asked.method, asked.path, asked.body) == ("POST", "/v1/jobs/j/telemetry", b"\x80")
+    assert asked.headers["Content-Type"] == "application/msgpack"
+    assert asked.headers["Idempotency-Key"] == "key-1"
+
+
+def test_heartbeat_failure_and_acknowledgement(client, service):
+    client.heartbeat("j", ranks=(1, 2), step=9)
+    client.report_failure("j", ranks=[4], step=9, plan_version=1, reported_by=0, detail="reset")
+    client.acknowledge("j", 3, rank=0, step=40, pause_ms=12.5)
+    client.acknowledge("j", 3, rank=1, state="refused", detail="no memory")
+    paths = [asked.path.removeprefix("/v1/jobs/j/") for asked in service.asked]
+    assert paths == ["heartbeats", "failures", "plan/3/ack", "plan/3/ack"]
+    assert [asked.json for asked in service.asked] == [
+        {"ranks": [1, 2], "step": 9},
+        {"ranks": [4], "step": 9, "plan_version": 1, "reported_by": 0, "detail": "reset"},
+        {"rank": 0, "step": 40, "state": "applied", "detail": "", "pause_ms": 12.5},
+        {"rank": 1, "step": None, "state": "refused", "detail": "no memory", "pause_ms": None},
+    ]
+
+
+def test_verdicts_and_diagnosis(client, service):
+    slow = Verdict(rank=2, status=Status.FAIL_SLOW, slowdown=1.5, since_step=7, evidence=("e",))
+    service.answer(200, {"job": "j", "verdicts": [{**to_json(slow), "news": 1}]})
+    assert client.verdicts("j") == [slow]
+    why = Diagnosis(slowdown=1.2, root_cause=Cause.DEVICE, attribution={Cause.DEVICE: 1.0})
+    service.answer(200, to_json(why))
+    assert client.diagnosis("j") == why
+
+
+def test_plan(client, service):
+    service.answer(200, {**to_json(PLAN), "gap": PLAN.gap})
+    assert client.plan("j", after=2, wait=0.5) == PLAN
+    service.answer(204)
+    assert client.plan("j") is None
+    assert [asked.path for asked in service.asked] == [
+        "/v1/jobs/j/plan?after=2&wait=0.5",
+        "/v1/jobs/j/plan?wait=0.0",
+    ]
+
+
+def test_a_long_poll_may_outlast_the_timeout(service):
+    service.delay = threading.Event()
+    service.answer(204)
+    client = Client(service.url, timeout=0.2)
+    threading.Timer(0.5, service.delay.set).start()
+    assert client.plan("j", after=0, wait=5) is None
+    service.delay = threading.Event()
+    with pytest.raises(ServiceError, match="no answer") as caught:
+        client.health()
+    assert caught.value.status is None
+    client.close()
+
+
+def test_health(client, service):
+    service.answer(200, {"status": "ok"})
+    assert client.health() == {"status": "ok"}
+    assert service.asked[0].path == "/v1/healthz"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (422, {"title": "Malformed", "detail": "columns.op: is missing"}, "Malformed: columns.op"),
+        (404, {"title": "No such job"}, "No such job"),
+        (500, b"Internal Server Error", "status 500"),
+        (502, [1], "status 502"),
+        (307, b"", "status 307"),
+    ],
+)
+def test_errors_carry_status_and_the_problems_words(client, service, status, body, words):
+    service.answer(status, body)
+    with pytest.raises(ServiceError, match=words) as caught:
+        client.verdicts("j")
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", {"version": 1}, [], {"version": "x", "layout": {}, "quotas": []}]
+)
+def test_an_answer_that_makes_no_sense_is_a_service_error(client, service, body):
+    service.answer(200, body)
+    with pytest.raises(ServiceError):
+        client.plan("j")
+
+
+def test_nobody_there():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ServiceError, match="no answer") as caught:
+        Client(f"http://127.0.0.1:{port}", timeout=1).health()
+    assert caught.value.status is None
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8700", "ftp://host", "http://"])
+def test_what_is_no_address(url):
+    with pytest.raises(ContractError) as caught:
+        Client(url)
+    assert caught.value.field == "url"
+
+
+def test_both_sides_of_a_fork_have_their_own_connection(client, service):
+    service.answer(200, {"status": "ok"})
+    client.health()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if client.health() == {"status": "ok"} else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.health() == {"status": "ok"}
+    assert len(service.asked) == 3
+
+
+def test_a_monitor_over_real_http(service):
+    service.answers = [(500, b""), (202, {})]
+    with Monitor(job="j", url=service.url, token="t", rank=1, interval_s=0.01) as monitor:
+        for _ in range(3):
+            with monitor.step(), monitor.microbatch(seq_lens=[2, 3]):
+                pass
+    keys = [asked.headers["Idempotency-Key"] for asked in service.asked]
+    assert keys[0] == keys[1]
+    batches = {asked.headers["Idempotency-Key"]: decode(asked.body) for asked in service.asked}
+    assert sum(len(batch) for batch in batches.values()) == monitor.stats.sent == 3
+    assert service.asked[0].headers["Authorization"] == "Bearer t"
+    assert all((batch.op == Op.FORWARD).all() for batch in batches.values())

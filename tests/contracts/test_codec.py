@@ -1,0 +1,177 @@
+"""Both wire formats carry the same batch, and refuse what is malformed by the name of its field."""
+
+from __future__ import annotations
+
+import json
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.contracts import COLUMNS, ContractError, Op, TelemetryBatch
+from resihp.contracts.codec import VERSION, WireFormat, decode, encode
+
+times = st.floats(0, 1e9)
+whole = st.integers(-1, 2**53)
+
+
+@st.composite
+def batches(draw):
+    size = draw(st.integers(0, 6))
+
+    def column(values):
+        return draw(st.lists(values, min_size=size, max_size=size))
+
+    return TelemetryBatch(
+        rank=column(st.integers(0, 2**31 - 1)),
+        step=column(st.integers(0, 2**53)),
+        microbatch=column(st.integers(-1, 2**31 - 1)),
+        chunk=column(st.integers(0, 2**15 - 1)),
+        op=column(st.sampled_from(list(Op))),
+        compute_ms=column(times),
+        wait_ms=column(times | st.just(float("nan"))),
+        tokens=column(whole),
+        sequences=column(whole),
+        sum_sq_len=column(st.integers(-1, 2**63 - 1)),
+        max_len=column(whole),
+        peer=column(st.integers(-1, 2**31 - 1)),
+        plan_version=draw(st.integers(0, 1000)),
+        dropped=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(batch=batches(), form=st.sampled_from(WireFormat))
+def test_a_batch_survives_the_wire(batch, form):
+    back = decode(encode(batch, form), form)
+    assert back == batch
+    assert {name: column.dtype for name, column in back.columns().items()} == {
+        name: dtype for name, (dtype, _) in COLUMNS.items()
+    }
+
+
+@settings(deadline=None, max_examples=50)
+@given(batch=batches())
+def test_msgpack_takes_lists_as_well_as_bytes(batch):
+    document = json.loads(encode(batch, WireFormat.JSON))
+    assert decode(msgpack.packb(document)) == batch
+
+
+def document(**changes):
+    columns = {"rank": [0, 1], "step": [5, 5], "microbatch": [0, 0], "op": [0, 1],
+               "compute_ms": [1.0, 2.0]}  # fmt: skip
+    columns.update(changes.pop("columns", {}))
+    columns = {name: value for name, value in columns.items() if value is not ...}
+    return {"version": VERSION, "columns": columns, **changes}
+
+
+@pytest.mark.parametrize("form", list(WireFormat))
+def test_columns_that_are_left_out_stand_for_not_known(form):
+    message = document()
+    batch = decode(_pack(message, form), form)
+    assert np.isnan(batch.wait_ms).all()
+    assert batch.tokens.tolist() == batch.peer.tolist() == [-1, -1]
+    assert (batch.plan_version, batch.dropped) == (0, 0)
+
+
+MALFORMED = [
+    ({"version": 2}, "version"),
+    ({"version": None}, "version"),
+    ({"plan_version": -1}, "plan_version"),
+    ({"plan_version": 1.5}, "plan_version"),
+    ({"dropped": True}, "dropped"),
+    ({"dropped": "none"}, "dropped"),
+    ({"surprise": 1}, "surprise"),
+    ({"columns": {"rank": ...}}, "columns.rank"),
+    ({"columns": {"colour": [1, 2]}}, "columns.colour"),
+    ({"columns": {"op": 3}}, "columns.op"),
+    ({"columns": {"op": "01"}}, "columns.op"),
+    ({"columns": {"op": [0, 6]}}, "op"),
+    ({"columns": {"op": [0, 256]}}, "op"),
+    ({"columns": {"op": [0, None]}}, "op"),
+    ({"columns": {"op": [0, 1.5]}}, "op"),
+    ({"columns": {"step": [0]}}, "step"),
+    ({"columns": {"step": [[0], [1]]}}, "step"),
+    ({"columns": {"step": [0, [1]]}}, "step"),
+    ({"columns": {"step": [0, -1]}}, "step"),
+    ({"columns": {"step": [0, 2**63]}}, "step"),
+    ({"columns": {"step": [True, False]}}, "step"),
+    ({"columns": {"rank": [0, "one"]}}, "rank"),
+    ({"columns": {"microbatch": [0, -2]}}, "microbatch"),
+    ({"columns": {"compute_ms": [1, -1]}}, "compute_ms"),
+    ({"columns": {"compute_ms": [1, None]}}, "compute_ms"),
+    ({"columns": {"compute_ms": [1, "2"]}}, "compute_ms"),
+    ({"columns": {"compute_ms": [1, {}]}}, "compute_ms"),
+    ({"columns": {"wait_ms": [None, -1]}}, "wait_ms"),
+    ({"columns": {"tokens": [-2, 0]}}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field"), MALFORMED)
+@pytest.mark.parametrize("form", list(WireFormat))
+def test_what_is_malformed_is_named(changes, field, form):
+    with pytest.raises(ContractError) as caught:
+        decode(_pack(document(**changes), form), form)
+    assert caught.value.field.removeprefix("columns.") == field.removeprefix("columns.")
+    assert caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("message", "form"),
+    [
+        (b"", WireFormat.JSON),
+        (b"{", WireFormat.JSON),
+        (b"[" * 100_000, WireFormat.JSON),
+        (b"\xff\xfe{}", WireFormat.JSON),
+        (b"[]", WireFormat.JSON),
+        (b"null", WireFormat.JSON),
+        (b'{"version": 1}', WireFormat.JSON),
+        (b'{"version": 1, "columns": []}', WireFormat.JSON),
+        (b"", WireFormat.MSGPACK),
+        (b"\xc1", WireFormat.MSGPACK),
+        (b"\x80\x80", WireFormat.MSGPACK),
+        (b"\x81\x80\x01", WireFormat.MSGPACK),
+        (b"\x81\x90\x01", WireFormat.MSGPACK),
+        (msgpack.packb({1: 2}), WireFormat.MSGPACK),
+    ],
+)
+def test_what_is_no_message(message, form):
+    with pytest.raises(ContractError):
+        decode(message, form)
+
+
+@settings(deadline=None, max_examples=200)
+@given(noise=st.binary(max_size=60), form=st.sampled_from(WireFormat))
+def test_noise_is_refused_and_nothing_else_happens(noise, form):
+    with pytest.raises(ContractError):
+        decode(noise, form)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("compute_ms", float("inf")), ("compute_ms", 10**400), ("step", 2**64)]
+)
+def test_numbers_beyond_any_column_are_refused(name, number):
+    message = json.dumps(document(columns={name: [number, 1]})).encode()
+    with pytest.raises(ContractError) as caught:
+        decode(message, WireFormat.JSON)
+    assert caught.value.field == name
+
+
+def test_bytes_that_are_no_whole_number_of_values():
+    changed = document(columns={"step": b"\0" * 9})
+    with pytest.raises(ContractError, match=r"columns\.step"):
+        decode(msgpack.packb(changed))
+
+
+def test_a_limit_on_records():
+    message = _pack(document(), WireFormat.MSGPACK)
+    assert len(decode(message, max_records=2)) == 2
+    with pytest.raises(ContractError) as caught:
+        decode(message, max_records=1)
+    assert caught.value.field == "columns"
+
+
+def _pack(value, form):
+    return json.dumps(value).encode() if form is WireFormat.JSON else msgpack.packb(value)

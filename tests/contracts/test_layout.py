@@ -1,0 +1,72 @@
+"""The regular layout, and what a layout says of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.contracts import ContractError, Job, Layout, Place, Plan, even_quotas
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    dp=st.integers(1, 5),
+    pp=st.integers(1, 5),
+    tp=st.integers(1, 5),
+    layers=st.integers(0, 40),
+    spare=st.integers(0, 9),
+)
+def test_a_grid_places_every_rank_once_and_spreads_evenly(dp, pp, tp, layers, spare):
+    layout = Layout.grid(dp=dp, pp=pp, tp=tp, layers=layers, units=tp + spare)
+    assert sorted(layout.ranks) == list(range(dp * pp * tp))
+    assert (layout.dp, layout.pp, layout.tp, layout.layers) == (dp, pp, tp, layers)
+    for place in layout.places():
+        assert place.rank == place.tp + tp * (place.dp + dp * place.pp)
+        assert layout.place_of(place.rank) == place
+        stage = layout.stage_at(place)
+        assert stage.ranks[place.tp] == place.rank
+        assert sum(stage.shares) == tp + spare
+        assert max(stage.shares) - min(stage.shares) <= 1
+        assert abs(stage.layers[1] - stage.layers[0] - layers / pp) < 1
+    assert layout.place_of(dp * pp * tp) is None
+
+
+def test_megatron_numbers_tp_fastest_and_pp_slowest():
+    layout = Layout.grid(dp=2, pp=2, tp=2, layers=3)
+    assert layout.place_of(6) == Place(rank=6, dp=1, pp=1, tp=0)
+    assert [stage.layers for stage in layout.replicas[0].stages] == [(0, 2), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [({"dp": 0}, "dp, pp, tp"), ({"tp": 3, "units": 2}, "tp")]
+)
+def test_a_grid_that_cannot_be(given, field):
+    with pytest.raises(ContractError) as caught:
+        Layout.grid(**{"dp": 1, "pp": 1, "tp": 1, "layers": 2, **given})
+    assert caught.value.field == field
+
+
+@given(microbatches=st.integers(0, 999), replicas=st.integers(1, 40))
+def test_even_quotas(microbatches, replicas):
+    quotas = even_quotas(microbatches, replicas)
+    assert sum(quotas) == microbatches
+    assert len(quotas) == replicas
+    assert max(quotas) - min(quotas) <= 1
+    assert list(quotas) == sorted(quotas, reverse=True)
+
+
+def test_plans_check_themselves_and_know_their_gap():
+    layout = Layout.grid(dp=2, pp=1, tp=1, layers=2)
+    plan = Plan(version=1, layout=layout, quotas=(3, 1), step_ms=11, bound_ms=10)
+    assert plan.gap == pytest.approx(0.1)
+    assert plan.microbatches == 4
+    for wrong, field in (({"version": -1}, "version"), ({"quotas": (4,)}, "quotas")):
+        with pytest.raises(ContractError) as caught:
+            Plan(**{"version": 0, "layout": layout, "quotas": (2, 2), **wrong})
+        assert caught.value.field == field
+
+
+def test_a_job_without_quotas_spreads_its_microbatches():
+    job = Job(name="j", layout=Layout.grid(dp=3, pp=1, tp=1, layers=1), microbatches=7)
+    assert job.quotas == (3, 2, 2)

@@ -1,0 +1,52 @@
+"""Batches as values: they do not change, and they come apart and together again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from resihp.contracts import ContractError, Op, TelemetryBatch
+
+
+def batch(steps, **more):
+    size = len(steps)
+    return TelemetryBatch(
+        rank=[0] * size,
+        step=steps,
+        microbatch=range(size),
+        op=[Op.FORWARD] * size,
+        compute_ms=np.ones(size),
+        **more,
+    )
+
+
+def test_columns_cannot_be_written_and_are_not_the_callers():
+    steps = np.array([1, 2])
+    made = batch(steps)
+    steps[0] = 9
+    assert made.step.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        made.step[0] = 3
+
+
+def test_selecting_and_concatenating_undo_each_other():
+    whole = batch([1, 2, 3, 4], plan_version=2)
+    even = whole.step % 2 == 0
+    parts = TelemetryBatch.concat([whole.select(even), whole.select(~even)])
+    assert parts.select(np.argsort(parts.step)) == whole
+    assert whole.select(slice(0, 0)) == TelemetryBatch.empty(plan_version=2)
+
+
+def test_concatenation_sums_drops_and_keeps_plan_versions_apart():
+    assert TelemetryBatch.concat([batch([1], dropped=2), batch([2], dropped=3)]).dropped == 5
+    assert TelemetryBatch.concat([]) == TelemetryBatch.empty()
+    with pytest.raises(ContractError) as caught:
+        TelemetryBatch.concat([batch([1]), batch([2], plan_version=1)])
+    assert caught.value.field == "plan_version"
+
+
+def test_equality_sees_every_field():
+    assert batch([1]) == batch([1])
+    for other in (batch([2]), batch([1], dropped=1), batch([1], wait_ms=[0.0]), batch([1, 1])):
+        assert batch([1]) != other
+    assert batch([1]) != 1

@@ -1,0 +1,36 @@
+"""A trainer that imports the hooks pays for the hooks only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = [
+    "torch", "lightgbm", "sklearn", "scipy", "fastapi", "uvicorn", "pandas", "redis", "pydantic",
+    "typer", "rich", "detector", "scheduler", "service",
+]  # fmt: skip
+LOADED = "; import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+
+
+def loaded_by(statement: str) -> set[str]:
+    command = [sys.executable, "-I", "-c", statement + LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_the_root_loads_next_to_nothing():
+    assert not loaded_by("import resihp") & {*HEAVY, "numpy", "urllib3", "msgpack", "logging"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import resihp.hooks",
+        "import resihp.client",
+        "import resihp; m = resihp.Monitor(job='j'); m.step().__enter__(); m.microbatch()",
+    ],
+)
+def test_hooks_and_client_load_no_heavy_library(statement):
+    assert not loaded_by(statement) & set(HEAVY)
