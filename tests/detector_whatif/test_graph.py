@@ -32,7 +32,7 @@ def jobs(draw):
 
 def simulate(predecessors, groups, synced, duration):
     """One operation at a time, as soon as all that it needs is there."""
-    size, replicas, cases = duration.shape
+    size = len(duration)
     member = {op: g for g, group in enumerate(groups) for op in group}
     start = np.full(duration.shape, np.nan)
     end = np.full(duration.shape, np.nan)
