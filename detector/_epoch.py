@@ -13,10 +13,17 @@ from ._expected import LengthModel, StepResidual
 from ._intake import Intake
 from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, Book, Judge
 from ._places import places_of
+from ._together import Replicas, Shared, Together
 from ._watch import Watch
 from .attribution import WitnessModel
 from .settings import DetectorSettings
 from .workload import knows_lengths
+
+_SILENT = "sends no records"
+_REPLICA = (
+    "its whole replica computes longer, and the records carry no lengths: "
+    "more work and slower devices look the same"
+)
 
 
 class Epoch:
@@ -29,6 +36,8 @@ class Epoch:
         self.model = LengthModel(job, self.places)
         self.witness_model = WitnessModel(job, self.places)
         self.watch = Watch(self.places, settings)
+        self.together = Together(self.places)
+        self.replicas = Replicas(self.places, settings)
         self._by_lengths: bool | None = None
         self.judge = Judge(self.places.size, settings)
         self.notes: dict[int, tuple[str, ...]] = {}
@@ -57,16 +66,23 @@ class Epoch:
         records = step if compute.all() else step.select(compute)
         if not len(records):
             return
+        index = self.places.index(records.rank.astype(np.int64))
         residual = self._residual(records)
-        standing = self.watch.observe(self.last_step, residual, self.judge.trusted(), self._able())
-        self.judge.rule(self.watch, standing)
-        self._mark_silent()
+        now = self.watch.observe(self.last_step, residual, self.judge.trusted(), self._able())
+        self.together.observe(records, index)
+        shared = self.together.settle(self.watch, now, self.suspect_at)
+        self.judge.rule(self.watch, shared.standing)
+        self._note_blame(shared)
+        self._mark(_SILENT, self.intake.silent >= self._settings.silent_steps)
+        if not self._by_lengths:
+            self._mark(_REPLICA, self.replicas.observe(records, index, self.last_step))
 
     def _residual(self, records: TelemetryBatch) -> StepResidual:
         known = knows_lengths(records)
         by_lengths = 2 * int(np.count_nonzero(known)) > len(records)
         if self._by_lengths is not None and by_lengths != self._by_lengths:
             self.watch = Watch(self.places, self._settings)
+            self.replicas = Replicas(self.places, self._settings)
         self._by_lengths = by_lengths
         if by_lengths and not known.all():
             records = records.select(known)
@@ -84,14 +100,24 @@ class Epoch:
         able: Bools = many & (witnesses >= 1) | (witnesses >= 2)
         return able
 
-    def _mark_silent(self) -> None:
+    def _mark(self, reason: str, ranks: Bools) -> None:
+        """Healthy ranks become inconclusive for a reason, and healthy again when it is over."""
         book = self.book
-        silent = self.intake.silent >= self._settings.silent_steps
-        gone = silent & ((book.status == HEALTHY) | (book.status == INCONCLUSIVE))
-        for at in np.flatnonzero(gone & (book.status == HEALTHY)).tolist():
-            book.since[at] = -1 if self.last_step is None else self.last_step
-            self.notes[at] = ("sends no records",)
-        book.status[gone] = INCONCLUSIVE
+        for at in np.flatnonzero(ranks & (book.status == HEALTHY)).tolist():
+            book.status[at], book.since[at] = INCONCLUSIVE, self.last_step or 0
+            self.notes[at] = (reason,)
+        over = [at for at, note in self.notes.items() if note == (reason,) and not ranks[at]]
+        for at in over:
+            del self.notes[at]
+            if book.status[at] == INCONCLUSIVE:
+                book.status[at], book.since[at] = HEALTHY, self.last_step or 0
+
+    def _note_blame(self, shared: Shared) -> None:
+        for at in [at for at, note in self.notes.items() if note[0].startswith("waits for")]:
+            del self.notes[at]
+        for at in np.flatnonzero(shared.blames >= 0).tolist():
+            slow = int(self.places.ranks[shared.blames[at]])
+            self.notes[at] = (f"waits for rank {slow}, which waits least in their group",)
 
     def fail(self, at: int, step: int | None) -> None:
         """A rank is gone."""
@@ -119,6 +145,8 @@ class Epoch:
             "model": self.model.state(),
             "witnesses": self.witness_model.state(),
             "by_lengths": self._by_lengths,
+            "together": self.together.state(),
+            "replicas": self.replicas.state(),
             "watch": self.watch.state(),
             "book": self.book.state(),
             "notes": {str(at): list(note) for at, note in self.notes.items()},
@@ -131,6 +159,8 @@ class Epoch:
         self.model.load(state["model"])
         self.witness_model.load(state["witnesses"])
         self._by_lengths = state["by_lengths"]
+        self.together.load(state["together"])
+        self.replicas.load(state["replicas"])
         self.watch.load(state["watch"])
         self.book.load(state["book"])
         self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}

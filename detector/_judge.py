@@ -66,7 +66,6 @@ class Judge:
 
     def __init__(self, size: int, settings: DetectorSettings) -> None:
         self._settings = settings
-        self._name_at = float(np.log(size * settings.horizon_steps))
         self._suspect_at = float(np.log(settings.suspect_steps))
         self._least = float(np.log(settings.min_slowdown))
         self.book = Book(size)
@@ -95,7 +94,7 @@ class Judge:
         measured = rising | (live & named & ~self._carry(watch, now))
         for rank in np.flatnonzero(measured).tolist():
             self._measure(watch, now, rank)
-        strong = rising & (now.evidence >= self._name_at)
+        strong = rising & (now.evidence >= watch.name_at)
         strong &= (book.slow_run >= self._settings.confirm_steps) & (book.low > 1.0)
         strong &= book.factor >= self._settings.min_slowdown
         book.status[rising & (book.status == HEALTHY)] = SUSPECT

@@ -18,7 +18,7 @@ _LAG = 3
 """Steps before a residual may enter the baseline, so that an onset does not hide itself."""
 _MEMORY = 100
 """Steps that the baseline remembers, at most."""
-_SETTLED = 4
+_SETTLED = 2
 """Steps of own past before it counts without peers."""
 _OFFSET_WEIGHT = 16.0
 """Ranks' worth of trust in the prior spread of healthy devices."""
@@ -26,6 +26,8 @@ _UNKNOWN_OFFSET = 0.3
 """Prior spread of the offset of a rank that has no peers (log)."""
 _DRIFT = 0.002
 """Change of a healthy device against its past that nobody should be told about (log)."""
+_LEAST_HORIZON = 200_000
+"""Steps of a device to a false name, at least."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""
 
@@ -60,9 +62,11 @@ class Watch:
     def __init__(self, places: Places, settings: DetectorSettings) -> None:
         size = places.size
         self._places, self._settings = places, settings
-        self._ceiling = np.log(size * settings.horizon_steps) + 6.0
+        self.name_at = float(np.log(max(size * settings.horizon_steps, _LEAST_HORIZON)))
+        self._ceiling = self.name_at + 6.0
         self._bound = NormalDist().inv_cdf(1.0 - 0.005 / max(size, 8))
-        self._majority = places.class_sizes[places.peers] >= 3
+        peers = places.class_sizes[places.peers]
+        self._majority, self._pair = peers >= 3, peers == 2
         self.window = np.full((settings.window_steps, size), np.nan)
         self.innovations = np.full((settings.window_steps, size), np.nan)
         self.steps = np.full(settings.window_steps, -1, np.int64)
@@ -86,7 +90,7 @@ class Watch:
         by_peers = deviation - self._bound * offset
         by_past = deviation - mean - 3.0 * doubt - _DRIFT
         settled = seen & (self._majority | (self.past >= _SETTLED))
-        self.peer_test.update(by_peers, spread, seen & self._majority, self._ceiling)
+        self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self._ceiling)
         self.past_test.update(by_past, spread, settled, self._ceiling)
         self._teach(trusted, spread, deviation, mean)
         return self._standing(deviation, mean, doubt, offset, spread, able)
@@ -120,7 +124,7 @@ class Watch:
     def _offset_spread(self) -> float:
         """Spread of healthy devices around their peers, with a prior for small jobs."""
         prior = self._settings.offset_spread
-        use = self._majority & (self.past >= _SETTLED)
+        use = self._majority & (self.past >= 2 * _SETTLED)
         number = int(np.count_nonzero(use))
         seen = mad_sigma(self.mean[use], 0.0) if number else 0.0
         square = (_OFFSET_WEIGHT * prior**2 + number * seen**2) / (_OFFSET_WEIGHT + number)
@@ -130,9 +134,7 @@ class Watch:
         """Standard deviation of a step's residual: the job's, refined by each rank's own."""
         known = np.isfinite(self.innovations)
         if np.count_nonzero(known) < max(16, 2 * self._places.size):
-            seen = deviation[np.isfinite(deviation)]
-            across = mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0
-            return np.maximum(residual.error, across)
+            return np.maximum(residual.error, self._early_scale(deviation))
         pooled = mad_sigma(self.innovations, 0.0)
         counts = known.sum(axis=0)
         own = np.full(self._places.size, pooled)
@@ -143,17 +145,26 @@ class Watch:
         result: Floats = np.maximum(np.sqrt(blend), residual.error)
         return result
 
+    def _early_scale(self, deviation: Floats) -> float:
+        """Before there is a baseline: changes from step to step, which offsets do not enter."""
+        changes = np.diff(self.window[self.recent(8)], axis=0) / np.sqrt(2.0)
+        number = int(np.count_nonzero(np.isfinite(changes)))
+        if number >= 8:
+            return mad_sigma(changes, 0.0) * (1.0 + 4.0 / number)
+        seen = deviation[np.isfinite(deviation)]
+        return mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0
+
     def _teach(self, trusted: Bools, spread: Floats, deviation: Floats, mean: Floats) -> None:
         """The residual of some steps ago joins the baseline of the ranks that are in control."""
         row = self.recent(1)[0]
-        usable = trusted & (self.past >= _SETTLED - 1)
+        usable = trusted & (self.past >= _SETTLED)
         self.innovations[row] = np.where(usable, deviation - mean, np.nan)
         if self.count <= _LAG:
             return
         old = self.window[self.recent(_LAG + 1)[0]]
         use = trusted & np.isfinite(old)
         base = np.where(self.past > 0, self.mean, 0.0)
-        limit = np.where(self.past >= _SETTLED, 3.0 * spread, np.inf)
+        limit = np.where(self.past >= 2 * _SETTLED, 3.0 * spread, np.inf)
         step = np.clip(np.where(use, old, 0.0) - base, -limit, limit)
         self.past = np.where(use, np.minimum(self.past + 1.0, _MEMORY), self.past)
         self.mean = np.where(use, base + step / np.maximum(self.past, 1.0), self.mean)
@@ -169,6 +180,7 @@ class Watch:
     ) -> Standing:
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
         by_past = past >= peers
+        able = able & (self._majority | (past >= self.name_at))
         return Standing(
             evidence=np.maximum(peers, past) - np.log(2.0),
             excess=deviation - np.where(by_past, mean, 0.0),
@@ -182,7 +194,7 @@ class Watch:
 
     def anchor(self, rank: int, level: float) -> None:
         """Sets what is healthy for a rank (log residual), as if it had been seen for a while."""
-        self.mean[rank], self.past[rank] = level, 2.0 * _SETTLED
+        self.mean[rank], self.past[rank] = level, 4.0 * _SETTLED
 
     def clear(self, ranks: Bools) -> None:
         """Forgets the evidence against some ranks."""

@@ -95,16 +95,15 @@ class WitnessModel:
         )
         return table
 
-    def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, ...], Ints, Floats]:
+    def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, Ints, Ints], Ints, Floats]:
         """Records that a witness slot can predict: where they are, their cell and their terms."""
         witness = self.witnesses[:, slot]
         seen = np.isfinite(times) & np.isfinite(times[:, np.maximum(witness, 0)])
         seen &= (witness >= 0)[None, :, None]
-        where = tuple(axis.astype(np.int64) for axis in np.nonzero(seen))
-        plane, rank, microbatch = where
+        plane, rank, microbatch = np.nonzero(seen)
         cell = self._pair[rank, slot] * self._planes + plane
         other = times[plane, witness[rank], microbatch]
-        return where, cell, np.stack([np.ones(other.size), other], axis=1)
+        return (plane, rank, microbatch), cell, np.stack([np.ones(other.size), other], axis=1)
 
     def _score(self, times: Floats) -> tuple[Floats, StepResidual]:
         size = self._places.size
@@ -115,7 +114,8 @@ class WitnessModel:
                 continue
             self.regression.open(cell, terms, times[where])
             expected, _ = self.regression.predict(cell, terms)
-            logs[(slot, *where)] = np.log(np.maximum(expected, 0.05 * times[where]))
+            plane, rank, microbatch = where
+            logs[slot, plane, rank, microbatch] = np.log(np.maximum(expected, 0.05 * times[where]))
         middle = _median_of_few(logs)
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
         residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
@@ -132,10 +132,8 @@ class WitnessModel:
         inner = mad_sigma(residual - centre[rank], 0.0)
         self._spread = inner if not self._learned else 0.8 * self._spread + 0.2 * inner
         spread = max(self._spread, 1e-4)
-        usual = group_median(
-            np.log(times[plane, rank, microbatch]), rank * self._planes + plane, size * self._planes
-        )
-        odd = usual[rank * self._planes + plane] - np.log(times[plane, rank, microbatch])
+        logs, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
+        odd = group_median(logs, row, size * self._planes)[row] - logs
         weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
         value, left = group_location(residual, rank, size, spread, weights)
         counts = np.bincount(rank, minlength=size)
