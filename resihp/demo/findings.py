@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 from resihp.contracts import Layout, Status, Verdict, even_quotas
 
@@ -75,6 +76,12 @@ def eras(record: DemoRecord) -> tuple[Era, ...]:
         )
         for switch, start, stop in zip(switches, starts, stops, strict=True)
     )
+
+
+def era_ms(record: DemoRecord, era: Era) -> float | None:
+    """Median step time of an era without its first step; None where there is no such step."""
+    times = [seen.step_ms for seen in record.steps if era.start < seen.step < era.stop]
+    return median(times) if times else None
 
 
 def known_at(record: DemoRecord, step: int) -> Mapping[int, Verdict]:

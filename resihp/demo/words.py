@@ -43,6 +43,15 @@ def size(count: float) -> str:
     return f"{count:.3g} GiB"
 
 
+def percent(share: float) -> str:
+    """A probability; one that is not certain is not shown as 100%."""
+    return (
+        f"{share * 100:.0f}%"
+        if share in (0.0, 1.0) or 0.01 <= share <= 0.99
+        else (">99%" if share > 0.5 else "<1%")
+    )
+
+
 def plural(count: int, noun: str) -> str:
     """`1 step`, `3 steps`, `2 microbatches`."""
     if count == 1:

@@ -1,0 +1,133 @@
+"""The key figures of a run, as the report shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .findings import found, time_recovered
+from .phases_of_run import (
+    PHASES,
+    first_loss,
+    first_resize,
+    loss_difference,
+    phase_spans,
+    scripted,
+    step_times,
+)
+from .record import DemoRecord
+from .words import PHASE_WORDS, duration, plural, ranks, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One key figure. `tone` is good, bad or plain."""
+
+    name: str
+    figure: str
+    detail: str
+    tone: str = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRow:
+    """One phase of the run in numbers; `steps` counts both ends."""
+
+    name: str
+    steps: str
+    median: str
+    ratio: str
+
+
+def cards(record: DemoRecord) -> list[Card]:
+    """The figures on top of the report."""
+    makers = (_found, _alarms, _resize, _time, _loss_of_rank, _training_loss)
+    return [card for card in (make(record) for make in makers) if card is not None]
+
+
+def _found(record: DemoRecord) -> Card | None:
+    slow = scripted(record, "slow_rank")
+    if slow is None:
+        return None
+    hit = next((item for item in found(record) if item.delay_steps is not None), None)
+    if hit is None:
+        return Card(name="Slow rank", figure="not found", detail=f"rank {slow} was", tone="bad")
+    truth = record.script["slow_factor"]
+    detail = (
+        f"{hit.seen.verdict.slowdown:.2f}× its normal time ({truth:g}× in truth), "
+        f"{plural(hit.delay_steps or 0, 'step')} after it began"
+    )
+    return Card(name="Slow rank found", figure=f"rank {slow}", detail=detail, tone="good")
+
+
+def _alarms(record: DemoRecord) -> Card | None:
+    false = [item.seen.verdict.rank for item in found(record) if item.delay_steps is None]
+    healthy = len(record.layout.ranks) - (scripted(record, "slow_rank") is not None)
+    detail = f"on {plural(healthy, 'rank')} at full speed" if not false else ranks(false)
+    tone = "bad" if false else "good"
+    return Card(name="False alarms", figure=str(len(false)), detail=detail, tone=tone)
+
+
+def _resize(record: DemoRecord) -> Card | None:
+    switch = first_resize(record)
+    if switch is None:
+        return None
+    detail = f"pause between two steps; {size(switch.received_bytes)} moved, no restart"
+    return Card(name="Live resize", figure=duration(switch.pause_ms), detail=detail)
+
+
+def _time(record: DemoRecord) -> Card | None:
+    times, recovered = step_times(record), time_recovered(record)
+    slow, resized = times["slow"], times["resized"]
+    if slow is None or resized is None:
+        return None
+    detail = f"healthy {duration(times['healthy'])}"
+    if recovered is not None:
+        detail += f"; {recovered * 100:.0f}% of the lost time came back"
+    return Card(
+        name="Step time, slow to resized",
+        figure=f"{duration(slow)} → {duration(resized)}",
+        detail=detail,
+        tone="good" if resized < slow else "bad",
+    )
+
+
+def _loss_of_rank(record: DemoRecord) -> Card | None:
+    switch = first_loss(record)
+    if switch is None:
+        return None
+    left, whole = len(switch.plan.layout.ranks), len(record.layout.ranks)
+    detail = f"train on after {ranks(switch.lost)} died; {duration(switch.pause_ms)} pause"
+    return Card(name="Loss of a rank", figure=f"{left} of {whole} ranks", detail=detail)
+
+
+def _training_loss(record: DemoRecord) -> Card | None:
+    difference = loss_difference(record)
+    if difference is None:
+        return None
+    return Card(
+        name="Largest difference in loss",
+        figure=f"{difference.largest:.1e}",
+        detail=f"to the undisturbed run, over {plural(difference.steps, 'step')}",
+    )
+
+
+def phase_rows(record: DemoRecord) -> list[PhaseRow]:
+    """Median step time of each phase that the run had."""
+    times, spans = step_times(record), phase_spans(record)
+    healthy = times["healthy"]
+    rows = []
+    for name in PHASES:
+        ms = times[name]
+        if ms is None:
+            continue
+        start, stop = spans[name]
+        ratio = f"{ms / healthy:.2f}×" if healthy else "–"
+        rows.append(
+            PhaseRow(
+                name=PHASE_WORDS[name],
+                steps=f"{start}–{stop - 1}",
+                median=duration(ms),
+                ratio=ratio,
+            )
+        )
+    return rows

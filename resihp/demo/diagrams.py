@@ -1,0 +1,109 @@
+"""The layouts of a run as boxes in boxes: replicas, stages, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resihp.contracts import Stage, Status
+
+from .findings import Era, eras, known_at, lost_by
+from .record import DemoRecord
+from .words import layer_range, ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBox:
+    """One rank of a stage in a diagram: as wide as its share."""
+
+    rank: int
+    share: int
+    of: int
+    status: str
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBox:
+    """One stage of a diagram; `count` layers make its width, `was` the layers before, if others."""
+
+    name: str
+    count: int
+    layers: str
+    was: str
+    ranks: tuple[RankBox, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagram:
+    """The layout of one plan, `rows` a replica each with its microbatches."""
+
+    title: str
+    steps: str
+    rows: tuple[tuple[tuple[StageBox, ...], int], ...]
+    absent: tuple[tuple[int, str], ...]
+
+
+def diagrams(record: DemoRecord) -> list[Diagram]:
+    """The layout at the start and that of every plan taken on."""
+    every = eras(record)
+    before: list[Era | None] = [None, *every[:-1]]
+    return [_diagram(record, era, last) for era, last in zip(every, before, strict=True)]
+
+
+def _diagram(record: DemoRecord, era: Era, last: Era | None) -> Diagram:
+    rows = []
+    for index, (replica, quota) in enumerate(zip(era.layout.replicas, era.quotas, strict=True)):
+        old = _stages(last, index)
+        boxes = tuple(
+            _stage_box(record, era, stage, at, old[at] if at < len(old) else None)
+            for at, stage in enumerate(replica.stages)
+        )
+        rows.append((boxes, quota))
+    gone = lost_by(record, era.start)
+    absent = sorted(set(record.layout.ranks) - set(era.layout.ranks))
+    return Diagram(
+        title=_title(era),
+        steps=f"steps {era.start}–{era.stop - 1}" if era.stop > era.start else "no step",
+        rows=tuple(rows),
+        absent=tuple((rank, "dead" if rank in gone else "idle") for rank in absent),
+    )
+
+
+def _stages(era: Era | None, replica: int) -> Sequence[Stage]:
+    if era is None or replica >= era.layout.dp:
+        return ()
+    return era.layout.replicas[replica].stages
+
+
+def _title(era: Era) -> str:
+    if era.switch is None:
+        return "At the start"
+    if era.switch.lost:
+        return f"Plan {era.version}, without {ranks(era.switch.lost)}"
+    return f"Plan {era.version}, resized live"
+
+
+def _stage_box(record: DemoRecord, era: Era, stage: Stage, at: int, old: Stage | None) -> StageBox:
+    count = stage.layers[1] - stage.layers[0]
+    was = layer_range(old).removeprefix("layers ") if old and old.layers != stage.layers else ""
+    verdicts = known_at(record, era.start)
+    boxes = []
+    for rank, share in zip(stage.ranks, stage.shares, strict=True):
+        verdict = verdicts.get(rank)
+        status = verdict.status if verdict else Status.HEALTHY
+        note = f"{verdict.slowdown:.2f}×" if verdict and _slow(status) else ""
+        boxes.append(
+            RankBox(rank=rank, share=share, of=sum(stage.shares), status=status.value, note=note)
+        )
+    return StageBox(
+        name=f"stage {at}",
+        count=count,
+        layers=layer_range(stage),
+        was=was,
+        ranks=tuple(boxes),
+    )
+
+
+def _slow(status: Status) -> bool:
+    return status in (Status.FAIL_SLOW, Status.SUSPECT)

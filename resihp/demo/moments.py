@@ -1,0 +1,86 @@
+"""What happened when: the numbered marks of the plots and the list that explains them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from resihp.contracts import Status
+
+from .phases_of_run import scripted
+from .record import DemoRecord
+from .words import switch_line, verdict_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One thing that happened at a step.
+
+    kind     fault, verdict, plan or lost
+    x        where its line stands, in steps
+    label_x  where its number stands, apart from those of its neighbours
+    """
+
+    number: int
+    step: int
+    kind: str
+    text: str
+    x: float
+    label_x: float
+
+
+def moments(record: DemoRecord) -> tuple[Moment, ...]:
+    """Everything of note in the order in which it happened."""
+    happened = sorted([*_script(record), *_verdicts(record), *_switches(record)])
+    numbered = [
+        Moment(number=number, step=step, kind=kind, text=text, x=step - 0.5, label_x=step - 0.5)
+        for number, (step, _, kind, text) in enumerate(happened, 1)
+    ]
+    last = max([*(seen.step for seen in record.steps), 40])
+    return tuple(_apart(numbered, last / 40))
+
+
+def _script(record: DemoRecord) -> list[tuple[int, int, str, str]]:
+    happened = []
+    slow, slow_at = scripted(record, "slow_rank"), scripted(record, "slow_at")
+    if slow is not None and slow_at is not None:
+        text = f"rank {slow} runs at 1/{record.script['slow_factor']:g} of its speed from here on"
+        happened.append((slow_at, 0, "fault", text))
+    dead, dead_at = scripted(record, "dead_rank"), scripted(record, "dead_at")
+    if dead is not None and dead_at is not None:
+        happened.append((dead_at, 0, "lost", f"rank {dead} is killed with SIGKILL"))
+    return happened
+
+
+def _verdicts(record: DemoRecord) -> list[tuple[int, int, str, str]]:
+    return [
+        (seen.at_step, 1, "verdict", verdict_line(seen.verdict))
+        for seen in record.verdicts
+        if seen.verdict.status in (Status.FAIL_SLOW, Status.FAIL_STOP)
+    ]
+
+
+def _switches(record: DemoRecord) -> list[tuple[int, int, str, str]]:
+    return [(switch.step, 2, "plan", switch_line(switch)) for switch in record.switches]
+
+
+def _apart(numbered: list[Moment], gap: float) -> list[Moment]:
+    """Spreads numbers that would stand on each other, around the middle of their group."""
+    groups: list[list[Moment]] = []
+    for moment in numbered:
+        if groups and moment.x - _edge(groups[-1], gap) < gap:
+            groups[-1].append(moment)
+        else:
+            groups.append([moment])
+    return [
+        replace(moment, label_x=_middle(group) + (index - (len(group) - 1) / 2) * gap)
+        for group in groups
+        for index, moment in enumerate(group)
+    ]
+
+
+def _middle(group: list[Moment]) -> float:
+    return sum(moment.x for moment in group) / len(group)
+
+
+def _edge(group: list[Moment], gap: float) -> float:
+    return _middle(group) + (len(group) - 1) / 2 * gap

@@ -1,0 +1,220 @@
+"""The report: one file, complete, and true to the record."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import RESIZE_AT, SCRIPT, demo_record, plain_record
+
+from resihp.contracts import Status, Verdict
+from resihp.demo.cards import cards
+from resihp.demo.diagrams import diagrams
+from resihp.demo.findings import eras, found, headline, outcome, time_recovered
+from resihp.demo.moments import moments
+from resihp.demo.plots import HEAT_EDGES, heat_level
+from resihp.demo.record import Check, VerdictSeen
+from resihp.demo.report import render_report, write_report
+from resihp.demo.words import duration, percent, ranks, size
+
+_VOID = {"meta", "link", "br", "img", "hr", "input", "use", "path", "circle"}
+
+
+class Page(HTMLParser):
+    """Collects what the tests look at; `open` ends empty where every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.text: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id" and value:
+                self.ids.append(value)
+            if name in ("href", "src", "xlink:href") and value:
+                self.links.append(value)
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in _VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def words(self) -> str:
+        """The text of the page with single spaces."""
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    """The report of the run in which all went well."""
+    return Page(render_report(demo_record()))
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(page: Page) -> None:
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert "script" not in page.tags
+    assert all(link.startswith("#") for link in page.links)
+    html = render_report(demo_record())
+    assert not re.search(r"@import|url\((?!#)", html)
+
+
+def test_every_colour_of_the_plots_is_one_of_the_page() -> None:
+    html = render_report(demo_record())
+    used, defined = set(re.findall(r"var\((--\w+)\)", html)), set(re.findall(r"(--\w+):", html))
+    assert used <= defined
+    plots = html[html.index("<section") :]
+    assert not re.findall(r"#0[0-9a-f]{5}\b", plots), "a placeholder was left"
+
+
+def test_light_and_dark_define_the_same_colours() -> None:
+    html = render_report(demo_record())
+    light, dark = html.split("@media (prefers-color-scheme: dark)", 1)
+    dark = dark[: dark.index("* {")]
+    assert set(re.findall(r"(--\w+):", light)) == set(re.findall(r"(--\w+):", dark))
+
+
+def test_the_page_tells_the_story(page: Page) -> None:
+    words = page.words()
+    assert "All that was promised happened" in words
+    assert "Rank 5 was found to take 1.49× its normal time 5 steps after it slowed down." in words
+    assert "computes 49.2% longer than expected" in words
+    assert "replica 1 is the slower one now" in words
+    assert "rank 2: dead" in words
+    assert "layers 5–7 , was 4–7" in words
+    for line in demo_record().emulated:
+        assert line in words
+
+
+def test_the_report_is_the_same_for_the_same_record(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "report.html", tmp_path / "b.html"
+    write_report(demo_record(), first)
+    write_report(demo_record(), second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_what_the_record_says_is_text_and_never_markup() -> None:
+    check = Check(name="<b>bold</b>", passed=False, detail="<script>alert(1)</script>")
+    page = Page(render_report(demo_record(checks=(check,), machine="<i>x</i>")))
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.words()
+
+
+@pytest.mark.parametrize("lost", ["steps", "reference", "switches", "verdicts", "health"])
+def test_a_run_that_lacks_a_part_is_still_reported(lost: str) -> None:
+    assert Page(render_report(demo_record(**{lost: ()}))).open == []
+
+
+def test_a_run_that_never_began_is_reported() -> None:
+    page = Page(render_report(plain_record()))
+    assert "Nothing happened in this run." in page.words()
+    assert "No plan was taken on." in page.words()
+
+
+def test_a_verdict_on_another_rank_is_a_false_alarm() -> None:
+    wrong = Verdict(rank=3, status=Status.FAIL_SLOW, slowdown=1.2, since_step=20)
+    record = demo_record(verdicts=(VerdictSeen(at_step=23, verdict=wrong),))
+    assert [item.delay_steps for item in found(record)] == [None]
+    assert "a false alarm" in headline(record)
+    assert {card.name: card.figure for card in cards(record)}["False alarms"] == "1"
+    assert "The slow rank was found" not in headline(record)
+
+
+def test_a_firm_verdict_counts_once_and_from_its_first_time() -> None:
+    record = demo_record()
+    again = tuple(replace(seen, at_step=seen.at_step + 20) for seen in record.verdicts)
+    assert [
+        item.delay_steps for item in found(replace(record, verdicts=record.verdicts + again))
+    ] == [27 - SCRIPT["slow_at"]]
+
+
+def test_every_failed_check_counts() -> None:
+    bad = Check(name="x", passed=False, detail="")
+    good = Check(name="y", passed=True, detail="")
+    assert outcome(demo_record(checks=(bad, good))) == "1 of 2 checks failed"
+
+
+def test_recovered_time_is_a_share_of_what_was_lost() -> None:
+    recovered = time_recovered(demo_record())
+    assert recovered is not None
+    assert 0 < recovered < 1
+    assert time_recovered(demo_record(switches=())) is None
+
+
+def test_eras_follow_each_other_without_a_gap() -> None:
+    every = eras(demo_record())
+    assert [era.version for era in every] == [0, 1, 2]
+    assert every[0].start == 0
+    assert all(a.stop == b.start for a, b in pairwise(every))
+    assert every[1].start == RESIZE_AT
+
+
+def test_diagrams_mark_the_slow_the_dead_and_what_changed() -> None:
+    start, resized, survived = diagrams(demo_record())
+    assert all(box.status == "healthy" for row, _ in start.rows for st_ in row for box in st_.ranks)
+    slow = [box for row, _ in resized.rows for st_ in row for box in st_.ranks if box.note]
+    assert [(box.rank, box.share, box.of, box.note) for box in slow] == [(5, 1, 4, "1.49×")]
+    assert [stage.was for stage in resized.rows[0][0]] == ["0–3", "4–7"]
+    assert survived.absent == ((2, "dead"),)
+    assert [quota for _, quota in survived.rows] == [5, 3]
+
+
+def test_numbers_of_moments_do_not_stand_on_each_other() -> None:
+    every = moments(demo_record())
+    assert [moment.number for moment in every] == list(range(1, len(every) + 1))
+    assert [moment.step for moment in every] == sorted(moment.step for moment in every)
+    places = [moment.label_x for moment in every]
+    gaps = [right - left for left, right in pairwise(places)]
+    assert min(gaps) > 1.0
+
+
+def test_heat_rises_with_the_slowdown() -> None:
+    assert heat_level(1.0) == 0
+    assert heat_level(2.0) == len(HEAT_EDGES)
+    assert [heat_level(edge) for edge in HEAT_EDGES] == list(range(1, len(HEAT_EDGES) + 1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.0, 1.0))
+def test_only_certainty_is_shown_as_certain(share: float) -> None:
+    assert (percent(share) == "100%") == (share == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (duration(None), "–"),
+        (duration(4.171), "4.17 ms"),
+        (duration(417.4), "417 ms"),
+        (duration(1873.0), "1.87 s"),
+        (duration(141_000.0), "141.0 s"),
+        (size(612), "612 B"),
+        (size(612_352), "598 KiB"),
+        (size(1_310_720), "1.25 MiB"),
+        (ranks([5]), "rank 5"),
+        (ranks([3, 1, 2]), "ranks 1, 2 and 3"),
+    ],
+)
+def test_words(shown: str, expected: str) -> None:
+    assert shown == expected
