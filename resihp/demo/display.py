@@ -39,6 +39,7 @@ class LiveDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console()
+        self._drawn = self._console.is_terminal and not self._console.is_dumb_terminal
         self._clock = clock
         self._start = clock()
         self._lock = threading.RLock()
@@ -48,7 +49,7 @@ class LiveDisplay:
 
     def __enter__(self) -> LiveDisplay:
         self._start = self._clock()
-        if self._console.is_terminal:
+        if self._drawn:
             self._live = Live(
                 self.screen, console=self._console, refresh_per_second=REFRESHES_PER_SECOND
             )
@@ -145,6 +146,6 @@ class LiveDisplay:
         self._plain(f"{where}{text}")
 
     def _plain(self, text: str) -> None:
-        if not self._console.is_terminal:
+        if not self._drawn:
             line = f"[{self._seconds():6.1f} s] {text}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

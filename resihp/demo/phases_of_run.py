@@ -80,9 +80,10 @@ def loss_difference(record: DemoRecord) -> LossDifference | None:
 
 
 def scripted(record: DemoRecord, name: str) -> int | None:
-    """A rank or step of the script; None where that fault was left out."""
+    """`slow_rank`, `slow_at`, `dead_rank` or `dead_at`; None where that fault was left out."""
+    rank = record.script.get(f"{name.split('_', maxsplit=1)[0]}_rank", -1)
     value = int(record.script.get(name, -1))
-    return value if value >= 0 else None
+    return value if value >= 0 and rank >= 0 else None
 
 
 def _median_ms(steps: Sequence[StepSeen], span: tuple[int, int]) -> float | None:

@@ -71,7 +71,8 @@ class Scene:
 
     def recent_ms(self) -> float | None:
         """Median of the last few step times under the present plan, its first step left out."""
-        times = [seen.step_ms for seen in self.seen if seen.step > self.plan_step or not seen.step]
+        times = [seen.step_ms for seen in self.seen if seen.step > self.plan_step]
+        times = times or [seen.step_ms for seen in self.seen[-1:]]
         return median(times[-RECENT:]) if times else None
 
     def take_plan(self, switch: SwitchSeen) -> None:

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from records import BEFORE, SCRIPT, STEPS, demo_record, plain_record
+from records import BEFORE, RESIZE_AT, SCRIPT, STEPS, demo_record, plain_record
 from rich.console import Console
 
 from resihp.contracts import Status
@@ -111,6 +111,18 @@ def test_events_from_several_threads_are_all_kept() -> None:
         for thread in threads:
             thread.join(timeout=10)
     assert len(display.scene.events) == 40
+
+
+def test_step_time_after_a_switch_is_that_of_the_new_plan() -> None:
+    record = demo_record()
+    display = LiveDisplay(BEFORE, STEPS, console=console(terminal=False))
+    for seen in record.steps[:RESIZE_AT]:
+        display.step(seen)
+    display.switch(record.switches[0])
+    assert display.scene.recent_ms() == record.steps[RESIZE_AT - 1].step_ms
+    for seen in record.steps[RESIZE_AT : RESIZE_AT + 2]:
+        display.step(seen)
+    assert display.scene.recent_ms() == record.steps[RESIZE_AT + 1].step_ms
 
 
 def test_the_dead_stay_dead_whatever_is_measured_later() -> None:

@@ -37,6 +37,12 @@ def test_a_run_without_faults_is_healthy_throughout() -> None:
     assert step_times(record)["slow"] is None
 
 
+def test_a_fault_that_was_left_out_has_no_step() -> None:
+    script = {**SCRIPT, "slow_rank": -1, "dead_rank": -1}
+    record = demo_record(script=script, switches=())
+    assert phase_spans(record) == {"healthy": (3, STEPS)}
+
+
 def test_a_slow_rank_that_no_plan_answers_stays_slow_until_the_death() -> None:
     record = demo_record()
     record = replace(record, switches=record.switches[1:])
