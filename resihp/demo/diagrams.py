@@ -36,11 +36,11 @@ class StageBox:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagram:
-    """The layout of one plan, `rows` a replica each with its microbatches."""
+    """The layout of one plan, `rows` a replica each with its microbatches (None: not known)."""
 
     title: str
     steps: str
-    rows: tuple[tuple[tuple[StageBox, ...], int], ...]
+    rows: tuple[tuple[tuple[StageBox, ...], int | None], ...]
     absent: tuple[tuple[int, str], ...]
 
 
@@ -53,7 +53,8 @@ def diagrams(record: DemoRecord) -> list[Diagram]:
 
 def _diagram(record: DemoRecord, era: Era, last: Era | None) -> Diagram:
     rows = []
-    for index, (replica, quota) in enumerate(zip(era.layout.replicas, era.quotas, strict=True)):
+    quotas: Sequence[int | None] = era.quotas or [None] * era.layout.dp
+    for index, (replica, quota) in enumerate(zip(era.layout.replicas, quotas, strict=True)):
         old = _stages(last, index)
         boxes = tuple(
             _stage_box(record, era, stage, at, old[at] if at < len(old) else None)

@@ -30,7 +30,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Era:
-    """A span of steps [start, stop) under one plan; `switch` is None for the start layout."""
+    """A span of steps [start, stop) under one plan; `switch` is None for the start layout.
+
+    `quotas` empty means not known.
+    """
 
     version: int
     start: int
@@ -62,20 +65,24 @@ def eras(record: DemoRecord) -> tuple[Era, ...]:
     starts = [0, *(switch.step for switch in record.switches)]
     stops = [*starts[1:], max(end, starts[-1])]
     switches: list[SwitchSeen | None] = [None, *record.switches]
-    microbatches = record.switches[0].plan.microbatches if record.switches else 0
     return tuple(
         Era(
             version=switch.plan.version if switch else 0,
             start=start,
             stop=stop,
             layout=switch.plan.layout if switch else record.layout,
-            quotas=switch.plan.quotas
-            if switch
-            else record.quotas or even_quotas(microbatches, record.layout.dp),
+            quotas=switch.plan.quotas if switch else _start_quotas(record),
             switch=switch,
         )
         for switch, start, stop in zip(switches, starts, stops, strict=True)
     )
+
+
+def _start_quotas(record: DemoRecord) -> tuple[int, ...]:
+    """The sum of the quotas never changes, so that any plan tells the one at the start."""
+    if record.quotas or not record.switches:
+        return record.quotas
+    return even_quotas(record.switches[0].plan.microbatches, record.layout.dp)
 
 
 def era_ms(record: DemoRecord, era: Era) -> float | None:

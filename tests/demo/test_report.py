@@ -170,6 +170,13 @@ def test_eras_follow_each_other_without_a_gap() -> None:
     assert every[1].start == RESIZE_AT
 
 
+def test_quotas_at_the_start_follow_from_any_plan_or_stay_unknown() -> None:
+    assert eras(demo_record(quotas=()))[0].quotas == (4, 4)
+    unknown = demo_record(quotas=(), switches=())
+    assert [quota for _, quota in diagrams(unknown)[0].rows] == [None, None]
+    assert "None" not in Page(render_report(unknown)).words()
+
+
 def test_diagrams_mark_the_slow_the_dead_and_what_changed() -> None:
     start, resized, survived = diagrams(demo_record())
     assert all(box.status == "healthy" for row, _ in start.rows for st_ in row for box in st_.ranks)
