@@ -38,16 +38,20 @@ class WhatIf:
     ideal_s: Floats
 
     @classmethod
-    def of(cls, recording: Recording, found: Dependencies | None = None) -> WhatIf:
+    def of(
+        cls,
+        recording: Recording,
+        found: Dependencies | None = None,
+        own_s: Floats | None = None,
+    ) -> WhatIf:
         """Prepares a recording. What was not recorded counts as usual for its place."""
         found = found or dependencies(recording)
-        own = _without_gaps(transfer_seconds(recording, found))
+        own = _without_gaps(transfer_seconds(recording, found) if own_s is None else own_s)
         return cls(recording, found, own, _ideal(recording, own))
 
     def step_s(self, own_s: Floats, delay_s: Floats | None = None) -> NDArray[np.float64]:
         """Duration [T] of every step with these durations [N, D, T]."""
-        ends = self.found.graph.replay(own_s, delay_s)[1]
-        return np.asarray(ends.max(axis=(0, 1)), np.float64)
+        return np.asarray(self.found.graph.makespan(own_s, delay_s), np.float64)
 
     @cached_property
     def recorded_s(self) -> NDArray[np.float64]:
@@ -86,10 +90,13 @@ class WhatIf:
         All ideal replicas run alike, so one of them stands for the rest.
         """
         operations, replicas, steps = self.own_s.shape
-        pair = np.empty((operations, 2, replicas * steps))
-        pair[:, 0] = self.own_s.reshape(operations, -1)
+        pair = np.empty((operations, 2, steps))
         pair[:, 1] = self.ideal_s[:, None]
-        return self.step_s(pair).reshape(replicas, steps)
+        found = np.empty((replicas, steps))
+        for replica in range(replicas):
+            pair[:, 0] = self.own_s[:, replica]
+            found[replica] = self.step_s(pair)
+        return found
 
     @cached_property
     def by_stage_s(self) -> NDArray[np.float64]:

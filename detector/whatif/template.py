@@ -199,8 +199,7 @@ class StepGraph:
 
     def step_ms(self, cubes: Cubes) -> NDArray[np.float64]:
         """Duration [T] of every step with the times of `cubes`, which hold no NaN."""
-        ends = self.graph.replay(self._own(cubes))[1]
-        return np.asarray(ends.max(axis=(0, 1)), np.float64)
+        return np.asarray(self.graph.makespan(self._own(cubes)), np.float64)
 
     def spans(self, cubes: Cubes) -> StepSpans:
         """When everything ran."""

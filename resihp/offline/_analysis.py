@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -15,7 +14,6 @@ from resihp.contracts import (
     ContractError,
     Diagnosis,
     Layout,
-    TelemetryBatch,
     TraceError,
     Verdict,
     to_json,
@@ -93,24 +91,23 @@ class Analysis:
 def analyze(trace: Trace) -> Analysis:
     """Runs the detector over a recording and replays it. Raises `TraceError` if that fails."""
     try:
-        batches = list(trace.batches())
-        verdicts, changes = _judge(trace, batches)
-        whatif = WhatIf.of(trace.recording, trace.dependencies) if trace.ops is not None else None
-        costs = _costs(trace, batches) if whatif is None else _replayed_costs(whatif)
+        verdicts, changes = _judge(trace)
+        whatif = None
+        if trace.ops is not None:
+            whatif = WhatIf.of(trace.recording, trace.dependencies, trace.own_s)
+        costs = _costs(trace) if whatif is None else _replayed_costs(whatif)
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
     diagnosis = conclude(costs, None if whatif is None else max(whatif.slowdown, 1.0))
     return Analysis(trace, verdicts, changes, diagnosis, costs, whatif)
 
 
-def _judge(
-    trace: Trace, batches: Iterable[TelemetryBatch]
-) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
+def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
     detector = Detector(trace.job)
     plans = {plan.version: plan for plan in trace.plans}
     changes = []
     latest: dict[int, Verdict] = {}
-    for batch in batches:
+    for batch in trace.batches():
         step = int(batch.step[0])
         if batch.plan_version != detector.plan_version and batch.plan_version in plans:
             detector.apply_plan(plans[batch.plan_version])
@@ -131,11 +128,11 @@ def _replayed_costs(whatif: WhatIf) -> Costs:
     )
 
 
-def _costs(trace: Trace, batches: Iterable[TelemetryBatch]) -> Costs:
+def _costs(trace: Trace) -> Costs:
     """The mean over the stretches under one plan each."""
     layouts = {0: trace.job.layout} | {plan.version: plan.layout for plan in trace.plans}
     parts = [
         costs_of(trace.job, layouts.get(version, trace.job.layout), stretch)
-        for version, stretch in groupby(batches, key=lambda batch: batch.plan_version)
+        for version, stretch in groupby(trace.batches(), key=lambda batch: batch.plan_version)
     ]
     return Costs.mean(parts)

@@ -19,16 +19,16 @@ from resihp.contracts import (
     from_json,
 )
 
-from ._arrow import is_number, to_numpy
+from ._arrow import ParquetColumns, is_number, to_numpy
 from ._trace import Trace
 
 JOB_KEY = b"resihp.job"
 PLANS_KEY = b"resihp.plans"
 
 
-def own_trace(path: Path, table: Any) -> Trace:
-    """The trace in an Arrow table. Raises `TraceError` naming what is wrong."""
-    metadata = table.schema.metadata
+def own_trace(path: Path, table: ParquetColumns) -> Trace:
+    """The trace in parquet columns. Raises `TraceError` naming what is wrong."""
+    metadata = table.metadata
     try:
         job = from_json(Job, json.loads(metadata[JOB_KEY]))
         plans = from_json(tuple[Plan, ...], json.loads(metadata.get(PLANS_KEY, b"[]")))
@@ -48,21 +48,21 @@ def own_trace(path: Path, table: Any) -> Trace:
     )
 
 
-def _columns(table: Any) -> dict[str, Any]:
+def _columns(table: ParquetColumns) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, (dtype, default) in COLUMNS.items():
-        if name not in table.column_names:
+        if name not in table.names:
             if default is None:
                 raise ContractError(name, "the column is missing")
-            columns[name] = np.full(table.num_rows, default, dtype)
+            columns[name] = np.full(table.rows, default, dtype)
         else:
-            columns[name] = _values(table.column(name), name, dtype)
+            columns[name] = _values(table.read(name), name, dtype)
     name = "plan_version"
     versions = np.dtype(np.int64)
     columns[name] = (
-        _values(table.column(name), name, versions)
-        if name in table.column_names
-        else np.zeros(table.num_rows, versions)
+        _values(table.read(name), name, versions)
+        if name in table.names
+        else np.zeros(table.rows, versions)
     )
     return columns
 

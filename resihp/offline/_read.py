@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from resihp.contracts import ContractError, TraceError
 
+from ._arrow import ParquetColumns
 from ._trace import Trace
 
 _JSON = (".json", ".json.gz")
@@ -44,29 +44,24 @@ def _json_trace(path: Path, files: list[Path]) -> Trace:
 
 
 def _parquet_trace(path: Path, files: list[Path]) -> Trace:
+    import pyarrow as pa
+
+    try:
+        return _trace_of_columns(path, ParquetColumns(files))
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()) or "unknown reason"
+        raise TraceError(f"{path}: is not a readable parquet file: {reason}") from None
+
+
+def _trace_of_columns(path: Path, columns: ParquetColumns) -> Trace:
     from ._own import JOB_KEY, own_trace
     from ._whatif import whatif_trace
 
-    table = _table(path, files)
-    if JOB_KEY in (table.schema.metadata or {}):
-        return own_trace(path, table)
-    if "optype" in table.column_names:
-        return whatif_trace(path, table)
+    if JOB_KEY in columns.metadata:
+        return own_trace(path, columns)
+    if "optype" in columns.names:
+        return whatif_trace(path, columns)
     raise TraceError(
         f"{path}: is neither a ResiHP recording (no {JOB_KEY.decode()} in its metadata) "
         "nor a what-if trace (no optype column)"
     )
-
-
-def _table(path: Path, files: list[Path]) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        tables = [pq.ParquetFile(file).read(use_threads=False) for file in files]
-        if len(tables) == 1:
-            return tables[0]
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "unknown reason"
-        raise TraceError(f"{path}: is not a readable parquet file: {reason}") from None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.dependencies import Dependencies, dependencies
-from detector.whatif.ops import OpTable, Recording
+from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
+from detector.whatif.ops import Floats, OpTable, Recording
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 
-from ._telemetry import telemetry_columns
+from ._telemetry import RecordMaker
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,14 +57,15 @@ class Trace:
         return dependencies(self.recording)
 
     @cached_property
+    def own_s(self) -> Floats:
+        """Durations [N, D, T] of the recording without the waiting. Only where `ops` is there."""
+        return transfer_seconds(self.recording, self.dependencies)
+
+    @cached_property
     def records(self) -> Columns:
         """All microbatch records as columns, in step order; times in milliseconds."""
-        columns = self.columns
-        if columns is None:
-            assert self.ops is not None
-            columns = telemetry_columns(self.ops, self.recording, self.dependencies)
-        order = np.lexsort((columns["plan_version"], columns["step"]))
-        return {name: column[order] for name, column in columns.items()}
+        parts = list(self._parts())
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -80,15 +81,22 @@ class Trace:
 
     def batches(self) -> Iterator[TelemetryBatch]:
         """One batch for each step, in step order (two where a plan took effect within a step)."""
-        columns = dict(self.records)
-        versions = columns.pop("plan_version")
-        steps = columns["step"]
-        change = (np.diff(steps) != 0) | (np.diff(versions) != 0)
-        edges = [0, *(np.flatnonzero(change) + 1).tolist(), steps.size]
-        for start, stop in pairwise(edges):
-            if stop > start:
-                rows: dict[str, Any] = {n: column[start:stop] for n, column in columns.items()}
-                yield TelemetryBatch(**rows, plan_version=int(versions[start]))
+        for part in self._parts():
+            columns: dict[str, Any] = dict(part)
+            version = columns.pop("plan_version")
+            yield TelemetryBatch(**columns, plan_version=int(version[0]))
+
+    def _parts(self) -> Iterator[Columns]:
+        """The records of one step and plan version after the other."""
+        if self.columns is not None:
+            columns = self.columns
+            for rows in _runs(columns["step"], columns["plan_version"]):
+                yield {name: column[rows] for name, column in columns.items()}
+            return
+        assert self.ops is not None
+        maker = RecordMaker(self.ops, self.recording, self.dependencies, self.own_s)
+        for rows in _runs(self.ops.step):
+            yield maker.columns(rows)
 
     def frame(self) -> pd.DataFrame:
         """The microbatch records as a pandas frame; `op` as words, unknown work as NA."""
@@ -99,3 +107,14 @@ class Trace:
             self.records["op"].astype(np.int8), pd.Index([op.name.lower() for op in Op])
         )
         return frame
+
+
+def _runs(*keys: NDArray[Any]) -> Iterator[NDArray[np.intp]]:
+    """Rows with equal keys, in the order of the keys; their own order stays."""
+    order = np.lexsort(keys[::-1])
+    change = np.zeros(max(order.size - 1, 0), bool)
+    for key in keys:
+        change |= np.diff(key[order]) != 0
+    edges = [0, *(np.flatnonzero(change) + 1).tolist(), order.size]
+    for start, stop in pairwise(edges):
+        yield order[start:stop]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from detector.whatif.ops import COMPUTE, LABELS, Kind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
-from ._arrow import is_number, to_numpy
+from ._arrow import ParquetColumns, is_number, to_numpy
 from ._meta import read_meta, whole_number
 from ._trace import Trace
 
@@ -20,9 +20,9 @@ _KINDS = {label: kind for kind, label in LABELS.items()}
 _UNKNOWN = 255
 
 
-def whatif_trace(path: Path, table: Any) -> Trace:
-    """The trace in an Arrow table. Raises `TraceError` naming the column that is wrong."""
-    if table.num_rows == 0:
+def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
+    """The trace in parquet columns. Raises `TraceError` naming the column that is wrong."""
+    if table.rows == 0:
         raise TraceError(f"{path}: holds no operations")
     ops = _operations(path, table)
     meta = read_meta(path)
@@ -41,20 +41,20 @@ def whatif_trace(path: Path, table: Any) -> Trace:
     return Trace(path=path, format="whatif-parquet", job=job, tp=tp, ops=ops)
 
 
-def _operations(path: Path, table: Any) -> OpTable:
-    missing = [name for name in REQUIRED if name not in table.column_names]
+def _operations(path: Path, table: ParquetColumns) -> OpTable:
+    missing = [name for name in REQUIRED if name not in table.names]
     if missing:
         raise TraceError(f"{path}: lacks the columns {', '.join(missing)}")
-    kind = _kinds(path, table.column("optype"))
+    kind = _kinds(path, table.read("optype"))
     known = kind != _UNKNOWN
     if not known.any():
         raise TraceError(f"{path}: optype: holds none of the known operations")
     column = {
-        name: _column(path, table.column(name), name)[known]
-        for name in table.column_names
-        if name not in ("optype",) and name in _WANTED
+        name: _column(path, table.read(name), name) for name in table.names if name in _WANTED
     }
-    kind = kind[known]
+    if not known.all():
+        kind = kind[known]
+        column = {name: values[known] for name, values in column.items()}
     dp, stage = column["dp_rank"], column["stage"]
     stages = int(stage.max()) + 1
     chunk = column.get("mc", np.where(np.isin(kind, COMPUTE), 0, -1))
@@ -75,35 +75,36 @@ def _operations(path: Path, table: Any) -> OpTable:
     )
 
 
-_WANTED = {  # column -> least value allowed
-    "dp_rank": 0,
-    "stage": 0,
-    "rank": 0,
-    "step": 0,
-    "start_ts": -np.inf,
-    "duration": 0,
-    "seq_id": 0,
-    "mc": -1,
-    "mb_id": -1,
-    "gmc": -1,
+_WANTED: dict[str, tuple[Any, int]] = {  # column -> dtype, least value allowed
+    "dp_rank": (np.int32, 0),
+    "stage": (np.int16, 0),
+    "rank": (np.int32, 0),
+    "step": (np.int64, 0),
+    "start_ts": (np.float64, -(2**62)),
+    "duration": (np.float64, 0),
+    "seq_id": (np.int32, 0),
+    "mc": (np.int16, -1),
+    "mb_id": (np.int32, -1),
+    "gmc": (np.int16, -1),
 }
 
 
 def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
     if column.null_count:
         raise TraceError(f"{path}: {name}: holds {column.null_count} empty values")
-    decimal = name in ("start_ts", "duration")
+    dtype, least = _WANTED[name]
+    decimal = dtype is np.float64
     values = to_numpy(column) if is_number(column) else np.empty(0, bool)
     if values.dtype.kind not in ("iuf" if decimal else "iu"):
         words = "numbers" if decimal else "whole numbers"
         raise TraceError(f"{path}: {name}: must hold {words}, not {column.type}")
-    if decimal:
-        values = values.astype(np.float64)
-        if not np.isfinite(values).all():
-            raise TraceError(f"{path}: {name}: holds a value that is not finite")
-    if values.min() < _WANTED[name]:
-        raise TraceError(f"{path}: {name}: holds {values.min()}, below {_WANTED[name]}")
-    return values
+    if decimal and not np.isfinite(values).all():
+        raise TraceError(f"{path}: {name}: holds a value that is not finite")
+    if values.min() < least:
+        raise TraceError(f"{path}: {name}: holds {values.min()}, below {least}")
+    if not decimal and int(values.max()) > np.iinfo(dtype).max:
+        raise TraceError(f"{path}: {name}: holds {values.max()}, above {np.iinfo(dtype).max}")
+    return values.astype(dtype, copy=False)
 
 
 def _kinds(path: Path, column: Any) -> NDArray[np.uint8]:
@@ -139,8 +140,14 @@ def _sequence(*keys: NDArray[Any]) -> NDArray[np.int64]:
 def _layout(ops: OpTable) -> Layout:
     """The recorded ranks by replica and stage; a stage of which none was recorded gets a number."""
     seen: dict[tuple[int, int], list[int]] = {}
-    places = np.unique(np.stack([ops.dp, ops.stage, ops.rank]).astype(np.int64), axis=1)
-    for dp, stage, rank in places.T.tolist():
+    keys = (ops.dp.astype(np.int64) << 44) | (ops.stage.astype(np.int64) << 32) | ops.rank
+    places = np.unique(keys)
+    for dp, stage, rank in zip(
+        (places >> 44).tolist(),
+        (places >> 32 & 0xFFF).tolist(),
+        (places & 0xFFFFFFFF).tolist(),
+        strict=True,
+    ):
         seen.setdefault((dp, stage), []).append(rank)
     free = int(ops.rank.max()) + 1
     stages = range(int(ops.stage.max()) + 1)

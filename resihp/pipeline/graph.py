@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from resihp.contracts import ContractError
 
 Times = NDArray[np.floating]
+_BLOCK = 1 << 18  # cells that `makespan` works on at a time
 
 
 class _Level(NamedTuple):
@@ -89,21 +90,43 @@ class Graph:
         An operation starts `delay` (of the same shape) after all that it waits for. Time 0 is the
         start of every case. The unit and the dtype are those of `duration`.
         """
+        starts = np.empty_like(duration)
+        ends = self._run(duration, delay, starts)
+        return starts, ends[self._rank]
+
+    def makespan(self, duration: Times, delay: Times | None = None) -> Times:
+        """When the last operation of every case ends, [case]; see `replay`.
+
+        Works on a few cases at a time, which takes little memory and stays in the cache.
+        """
+        cases = duration.shape[-1]
+        block = max(_BLOCK // max(duration[..., :1].size, 1), 1)
+        last = np.empty(cases, duration.dtype)
+        for start in range(0, cases, block):
+            part = slice(start, start + block)
+            late = None if delay is None else delay[..., part]
+            last[part] = self._run(duration[..., part], late).max(axis=(0, 1))
+        return last
+
+    def _run(
+        self, duration: Times, delay: Times | None = None, starts: Times | None = None
+    ) -> Times:
+        """Ends in level order, and a row of zeros; fills `starts` in the order of operations."""
         if duration.ndim != 3 or duration.shape[0] != self.size:
             raise ContractError("duration", f"must have the shape [{self.size}, replicas, cases]")
-        own = duration[self._order]
-        starts = np.empty_like(own)
-        ends = np.zeros((self.size + 1, *own.shape[1:]), own.dtype)  # the last row is the origin
+        ends = np.zeros((self.size + 1, *duration.shape[1:]), duration.dtype)
         for level in self._levels:
+            operations = self._order[level.start : level.stop]
             start = ends[level.preds[0]]
             for column in level.preds[1:]:
                 np.maximum(start, ends[column], out=start)
-            rows = slice(level.start, level.stop)
             if delay is not None:
-                start += delay[self._order[rows]]
-            starts[rows] = start
-            np.add(_ready(start, level), own[rows], out=ends[rows])
-        return starts[self._rank], ends[self._rank]
+                start += delay[operations]
+            if starts is not None:
+                starts[operations] = start
+            rows = ends[level.start : level.stop]
+            np.add(_ready(start, level), duration[operations], out=rows)
+        return ends
 
 
 def _ready(start: Times, level: _Level) -> Times:
