@@ -10,11 +10,13 @@ import numpy as np
 from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
 
 from ._arrays import Ints, State
+from ._correction import Correction
 from ._epoch import Epoch
 from ._judge import FAIL_SLOW, FAIL_STOP
 from ._state import pack, unpack
 from ._words import verdict_of
 from .heartbeat import Heartbeats
+from .predictor import Predictor
 from .settings import DetectorSettings
 
 _RECENT_RECORDS = 2_000_000
@@ -39,17 +41,22 @@ class Detector:
         job: Job,
         *,
         settings: DetectorSettings | None = None,
-        predictor: object | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self.job = job
         self.settings = settings or DetectorSettings()
         self.plan_version = 0
         self.counters = {"older_plan": 0, "ahead": 0}
-        self._epoch = Epoch(job, self.settings)
+        self._epoch = Epoch(job, self.settings, Correction(self.settings, predictor))
         self._heartbeats = Heartbeats()
         self._notes: dict[int, tuple[str, ...]] = {}
         self._recent: deque[TelemetryBatch] = deque(maxlen=_RECENT_STEPS)
         self._ahead: deque[TelemetryBatch] = deque(maxlen=_AHEAD)
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What was learned about the cost of work, for the next job; None before the training."""
+        return self._epoch.model.correction.predictor
 
     def update(self, batch: TelemetryBatch) -> list[Verdict]:
         """Takes records; returns the verdicts that they changed."""

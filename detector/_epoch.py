@@ -9,6 +9,7 @@ import numpy as np
 from resihp.contracts import Job, Op, TelemetryBatch
 
 from ._arrays import Bools, Floats, Ints, State
+from ._correction import Correction
 from ._expected import LengthModel, StepResidual
 from ._intake import Intake
 from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, Book, Judge
@@ -29,11 +30,13 @@ _REPLICA = (
 class Epoch:
     """Intake, expectation, tests and statuses on one layout."""
 
-    def __init__(self, job: Job, settings: DetectorSettings) -> None:
+    def __init__(
+        self, job: Job, settings: DetectorSettings, correction: Correction | None = None
+    ) -> None:
         self._job, self._settings = job, settings
         self.places = places_of(job.layout)
         self.intake = Intake(self.places, job.quotas, job.chunks, settings)
-        self.model = LengthModel(job, self.places)
+        self.model = LengthModel(job, self.places, correction or Correction(settings))
         self.witness_model = WitnessModel(job, self.places)
         self.watch = Watch(self.places, settings)
         self.together = Together(self.places)
@@ -128,7 +131,7 @@ class Epoch:
 
     def successor(self, job: Job) -> Epoch:
         """The epoch on the layout of `job`, with what outlives a layout."""
-        after = Epoch(replace(job), self._settings)
+        after = Epoch(replace(job), self._settings, self.model.correction)
         after.model.inherit(self.model)
         after.last_step = self.last_step
         at = after.places.index(self.places.ranks)

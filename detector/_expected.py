@@ -9,10 +9,11 @@ import numpy as np
 from resihp.contracts import Job, Op, TelemetryBatch
 
 from ._arrays import Bools, Floats, Ints, State
+from ._correction import Correction
 from ._places import Places
 from ._regression import CellRegression
 from .robust import group_location, group_median, mad_sigma
-from .workload import TERMS, work_terms
+from .workload import TERMS, features_of, work_terms
 
 _LEVEL_STEPS = 6
 """Steps in which the level of a class is still learned; after that only its shape is."""
@@ -42,8 +43,8 @@ class LengthModel:
     so a slow device does not become the norm.
     """
 
-    def __init__(self, job: Job, places: Places) -> None:
-        self._job, self._places = job, places
+    def __init__(self, job: Job, places: Places, correction: Correction) -> None:
+        self._job, self._places, self.correction = job, places, correction
         self._cells = int(places.peers.max() + 1) * job.chunks * 2
         self.regression = CellRegression(
             self._cells,
@@ -65,14 +66,21 @@ class LengthModel:
     def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
         """Scores one step of compute records, then learns from the ranks in `trusted`."""
         terms = work_terms(self._job, self._places, batch, index)
-        times = np.maximum(batch.compute_ms, 1e-6)
+        features = features_of(self._places, batch, index)
+        applied, unsure = self.correction.of(features)
+        times = np.maximum(batch.compute_ms, 1e-6) * np.exp(-applied)
         cell = self.cell_of(batch, index)
         if not self._learned:
             self._start(cell, terms, times, index, trusted)
         self.regression.open(cell, terms, times)
         expected, doubt = self.regression.predict(cell, terms)
-        result = self._score(np.log(times / expected), doubt, index)
+        doubt = np.hypot(doubt, unsure / max(self._spread, 1e-4))
+        ratio = np.log(times / expected)
+        result = self._score(ratio, doubt, index)
+        own = ratio - result.value[index]
+        usable = trusted[index] & (np.abs(own) < 6.0 * max(self._spread, 1e-4))
         self._learn(cell, terms, times, expected, index, result.value, trusted)
+        self.correction.observe(features, own + applied, applied, usable)
         return result
 
     def _score(self, residual: Floats, doubt: Floats, index: Ints) -> StepResidual:
@@ -138,6 +146,7 @@ class LengthModel:
     def state(self) -> State:
         """What `load` needs."""
         return {
+            "correction": self.correction.state(),
             "regression": self.regression.state(),
             "learned": self._learned,
             "spread": self._spread,
@@ -145,5 +154,6 @@ class LengthModel:
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
+        self.correction.load(state["correction"])
         self.regression.load(state["regression"])
         self._learned, self._spread = state["learned"], state["spread"]

@@ -41,6 +41,21 @@ def work_terms(job: Job, places: Places, batch: TelemetryBatch, index: Ints) -> 
     return np.stack([np.maximum(layers, 0.1), matrices, attention], axis=1)
 
 
+def features_of(places: Places, batch: TelemetryBatch, index: Ints) -> Floats:
+    """Feature matrix of records, columns as in `detector.predictor.FEATURES`."""
+    columns = [
+        np.maximum(batch.tokens, 0),
+        np.maximum(batch.sequences, 1),
+        np.maximum(batch.sum_sq_len, 0),
+        np.maximum(batch.max_len, 0),
+        batch.op == Op.BACKWARD,
+        places.layers[index],
+        places.share[index],
+        places.last[index],
+    ]
+    return np.stack([column.astype(np.float64) for column in columns], axis=1)
+
+
 def _flops(model: ModelShape | None) -> tuple[float, float, float]:
     """FLOPs of one layer per token and per squared length, and of the head per token."""
     if model is None:  # only a starting point: the ratio is learned
