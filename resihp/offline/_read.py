@@ -47,7 +47,9 @@ def _parquet_trace(path: Path, files: list[Path]) -> Trace:
     import pyarrow as pa
 
     try:
-        return _trace_of_columns(path, ParquetColumns(files))
+        trace = _trace_of_columns(path, ParquetColumns(files))
+        pa.default_memory_pool().release_unused()
+        return trace
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()) or "unknown reason"
         raise TraceError(f"{path}: is not a readable parquet file: {reason}") from None

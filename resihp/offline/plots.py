@@ -31,7 +31,7 @@ _RC: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "resihp",
 }
-_MOST_DEVICES = 48  # rows of the onset map
+_MOST_DEVICES = 32  # rows of the onset map
 
 
 def svg(figure: Figure) -> str:
@@ -69,7 +69,7 @@ def onset(analysis: Analysis, timeline: Timeline) -> Figure:
     ranks, factor = timeline.device_factor
     worst = np.sort(np.argsort(-np.nanmax(factor, axis=1), kind="stable")[:_MOST_DEVICES])
     figure, axes = _figure(9.2, 1.1 + 0.16 * worst.size)
-    top = max(1.1, float(np.nanmax(factor)))
+    top = max(1.2, float(np.nanmax(factor)))
     image = axes.imshow(
         factor[worst], cmap=_SLOW, vmin=1.0, vmax=top, aspect="auto", interpolation="nearest"
     )
@@ -110,7 +110,7 @@ def steps(analysis: Analysis) -> Figure | None:
     columns = _ticks(at.size)
     axes.set_xticks(columns, [str(whatif.recording.steps[column]) for column in columns])
     axes.grid(axis="y", color=GRID)
-    axes.legend(frameon=False, loc="lower right", ncols=2)
+    axes.legend(frameon=False, loc="lower right", ncols=2, labelcolor=MUTED, fontsize=8)
     return figure
 
 
@@ -160,9 +160,9 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, Any]:
 
 
 def _bar(figure: Figure, axes: Axes, image: Any) -> None:
-    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.01)
+    bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.01, aspect=14)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0)
+    bar.ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
 
 
 def _grid(axes: Axes, rows: int, columns: int) -> None:

@@ -102,17 +102,17 @@ def write_whatif(path: str | Path, ops: OpTable) -> None:
 
     names = pa.array([LABELS[kind] for kind in Kind])
     columns = {
-        "dp_rank": ops.dp,
-        "stage": ops.stage,
-        "rank": ops.rank,
-        "step": ops.step,
+        "dp_rank": ops.dp.astype(np.int16),
+        "stage": ops.stage.astype(np.int16),
+        "rank": ops.rank.astype(np.int32),
+        "step": ops.step.astype(np.int64),
         "optype": pa.DictionaryArray.from_arrays(pa.array(ops.kind.astype(np.int8)), names),
         "start_ts": ops.start_s,
         "duration": ops.duration_s,
-        "seq_id": ops.seq,
-        "mc": ops.chunk,
-        "mb_id": ops.microbatch,
-        "gmc": ops.global_chunk,
+        "seq_id": ops.seq.astype(np.int32),
+        "mc": ops.chunk.astype(np.int16),
+        "mb_id": ops.microbatch.astype(np.int32),
+        "gmc": ops.global_chunk.astype(np.int16),
     }
     pq.write_table(pa.table(columns), path, compression="zstd")
 
