@@ -1,1 +1,6 @@
+"""The scheduler: from the speed of every device to the layout that makes the most of it. Pure."""
 
+from .planner import make_plan, replan
+from .simulator import Timeline, simulate
+
+__all__ = ["Timeline", "make_plan", "replan", "simulate"]

@@ -1,0 +1,119 @@
+"""What a stage costs: per-layer times of a tensor-parallel group, transfers and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resihp.contracts import Job, LayerCost
+
+_TFLOPS = {"H200": 450.0, "H100": 420.0, "H800": 400.0, "A100": 170.0, "V100": 60.0, "CPU": 0.05}
+_ACTIVATION_BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Times of one group, in milliseconds for one mean microbatch.
+
+    The ranks of a group meet in a collective after every layer, so a layer lasts as long as its
+    slowest rank needs, and a stage the sum of its layers.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    embedding_ms: float
+    head_ms: float
+
+    def stage(self, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
+        """Forward and backward time of a stage that holds `layers` layers."""
+        extra = first * self.embedding_ms + last * self.head_ms
+        return layers * self.forward_ms + extra, layers * self.backward_ms + 2 * extra
+
+
+def layer_cost(job: Job) -> LayerCost:
+    """The job's measured cost, else one derived from the model shape, else unit costs.
+
+    Derived: 2 FLOPs per parameter and token, causal attention over one sequence of the token
+    budget, backward twice the forward (Narayanan et al., 2021, appendix), at a rate that the
+    named type of device commonly reaches. `recompute` adds a forward to every backward.
+    """
+    cost = job.cost or _analytic(job)
+    if not job.recompute or job.cost is not None:
+        return cost
+    return LayerCost(
+        forward_ms=cost.forward_ms,
+        backward_ms=cost.backward_ms + cost.forward_ms,
+        fixed_ms=cost.fixed_ms,
+        embedding_ms=cost.embedding_ms,
+        head_ms=cost.head_ms,
+        step_ms=cost.step_ms,
+    )
+
+
+def _analytic(job: Job) -> LayerCost:
+    model, tokens = job.model, job.tokens_per_microbatch
+    if model is None:
+        return LayerCost(forward_ms=1.0, backward_ms=2.0)
+    tokens = tokens or 4096
+    names = (tflops for name, tflops in _TFLOPS.items() if name in job.device.upper())
+    flops_per_ms = next(names, 100.0) * 1e9
+    layer = tokens * (2.0 * model.layer_params + 2.0 * tokens * model.hidden)
+    head = 2.0 * tokens * model.embedding_params
+    return LayerCost(
+        forward_ms=layer / flops_per_ms,
+        backward_ms=2.0 * layer / flops_per_ms,
+        head_ms=head / flops_per_ms,
+    )
+
+
+def group_cost(
+    job: Job, cost: LayerCost, shares: Sequence[int], speeds: Sequence[float]
+) -> GroupCost:
+    """Times of a group whose members hold `shares` of every layer and run at `speeds` (all > 0).
+
+    A rank with share q and speed p needs `(fixed + q * layer) / p`; every layer has two
+    all-reduces in each direction, which last as long as the links need.
+    """
+    units = sum(shares)
+    pairs = [(share / units, speed) for share, speed in zip(shares, speeds, strict=True)]
+    collective = all_reduce_ms(job, len(shares))
+    widest = max(q / p for q, p in pairs)
+    return GroupCost(
+        forward_ms=max((cost.fixed_ms + q * cost.forward_ms) / p for q, p in pairs) + collective,
+        backward_ms=max((cost.fixed_ms + q * cost.backward_ms) / p for q, p in pairs) + collective,
+        embedding_ms=cost.embedding_ms * widest,
+        head_ms=cost.head_ms * widest,
+    )
+
+
+def _activation_bytes(job: Job) -> float:
+    if job.model is None or job.tokens_per_microbatch is None:
+        return 0.0
+    return float(job.tokens_per_microbatch * job.model.hidden * _ACTIVATION_BYTES)
+
+
+def all_reduce_ms(job: Job, ranks: int) -> float:
+    """Two ring all-reduces of one microbatch's activation within a group; 0 without a model."""
+    size = _activation_bytes(job)
+    if ranks < 2 or not size:
+        return 0.0
+    inside = ranks <= job.links.ranks_per_node
+    rate = job.links.intra_gbytes_per_s if inside else job.links.inter_gbytes_per_s
+    return 2.0 * (2.0 * (ranks - 1) / ranks * size / (rate * 1e6) + job.links.latency_ms)
+
+
+def transfer_ms(job: Job) -> float:
+    """One activation from a stage to the next across nodes, the group's ranks in parallel."""
+    size = _activation_bytes(job)
+    if not size:
+        return 0.0
+    rate = job.links.inter_gbytes_per_s * 1e6 * job.layout.tp
+    return job.links.latency_ms + size / rate
+
+
+def reduction_ms(job: Job, params_per_rank: float, replicas: int) -> float:
+    """Ring all-reduce of the gradients of one rank over all replicas, across nodes."""
+    if replicas < 2:
+        return 0.0
+    size = 2.0 * (replicas - 1) / replicas * params_per_rank * _ACTIVATION_BYTES
+    return size / (job.links.inter_gbytes_per_s * 1e6)
