@@ -63,7 +63,7 @@ def headline(analysis: Analysis) -> str:
     share = diagnosis.attribution[diagnosis.root_cause]
     return (
         f"Steps take {diagnosis.slowdown:.2f}x the ideal; "
-        f"{share:.0%} of what can be explained is due to {cause}."
+        f"{share:.0%} of the explained loss is due to {cause}."
     )
 
 
@@ -90,7 +90,10 @@ def _print_devices(analysis: Analysis, console: Console) -> None:
     if not unwell:
         console.print(f"\nAll {len(analysis.verdicts)} recorded devices are healthy.")
         return
-    console.print(f"\n{len(unwell)} of {len(analysis.verdicts)} recorded devices are not healthy:")
+    verb = "is" if len(unwell) == 1 else "are"
+    console.print(
+        f"\n{len(unwell)} of {len(analysis.verdicts)} recorded devices {verb} not healthy:"
+    )
     places = {entry["rank"]: entry for entry in analysis.devices()}
     for verdict in sorted(unwell, key=lambda v: -v.slowdown):
         place = places[verdict.rank]
