@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
+from resihp.contracts import (
+    Diagnosis,
+    Job,
+    Layout,
+    Plan,
+    Schedule,
+    TelemetryBatch,
+    Verdict,
+    from_json,
+    to_json,
+)
 
 from ._arrays import Ints, State
 from ._correction import Correction
 from ._epoch import Epoch
 from ._judge import FAIL_SLOW, FAIL_STOP
+from ._side import LinkVerdict
 from ._state import pack, unpack
 from ._words import verdict_of
 from .heartbeat import Heartbeats
 from .predictor import Predictor
+from .probes import ProbeKind, ProbeRation, ProbeRequest, ProbeResult
 from .settings import DetectorSettings
 
 _RECENT_RECORDS = 2_000_000
 _RECENT_STEPS = 64
 _AHEAD = 64
+_SILENCE = "its heartbeats have stopped"
 
 
 class Detector:
@@ -49,6 +63,8 @@ class Detector:
         self.counters = {"older_plan": 0, "ahead": 0}
         self._epoch = Epoch(job, self.settings, Correction(self.settings, predictor))
         self._heartbeats = Heartbeats()
+        self._ration = ProbeRation(self.settings.probes_per_minute)
+        self._pending: dict[int, Verdict] = {}
         self._notes: dict[int, tuple[str, ...]] = {}
         self._recent: deque[TelemetryBatch] = deque(maxlen=_RECENT_STEPS)
         self._ahead: deque[TelemetryBatch] = deque(maxlen=_AHEAD)
@@ -71,7 +87,9 @@ class Detector:
         for step in self._epoch.intake.add(batch):
             self._remember(step)
             self._epoch.decide(step)
-        return self._changed(before)
+        changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
+        self._pending = {}
+        return [changed[rank] for rank in sorted(changed)]
 
     def verdicts(self) -> list[Verdict]:
         """The current verdict on every rank of the layout, in the order of ranks."""
@@ -83,33 +101,42 @@ class Detector:
 
         return diagnose(self.job, self.job.layout, tuple(self._recent))
 
-    def apply_plan(self, plan: Plan) -> list[Verdict]:
-        """Starts afresh on the layout of a newer plan; returns the verdicts that this changed.
+    def apply_plan(self, plan: Plan) -> None:
+        """Starts afresh on the layout of a newer plan.
 
         What was learned about the cost of work stays. A device named slow stays so until records
         on the new layout say otherwise. Records of older plans are ignored from here on, those
-        of this plan that came too early are taken up now. An older or equal version does nothing.
+        of this plan that came too early are taken up now; the verdicts that they change come with
+        the next `update`. An older or equal version does nothing.
         """
         if plan.version <= self.plan_version:
-            return []
+            return
         self.plan_version = plan.version
         self.job = _moved(self.job, plan)
         self._epoch = self._epoch.successor(self.job)
         self._recent.clear()
         waiting, self._ahead = list(self._ahead), deque(maxlen=_AHEAD)
-        changed: dict[int, Verdict] = {}
         for batch in waiting:
-            changed.update({verdict.rank: verdict for verdict in self.update(batch)})
-        return [changed[rank] for rank in sorted(changed)]
+            self._pending.update({verdict.rank: verdict for verdict in self.update(batch)})
 
-    def heartbeat(self, ranks: Iterable[int], now: float) -> None:
-        """Notes that ranks were alive at `now` (seconds of any monotonic clock)."""
+    def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+        """Notes that ranks were alive at `now` (seconds of any monotonic clock).
+
+        Returns the verdicts that this changed: a rank that was only silent is alive again.
+        """
+        ranks = list(ranks)
         self._heartbeats.beat(ranks, now)
+        before = self._epoch.snapshot()
+        for rank in ranks:
+            if self._notes.get(rank) == (_SILENCE,):
+                del self._notes[rank]
+                self._epoch.revive(rank)
+        return self._changed(before)
 
     def check_alive(self, now: float) -> list[Verdict]:
         """Verdicts on ranks whose heartbeats have stopped; to be called every second or so."""
-        dead = self._heartbeats.dead(now)
-        return self.report_failure(dead, step=None, detail="its heartbeats have stopped")
+        dead = [rank for rank in self._heartbeats.dead(now) if rank not in self._notes]
+        return self.report_failure(dead, step=None, detail=_SILENCE)
 
     def report_failure(
         self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"
@@ -122,12 +149,39 @@ class Detector:
             self._notes[int(self._epoch.places.ranks[index])] = (detail,)
         return self._changed(before)
 
+    def links(self) -> list[LinkVerdict]:
+        """Links that transfer more slowly than those between the same stages."""
+        return self._epoch.links.verdicts()
+
+    def probe_requests(self, now: float) -> list[ProbeRequest]:
+        """Probes that would settle a suspicion; `now` in seconds of any monotonic clock."""
+        requests: list[ProbeRequest] = []
+        for rank, reference in self._epoch.suspects():
+            if self._ration.allow(rank, 2, now):
+                kinds = (ProbeKind.GEMM, ProbeKind.MEMORY)
+                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in kinds]
+        for link in self.links():
+            if self._ration.allow(link.rank, 1, now):
+                requests.append(
+                    ProbeRequest(rank=link.rank, reference=link.peer, kind=ProbeKind.LINK)
+                )
+        return requests
+
+    def probe_result(self, result: ProbeResult) -> list[Verdict]:
+        """Takes the answer to a probe; it joins the evidence from the next step on."""
+        self._epoch.take_probe(result)
+        return []
+
     def save(self) -> bytes:
         """Everything the detector knows, for `restore`."""
         return pack(
             {
                 "plan_version": self.plan_version,
                 "counters": dict(self.counters),
+                "layout": to_json(self.job.layout),
+                "quotas": list(self.job.quotas),
+                "schedule": self.job.schedule.value,
+                "ration": self._ration.state(),
                 "epoch": self._epoch.state(),
                 "heartbeats": self._heartbeats.state(),
                 "notes": {str(rank): list(note) for rank, note in self._notes.items()},
@@ -140,9 +194,22 @@ class Detector:
     def restore(
         cls, job: Job, state: bytes, *, settings: DetectorSettings | None = None
     ) -> Detector:
-        """The detector that `save` wrote; `job` holds the layout of the plan then in force."""
-        detector = cls(job, settings=settings)
+        """The detector that `save` wrote, on the layout that it was then on.
+
+        Raises `ContractError` for bytes that `save` did not write.
+        """
         saved = unpack(state)
+        layout = from_json(Layout, saved["layout"], "layout")
+        quotas = tuple(saved["quotas"])
+        moved = replace(
+            job,
+            layout=layout,
+            quotas=quotas,
+            microbatches=sum(quotas),
+            schedule=Schedule(saved["schedule"]),
+        )
+        detector = cls(moved, settings=settings)
+        detector._ration.load(saved["ration"])
         detector.plan_version = saved["plan_version"]
         detector.counters = saved["counters"]
         detector._epoch.load(saved["epoch"])
@@ -170,14 +237,12 @@ class Detector:
         rank = int(self._epoch.places.ranks[at])
         book = self._epoch.book
         notes = self._notes.get(rank, ()) if book.status[at] == FAIL_STOP else ()
-        notes = (*notes, *self._epoch.notes.get(at, ()))
+        notes = (*notes, *self._epoch.words(at))
         step = self._epoch.last_step
         return verdict_of(rank, at, book, self._epoch.suspect_at, step, notes)
 
 
 def _moved(job: Job, plan: Plan) -> Job:
-    from dataclasses import replace
-
     return replace(
         job,
         layout=plan.layout,

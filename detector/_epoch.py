@@ -12,11 +12,13 @@ from ._arrays import Bools, Floats, Ints, State
 from ._correction import Correction
 from ._expected import LengthModel, StepResidual
 from ._intake import Intake
-from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, Book, Judge
+from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
 from ._places import places_of
-from ._together import Replicas, Shared, Together
+from ._side import Hosts, Links, Replicas
+from ._together import Shared, Together
 from ._watch import Watch
 from .attribution import WitnessModel
+from .probes import ProbeKind, ProbeResult, probe_evidence
 from .settings import DetectorSettings
 from .workload import knows_lengths
 
@@ -41,9 +43,12 @@ class Epoch:
         self.watch = Watch(self.places, settings)
         self.together = Together(self.places)
         self.replicas = Replicas(self.places, settings)
+        self.hosts = Hosts(self.places, settings)
+        self.links = Links(self.places, settings)
         self._by_lengths: bool | None = None
         self.judge = Judge(self.places.size, settings)
         self.notes: dict[int, tuple[str, ...]] = {}
+        self.asides: dict[int, str] = {}
         self.last_step: int | None = None
 
     @property
@@ -65,11 +70,15 @@ class Epoch:
         if not len(step):
             return
         self.last_step = int(step.step[0])
+        everyone = self.places.index(step.rank.astype(np.int64))
+        self.links.observe(step, everyone, self.last_step)
+        self._tell_hosts(self.hosts.observe(step, everyone, self.last_step))
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
         records = step if compute.all() else step.select(compute)
         if not len(records):
             return
         index = self.places.index(records.rank.astype(np.int64))
+        self._welcome(index)
         residual = self._residual(records)
         now = self.watch.observe(self.last_step, residual, self.judge.trusted(), self._able())
         self.together.observe(records, index)
@@ -115,6 +124,25 @@ class Epoch:
             if book.status[at] == INCONCLUSIVE:
                 book.status[at], book.since[at] = HEALTHY, self.last_step or 0
 
+    def _tell_hosts(self, slow: Bools) -> None:
+        for at in np.flatnonzero(slow).tolist():
+            factor = float(self.hosts.test.factor[at])
+            self.asides[at] = f"its host spends {factor:.1f} times as long on data as its peers'"
+        told = [at for at, words in self.asides.items() if words.startswith("its host")]
+        for at in [at for at in told if not slow[at]]:
+            del self.asides[at]
+
+    def words(self, at: int) -> tuple[str, ...]:
+        """What is to be told of a rank beside its own slowness."""
+        rank = int(self.places.ranks[at])
+        links = (
+            [f"its {link.evidence[0]}" for link in self.links.verdicts() if link.rank == rank]
+            if self.links.any_slow
+            else []
+        )
+        aside = [self.asides[at]] if at in self.asides else []
+        return (*self.notes.get(at, ()), *aside, *links)
+
     def _note_blame(self, shared: Shared) -> None:
         for at in [at for at, note in self.notes.items() if note[0].startswith("waits for")]:
             del self.notes[at]
@@ -129,6 +157,40 @@ class Epoch:
             known = step if step is not None else self.last_step
             self.book.since[at] = -1 if known is None else known
 
+    def _welcome(self, index: Ints) -> None:
+        """Ranks dead on an older layout that work on this one are alive."""
+        book = self.book
+        back = (book.status == FAIL_STOP) & book.carried
+        back &= np.bincount(index, minlength=self.places.size) > 0
+        book.status[back], book.carried[back] = HEALTHY, False
+
+    def revive(self, rank: int) -> None:
+        """A rank that was taken for dead is not."""
+        at = int(self.places.index(np.array([rank]))[0])
+        if at >= 0 and self.book.status[at] == FAIL_STOP:
+            self.book.status[at], self.book.since[at] = HEALTHY, self.last_step or 0
+
+    def suspects(self) -> list[tuple[int, int]]:
+        """Ranks under suspicion, each with a healthy rank to compare it with."""
+        healthy = np.flatnonzero(self.book.status == HEALTHY)
+        pairs = []
+        for at in np.flatnonzero(self.book.status == SUSPECT).tolist():
+            alike = healthy[self.places.peers[healthy] == self.places.peers[at]]
+            choice = alike if alike.size else healthy
+            if choice.size:
+                pairs.append((int(self.places.ranks[at]), int(self.places.ranks[choice[0]])))
+        return pairs
+
+    def take_probe(self, result: ProbeResult) -> None:
+        """Adds the answer to a probe to the evidence on its rank."""
+        at = int(self.places.index(np.array([result.rank]))[0])
+        if at < 0:
+            return
+        self.asides[at] = result.words
+        if result.kind is not ProbeKind.LINK:
+            slowdown = max(float(self.book.factor[at]), self._settings.min_slowdown)
+            self.watch.add(at, probe_evidence(result, slowdown))
+
     def successor(self, job: Job) -> Epoch:
         """The epoch on the layout of `job`, with what outlives a layout."""
         after = Epoch(replace(job), self._settings, self.model.correction)
@@ -138,7 +200,7 @@ class Epoch:
         keep = (at >= 0) & np.isin(self.book.status, (FAIL_SLOW, FAIL_STOP))
         for name in ("status", "since", "factor", "low", "high"):
             getattr(after.book, name)[at[keep]] = getattr(self.book, name)[keep]
-        after.book.carried[at[keep]] = self.book.status[keep] == FAIL_SLOW
+        after.book.carried[at[keep]] = True
         return after
 
     def state(self) -> State:
@@ -149,10 +211,13 @@ class Epoch:
             "witnesses": self.witness_model.state(),
             "by_lengths": self._by_lengths,
             "together": self.together.state(),
-            "replicas": self.replicas.state(),
+            "replicas": self.replicas.test.state(),
+            "hosts": self.hosts.test.state(),
+            "links": self.links.state(),
             "watch": self.watch.state(),
             "book": self.book.state(),
             "notes": {str(at): list(note) for at, note in self.notes.items()},
+            "asides": {str(at): words for at, words in self.asides.items()},
             "last_step": self.last_step,
         }
 
@@ -163,8 +228,11 @@ class Epoch:
         self.witness_model.load(state["witnesses"])
         self._by_lengths = state["by_lengths"]
         self.together.load(state["together"])
-        self.replicas.load(state["replicas"])
+        self.replicas.test.load(state["replicas"])
+        self.hosts.test.load(state["hosts"])
+        self.links.load(state["links"])
         self.watch.load(state["watch"])
         self.book.load(state["book"])
         self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}
+        self.asides = {int(at): words for at, words in state["asides"].items()}
         self.last_step = state["last_step"]

@@ -13,12 +13,9 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ._arrays import Bools, Ints, State
-from ._expected import StepResidual
+from ._arrays import Ints, State
 from ._places import Places
 from ._watch import Standing, Watch
-from .robust import group_median
-from .settings import DetectorSettings
 
 _STEPS = 3
 _ALIKE = 0.6
@@ -113,49 +110,3 @@ def _members(ids: Ints) -> list[Ints]:
     order = np.argsort(ids, kind="stable")
     edges = np.flatnonzero(np.diff(ids[order])) + 1
     return [part.astype(np.int64) for part in np.split(order, edges)]
-
-
-class Replicas:
-    """Whether a whole replica has become slower, where no lengths say that it has more work.
-
-    Nothing can tell that from longer sequences, so it makes its ranks inconclusive, never slow.
-    """
-
-    def __init__(self, places: Places, settings: DetectorSettings, *, least: float = 1.08) -> None:
-        self._places, self._least = places, float(np.log(least))
-        count = int(places.dp.max()) + 1
-        ids = np.arange(count, dtype=np.int64)
-        none, ones = np.zeros(count, np.int64), np.ones(count)
-        self.watch = Watch(Places(ids, ids, none, ids, none, ones, ones, ones, ones), settings)
-        self.slow = np.zeros(count, bool)
-
-    def observe(self, records: TelemetryBatch, index: Ints, step: int) -> Bools:
-        """Takes a step of records; returns the ranks whose whole replica is slow."""
-        places = self._places
-        logs = np.log(np.maximum(records.compute_ms, 1e-6))
-        kind = (places.peers[index] << 8) | (records.chunk.astype(np.int64) << 1) | (records.op & 1)
-        _, kind = np.unique(kind, return_inverse=True)
-        logs = logs - group_median(logs, kind, int(kind.max()) + 1)[kind]
-        level = group_median(logs, index, places.size)
-        value = np.full(self.slow.size, np.nan)
-        seen = np.isfinite(level)
-        lowest = np.full(self.slow.size, np.inf)
-        np.minimum.at(lowest, places.dp[seen], level[seen])
-        value = np.where(np.isfinite(lowest), lowest, np.nan)
-        residual = StepResidual(value, np.full(value.size, 0.02), np.ones(value.size, np.int64), 0)
-        everyone = np.ones(value.size, bool)
-        quiet = ~(self.watch.past_test.evidence() > 3.0)
-        now = self.watch.observe(step, residual, quiet, everyone)
-        recent = np.median(self.watch.window[self.watch.recent(_STEPS)], axis=0)
-        rises = (now.evidence >= self.watch.name_at) & (recent - now.reference > self._least)
-        self.slow = np.where(self.slow, now.evidence > 4.0, rises)
-        return self.slow[places.dp]
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {"watch": self.watch.state(), "slow": self.slow}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.watch.load(state["watch"])
-        self.slow = state["slow"]

@@ -196,6 +196,11 @@ class Watch:
         """Sets what is healthy for a rank (log residual), as if it had been seen for a while."""
         self.mean[rank], self.past[rank] = level, 4.0 * _SETTLED
 
+    def add(self, rank: int, gain: float) -> None:
+        """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
+        self.peer_test.add(rank, gain, self._ceiling)
+        self.past_test.add(rank, gain, self._ceiling)
+
     def clear(self, ranks: Bools) -> None:
         """Forgets the evidence against some ranks."""
         self.peer_test.reset(ranks)

@@ -49,6 +49,10 @@ class EDetector:
         result: Floats = np.logaddexp.reduce(self.log_sums, axis=0) - np.log(GRID.size)
         return result
 
+    def add(self, rank: int, gain: float, ceiling: float) -> None:
+        """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
+        self.log_sums[:, rank] = np.minimum(self.log_sums[:, rank] + gain, ceiling)
+
     def reset(self, ranks: Bools) -> None:
         """Forgets the evidence of some ranks."""
         self.log_sums[:, ranks] = -np.inf

@@ -1,0 +1,112 @@
+"""Confirmation by probe: a short fixed job on the suspect and on a healthy peer, between two steps.
+
+The detector only says what it would like to know and takes the answers; the service delivers both.
+A probe has the same work on both ends by construction, so it needs no workload model, and it can
+tell a slow processor from slow memory. It lasts a few milliseconds and is rationed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from resihp.contracts import ContractError
+
+from ._arrays import State
+from .sequential import log_ratio
+
+_WAIT_S = 20.0
+_SPREAD = 0.03
+"""Spread (log) of the ratio of two probes on healthy devices."""
+_LIMIT = 6.0
+
+
+class ProbeKind(StrEnum):
+    """What a probe runs."""
+
+    GEMM = "gemm"
+    MEMORY = "memory"
+    LINK = "link"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """Please run `kind` on `rank` and on `reference` at once (for LINK: between the two)."""
+
+    rank: int
+    reference: int
+    kind: ProbeKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """Best time in ms of a probe on both ends; for LINK, `reference_ms` is that of a like link."""
+
+    rank: int
+    reference: int
+    kind: ProbeKind
+    rank_ms: float
+    reference_ms: float
+
+    def __post_init__(self) -> None:
+        for name in ("rank_ms", "reference_ms"):
+            if not getattr(self, name) > 0:
+                raise ContractError(name, "must be above 0")
+
+    @property
+    def slowdown(self) -> float:
+        """Time on the suspect over time on the reference."""
+        return self.rank_ms / self.reference_ms
+
+    @property
+    def words(self) -> str:
+        """The result as evidence."""
+        return (
+            f"a {self.kind.value} probe took {self.slowdown:.2f} times as long as on rank "
+            f"{self.reference}"
+        )
+
+
+class ProbeRation:
+    """Which probes to ask for, at most `per_minute` of them, and no rank twice within seconds."""
+
+    def __init__(self, per_minute: int) -> None:
+        self._per_minute = per_minute
+        self._asked: deque[float] = deque()
+        self._last: dict[int, float] = {}
+
+    def allow(self, rank: int, kinds: int, now: float) -> bool:
+        """Whether `kinds` probes of a rank may be asked for at `now` (seconds); counts them."""
+        while self._asked and self._asked[0] <= now - 60.0:
+            self._asked.popleft()
+        if now - self._last.get(rank, -np.inf) < _WAIT_S:
+            return False
+        if len(self._asked) + kinds > self._per_minute:
+            return False
+        self._asked.extend([now] * kinds)
+        self._last[rank] = now
+        return True
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {"asked": list(self._asked), "last": list(self._last.items())}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self._asked = deque(state["asked"])
+        self._last = {int(rank): float(now) for rank, now in state["last"]}
+
+
+def probe_evidence(result: ProbeResult, slowdown: float) -> float:
+    """Log-likelihood ratio that a probe adds: the suspected slowdown against none; bounded.
+
+    A processor slowed by heat shows in GEMM, a sick memory in bandwidth, so a clean probe of one
+    kind speaks only half against the suspicion.
+    """
+    shift = np.asarray(max(np.log(slowdown), _SPREAD))
+    ratio = float(log_ratio(np.asarray(np.log(result.slowdown)), np.asarray(_SPREAD), shift))
+    bounded = float(np.clip(ratio, -_LIMIT, _LIMIT))
+    return bounded if bounded > 0 else 0.5 * bounded
