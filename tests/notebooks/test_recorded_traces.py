@@ -1,0 +1,61 @@
+"""The notebook on recorded traces runs from top to bottom."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from resihp.offline import read_trace, write_trace
+from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "notebooks" / "recorded_traces.ipynb"
+
+
+def own_recording(folder):
+    """A recording in our own format of a job with a slow device."""
+    recipe = Recipe(steps=20, troubles=(Trouble(replica=1, stage=1, factor=1.4, since=8),))
+    write_whatif(folder / "job.parquet", record(recipe))
+    trace = read_trace(folder / "job.parquet")
+    write_trace(folder / "own.parquet", trace.job, trace.batches())
+    return folder / "own.parquet"
+
+
+def run(monkeypatch, tmp_path, **environment):
+    for name in ("RESIHP_TRACES", "RESIHP_DEMO_TRACE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(
+        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    ).execute()
+    return "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    )
+
+
+# The kernel's sockets are closed by its own garbage collection, at a time of its choosing.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_the_notebook_runs_on_made_up_jobs(monkeypatch, tmp_path):
+    text = run(monkeypatch, tmp_path, RESIHP_DEMO_TRACE=own_recording(tmp_path))
+    assert "due to stages of unequal weight" in text
+    assert "due to sequences of unequal length" in text
+    assert "due to a slow device" in text
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_the_notebook_runs_on_the_published_jobs(monkeypatch, tmp_path):
+    named = os.environ.get("RESIHP_TRACES")
+    folder = Path(named) if named else ROOT.parent / "shared" / "traces"
+    if not (folder / "trace-SE.parquet").is_file():
+        pytest.skip("RESIHP_TRACES names no folder with the published traces")
+    text = run(monkeypatch, tmp_path, RESIHP_TRACES=folder)
+    assert "{'S': 1.1787, 'ideal step (s)': 1.8433, 'M_S': 1.2194, 'M_W': 0.0314}" in text
+    assert "{'S': 1.5374, 'ideal step (s)': 5.8975, 'M_S': 0.6877, 'M_W': 0.0251}" in text
+    assert "named: [10]" in text
