@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._spans import Span
 
 Row = tuple[Any, ...]
-"""plan_version, step, microbatch, chunk, op, compute_ms (or a `DeviceSpan` that knows it), wait_ms,
-tokens, sequences, sum_sq_len, max_len, peer, work (or None)."""
+"""plan_version, step, microbatch, chunk, op, compute_ms, wait_ms, tokens, sequences, sum_sq_len,
+max_len, peer."""
 
 
 class Buffer:
@@ -20,7 +23,7 @@ class Buffer:
     """
 
     def __init__(self, capacity: int, on_first: Callable[[], None]) -> None:
-        self.rows: deque[Row] = deque()
+        self.rows: deque[Row | Span] = deque()
         self._capacity = capacity
         self._on_first = on_first
         self.reset()
@@ -33,7 +36,7 @@ class Buffer:
         self._dropped = 0
         self._lock = threading.Lock()
 
-    def put(self, row: Row) -> None:
+    def put(self, row: Row | Span) -> None:
         """Keep a row, or count it as dropped."""
         if len(self.rows) < self._limit:
             self.rows.append(row)
@@ -55,7 +58,7 @@ class Buffer:
         """Rows lost so far."""
         return self._dropped
 
-    def _put_slowly(self, row: Row) -> None:
+    def _put_slowly(self, row: Row | Span) -> None:
         with self._lock:
             if self._state == "new":
                 self._on_first()

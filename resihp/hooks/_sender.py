@@ -16,7 +16,8 @@ from resihp.contracts.codec import WireFormat, encode
 from ._buffer import Buffer, Row
 from ._clocks import CudaClock
 from ._failures import Failures
-from ._rows import ready, to_batch
+from ._rows import Batcher, ready, version_of
+from ._spans import Span
 
 _RETRY_STATUSES = (408, 425, 429)
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
@@ -75,6 +76,7 @@ class Sender:
         """Be as new, with an empty buffer and no thread: the state of a forked child."""
         self.buffer.reset()
         self.counts = Counts()
+        self._batcher = Batcher(self._rank, self._failures)
         self._random = random.Random(self._seed)
         self._process_key = uuid.uuid4().hex
         self._messages = 0
@@ -128,21 +130,21 @@ class Sender:
                 self._failures.add("sending telemetry", error)
             self.buffer.drop(len(rows) - taken)
 
-    def _take(self) -> list[Row]:
+    def _take(self) -> list[Row | Span]:
         """The oldest rows of one plan version that are ready. Only this thread removes rows."""
         waiting = self.buffer.rows
-        taken: list[Row] = []
-        version = waiting[0][0] if waiting else None
+        taken: list[Row | Span] = []
+        version = version_of(waiting[0]) if waiting else None
         while waiting and len(taken) < self._batch_records:
             row = waiting[0]
-            if row[0] != version or not ready(row):
+            if version_of(row) != version or not ready(row):
                 break
             taken.append(waiting.popleft())
         return taken
 
-    def _deliver(self, rows: list[Row]) -> int:
+    def _deliver(self, rows: list[Row | Span]) -> int:
         """How many of the rows the sidecar took."""
-        batch = to_batch(rows, self._rank, self._failures)
+        batch = self._batcher.batch(rows)
         if not len(batch):
             return 0
         dropped = self.buffer.dropped - self._reported

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ._work import Work
 
 if TYPE_CHECKING:
+    from ._buffer import Row
     from ._clocks import CudaClock
     from .monitor import Monitor
 
@@ -16,12 +17,17 @@ if TYPE_CHECKING:
 class Span:
     """A block that becomes one record when it ends without an exception.
 
-    While it is the innermost open one, `waiting` blocks are credited to it.
+    While it is the innermost open one, `waiting` blocks are credited to it. Once ended it goes
+    into the buffer as it is, and the sender asks it for its times.
     """
 
     __slots__ = (
-        "_monitor", "_outer", "_start", "blocked", "chunk", "microbatch", "op", "peer", "work",
+        "_monitor", "_outer", "_start", "_stop", "blocked", "chunk", "microbatch", "op", "peer",
+        "plan_version", "step", "work",
     )  # fmt: skip
+    _outer: Span | None
+    step: int
+    plan_version: int
 
     def __init__(
         self, monitor: Monitor, op: int, microbatch: int, chunk: int, peer: int, work: Work | None
@@ -33,7 +39,6 @@ class Span:
         self.peer = peer
         self.work = work
         self.blocked = False
-        self._outer: Span | None = None
 
     def leave(self) -> None:
         """End without a record."""
@@ -46,6 +51,21 @@ class Span:
     def add_wait(self, start: Any, stop: Any) -> None:
         """Count the time between two stamps as waiting."""
         raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Whether the times may be read."""
+        raise NotImplementedError
+
+    def times(self) -> tuple[float, float]:
+        """`compute_ms` and `wait_ms`; to be asked once."""
+        raise NotImplementedError
+
+    def row(self) -> Row:
+        """What `Monitor.record` would have put into the buffer."""
+        return (
+            self.plan_version, self.step, self.microbatch, self.chunk, self.op, *self.times(),
+            -1, -1, -1, -1, self.peer,
+        )  # fmt: skip
 
 
 class HostSpan(Span):
@@ -63,16 +83,13 @@ class HostSpan(Span):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         monitor = self._monitor
-        elapsed_ns = monitor._now_ns() - self._start
+        self._stop = monitor._now_ns()
         monitor._open = self._outer
-        if kind is not None:
-            return
-        wait_ns = self._wait_ns
-        if wait_ns < 0:
-            compute_ms, wait_ms = elapsed_ns * 1e-6, nan
-        else:
-            compute_ms, wait_ms = max(0, elapsed_ns - wait_ns) * 1e-6, wait_ns * 1e-6
-        monitor._put_span(self, compute_ms, wait_ms)
+        if kind is None:
+            self.step = monitor.current_step
+            self.plan_version = monitor.plan_version
+            monitor._recorded = True
+            monitor._put(self)
 
     def stamp(self) -> int:
         return self._monitor._now_ns()
@@ -80,11 +97,20 @@ class HostSpan(Span):
     def add_wait(self, start: int, stop: int) -> None:
         self._wait_ns = max(0, self._wait_ns) + stop - start
 
+    def ready(self) -> bool:
+        return True
+
+    def times(self) -> tuple[float, float]:
+        elapsed_ns: int = self._stop - self._start
+        if self._wait_ns < 0:
+            return elapsed_ns * 1e-6, nan
+        return max(0, elapsed_ns - self._wait_ns) * 1e-6, self._wait_ns * 1e-6
+
 
 class DeviceSpan(Span):
     """Timed by events in the current CUDA stream, which the sender reads once they are past."""
 
-    __slots__ = ("_clock", "_stop", "_waits")
+    __slots__ = ("_clock", "_waits")
     _clock: CudaClock
 
     def __enter__(self) -> DeviceSpan:
@@ -104,7 +130,10 @@ class DeviceSpan(Span):
             return
         self._stop = self.stamp()
         if self._start is not None and self._stop is not None:
-            monitor._put_span(self, self, nan)
+            self.step = monitor.current_step
+            self.plan_version = monitor.plan_version
+            monitor._recorded = True
+            monitor._put(self)
 
     def stamp(self) -> Any:
         try:
@@ -118,11 +147,9 @@ class DeviceSpan(Span):
             self._waits.append((start, stop))
 
     def ready(self) -> bool:
-        """Whether the device is past the end of the span."""
         return bool(self._stop.query())
 
-    def read(self) -> tuple[float, float]:
-        """`compute_ms` and `wait_ms`; once, because the events are given back."""
+    def times(self) -> tuple[float, float]:
         elapsed_ms = float(self._start.elapsed_time(self._stop))
         waits = [float(start.elapsed_time(stop)) for start, stop in self._waits]
         self._clock.recycle(self._start, self._stop)

@@ -57,6 +57,8 @@ Work = tuple[int, ...] | Snapshot
 def snapshot(seq_lens: Any, cu_seqlens: Any, attention_mask: Any) -> Work | None:
     """A copy of whichever is given, so that the trainer may reuse its buffer at once; None while
     a CUDA graph is captured, into which the copy would go."""
+    if type(seq_lens) is list and cu_seqlens is None and attention_mask is None:
+        return tuple(seq_lens)  # the common case, and the cheap one
     given = [
         (form, value)
         for form, value in zip(Form, (seq_lens, cu_seqlens, attention_mask), strict=True)

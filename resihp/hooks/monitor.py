@@ -89,13 +89,13 @@ class Monitor:
         self.current_step = 0
         self.plan_version = 0
         self._failures = Failures()
-        self._device = clock if isinstance(clock, CudaClock) else None
+        self._kind: type[HostSpan] | type[DeviceSpan]
+        self._use(clock if isinstance(clock, CudaClock) else None)
         self._look_for_cuda = clock is None
         self._now_ns = (clock if isinstance(clock, HostClock) else HostClock()).now_ns
         self._open: Span | None = None
         self._recorded = False
         self._next_index: dict[int, int] = {}
-        self._works: dict[tuple[int, int], Work] = {}
         self._sender = Sender(
             client or Client(url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
                              token or os.environ.get("RESIHP_TOKEN")),
@@ -147,35 +147,35 @@ class Monitor:
         without any has the work of the forward pass of its index. `index` counts the passes of
         this op and chunk within the step where it is not given.
         """
-        work: Work | None = None
-        try:
-            if index is None:
-                key = chunk << 3 | op
-                index = self._next_index.get(key, 0)
-                self._next_index[key] = index + 1
-            if type(seq_lens) is list and cu_seqlens is None and attention_mask is None:
-                work = tuple(seq_lens)
-            elif seq_lens is not None or cu_seqlens is not None or attention_mask is not None:
-                work = snapshot(seq_lens, cu_seqlens, attention_mask)
-            if work is not None:
-                self._works[chunk, index] = work
-            elif op == _BACKWARD:
-                work = self._works.get((chunk, index))
-        except Exception as error:  # noqa: BLE001 the boundary: the time is worth having without
-            self._failures.add("reading a microbatch's work", error)
-        return self._span(op, -1 if index is None else index, chunk, work)
+        return self._pass(op, seq_lens, cu_seqlens, attention_mask, chunk, index)
 
-    def forward(self, **given: Any) -> HostSpan | DeviceSpan:
-        """A forward pass; takes what `microbatch` takes."""
-        return self.microbatch(op=Op.FORWARD, **given)
+    def forward(
+        self,
+        *,
+        seq_lens: Any = None,
+        cu_seqlens: Any = None,
+        attention_mask: Any = None,
+        chunk: int = 0,
+        index: int | None = None,
+    ) -> HostSpan | DeviceSpan:
+        """A forward pass, as `microbatch`."""
+        return self._pass(_FORWARD, seq_lens, cu_seqlens, attention_mask, chunk, index)
 
-    def backward(self, **given: Any) -> HostSpan | DeviceSpan:
-        """A backward pass; takes what `microbatch` takes."""
-        return self.microbatch(op=Op.BACKWARD, **given)
+    def backward(
+        self,
+        *,
+        seq_lens: Any = None,
+        cu_seqlens: Any = None,
+        attention_mask: Any = None,
+        chunk: int = 0,
+        index: int | None = None,
+    ) -> HostSpan | DeviceSpan:
+        """A backward pass, as `microbatch`."""
+        return self._pass(_BACKWARD, seq_lens, cu_seqlens, attention_mask, chunk, index)
 
     def optimizer(self) -> HostSpan | DeviceSpan:
         """The optimizer's update."""
-        return self._span(_OPTIMIZER)
+        return self._kind(self, _OPTIMIZER, -1, 0, -1, None)
 
     def data(self) -> HostSpan:
         """Waiting for input; always by the host's clock, because no stream takes part."""
@@ -213,7 +213,7 @@ class Monitor:
         self._recorded = True
         self._put((
             self.plan_version, self.current_step if step is None else step, microbatch, chunk, op,
-            compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer, None,
+            compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer,
         ))  # fmt: skip
 
     @property
@@ -246,45 +246,52 @@ class Monitor:
     ) -> None:
         self.close()
 
-    def _span(
+    def _pass(
         self,
         op: int,
-        microbatch: int = -1,
-        chunk: int = 0,
-        work: Work | None = None,
-        peer: int = -1,
+        seq_lens: Any,
+        cu_seqlens: Any,
+        attention_mask: Any,
+        chunk: int,
+        index: int | None,
     ) -> HostSpan | DeviceSpan:
-        kind = HostSpan if self._device is None else DeviceSpan
-        return kind(self, op, microbatch, chunk, peer, work)
+        work: Work | None = None
+        try:
+            if index is None:
+                key = chunk << 3 | op
+                counts = self._next_index
+                index = counts.get(key, 0)
+                counts[key] = index + 1
+            if seq_lens is not None or cu_seqlens is not None or attention_mask is not None:
+                work = snapshot(seq_lens, cu_seqlens, attention_mask)
+        except Exception as error:  # noqa: BLE001 the boundary: the time is worth having without
+            self._failures.add("reading a microbatch's work", error)
+        return self._kind(self, op, -1 if index is None else index, chunk, -1, work)
 
     def _exchange(self, op: int, peer: int) -> Exchange:
         outer = self._open
         index, chunk = (-1, 0) if outer is None else (outer.microbatch, outer.chunk)
-        return Exchange(self._span(op, index, chunk, None, peer), Waiting(self))
-
-    def _put_span(self, span: Span, compute_ms: Any, wait_ms: float) -> None:
-        self._recorded = True
-        self._put((
-            self.plan_version, self.current_step, span.microbatch, span.chunk, span.op,
-            compute_ms, wait_ms, -1, -1, -1, -1, span.peer, span.work,
-        ))  # fmt: skip
+        return Exchange(self._kind(self, op, index, chunk, peer, None), Waiting(self))
 
     def _begin_step(self) -> HostSpan | DeviceSpan:
         self._next_index.clear()
-        self._works.clear()
         self._recorded = False
         if self._look_for_cuda:
             try:
-                self._device = running_cuda()
-                self._look_for_cuda = self._device is None
+                self._use(running_cuda())
             except Exception as error:  # noqa: BLE001 the boundary: the host's clock does as well
                 self._failures.add("looking for CUDA", error)
                 self._look_for_cuda = False
-        return self._span(_FORWARD)
+        return self._kind(self, _FORWARD, -1, 0, -1, None)
+
+    def _use(self, device: CudaClock | None) -> None:
+        self._device = device
+        self._kind = HostSpan if device is None else DeviceSpan
+        self._look_for_cuda = device is None
 
     def _start_afresh(self) -> None:
         """In a forked child: the parent's records, thread and device are not this process's."""
         if self._device is not None:
-            self._device, self._look_for_cuda = None, True
+            self._use(None)
         self._open = None
         self._sender.reset()
