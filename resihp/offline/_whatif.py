@@ -90,11 +90,15 @@ _WANTED: dict[str, tuple[Any, int]] = {  # column -> dtype, least value allowed
 
 
 def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
-    if column.null_count:
-        raise TraceError(f"{path}: {name}: holds {column.null_count} empty values")
     dtype, least = _WANTED[name]
     decimal = dtype is np.float64
+    if column.null_count and least == -1:
+        column = column.fill_null(-1)
+    if column.null_count:
+        raise TraceError(f"{path}: {name}: holds {column.null_count} empty values")
     values = to_numpy(column) if is_number(column) else np.empty(0, bool)
+    if not decimal and values.dtype.kind == "f":
+        values = _whole(values, least)
     if values.dtype.kind not in ("iuf" if decimal else "iu"):
         words = "numbers" if decimal else "whole numbers"
         raise TraceError(f"{path}: {name}: must hold {words}, not {column.type}")
@@ -105,6 +109,13 @@ def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
     if not decimal and int(values.max()) > np.iinfo(dtype).max:
         raise TraceError(f"{path}: {name}: holds {values.max()}, above {np.iinfo(dtype).max}")
     return values.astype(dtype, copy=False)
+
+
+def _whole(values: NDArray[Any], least: int) -> NDArray[Any]:
+    """Whole numbers that pandas wrote as decimals because some were empty; else as they are."""
+    filled = np.where(np.isnan(values), -1.0, values) if least == -1 else values
+    whole = np.isfinite(filled).all() and (filled == np.round(filled)).all()
+    return filled.astype(np.int64) if whole else values
 
 
 def _kinds(path: Path, column: Any) -> NDArray[np.uint8]:

@@ -113,6 +113,19 @@ def test_facts_beside_a_trace_are_taken_up(tmp_path):
     assert trace.tp == 8
 
 
+def test_columns_with_empty_cells_may_have_become_decimals(slow_trace, tmp_path):
+    table = pq.read_table(slow_trace)
+    for name in ("mc", "gmc", "mb_id"):
+        index = table.column_names.index(name)
+        values = table.column(name).to_numpy().astype(float)
+        column = pa.array(np.where(values < 0, np.nan, values), from_pandas=name != "mc")
+        table = table.set_column(index, name, column)
+    pq.write_table(table, tmp_path / "decimals.parquet")
+    whole, decimals = read_trace(slow_trace), read_trace(tmp_path / "decimals.parquet")
+    assert decimals.job.layout == whole.job.layout
+    assert list(decimals.batches()) == list(whole.batches())
+
+
 def broken(tmp_path, **changes):
     path = tmp_path / "broken.parquet"
     write_whatif(path, record(Recipe(dp=2, pp=2, steps=2, microbatches=2)))
