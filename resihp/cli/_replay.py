@@ -1,0 +1,156 @@
+"""`resihp replay`: a recorded job, step by step, past the detector."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from ._app import app
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from resihp.contracts import TelemetryBatch, Verdict
+    from resihp.offline import Trace
+
+_HELP = """
+Replay a **recorded job** step by step and print every verdict as it changes.
+
+Past a detector of its own, or, with `--url`, through a running sidecar, where its dashboard shows
+the job as if it ran now, as `NAME (replay)`. TRACE is what `resihp analyze` reads.
+
+**Examples**
+
+- `resihp replay run.parquet` — as fast as it goes
+- `resihp replay run.parquet --url http://127.0.0.1:8700 --rate 2` — two steps a second
+
+Exit status: 0 whatever it finds, 2 with one clear line for a file that it cannot read or a sidecar
+that does not answer.
+"""
+_PATIENCE_S = 20.0  # for the sidecar to have judged the last step
+_POLL_S = 0.5
+
+
+@app.command("replay", help=_HELP)
+def replay_command(
+    trace: Annotated[Path, typer.Argument(help="Recording: a file or a folder.", metavar="TRACE")],
+    url: Annotated[str | None, typer.Option(help="Sidecar to replay through.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Its bearer token.", envvar="RESIHP_TOKEN")
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(help="Steps per second; 0: as fast as it goes.", min=0.0)
+    ] = 0.0,
+) -> None:
+    """Reads, replays, says how it ended."""
+    from rich.console import Console
+
+    from resihp.contracts import ServiceError, TraceError
+    from resihp.offline import read_trace
+
+    console = Console(soft_wrap=True)
+    try:
+        recorded = read_trace(trace)
+        if url is None:
+            final = _local(recorded, console, rate)
+        else:
+            final = _remote(recorded, console, rate, url, token)
+    except (TraceError, ServiceError, OSError) as error:
+        _fail(" ".join(str(error).split()))
+    unwell = [verdict for verdict in final if verdict.status.value != "healthy"]
+    console.print(f"\n{len(recorded.steps)} steps replayed; {len(unwell)} ranks are not healthy.")
+
+
+def _local(trace: Trace, console: Console, rate: float) -> list[Verdict]:
+    from detector import Detector
+
+    detector = Detector(trace.job)
+    plans = {plan.version: plan for plan in trace.plans}
+    for batch in _paced(trace, console, rate):
+        if batch.plan_version in plans:
+            detector.apply_plan(plans[batch.plan_version])
+        _show(console, detector.update(batch))
+    return detector.verdicts()
+
+
+def _remote(
+    trace: Trace, console: Console, rate: float, url: str, token: str | None
+) -> list[Verdict]:
+    from resihp.client import Client
+    from resihp.contracts import TraceError
+    from resihp.contracts.codec import WireFormat, encode
+
+    if trace.plans:
+        raise TraceError(f"{trace.path}: was recorded under several plans; replay it without --url")
+    # A job of the same name may be running.
+    job = replace(trace.job, name=trace.job.name[:119] + " (replay)")
+    client = Client(url, token)
+    try:
+        client.register(job)
+        shown: dict[int, str] = {}
+
+        def judged() -> list[Verdict] | None:
+            verdicts = client.verdicts(job.name)
+            _show(console, (v for v in verdicts if shown.get(v.rank, "healthy") != v.status.value))
+            shown.update({verdict.rank: verdict.status.value for verdict in verdicts})
+            reached = max((v.step for v in verdicts if v.step is not None), default=-1)
+            return verdicts if reached >= trace.steps[-1] else None
+
+        for batch in _paced(trace, console, rate):
+            client.send_telemetry(job.name, encode(batch), WireFormat.MSGPACK)
+            if rate > 0:
+                judged()
+        return _wait(judged) or client.verdicts(job.name)
+    finally:
+        client.close()
+
+
+def _wait(done: Callable[[], list[Verdict] | None]) -> list[Verdict] | None:
+    """What `done` returns once it returns something; None if it takes too long."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        found = done()
+        if found is not None:
+            return found
+        time.sleep(_POLL_S)
+    return None
+
+
+def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBatch]:
+    """The batches, with a progress bar, no faster than `rate` steps per second."""
+    from rich.progress import track
+
+    start = time.monotonic()
+    batches = track(
+        trace.batches(),
+        description=trace.job.name,
+        total=len(trace.steps),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    for index, batch in enumerate(batches):
+        if rate > 0:
+            time.sleep(max(0.0, start + index / rate - time.monotonic()))
+        yield batch
+
+
+def _show(console: Console, verdicts: Iterable[Verdict]) -> None:
+    for verdict in verdicts:
+        step = "" if verdict.step is None else f"step {verdict.step}: "
+        console.print(
+            f"{step}rank {verdict.rank} {verdict.status.value} {verdict.slowdown:.2f}x",
+            highlight=False,
+        )
+        for sentence in verdict.evidence:
+            console.print(f"  {sentence}", highlight=False, style="dim")
+
+
+def _fail(line: str) -> NoReturn:
+    typer.echo(f"resihp replay: {line}", err=True)
+    raise typer.Exit(2)

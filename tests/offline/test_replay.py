@@ -1,0 +1,77 @@
+"""`resihp replay`: past a detector of its own and through a sidecar."""
+
+import pytest
+from typer.testing import CliRunner
+
+import resihp.client
+from detector import Detector
+from resihp.cli import _analyze, _replay  # noqa: F401 - they register commands
+from resihp.cli._app import app
+from resihp.contracts import ServiceError
+from resihp.contracts.codec import decode
+from resihp.offline import read_trace
+
+
+class Sidecar:
+    """Stands in for the client of a sidecar, which judges at once."""
+
+    def __init__(self, url, token=None):
+        self.url = url
+        self.detectors = {}
+
+    def register(self, job):
+        self.detectors[job.name] = Detector(job)
+
+    def send_telemetry(self, job, message, form):
+        self.detectors[job].update(decode(message, form))
+
+    def verdicts(self, job):
+        return self.detectors[job].verdicts()
+
+    def close(self):
+        self.url = None
+
+
+class Silent(Sidecar):
+    def register(self, job):
+        raise ServiceError("no answer")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+def test_verdicts_are_printed_as_they_change(slow_trace):
+    result = run(slow_trace)
+    assert result.exit_code == 0
+    assert "rank 8 fail_slow 1.5" in result.stdout
+    assert "24 steps replayed; 1 ranks are not healthy." in result.stdout
+
+
+@pytest.mark.parametrize("rate", [0, 1000])
+def test_a_sidecar_comes_to_the_same_verdicts(slow_trace, monkeypatch, rate):
+    monkeypatch.setattr(resihp.client, "Client", Sidecar)
+    result = run(slow_trace, "--url", "http://sidecar", "--rate", rate)
+    assert result.exit_code == 0
+    assert "rank 8 fail_slow 1.5" in result.stdout
+    assert "1 ranks are not healthy" in result.stdout
+
+
+def test_what_cannot_be_read_or_reached_is_status_2_and_one_line(slow_trace, tmp_path, monkeypatch):
+    monkeypatch.setattr(resihp.client, "Client", Silent)
+    for result in (run(tmp_path / "gone"), run(slow_trace, "--url", "http://sidecar")):
+        assert result.exit_code == 2
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_job_is_replayed_beside_the_one_that_may_run(slow_trace, monkeypatch):
+    names = []
+
+    class Noting(Sidecar):
+        def register(self, job):
+            names.append(job.name)
+            super().register(job)
+
+    monkeypatch.setattr(resihp.client, "Client", Noting)
+    assert run(slow_trace, "--url", "http://sidecar").exit_code == 0
+    assert names == [f"{read_trace(slow_trace).job.name} (replay)"]
