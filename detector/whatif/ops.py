@@ -126,11 +126,18 @@ class Recording:
     @classmethod
     def of(cls, ops: OpTable) -> Recording:
         """The grid of a table. A cell that was recorded twice keeps the longer duration."""
-        steps, step = np.unique(ops.step, return_inverse=True)
-        replicas, dp = np.unique(ops.dp, return_inverse=True)
-        key = (ops.stage.astype(np.int64) * len(Kind) + ops.kind) << 32 | ops.seq.astype(np.int64)
-        _, first, op = np.unique(key, return_index=True, return_inverse=True)
-        shape = (first.size, replicas.size, steps.size)
+        steps, step = _index(ops.step)
+        replicas, dp = _index(ops.dp)
+        width = int(ops.seq.max()) + 1
+        key = ops.stage.astype(np.int64)
+        key *= len(Kind)
+        key += ops.kind
+        key *= width
+        key += ops.seq
+        keys, op = _index(key)
+        first = np.empty(keys.size, np.intp)
+        first[op[::-1]] = np.arange(op.size - 1, -1, -1)
+        shape = (keys.size, replicas.size, steps.size)
         cell = np.ravel_multi_index((op, dp, step), shape)
         origin = np.full(steps.size, np.inf)
         np.minimum.at(origin, step, ops.start_s)
@@ -148,6 +155,18 @@ class Recording:
             duration_s=_scatter(cell, ops.duration_s, shape),
             cell=cell,
         )
+
+
+def _index(values: Ints) -> tuple[Ints, Ints]:
+    """The distinct values in ascending order, and the position of every value among them."""
+    low, high = int(values.min()), int(values.max())
+    if high - low > 1 << 22:
+        distinct = np.unique(values)
+        return distinct, np.searchsorted(distinct, values).astype(np.int32)
+    there = np.zeros(high - low + 1, bool)
+    there[values - low] = True
+    position = (np.cumsum(there) - 1).astype(np.int32)
+    return np.flatnonzero(there) + low, position[values - low]
 
 
 def _scatter(cell: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
