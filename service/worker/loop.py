@@ -29,6 +29,9 @@ _LONGEST_TICK_S = 1.0  # a worker that was held up does not blame the ranks for 
 _DIAGNOSE_EVERY_S = 2.0
 # Saving may take this share of a worker's time at most: a costly state is saved less often.
 _SAVE_SHARE = 0.1
+# Nor may it write more than this to the append-only file; what is not saved can be replayed.
+_SAVE_BYTES_PER_S = 4e6
+_URGENT = frozenset({"verdict", "plan", "planning", "plan_applied"})
 
 
 @dataclass
@@ -39,6 +42,7 @@ class _Held:
     session: Session
     committed_s: float
     save_cost_s: float = 0.0
+    saved_bytes: int = 0
     ticked_s: float = field(default_factory=time.monotonic)
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
@@ -115,10 +119,14 @@ class Worker:
 
     def _is_due(self, held: _Held) -> bool:
         outbox, since_s = held.session.outbox, time.monotonic() - held.committed_s
-        if outbox.events or outbox.plans:
+        if outbox.plans or any(kind in _URGENT for kind, _ in outbox.events):
             return True
-        least_s = max(self._settings.commit_every_s, held.save_cost_s / _SAVE_SHARE)
-        return bool(outbox.applied) and since_s >= least_s
+        least_s = max(
+            self._settings.commit_every_s,
+            held.save_cost_s / _SAVE_SHARE,
+            held.saved_bytes / _SAVE_BYTES_PER_S,
+        )
+        return bool(outbox.applied or outbox.events) and since_s >= least_s
 
     def _commit(self, job: str) -> None:
         held = self._held[job]
@@ -136,6 +144,7 @@ class Worker:
     def _commit_of(self, held: _Held, outbox: Outbox) -> Commit:
         detector, rest = held.session.save()
         state = {"detector": detector, "session": rest}
+        held.saved_bytes = len(detector) + len(rest)
         if outbox.applied:
             state["applied"] = outbox.applied[-1].encode()
         status = held.session.status()
@@ -144,7 +153,8 @@ class Worker:
             held.session.last_step > held.diagnosed_step
             and now_s - held.diagnosed_s > _DIAGNOSE_EVERY_S
         ):
-            status["diagnosis"] = held.session.diagnosis()
+            if (diagnosis := held.session.diagnosis()) is not None:
+                status["diagnosis"] = diagnosis
             held.diagnosed_s, held.diagnosed_step = now_s, held.session.last_step
         counts = {
             "applied_messages": len(outbox.applied),

@@ -60,7 +60,7 @@ class Planner:
         dead = [rank for rank in current.layout.ranks if speeds.get(rank, 1.0) <= 0.0]
         if plan is None and dead:
             plan = self._limited(
-                lambda: self._engines.make_plan(job, speeds, version=version, from_step=step)
+                lambda: self._engines.make_plan(job, speeds, current.layout, from_step=step)
             )
         return plan and replace(plan, version=version, from_step=step)
 

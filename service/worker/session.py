@@ -14,11 +14,12 @@ from typing import Any
 import msgpack
 import structlog
 
-from resihp.contracts import InfeasibleError, Job, Plan, Verdict, to_json
+from resihp.contracts import ContractError, InfeasibleError, Job, Plan, Verdict, from_json, to_json
 
 from ..store.api import plan_json
 from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
+from .forecast import Forecast
 from .planning import Planner, is_news, speeds_of
 from .rollout import Rollout
 from .steps import StepClock
@@ -50,6 +51,8 @@ class Session:
         self._detector: DetectorLike = engines.detector(job)
         self._rollout = Rollout(plan)
         self._steps = StepClock()
+        self._forecast = Forecast(engines.step_ms(job))
+        self._verdicts: dict[int, Verdict] = {}
         self._known: dict[int, float] = {}
         self._clock_s = 0.0
 
@@ -104,20 +107,15 @@ class Session:
         plan = self._rollout.active
         expected = [rank for rank in plan.layout.ranks if self._known.get(rank, 1.0) > 0.0]
         for step, observed_ms, ranks in self._steps.close(expected):
+            self._forecast.learn(plan.version, observed_ms)
             summary = {
                 "step": step,
                 "observed_ms": round(observed_ms, 4),
-                "predicted_ms": self._expected_ms(plan),
+                "predicted_ms": self._forecast.predict(plan),
                 "plan_version": plan.version,
                 "ranks": ranks,
             }
             self.outbox.steps.append(summary)
-
-    def _expected_ms(self, plan: Plan) -> float | None:
-        """What a step should take: the detector's word if it has one, else the plan's."""
-        ask = getattr(self._detector, "expected_step_ms", None)
-        expected: float | None = ask() if ask is not None else None
-        return expected if expected is not None else (plan.step_ms or None)
 
     def _heartbeat(self, entry: Entry) -> None:
         document = entry.document()
@@ -136,10 +134,8 @@ class Session:
     def _failure(self, entry: Entry) -> None:
         document = entry.document()
         self._say("failure", document)
-        step = document["step"] if document["step"] is not None else max(self.last_step, 0)
-        self._report(
-            self._detector.report_failure(document["ranks"], step=step, detail=document["detail"])
-        )
+        ranks, step, detail = document["ranks"], document["step"], document["detail"]
+        self._report(self._detector.report_failure(ranks, step=step, detail=detail))
 
     def _report(self, changed: Iterable[Verdict]) -> None:
         for verdict in changed:
@@ -178,16 +174,21 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """What the API answers about verdicts, planning and progress."""
+        # The last word on a rank that left the layout stands: the detector speaks of the others.
+        self._verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
         return {
-            "verdicts": [to_json(verdict) for verdict in self._detector.verdicts()],
+            "verdicts": [to_json(verdict) for _, verdict in sorted(self._verdicts.items())],
             "planning": self.planning,
             "last_step": self.last_step,
             "rollout": self._rollout.describe(),
         }
 
-    def diagnosis(self) -> dict[str, Any]:
-        """Why the job is slow, as of the last entry."""
-        document: dict[str, Any] = to_json(self._detector.diagnosis())
+    def diagnosis(self) -> dict[str, Any] | None:
+        """Why the job is slow, as of the last entry; None before there is anything to say."""
+        try:
+            document: dict[str, Any] = to_json(self._detector.diagnosis())
+        except ContractError:
+            return None
         return document
 
     def save(self) -> tuple[bytes, bytes]:
@@ -195,6 +196,8 @@ class Session:
         rest = {
             "rollout": self._rollout.save(),
             "steps": self._steps.save(),
+            "forecast": self._forecast.save(),
+            "verdicts": [to_json(verdict) for verdict in self._verdicts.values()],
             "known": {str(rank): speed for rank, speed in self._known.items()},
             "planning": self.planning,
             "clock_s": self._clock_s,
@@ -210,6 +213,9 @@ class Session:
         self._detector = self._engines.restore(self.job, detector)
         self._rollout = Rollout.restore(saved["rollout"])
         self._steps = StepClock.restore(saved["steps"])
+        self._forecast = Forecast.restore(saved["forecast"])
+        verdicts = [from_json(Verdict, verdict) for verdict in saved["verdicts"]]
+        self._verdicts = {verdict.rank: verdict for verdict in verdicts}
         self._known = {int(rank): speed for rank, speed in saved["known"].items()}
         self.planning = saved["planning"]
         self._clock_s = saved["clock_s"]

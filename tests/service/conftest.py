@@ -25,6 +25,7 @@ from resihp.contracts.codec import WireFormat, encode
 from service.app import create_app
 from service.launch import Sidecar
 from service.settings import Settings
+from service.worker.engines import Engines
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
 
@@ -100,10 +101,10 @@ class Http:
 
 
 @contextlib.contextmanager
-def running(settings: Settings) -> Iterator[Http]:
-    """A sidecar with the stand-ins, in a thread of this process."""
+def running(settings: Settings, engines: Callable[[], Engines] = fake_engines) -> Iterator[Http]:
+    """A sidecar in a thread of this process, with the stand-ins if nothing else is given."""
     config = uvicorn.Config(
-        create_app(settings, fake_engines), port=0, log_config=None, lifespan="on",
+        create_app(settings, engines), port=0, log_config=None, lifespan="on",
         timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = uvicorn.Server(config)

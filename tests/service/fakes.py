@@ -84,7 +84,9 @@ class FakeDetector:
         silent = [r for r, seen in self.beats.items() if now - seen > HEARTBEAT_TIMEOUT_S]
         return self.report_failure(silent, step=0, detail="silent")
 
-    def report_failure(self, ranks: Iterable[int], *, step: int, detail: str) -> list[Verdict]:
+    def report_failure(
+        self, ranks: Iterable[int], *, step: int | None, detail: str
+    ) -> list[Verdict]:
         changed: list[Verdict] = []
         for rank in ranks:
             self.beats.pop(rank, None)
@@ -107,7 +109,9 @@ class FakeDetector:
         return detector
 
 
-def make_plan(job: Job, speeds: Mapping[int, float], **given: Any) -> Plan:
+def make_plan(
+    job: Job, speeds: Mapping[int, float], layout: Layout | None = None, **given: Any
+) -> Plan:
     """Leave out the ranks that are dead or slow; infeasible when a stage would be empty."""
     replicas = []
     for replica in job.layout.replicas:
@@ -133,4 +137,4 @@ def replan(job: Job, current: Plan, speeds: Mapping[int, float], *, step: int) -
 
 
 def fake_engines() -> Engines:
-    return Engines(FakeDetector, FakeDetector.restore, replan, make_plan)
+    return Engines(FakeDetector, FakeDetector.restore, replan, make_plan, lambda job: 64.0)
