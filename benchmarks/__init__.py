@@ -1,0 +1,1 @@
+"""Measurements, each beside its peer: `python -m benchmarks.NAME [--json PATH]`."""
