@@ -48,8 +48,9 @@ class Trouble:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A job with pipeline and data parallelism, 1F1B, one recorded rank per stage and replica.
+    """A job with pipeline and data parallelism, one recorded rank per stage and replica.
 
+    chunks        model chunks per stage; more than 1 is run interleaved, else 1F1B
     work_spread   spread (log) of the work of a microbatch
     noise         spread (log) of single operations
     stage_weight  how heavy each stage is; empty means all alike
@@ -58,6 +59,7 @@ class Recipe:
     dp: int = 4
     pp: int = 4
     microbatches: int = 8
+    chunks: int = 1
     steps: int = 16
     forward_s: float = 0.05
     work_spread: float = 0.0
@@ -77,9 +79,7 @@ def record(recipe: Recipe, seed: int = 0) -> OpTable:
     op, dp, step = (axis.reshape(-1) for axis in np.indices(shape))
     stage = plan.stage[op]
     duration = (end - start).reshape(-1)
-    of_chunk = (plan.microbatch[op] >= 0) | np.isin(
-        plan.kind[op], (Kind.PARAMS_GATHER, Kind.GRADS_SCATTER)
-    )
+    chunk = plan.chunk[op]
     return OpTable(
         dp=dp,
         stage=stage,
@@ -89,8 +89,8 @@ def record(recipe: Recipe, seed: int = 0) -> OpTable:
         start_s=start.reshape(-1),
         duration_s=duration,
         seq=plan.seq[op],
-        chunk=np.where(of_chunk, 0, -1),
-        global_chunk=np.where(of_chunk, stage, -1),
+        chunk=chunk,
+        global_chunk=np.where(chunk >= 0, chunk * recipe.pp + stage, -1),
         microbatch=plan.microbatch[op],
     )
 
@@ -121,16 +121,17 @@ class _Plan:
     """The operations of one replica and what each waits for."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int]] = []  # kind, stage, seq, microbatch
+        self._rows: list[tuple[int, int, int, int, int]] = []  # kind, stage, seq, mb, chunk
         self._before: list[list[int]] = []
-        self._at: dict[tuple[int, int, int], int] = {}
+        self._count: dict[tuple[Kind, int], int] = {}
+        self._ends: dict[tuple[Kind, int, int], int] = {}  # kind, virtual stage, microbatch
 
     @classmethod
     def of(cls, recipe: Recipe) -> _Plan:
         plan = cls()
         for stage in range(recipe.pp):
             plan._add_stage(recipe, stage)
-        groups = plan._transfers(recipe)
+        groups = plan._transfers()
         pairs = len(groups)
         groups += [
             [op for op, row in enumerate(plan._rows) if row[0] == kind]
@@ -142,7 +143,7 @@ class _Plan:
                 synced.append(len(groups))
                 groups.append([op])
         plan.graph = Graph(plan._before, groups, synced)
-        plan.kind, plan.stage, plan.seq, plan.microbatch = np.array(plan._rows).T
+        plan.kind, plan.stage, plan.seq, plan.microbatch, plan.chunk = np.array(plan._rows).T
         return plan
 
     graph: Graph
@@ -150,38 +151,66 @@ class _Plan:
     stage: NDArray[np.intp]
     seq: NDArray[np.intp]
     microbatch: NDArray[np.intp]
+    chunk: NDArray[np.intp]
 
-    def _add(self, kind: Kind, stage: int, seq: int, before: list[int], mb: int = -1) -> int:
-        self._at[kind, stage, seq] = len(self._rows)
-        self._rows.append((kind, stage, seq, mb))
-        self._before.append([op for op in before if op >= 0])
+    def _add(self, kind: Kind, stage: int, before: list[int], mb: int = -1, chunk: int = -1) -> int:
+        seq = self._count.get((kind, stage), 0)
+        self._count[kind, stage] = seq + 1
+        self._rows.append((kind, stage, seq, mb, chunk))
+        self._before.append(before)
         return len(self._rows) - 1
 
     def _add_stage(self, recipe: Recipe, stage: int) -> None:
         order = stage_order(
-            Schedule.ONE_F_ONE_B, stage=stage, stages=recipe.pp, microbatches=recipe.microbatches
+            Schedule.INTERLEAVED if recipe.chunks > 1 else Schedule.ONE_F_ONE_B,
+            stage=stage,
+            stages=recipe.pp,
+            microbatches=recipe.microbatches,
+            chunks=recipe.chunks,
         )
-        last = gather = self._add(Kind.PARAMS_GATHER, stage, 0, [])
+        last = gather = self._add(Kind.PARAMS_GATHER, stage, [], chunk=0)
         previous = {Op.FORWARD: gather, Op.BACKWARD: gather}
         for item in order:
-            mb, before = item.microbatch, [last]
-            if 0 <= stage + (1 if item.op is Op.BACKWARD else -1) < recipe.pp:
-                before.append(self._add(_RECEIVE[item.op], stage, mb, [previous[item.op]]))
+            virtual, away = item.chunk * recipe.pp + stage, 1 if item.op is Op.FORWARD else -1
+            receive = self._transfer(recipe, _RECEIVE[item.op], virtual, -away, item.microbatch)
             kind = Kind.FORWARD if item.op is Op.FORWARD else Kind.BACKWARD
-            last = previous[item.op] = self._add(kind, stage, mb, before, mb)
-            if 0 <= stage + (-1 if item.op is Op.BACKWARD else 1) < recipe.pp:
-                self._add(_SEND[item.op], stage, mb, [last])
+            if receive is not None:
+                self._before[receive].append(previous[item.op])
+            before = [last] if receive is None else [last, receive]
+            last = self._add(kind, stage, before, item.microbatch, item.chunk)
+            previous[item.op] = last
+            send = self._transfer(recipe, _SEND[item.op], virtual, away, item.microbatch)
+            if send is not None:
+                self._before[send].append(last)
         for kind in (*_TAIL, Kind.OPTIMIZER):
             if kind is not Kind.EMBEDDING_REDUCE or stage in (0, recipe.pp - 1):
-                last = self._add(kind, stage, 0, [last])
+                chunk = 0 if kind is Kind.GRADS_SCATTER else -1
+                last = self._add(kind, stage, [last], chunk=chunk)
 
-    def _transfers(self, recipe: Recipe) -> list[list[int]]:
+    def _transfer(self, recipe: Recipe, kind: Kind, virtual: int, away: int, mb: int) -> int | None:
+        """One end of a transfer to or from the neighbour that is `away`.
+
+        The ends of the model have no neighbour. An interleaved schedule records a transfer there
+        all the same, in which nothing happens.
+        """
+        real = 0 <= virtual + away < recipe.pp * recipe.chunks
+        if not real and recipe.chunks == 1:
+            return None
+        op = self._add(kind, virtual % recipe.pp, [])
+        if real:
+            self._ends[kind, virtual, mb] = op
+        return op
+
+    def _transfers(self) -> list[list[int]]:
+        peers = {
+            Kind.FORWARD_SEND: (Kind.FORWARD_RECV, 1),
+            Kind.BACKWARD_SEND: (Kind.BACKWARD_RECV, -1),
+        }
         groups = []
-        for (kind, stage, seq), op in self._at.items():
-            if kind == Kind.FORWARD_SEND:
-                groups.append([op, self._at[Kind.FORWARD_RECV, stage + 1, seq]])
-            elif kind == Kind.BACKWARD_SEND:
-                groups.append([op, self._at[Kind.BACKWARD_RECV, stage - 1, seq]])
+        for (kind, virtual, mb), op in self._ends.items():
+            if kind in peers:
+                other, away = peers[kind]
+                groups.append([op, self._ends[other, virtual + away, mb]])
         return groups
 
     def durations(self, recipe: Recipe, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -190,13 +219,14 @@ class _Plan:
         work = np.exp(recipe.work_spread * rng.standard_normal((recipe.microbatches, *shape[1:])))
         weight = np.array(recipe.stage_weight or (1.0,) * recipe.pp)
         usual = {**_TYPICAL_S, **recipe.usual_s}
+        real = set(self._ends.values())
         own = np.empty(shape)
-        for op, (kind, stage, _, mb) in enumerate(self._rows):
+        for op, (kind, stage, _, mb, _) in enumerate(self._rows):
             if kind in (Kind.FORWARD, Kind.BACKWARD):
-                passes = 2.0 if kind == Kind.BACKWARD else 1.0
+                passes = (2.0 if kind == Kind.BACKWARD else 1.0) / recipe.chunks
                 own[op] = recipe.forward_s * passes * weight[stage] * work[mb]
             else:
-                own[op] = usual.get(Kind(kind), recipe.p2p_s)
+                own[op] = usual.get(Kind(kind), recipe.p2p_s if op in real else 0.0)
         own *= np.exp(recipe.noise * rng.standard_normal(shape))
         for trouble in recipe.troubles:
             self._afflict(own, trouble)

@@ -42,6 +42,11 @@ JOBS = {
     "sequences": (Recipe(dp=8, work_spread=0.2), Cause.SEQUENCE_IMBALANCE),
     "sequences, no pipeline": (Recipe(dp=8, pp=1, work_spread=0.2), Cause.SEQUENCE_IMBALANCE),
     "last stage": (Recipe(stage_weight=(1, 1, 1, 1.4)), Cause.STAGE_IMBALANCE),
+    "slow device, interleaved": (Recipe(chunks=2, troubles=(SLOW,)), Cause.DEVICE),
+    "last stage, interleaved": (
+        Recipe(chunks=2, stage_weight=(1, 1, 1, 1.4)),
+        Cause.STAGE_IMBALANCE,
+    ),
     "second of two stages": (Recipe(pp=2, stage_weight=(1, 1.4)), Cause.STAGE_IMBALANCE),
     "slow link": (
         Recipe(troubles=(Trouble(kinds=P2P, replica=1, stage=2, factor=100, since=4),)),
@@ -97,8 +102,9 @@ def test_the_cause_is_named_from_operations_and_from_records_alone(name, tmp_pat
         pp=st.integers(1, 4),
         microbatches=st.integers(1, 6),
         steps=st.integers(1, 3),
+        chunks=st.integers(1, 3),
         work_spread=st.floats(0.0, 0.3),
-    ),
+    ).filter(lambda recipe: recipe.pp > 1 or recipe.chunks == 1),
     st.integers(0, 2**16),
 )
 def test_dependencies_read_off_a_recording_give_back_its_steps(recipe, seed):
