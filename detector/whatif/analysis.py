@@ -71,17 +71,19 @@ class WhatIf:
 
     @cached_property
     def slowdown(self) -> float:
-        """S: mean step without launch delays over the ideal one."""
-        return float(self.no_delay_s.mean()) / self.ideal_step_s
+        """S: mean step without launch delays over the ideal one; 1 where that takes no time."""
+        return float(self.no_delay_s.mean()) / self.ideal_step_s if self.ideal_step_s > 0 else 1.0
 
     @cached_property
     def launch_slowdown(self) -> float:
         """Mean recorded step over the same without launch delays."""
-        return float(self.recorded_s.mean() / self.no_delay_s.mean())
+        undelayed = float(self.no_delay_s.mean())
+        return float(self.recorded_s.mean()) / undelayed if undelayed > 0 else 1.0
 
     def slowdown_of(self, step_s: Floats) -> NDArray[np.float64]:
         """Mean over the steps (the last axis), as a multiple of the ideal step."""
-        return np.asarray(step_s.mean(axis=-1) / self.ideal_step_s, np.float64)
+        mean = np.asarray(step_s.mean(axis=-1), np.float64)
+        return mean / self.ideal_step_s if self.ideal_step_s > 0 else np.ones_like(mean)
 
     @cached_property
     def by_replica_s(self) -> NDArray[np.float64]:

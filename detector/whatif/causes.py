@@ -94,7 +94,7 @@ class Causes:
         rec, own = self.whatif.recording, self.whatif.own_s
         quick = own.copy()
         for kind in (*P2P, *COLLECTIVE):
-            rows = (rec.kind == kind) & ~self.whatif.found.idle
+            rows = (rec.kind == kind) & ~(self.whatif.found.idle | self.whatif.found.lone)
             if rows.any():
                 quick[rows] = np.minimum(own[rows], quantile(own[rows], USUAL, axis=(0, 1, 2)))
         uneven = actual - float(self.whatif.step_s(quick).mean())

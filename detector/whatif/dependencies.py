@@ -34,7 +34,7 @@ class Dependencies:
     groups lists the operations that wait for each other, `synced` those groups that wait for all
     replicas. Of every operation [N]: `peer`, the other end of its transfer; `serves`, the pass
     that needs or made what it transfers; -1 where there is none; `idle`, whether it was recorded
-    although nothing was transferred.
+    although nothing was transferred; `lone`, whether the other end of its transfer is missing.
     """
 
     graph: Graph
@@ -44,6 +44,7 @@ class Dependencies:
     peer: NDArray[np.intp]
     serves: NDArray[np.intp]
     idle: NDArray[np.bool_]
+    lone: NDArray[np.bool_]
 
     def waits(self) -> NDArray[np.bool_]:
         """Mask [N] of the operations whose recorded duration includes waiting for others."""
@@ -95,6 +96,7 @@ class _Builder:
         if len(clip := np.flatnonzero(self.rec.of_kind(Kind.CLIP)).tolist()):
             groups.append(clip)
         synced = list(range(synced_from, len(groups)))
+        idle = self.idle & self.rec.of_kind(*P2P)
         return Dependencies(
             graph=Graph(self.preds, groups, synced),
             predecessors=self.preds,
@@ -102,7 +104,8 @@ class _Builder:
             synced=synced,
             peer=peer,
             serves=self.matched,
-            idle=self.idle & self.rec.of_kind(*P2P),
+            idle=idle,
+            lone=self.rec.of_kind(*P2P) & ~idle & (peer < 0),
         )
 
     def _ordered(self, stage: int, *kinds: Kind) -> list[int]:
@@ -257,7 +260,8 @@ def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
 
     A transfer lasts from the last start of its group to its own end. A slightly negative value is
     clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0. NaN
-    where one of the ranks was not recorded in that step, although it was in others.
+    where one of the ranks was not recorded in that step, although it was in others; 0 where the
+    other end of a transfer was never recorded.
     """
     own = recording.duration_s.copy()
     start, end = recording.start_s, recording.start_s + recording.duration_s
@@ -270,6 +274,7 @@ def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
             latest = np.fmax.reduce(latest, axis=0, keepdims=True)
             gone = gone.any(axis=0, keepdims=True)
         own[group] = np.where(gone, np.nan, end[group] - latest)
+    own[found.lone] = 0.0
     waits = found.waits()
     own[waits] = np.where(own[waits] <= -1e-2, 0.0, own[waits])
     return own

@@ -51,7 +51,7 @@ class RecordMaker:
     def columns(self, rows: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """The records of some rows, with `plan_version` 0 throughout."""
         op, replica, _ = np.unravel_index(self._recording.cell[rows], self._recording.start_s.shape)
-        real = ~self._found.idle[op]
+        real = ~(self._found.idle | self._found.lone)[op]
         rows, op, replica = rows[real], op[real], replica[real]
         ops = self._ops.select(rows)
         own = self._own_s[self._recording.cell[rows]]

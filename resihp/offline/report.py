@@ -52,7 +52,7 @@ def _context(analysis: Analysis) -> dict[str, Any]:
         "onset": plots.svg(plots.onset(analysis, timeline)),
         "step": step,
         "replica": replica,
-        "gantt": plots.svg(plots.gantt(timeline, step, replica)),
+        "gantt": None if replica is None else plots.svg(plots.gantt(timeline, step, replica)),
         "steps": (figure := plots.steps(analysis)) and plots.svg(figure),
         "kinds": _kinds(analysis),
         "unwell": _unwell(analysis),
@@ -68,11 +68,13 @@ def slowest_step(analysis: Analysis, timeline: Timeline) -> int:
     return timeline.steps[int(np.argmax(analysis.whatif.no_delay_s))]
 
 
-def last_replica(timeline: Timeline, step: int) -> int:
-    """The replica whose passes end last."""
+def last_replica(timeline: Timeline, step: int) -> int | None:
+    """The replica whose passes end last; None where none took any time."""
     spans = timeline.actual(step)
     passes = [i for i, name in enumerate(spans.names) if name.split("-")[0] in _PASSES]
     spans = spans.select(~spans.transfer & np.isin(spans.name, passes))
+    if not spans.start_s.size:
+        return None
     return int(spans.replica[np.argmax(spans.start_s + spans.duration_s)])
 
 

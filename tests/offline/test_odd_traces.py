@@ -1,0 +1,59 @@
+"""Recordings that lack something are analyzed as far as they go."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from resihp.contracts import TraceError
+from resihp.offline import analyze, read_trace
+from resihp.offline.report import html
+from resihp.offline.synthetic import Recipe, record, write_whatif
+
+WHOLE = record(Recipe(dp=3, pp=3, microbatches=3, steps=4))
+ODD = {
+    "one step": record(Recipe(dp=2, pp=2, steps=1)),
+    "one rank": record(Recipe(dp=1, pp=1, steps=3)),
+    "compute only": WHOLE.select(WHOLE.kind <= 1),
+    "forward only": WHOLE.select(WHOLE.kind == 1),
+    "a stage was not recorded": WHOLE.select(WHOLE.stage != 1),
+    "a replica was not recorded": WHOLE.select(WHOLE.dp != 0),
+    "a replica came late": WHOLE.select((WHOLE.dp != 2) | (WHOLE.step >= 2)),
+    "no time passed": dataclasses.replace(WHOLE, duration_s=np.zeros(len(WHOLE))),
+    "wall clock": dataclasses.replace(WHOLE, start_s=WHOLE.start_s + 1.7e9),
+    "out of order": WHOLE.select(np.random.default_rng(0).permutation(len(WHOLE))),
+}
+
+
+def analysis_of(ops, tmp_path):
+    write_whatif(tmp_path / "odd.parquet", ops)
+    return analyze(read_trace(tmp_path / "odd.parquet"))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_there_is_analyzed(name, tmp_path):
+    analysis = analysis_of(ODD[name], tmp_path)
+    document = analysis.to_json()
+    assert document["root_cause"] == "none"
+    assert document["slowdown"] == pytest.approx(1.0, abs=0.02)
+    assert {device["verdict"] for device in document["devices"]} == {"healthy"}
+    assert len(document["devices"]) == len(set(ODD[name].rank.tolist()))
+    assert "</html>" in html(analysis)
+
+
+def test_all_ranks_of_a_tensor_parallel_group_may_be_recorded(tmp_path):
+    twice = {
+        field.name: np.concatenate(
+            [getattr(WHOLE, field.name), getattr(WHOLE, field.name) + 100 * (field.name == "rank")]
+        )
+        for field in dataclasses.fields(WHOLE)
+    }
+    document = analysis_of(type(WHOLE)(**twice), tmp_path).to_json()
+    assert document["layout"] == {"dp": 3, "pp": 3, "tp": 2}
+    assert len(document["devices"]) == 18
+
+
+def test_times_that_contradict_each_other_are_refused(tmp_path):
+    scrambled = np.random.default_rng(0).random(len(WHOLE))
+    with pytest.raises(TraceError, match="wait for each other in a circle"):
+        analysis_of(dataclasses.replace(WHOLE, start_s=scrambled), tmp_path)
