@@ -16,10 +16,11 @@ import torch
 from resihp.client import Client
 from resihp.contracts import Op, Plan, to_json
 from resihp.elastic.engine import Reduced, Setup
+from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.pacing import Pacer
 from resihp.elastic.plans import ServicePlans
 from resihp.elastic.rendezvous import Rendezvous, Timeouts, connect
-from resihp.elastic.trainer import Hooks, Switch, Trainer
+from resihp.elastic.trainer import Trainer
 from resihp.hooks import Monitor
 
 from .settings import DemoSettings

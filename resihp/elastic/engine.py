@@ -131,6 +131,8 @@ class Engine:
         """Clip and make the update. No communication."""
         timing = _Timing(self._waited)
         clip(self.shard, norm, self.setup.optimizer.max_norm)
+        for group in self.shard.optimizer.param_groups:
+            group["lr"] = self.setup.optimizer.rate(step)
         self.shard.optimizer.step()
         self.discard()
         self._record(Op.OPTIMIZER, step, -1, timing)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
-from resihp.contracts import Job, Plan, ServiceError
+from resihp.contracts import InfeasibleError, Job, Plan, ServiceError
 
 if TYPE_CHECKING:
     from resihp.client import Client
@@ -30,6 +30,22 @@ class PlanSource(Protocol):
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Told when `plan` holds from `step` on. Never raises."""
         ...
+
+
+class NoPlans:
+    """For a job whose layout is never to change."""
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        """Nothing, after `seconds`."""
+        time.sleep(seconds)
+        return None
+
+    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
+        """Refuses."""
+        raise InfeasibleError("elasticity", "this job's layout is fixed")
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        """Nothing."""
 
 
 class ServicePlans:

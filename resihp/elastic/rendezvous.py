@@ -76,6 +76,7 @@ class Rendezvous:
         self._open = open_store
         self._store = open_store()
         self._broken: str | None = None
+        self._next_look = 0.0
         self._beats: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -98,8 +99,10 @@ class Rendezvous:
 
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
         """Why the present world is to be given up, if it is; asked by every wait."""
-        if self._broken is None and waited_s > 1.0:
-            silent = self._silent(ranks)
+        now = time.monotonic()
+        if self._broken is None and waited_s > 1.0 and now > self._next_look:
+            self._next_look = now + self.timeouts.heartbeat.total_seconds() / 10
+            silent = self._silent(ranks, now, waited_s)
             if silent:
                 self.call_recovery(f"ranks {silent} do not answer")
         return self._broken
@@ -201,20 +204,21 @@ class Rendezvous:
                     self._broken = store.get(key).decode()
                 self._changed.notify_all()
 
-    def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that have not beaten for the heartbeat's time-out, or are dead."""
-        now, limit = time.monotonic(), self.timeouts.heartbeat.total_seconds()
+    def _silent(self, ranks: Sequence[int], now: float, waited_s: float) -> list[int]:
+        """Those of `ranks` that are dead or have not beaten for the heartbeat's time-out.
+
+        One that has never beaten is still starting; it gets the time that it takes to connect.
+        """
+        limit, patience = self.timeouts.heartbeat, self.timeouts.connect
         silent = []
-        for rank in ranks:
-            if rank == self.rank:
-                continue
+        for rank in sorted(set(ranks) - {self.rank}):
             beat = self._beat(rank)
             last, since = self._beats.get(rank, (-1, now))
             if beat != last:
                 self._beats[rank] = (beat, now)
-            elif now - since > limit:
-                silent.append(rank)
-            if self._store.check([f"dead/{rank}"]) and rank not in silent:
+            is_late = beat == last > 0 and now - since > limit.total_seconds()
+            is_missing = beat == 0 and waited_s > patience.total_seconds()
+            if is_late or is_missing or self._store.check([f"dead/{rank}"]):
                 silent.append(rank)
         return silent
 

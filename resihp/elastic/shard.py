@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,18 +56,32 @@ class Shard:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Hyper-parameters of AdamW (Loshchilov & Hutter, arXiv 1711.05101) and of clipping."""
+    """Hyper-parameters of AdamW (Loshchilov & Hutter, arXiv 1711.05101), clipping and warm-up.
+
+    The learning rate is a function of the step alone, so that no change of layout disturbs it.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float = 1.0
+    warmup_steps: int = 0
 
-    def build(self, tensors: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    def build(self, tensors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of one rank's tensors."""
         return torch.optim.AdamW(
-            tensors, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, foreach=True
+            tensors,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            foreach=True,
         )
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: a linear rise over the warm-up, then constant."""
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
 
 
 def build_shard(
@@ -86,7 +100,7 @@ def build_shard(
     if fill:
         for param, tensor in tensors.items():
             tensor.data.copy_(rows(model.initial(param.key, param.shape), param, ranges[param]))
-    return Shard(parts, ranges, tensors, settings.build(iter(tensors.values())))
+    return Shard(parts, ranges, tensors, settings.build(tensors.values()))
 
 
 def part_names(model: Model, stage: Stage) -> list[str]:

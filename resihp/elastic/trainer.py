@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from resihp.contracts import InfeasibleError, Plan, StateLostError
 from resihp.layout import moves
 
+from .agent import PlanAgent
 from .agreement import Decision, Report
 from .comm import Network, WaitClock, WorldBrokenError
 from .engine import Engine, Reduced, Setup
+from .events import Hooks, Switch
 from .handoff import keep_own, stream
 from .phases import Phase, PhaseMachine
 from .plans import PlanSource
@@ -24,26 +23,6 @@ from .rendezvous import Rendezvous
 from .shard import Shard, build_shard
 
 _log = logging.getLogger("resihp.elastic")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Switch:
-    """A change of layout, as one rank saw it."""
-
-    plan: Plan
-    step: int
-    pause_ms: float
-    received_bytes: int
-    lost: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """Called by the training thread; for progress displays and scripted faults."""
-
-    on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
-    on_step: Callable[[Reduced, float, Plan], None] = field(default=lambda step, ms, plan: None)
-    on_switch: Callable[[Switch], None] = field(default=lambda switch: None)
 
 
 class Trainer:
@@ -77,8 +56,21 @@ class Trainer:
         self._pending: Preparation | None = None
         self._doubt: tuple[Prepared, Shard | None] | None = None
         self._paused_at: float | None = None
-        self._agent: threading.Thread | None = None
-        self._over = threading.Event()
+        self._agent = PlanAgent(
+            plans, rendezvous, lambda: (self.epoch, self.plan.version), self._is_settled
+        )
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the next world stands ready to be taken on."""
+        return self._pending is not None and self._pending.result is not None
+
+    def look_for_plan(self) -> None:
+        """Begin to prepare the next epoch's world if its plan has been published."""
+        if self._pending is None:
+            plan = self._rendezvous.published(self.epoch + 1)
+            if plan is not None:
+                self._pending = self._prepare(self.epoch + 1, plan)
 
     def run(self, steps: int) -> None:
         """Train until `steps` updates have been made."""
@@ -99,7 +91,7 @@ class Trainer:
                 self._rendezvous.finish(len(self.plan.layout.ranks))
         finally:
             self._enter(Phase.STOPPED)
-            self._over.set()
+            self._agent.close()
             self._rendezvous.close()
 
     def _is_over(self, steps: int) -> bool:
@@ -109,7 +101,10 @@ class Trainer:
 
     def _begin(self) -> None:
         """Build the first world and fill it with the model's initial values."""
-        prepared = self._prepare(0, self.plan).wait(self._rendezvous.broken)
+        # Processes start at their own pace, so silence means nothing yet; connecting times out.
+        prepared = self._prepare(0, self.plan).wait(
+            lambda ranks, _: self._rendezvous.broken(ranks, 0.0)
+        )
         shard = None
         if prepared.world is not None:
             world = prepared.world
@@ -122,7 +117,7 @@ class Trainer:
                 fill=True,
             )
         self._adopt(prepared, shard)
-        self._serve_plans()
+        self._agent.start()
 
     # One step.
 
@@ -155,21 +150,14 @@ class Trainer:
         reason = self._rendezvous.broken((), 0.0)
         if reason is not None:
             raise WorldBrokenError(reason)
-        self._look_for_plan()
+        self.look_for_plan()
         if self._pending is not None:
             self._switch(self._pending.wait(self._rendezvous.broken), lost=())
 
     # New plans.
 
-    def _look_for_plan(self) -> None:
-        """Begin to prepare the next epoch's world if its plan has been published."""
-        if self._pending is None:
-            plan = self._rendezvous.published(self.epoch + 1)
-            if plan is not None:
-                self._pending = self._prepare(self.epoch + 1, plan)
-
     def _ready_epoch(self, next_step: int) -> int:
-        self._look_for_plan()
+        self.look_for_plan()
         pending = self._pending
         if pending is None or pending.result is None:
             return 0
@@ -218,7 +206,7 @@ class Trainer:
             lost=lost,
         )
         self._hooks.on_switch(switch)
-        self._acknowledge(switch)
+        self._agent.acknowledge(switch)
 
     def _stream(
         self, prepared: Prepared, old: Shard | None, lost: tuple[int, ...]
@@ -302,37 +290,8 @@ class Trainer:
             return
         self._rendezvous.publish(decision.next_epoch, plan)
 
-    # The agent: talks to the plan source off the training thread.
-
-    def _serve_plans(self) -> None:
-        self._agent = threading.Thread(target=self._agent_loop, name="resihp-agent", daemon=True)
-        self._agent.start()
-
-    def _agent_loop(self) -> None:
-        """On the first rank alive, publish each new plan once the one before is taken on."""
-        published = 0
-        while not self._over.is_set():
-            epoch, version, recovery = self.epoch, self.plan.version, self._rendezvous.recovery
-            is_first = self.rank == self._rendezvous.alive[0]
-            if not is_first or published > epoch or self._is_changing():
-                self._over.wait(0.2)
-                continue
-            plan = self._plans.wait(version, 2.0)
-            unchanged = epoch == self.epoch and recovery == self._rendezvous.recovery
-            if plan is not None and unchanged and not self._is_changing():
-                self._rendezvous.publish(epoch + 1, plan)
-                published = epoch + 1
-
-    def _is_changing(self) -> bool:
-        return self._machine.phase in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
-
-    def _acknowledge(self, switch: Switch) -> None:
-        threading.Thread(
-            target=self._plans.applied,
-            args=(switch.plan, self.rank, switch.step, switch.pause_ms),
-            name="resihp-acknowledge",
-            daemon=True,
-        ).start()
+    def _is_settled(self) -> bool:
+        return self._machine.phase not in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
 
     def _enter(self, phase: Phase) -> None:
         self._machine.enter(phase)

@@ -1,0 +1,73 @@
+"""`resihp demo`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._app import app
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps.", min=20)] = 72,
+    slow_rank: Annotated[int, typer.Option(help="Rank to slow down; -1 for none.")] = 5,
+    slow_factor: Annotated[float, typer.Option(help="By how much.", min=1.0)] = 1.5,
+    dead_rank: Annotated[int, typer.Option(help="Rank to kill; -1 for none.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the model and the order of the text.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report, logs and data.", show_default="temporary"),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write what happened to this file.")
+    ] = None,
+) -> None:
+    """Play the whole loop on this machine: a slow rank is found and worked around, a dead one too.
+
+    Trains a small Llama on real text over eight processes (2 replicas x 2 stages x 2-way tensor
+    parallel) beside a sidecar. One rank is slowed down in mid-run, another is killed later; the
+    layout changes live, without a restart. Ends with a summary and an HTML report.
+
+    Exit status: 0 if the slow rank was named (and no other), the plan was applied live, the kill
+    was survived and the job ran faster after the resize than before; 1 if not.
+    """
+    from rich.console import Console
+
+    from resihp.contracts import to_json
+    from resihp.demo.display import LiveDisplay
+    from resihp.demo.report import write_report
+    from resihp.demo.settings import DemoSettings
+    from resihp.demo.story import DemoError, play
+    from resihp.demo.summary import print_summary
+
+    settings = DemoSettings(
+        steps=steps,
+        slow_rank=None if slow_rank < 0 else slow_rank,
+        slow_factor=slow_factor,
+        slow_at=round(0.3 * steps),
+        dead_rank=None if dead_rank < 0 else dead_rank,
+        dead_at=round(0.72 * steps),
+        seed=seed,
+    )
+    folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    try:
+        quotas = settings.job().quotas
+        with LiveDisplay(settings.layout, steps, quotas=quotas, console=console) as display:
+            record = play(settings, folder, display)
+    except DemoError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    report = folder / "report.html"
+    write_report(record, report)
+    print_summary(record, report, console)
+    if json_path is not None:
+        document = {**to_json(record), "passed": record.passed}
+        json_path.write_text(json.dumps(document, indent=1))
+    raise typer.Exit(0 if record.passed else 1)

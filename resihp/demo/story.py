@@ -1,0 +1,225 @@
+"""Runs the demo: sidecar, training job, scripted faults, reference run; returns what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from resihp.client import Client
+from resihp.contracts import Plan, ServiceError, Status, Verdict, from_json
+from resihp.elastic.local import LocalRanks
+from service.launch import Sidecar
+
+from .checks import check
+from .display import LiveDisplay
+from .record import DemoRecord, HealthSeen, StepSeen, SwitchSeen, VerdictSeen
+from .reference import run_reference
+from .settings import DemoSettings
+from .worker import run_rank
+
+_LIMIT_S = 600.0
+
+
+class DemoError(RuntimeError):
+    """The demo could not be played to its end; carries the ranks' output."""
+
+
+def play(settings: DemoSettings, folder: Path, display: LiveDisplay) -> DemoRecord:
+    """Play the whole demo; its files stay in `folder`. Raises `DemoError`."""
+    start = time.monotonic()
+    story = _Story(settings, folder, display)
+    display.phase("Starting the sidecar on an embedded Redis")
+    with Sidecar(folder / "sidecar") as sidecar:
+        display.links(sidecar.url, f"{sidecar.url}/docs", folder / "report.html")
+        client = Client(sidecar.url)
+        client.register(settings.job())
+        display.phase("Training")
+        with LocalRanks("demo", folder / "logs") as ranks:
+            ranks.start(settings.layout.ranks, run_rank, settings, sidecar.url, folder)
+            story.follow(ranks, client)
+    display.phase("Training the undisturbed reference")
+    try:
+        reference = run_reference(settings, folder, display.reference)
+    except (RuntimeError, TimeoutError) as error:
+        raise DemoError(str(error)) from error
+    return story.record(reference, time.monotonic() - start)
+
+
+class _Story:
+    """Follows the job through its ranks' events and the sidecar's verdicts."""
+
+    def __init__(self, settings: DemoSettings, folder: Path, display: LiveDisplay) -> None:
+        self._settings, self._display = settings, display
+        self._tails = {
+            rank: _Tail(folder / f"events-{rank}.jsonl") for rank in settings.layout.ranks
+        }
+        self._steps: dict[int, StepSeen] = {}
+        self._switches: dict[int, SwitchSeen] = {}
+        self._verdicts: list[VerdictSeen] = []
+        self._health: dict[tuple[int, int], HealthSeen] = {}
+        self._latest: dict[int, Verdict] = {}
+        self._dead: set[int] = set()
+
+    def follow(self, ranks: LocalRanks, client: Client) -> None:
+        """Follow until all ranks have ended."""
+        deadline = time.monotonic() + _LIMIT_S
+        while True:
+            alive = ranks.poll(0.25)
+            self._read_events()
+            self._read_verdicts(client)
+            self._see_deaths(ranks)
+            if not alive:
+                break
+            if time.monotonic() > deadline:
+                raise DemoError(f"the job did not end in {_LIMIT_S:.0f} s\n{ranks.logs()}")
+        if max(self._steps, default=-1) < self._settings.steps - 1:
+            raise DemoError(f"the job ended early\n{ranks.logs()}")
+
+    def record(self, reference: tuple[float, ...], seconds: float) -> DemoRecord:
+        """What happened."""
+        settings = self._settings
+        steps = tuple(self._steps[step] for step in sorted(self._steps))
+        switches = tuple(self._switches[version] for version in sorted(self._switches))
+        record = DemoRecord(
+            machine=_machine(),
+            quotas=settings.job().quotas,
+            trained=_trained(settings),
+            seconds=seconds,
+            layout=settings.layout,
+            script=_script(settings),
+            steps=steps,
+            reference=reference,
+            switches=switches,
+            verdicts=tuple(self._verdicts),
+            health=tuple(self._health[key] for key in sorted(self._health)),
+            checks=(),
+            emulated=_emulated(settings),
+        )
+        return check(record)
+
+    def _read_events(self) -> None:
+        for tail in self._tails.values():
+            for event in tail.read():
+                if event.pop("kind") == "step":
+                    self._see_step(StepSeen(**event))
+                else:
+                    plan = from_json(Plan, event.pop("plan"))
+                    lost = tuple(event.pop("lost"))
+                    self._see_switch(SwitchSeen(**event, lost=lost, plan=plan))
+
+    def _see_step(self, seen: StepSeen) -> None:
+        if seen.step in self._steps:
+            return
+        self._steps[seen.step] = seen
+        self._display.step(seen)
+        settings = self._settings
+        if settings.slow_rank is not None and seen.step + 1 == settings.slow_at:
+            self._display.fault(
+                f"rank {settings.slow_rank} now runs at 1/{settings.slow_factor:g} of its speed"
+            )
+
+    def _see_switch(self, seen: SwitchSeen) -> None:
+        """The pause is the longest that a rank saw; the bytes are those of all ranks."""
+        known = self._switches.get(seen.plan.version)
+        self._switches[seen.plan.version] = SwitchSeen(
+            step=seen.step,
+            pause_ms=max(seen.pause_ms, known.pause_ms if known else 0.0),
+            received_bytes=seen.received_bytes + (known.received_bytes if known else 0),
+            lost=seen.lost,
+            plan=seen.plan,
+        )
+        if known is None:
+            self._display.switch(seen)
+
+    def _read_verdicts(self, client: Client) -> None:
+        try:
+            verdicts = client.verdicts(self._settings.job().name)
+        except ServiceError:
+            return
+        step = max(self._steps, default=0)
+        seen = []
+        for verdict in verdicts:
+            known = self._latest.get(verdict.rank)
+            changed = verdict.status is not (known.status if known else Status.HEALTHY)
+            self._latest[verdict.rank] = verdict
+            if changed:
+                self._verdicts.append(VerdictSeen(at_step=step, verdict=verdict))
+                self._display.verdict(self._verdicts[-1])
+            seen.append(
+                HealthSeen(
+                    step=step, rank=verdict.rank, slowdown=verdict.slowdown, status=verdict.status
+                )
+            )
+        self._health.update({(item.step, item.rank): item for item in seen})
+        self._display.health(seen)
+
+    def _see_deaths(self, ranks: LocalRanks) -> None:
+        for rank, code in ranks.exit_codes.items():
+            if code != 0 and rank not in self._dead:
+                self._dead.add(rank)
+                self._display.dead(rank)
+
+
+class _Tail:
+    """Reads the lines that were added to a file since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self._offset += len(line)
+                yield json.loads(line)
+
+
+def _script(settings: DemoSettings) -> dict[str, float]:
+    slow, dead = settings.slow_rank, settings.dead_rank
+    return {
+        "slow_rank": -1 if slow is None else slow,
+        "slow_factor": settings.slow_factor,
+        "slow_at": settings.slow_at,
+        "dead_rank": -1 if dead is None else dead,
+        "dead_at": settings.dead_at,
+    }
+
+
+def _machine() -> str:
+    python, torch_ = platform.python_version(), version("torch")
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {python}, torch {torch_}"
+
+
+def _trained(settings: DemoSettings) -> str:
+    shape = settings.shape
+    params = shape.layers * shape.layer_params + 2 * shape.embedding_params
+    return (
+        f"Llama of {params / 1e6:.1f} million parameters on Python sources, "
+        f"{settings.microbatches} microbatches of {settings.tokens} bytes a step"
+    )
+
+
+def _emulated(settings: DemoSettings) -> tuple[str, ...]:
+    real = (
+        "The model, the text, the gradients, the processes and the network between them are real."
+    )
+    if settings.flops_per_ms is None:
+        return (real, "Nothing was emulated: devices ran as fast as they could.")
+    rate = settings.flops_per_ms / 1e6
+    return (
+        real,
+        "Device speed was paced: all ranks share this machine's cores, so each rank computed for "
+        f"real and was then held until a device of {rate:.1f} GFLOP/s would have been done.",
+        "The slow device was one whose pace was divided by the factor given.",
+        "The dead rank was killed for real, by SIGKILL in the middle of a step.",
+    )

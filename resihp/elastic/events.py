@@ -1,0 +1,31 @@
+"""What a rank tells those who watch it: phases, steps and changes of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from resihp.contracts import Plan
+
+from .engine import Reduced
+from .phases import Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A change of layout, as one rank saw it."""
+
+    plan: Plan
+    step: int
+    pause_ms: float
+    received_bytes: int
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Called by the training thread; for progress displays and scripted faults."""
+
+    on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
+    on_step: Callable[[Reduced, float, Plan], None] = field(default=lambda step, ms, plan: None)
+    on_switch: Callable[[Switch], None] = field(default=lambda switch: None)

@@ -1,0 +1,215 @@
+"""A small elastic job for tests: real processes, scripted plans, scripted faults, full records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resihp.contracts import InfeasibleError, Layout, ModelShape, Plan, Replica, Stage, even_quotas
+from resihp.elastic.engine import Setup
+from resihp.elastic.events import Hooks
+from resihp.elastic.local import LocalRanks
+from resihp.elastic.models import Llama, Packed
+from resihp.elastic.phases import Phase
+from resihp.elastic.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.shard import AdamW
+from resihp.elastic.trainer import Trainer
+
+SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
+MICROBATCHES = 6
+TOKENS = 33
+ALONE = Layout((Replica((Stage((0,), (0, 4), (4,)),)),))
+GRID = Layout.grid(dp=2, pp=2, tp=2, layers=4, units=4)
+UNEVEN = Layout(
+    (
+        Replica((Stage((0, 1, 2), (0, 3), (1, 2, 1)), Stage((5, 4), (3, 4), (3, 1)))),
+        Replica((Stage((3, 6), (0, 1), (1, 3)), Stage((7,), (1, 4), (4,)))),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`rank` gets a signal when it enters `phase` with `step` steps completed."""
+
+    rank: int
+    phase: Phase
+    step: int
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job. A step waits for the plan that holds from it on, so that runs are alike.
+
+    `stopped` ranks are not waited for at the end.
+    """
+
+    layout: Layout
+    steps: int
+    plans: tuple[Plan, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    ranks: tuple[int, ...] = ()
+    stopped: frozenset[int] = frozenset()
+    timeouts: Timeouts = field(
+        default=Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
+    )
+
+
+@dataclass
+class Outcome:
+    """What became of a job: losses by step, switches, exit codes, and each rank's final shard."""
+
+    exit_codes: dict[int, int]
+    losses: dict[int, float]
+    switches: list[dict[str, Any]]
+    shards: dict[int, dict[str, Any]]
+    folder: Path
+    logs: str
+
+    def full_state(self, prefix: str = "final") -> dict[str, list[torch.Tensor]]:
+        """Parameter and moments of the whole model; replicas must agree to the last bit."""
+        paths = sorted(self.folder.glob(f"{prefix}-*.pt"))
+        return assemble([torch.load(path) for path in paths])
+
+
+def plan(version: int, layout: Layout, *, quotas: tuple[int, ...] = (), from_step: int = 0) -> Plan:
+    """A plan of the small job."""
+    quotas = quotas or even_quotas(MICROBATCHES, layout.dp)
+    return Plan(version=version, layout=layout, quotas=quotas, from_step=from_step)
+
+
+def run(case: Case, folder: Path, *, timeout_s: float = 60.0) -> Outcome:
+    """Run a job to its end. Raises `TimeoutError` with every rank's log."""
+    ranks = case.ranks or case.layout.ranks
+    with LocalRanks("test", folder) as processes:
+        processes.start(ranks, run_rank, case, folder)
+        deadline = time.monotonic() + timeout_s
+        while set(processes.poll(0.2)) - case.stopped:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"ranks did not end in {timeout_s} s\n{processes.logs()}")
+        codes = dict(processes.exit_codes)
+        logs = processes.logs()
+    losses: dict[int, float] = {}
+    switches: list[dict[str, Any]] = []
+    for rank in ranks:
+        path = folder / f"events-{rank}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            event = json.loads(line)
+            if "loss" in event:
+                known = losses.setdefault(event["step"], event["loss"])
+                assert known == event["loss"], f"ranks disagree on step {event['step']}\n{logs}"
+            else:
+                switches.append(event)
+    shards = {int(p.stem.split("-")[1]): torch.load(p) for p in folder.glob("final-*.pt")}
+    return Outcome(codes, losses, switches, shards, folder, logs)
+
+
+def assemble(shards: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
+    """The whole state from the shards of all ranks; what several hold must be equal."""
+    full: dict[str, list[torch.Tensor]] = {}
+    for shard in shards:
+        for key, (shape, dim, start, tensors) in shard.items():
+            whole = full.setdefault(key, [torch.full(shape, torch.nan) for _ in tensors])
+            for target, tensor in zip(whole, tensors, strict=True):
+                view = target.narrow(dim, start, tensor.shape[dim])
+                held = ~view.isnan()
+                assert torch.equal(view[held], tensor[held]), f"holders of {key} differ"
+                view.copy_(tensor)
+    for key, tensors in full.items():
+        assert not any(t.isnan().any() for t in tensors), f"{key} is not whole"
+    return full
+
+
+def batch(step: int, index: int) -> Packed:
+    """Predictable text in two or three documents."""
+    chosen = torch.Generator().manual_seed(1000 * step + index)
+    ids = torch.randint(0, 8, (TOKENS + 1,), generator=chosen).cumsum(0) % SHAPE.vocab
+    cut = int(torch.randint(5, TOKENS - 5, (1,), generator=chosen))
+    return Packed(ids[:-1], ids[1:], (cut, TOKENS - cut))
+
+
+class Scripted:
+    """Offers the scripted plans; after a loss, keeps the replicas that lost nobody."""
+
+    def __init__(self, plans: tuple[Plan, ...]) -> None:
+        self._plans = plans
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        for offered in self._plans:
+            if offered.version > after:
+                return offered
+        time.sleep(min(seconds, 0.1))
+        return None
+
+    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
+        whole = [r for r in current.layout.replicas if set(r.ranks) <= set(survivors)]
+        if not whole:
+            raise InfeasibleError("replicas", "no replica is whole")
+        return plan(current.version + 100, Layout(tuple(whole)))
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        pass
+
+
+def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
+    """One rank's process."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
+    ranks = case.ranks or case.layout.ranks
+
+    def on_phase(phase: Phase, completed: int) -> None:
+        if phase is Phase.STREAMING:
+            save(trainer, folder / f"before{trainer.epoch}-{rank}.pt")
+        for fault in case.faults:
+            if (fault.rank, fault.phase, fault.step) == (rank, phase, completed):
+                os.kill(os.getpid(), fault.signal)
+
+    def on_switch(switch: Any) -> None:
+        save(trainer, folder / f"after{trainer.epoch}-{rank}.pt")
+        event = {"at": switch.step, "version": switch.plan.version, "lost": switch.lost}
+        events.write(json.dumps(event) + "\n")
+
+    def on_step(reduced: Any, ms: float, current: Plan) -> None:
+        events.write(json.dumps({"step": reduced.step, "loss": reduced.loss}) + "\n")
+        deadline = time.monotonic() + 20
+        due = any(
+            p.version > current.version and p.from_step == reduced.step + 1 for p in case.plans
+        )
+        while due and not trainer.is_prepared and time.monotonic() < deadline:
+            trainer.look_for_plan()
+            time.sleep(0.01)
+
+    trainer = Trainer(
+        Setup(Llama(SHAPE), AdamW(lr=1e-2), batch, lambda **record: None, None),
+        plan(0, case.layout),
+        Rendezvous(lambda: connect(host, port, "test", case.timeouts), rank, ranks, case.timeouts),
+        Scripted(case.plans),
+        hooks=Hooks(on_phase=on_phase, on_step=on_step, on_switch=on_switch),
+        limit_bytes=4096,
+    )
+    trainer.run(case.steps)
+    save(trainer, folder / f"final-{rank}.pt")
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    """Write what this rank holds."""
+    if trainer.engine is None:
+        return
+    shard = trainer.engine.shard
+    held = {
+        param.key: (param.shape, param.dim or 0, span[0], [t.clone() for t in shard.state(param)])
+        for param, span in shard.ranges.items()
+    }
+    torch.save(held, path)

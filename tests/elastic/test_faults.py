@@ -1,0 +1,73 @@
+"""Ranks die or stop at every state of the state machine; the survivors end in one world."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from resihp.elastic.phases import Phase
+from tests.elastic.job import ALONE, GRID, UNEVEN, Case, Fault, Outcome, plan, run
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The undisturbed run."""
+    return run(Case(ALONE, STEPS), tmp_path_factory.mktemp("alone"))
+
+
+def assert_survived(outcome: Outcome, alone: Outcome, dead: set[int]) -> None:
+    """Survivors finish, their replicas agree to the last bit, and the training is the same."""
+    failed = {rank for rank, code in outcome.exit_codes.items() if code != 0}
+    assert failed == dead, outcome.logs
+    assert max(outcome.losses) == STEPS - 1, outcome.logs
+    for step, loss in outcome.losses.items():
+        assert loss == pytest.approx(alone.losses[step], abs=2e-5), outcome.logs
+    assert outcome.full_state().keys() == alone.full_state().keys()
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+@pytest.mark.parametrize("phase", [Phase.ACCUMULATING, Phase.REDUCING, Phase.UPDATING])
+def test_killed_in_a_step(phase: Phase, rank: int, alone: Outcome, tmp_path: Path) -> None:
+    completed = 2
+    outcome = run(Case(GRID, STEPS, faults=(Fault(rank, phase, completed),)), tmp_path)
+    assert_survived(outcome, alone, {rank})
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize("phase", [Phase.STREAMING, Phase.VOTING])
+def test_killed_in_a_switch(phase: Phase, rank: int, alone: Outcome, tmp_path: Path) -> None:
+    """The switch keeps a replica whole whichever world holds, so the survivors can go on."""
+    swapped = type(GRID)((GRID.replicas[1], GRID.replicas[0]))
+    plans = (plan(1, swapped, quotas=(4, 2), from_step=2),)
+    faults = tuple(Fault(rank, phase, completed) for completed in range(1, STEPS))
+    outcome = run(Case(GRID, STEPS, plans, faults), tmp_path)
+    assert_survived(outcome, alone, {rank})
+
+
+def test_two_killed_at_once(alone: Outcome, tmp_path: Path) -> None:
+    faults = (Fault(2, Phase.ACCUMULATING, 3), Fault(6, Phase.ACCUMULATING, 3))
+    assert_survived(run(Case(GRID, STEPS, faults=faults), tmp_path), alone, {2, 6})
+
+
+def test_killed_during_the_recovery_of_another(alone: Outcome, tmp_path: Path) -> None:
+    faults = (Fault(2, Phase.REDUCING, 2), Fault(3, Phase.RECOVERING, 2))
+    assert_survived(run(Case(GRID, STEPS, faults=faults), tmp_path), alone, {2, 3})
+
+
+def test_stopped_for_longer_than_the_heartbeat(alone: Outcome, tmp_path: Path) -> None:
+    """A stopped rank breaks no connection; the others give it up and go on without it."""
+    faults = (Fault(7, Phase.ACCUMULATING, 2, signal.SIGSTOP),)
+    outcome = run(Case(GRID, STEPS, faults=faults, stopped=frozenset({7})), tmp_path)
+    assert_survived(outcome, alone, set())
+    assert 7 not in outcome.exit_codes
+
+
+def test_what_no_survivor_holds_stops_the_job_with_its_name(tmp_path: Path) -> None:
+    faults = (Fault(0, Phase.ACCUMULATING, 2), Fault(3, Phase.ACCUMULATING, 2))
+    outcome = run(Case(UNEVEN, STEPS, faults=faults), tmp_path)
+    assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
+    assert "no replica is whole" in outcome.logs

@@ -1,0 +1,71 @@
+"""The runtime trains the same model in every layout, and moves its state to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from resihp.contracts import Layout, Replica, Stage
+from tests.elastic.job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The undisturbed single-process run that every layout must follow."""
+    return run(Case(ALONE, STEPS), tmp_path_factory.mktemp("alone"))
+
+
+def assert_same_training(outcome: Outcome, alone: Outcome) -> None:
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert sorted(outcome.losses) == list(range(STEPS))
+    for step, loss in outcome.losses.items():
+        assert loss == pytest.approx(alone.losses[step], abs=2e-5)
+    assert outcome.losses[STEPS - 1] < outcome.losses[0]
+    reference = alone.full_state()
+    for key, tensors in outcome.full_state().items():
+        for tensor, expected in zip(tensors, reference[key], strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-4)
+
+
+DEEP = Layout(
+    (
+        Replica(tuple(Stage((i,), (i, i + 1), (4,)) for i in range(4))),
+        Replica((Stage((4, 5, 6), (0, 4), (2, 1, 1)),)),
+    )
+)
+
+
+@pytest.mark.parametrize("layout", [GRID, UNEVEN, DEEP], ids=["grid", "uneven", "deep"])
+def test_every_layout_trains_alike(layout: Layout, alone: Outcome, tmp_path: Path) -> None:
+    assert_same_training(run(Case(layout, STEPS), tmp_path), alone)
+
+
+def test_a_chain_of_live_switches_is_exact(alone: Outcome, tmp_path: Path) -> None:
+    """Uneven, deeper with an idle rank, fewer replicas with five idle, and back to the start."""
+    small = Layout((Replica((Stage((6,), (0, 3), (4,)), Stage((0, 3), (3, 4), (1, 3)))),))
+    plans = (
+        plan(1, UNEVEN, quotas=(5, 1), from_step=1),
+        plan(2, DEEP, from_step=3),
+        plan(3, small, from_step=5),
+        plan(4, GRID, from_step=7),
+    )
+    outcome = run(Case(GRID, STEPS, plans, ranks=tuple(range(8))), tmp_path)
+    assert_same_training(outcome, alone)
+    assert sorted({s["version"] for s in outcome.switches}) == [1, 2, 3, 4], outcome.logs
+    for epoch in range(4):
+        before, after = (
+            outcome.full_state(f"before{epoch}"),
+            outcome.full_state(f"after{epoch + 1}"),
+        )
+        for key, tensors in before.items():
+            for tensor, moved in zip(tensors, after[key], strict=True):
+                assert torch.equal(tensor, moved), f"{key} changed in switch {epoch + 1}"
+
+
+def test_quotas_alone_change_without_moving_anything(alone: Outcome, tmp_path: Path) -> None:
+    plans = (plan(1, GRID, quotas=(5, 1), from_step=2),)
+    assert_same_training(run(Case(GRID, STEPS, plans), tmp_path), alone)
