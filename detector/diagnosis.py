@@ -79,18 +79,22 @@ def diagnose(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Dia
     return conclude(costs_of(job, layout, batches))
 
 
-def conclude(costs: Costs, slowdown: float | None = None) -> Diagnosis:
+def conclude(
+    costs: Costs, slowdown: float | None = None, *, device_named: bool = False
+) -> Diagnosis:
     """The diagnosis from what each cause costs.
 
     Shares are of what the causes cost together. No cause is named where even the largest costs
-    less than `WORTH_NAMING` of the step. `slowdown` overrides the one that follows from `costs`.
+    less than `WORTH_NAMING` of the step, or less than a quarter of that for slow devices where the
+    detector has named one. `slowdown` overrides the one that follows from `costs`.
     """
     total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
         cause: costs.lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES
     }
     worst = max(CAUSES, key=lambda cause: shares[cause])
-    named = total > 0 and costs.lost[worst] >= WORTH_NAMING * costs.step
+    least = WORTH_NAMING / 4 if device_named and worst is Cause.DEVICE else WORTH_NAMING
+    named = total > 0 and costs.lost[worst] >= least * costs.step
     return Diagnosis(
         slowdown=costs.slowdown if slowdown is None else slowdown,
         root_cause=worst if named else Cause.NONE,

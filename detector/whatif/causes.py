@@ -26,6 +26,8 @@ from .order import quantile
 _ALONE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GC)
 USUAL = 0.1
 """Communication and launches are as good as they are in this share of the cases."""
+UNEVEN = 2.0
+"""A stage may hold so many times the parameters of another one."""
 FAIR_COMMUNICATION = 0.15
 """Communication in the open up to this share of the step without it is nobody's fault."""
 
@@ -96,7 +98,11 @@ class Causes:
         for kind in (*P2P, *COLLECTIVE):
             rows = (rec.kind == kind) & ~(self.whatif.found.idle | self.whatif.found.lone)
             if rows.any():
-                quick[rows] = np.minimum(own[rows], quantile(own[rows], USUAL, axis=(0, 1, 2)))
+                usual = quantile(own[rows], USUAL, axis=(0, 1, 2))
+                if kind in COLLECTIVE:  # stages hold parameters of different sizes
+                    of_stage = quantile(own[rows], USUAL, axis=(1, 2))
+                    usual = np.minimum(of_stage, UNEVEN * usual)
+                quick[rows] = np.minimum(own[rows], usual)
         uneven = actual - float(self.whatif.step_s(quick).mean())
         silent = np.where(rec.of_kind(*P2P, *COLLECTIVE), 0.0, self.whatif.ideal_s)
         without = float(self.whatif.step_s(silent[:, None, None])[0])

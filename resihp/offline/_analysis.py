@@ -14,6 +14,7 @@ from resihp.contracts import (
     ContractError,
     Diagnosis,
     Layout,
+    Status,
     TraceError,
     Verdict,
     to_json,
@@ -98,7 +99,11 @@ def analyze(trace: Trace) -> Analysis:
         costs = _costs(trace) if whatif is None else _replayed_costs(whatif)
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
-    diagnosis = conclude(costs, None if whatif is None else max(whatif.slowdown, 1.0))
+    diagnosis = conclude(
+        costs,
+        None if whatif is None else max(whatif.slowdown, 1.0),
+        device_named=any(verdict.status is Status.FAIL_SLOW for verdict in verdicts),
+    )
     return Analysis(trace, verdicts, changes, diagnosis, costs, whatif)
 
 

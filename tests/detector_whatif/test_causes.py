@@ -161,4 +161,5 @@ def test_costs_below_notice_name_no_cause():
 
     costs = Costs(step=100.0, ideal=99.0, lost={Cause.DEVICE: 1.0}, steps=3)
     assert conclude(costs).root_cause is Cause.NONE
+    assert conclude(costs, device_named=True).root_cause is Cause.DEVICE
     assert conclude(dataclasses.replace(costs, lost={Cause.DEVICE: 3.0})).root_cause is Cause.DEVICE
