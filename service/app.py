@@ -52,6 +52,8 @@ def create_app(settings: Settings, engines: Callable[[], Engines] = load_engines
         redoc_url=None,
         lifespan=lifespan,
     )
+    # The packaged Swagger UI refuses to show 3.1.
+    app.openapi_version = "3.0.3"
     app.state.start_error = None
     app.add_middleware(Guard, settings=settings, metrics=metrics)
     add_problem_handlers(app)

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
 from resihp.contracts import ContractError
@@ -25,10 +25,11 @@ async def get_events(
     job: str,
     ctx: Ctx,
     last_event_id: Annotated[str | None, Header()] = None,
-    replay: Annotated[bool, Query(description="begin with the events that are kept")] = False,
+    replay: bool = False,
 ) -> StreamingResponse:
     """Verdicts, plans, acknowledgements, failures and step summaries as they come. A client that
-    reconnects with `Last-Event-ID` misses nothing that is still kept."""
+    reconnects with `Last-Event-ID` misses nothing that is still kept; `replay` begins with all
+    kept events but the step summaries, which `steps` answers."""
     ctx.bell.require_room()  # here, while the answer can still be an error
     await ctx.store.require(job)
     cursor = await _start(ctx, job, last_event_id, replay=replay)
@@ -45,9 +46,8 @@ async def _start(ctx: Context, job: str, last: str | None, *, replay: bool) -> t
         if match is None:
             raise ContractError("Last-Event-ID", "is not an id that this stream gave out")
         return match[1], match[2]
-    if replay:
-        return "0-0", "0-0"
-    return await ctx.store.last_event(job), await ctx.store.last_event(job, steps=True)
+    start = "0-0" if replay else await ctx.store.last_event(job)
+    return start, await ctx.store.last_event(job, steps=True)
 
 
 async def _stream(ctx: Context, job: str, cursor: tuple[str, str]) -> AsyncIterator[str]:

@@ -45,7 +45,7 @@ async def docs() -> HTMLResponse:
         title="ResiHP sidecar",
         swagger_js_url="/assets/swagger/swagger-ui-bundle.js",
         swagger_css_url="/assets/swagger/swagger-ui.css",
-        swagger_favicon_url="/assets/dashboard/icon.svg",
+        swagger_favicon_url="data:,",
     )
 
 

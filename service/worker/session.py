@@ -167,7 +167,8 @@ class Session:
         self.planning = {"state": "planned", "version": version}
         self._rollout.publish(plan)
         self.outbox.plans.append(plan)
-        self._say("plan", {"plan": plan_json(plan)})
+        expected_ms = self._forecast.predict(plan)
+        self._say("plan", {"plan": plan_json(plan), "expected_ms": expected_ms})
 
     def _say(self, kind: str, document: dict[str, Any]) -> None:
         self.outbox.events.append((kind, document))

@@ -1,0 +1,70 @@
+// The log: verdicts, plans and what the ranks made of them, newest first.
+import { el, ms, ranges, WORDS } from "./dom.js";
+
+const MOST = 300;
+
+function words(event) {
+  switch (event.kind) {
+    case "verdict": {
+      const { rank, status, slowdown, since_step: since, evidence } = event.verdict;
+      const factor = status === "fail_slow" ? ` by ${slowdown.toFixed(2)}×` : "";
+      const when = since === null ? "" : ` since step ${since}`;
+      return [status, WORDS[status], `Rank ${rank} is ${WORDS[status]}${factor}${when}`, evidence.join("; ")];
+    }
+    case "plan": {
+      const { version, from_step: from, gap, reason } = event.plan;
+      const time = event.expected_ms ? `: ${ms(event.expected_ms)} a step expected` : "";
+      const bound = gap > 0 ? `, ${(gap * 100).toFixed(1)}% above the bound` : "";
+      return ["plan", `plan ${version}`, `New plan from step ${from}${time}${bound}`, reason.join("; ")];
+    }
+    case "plan_applied":
+      return ["plan", `plan ${event.version}`, `The ranks work under plan ${event.version}`, ""];
+    case "planning":
+      return event.state === "infeasible"
+        ? ["error", "no plan", event.detail, `bound by: ${event.constraint}`]
+        : ["", "kept", event.detail, ""];
+    case "failure":
+      return ["fail_stop", "failure", `Ranks ${ranges(event.ranks)} reported lost${event.reported_by === null ? "" : ` by rank ${event.reported_by}`}`, event.detail];
+    case "error":
+      return ["error", "error", `A message was skipped (${event.during})`, event.detail];
+    case "registered":
+      return ["", "job", `Registered as ${event.job}`, ""];
+    default:
+      return ["", event.kind, "", ""];
+  }
+}
+
+// One line for all acknowledgements of a plan: a large job sends thousands.
+function ack(host, event) {
+  const key = `${event.version}-${event.state}`;
+  const old = host.querySelector(`[data-ack="${key}"]`);
+  const ranks = [...(old?.dataset.ranks.split(",").map(Number) ?? []), event.rank];
+  const pause = event.pause_ms === null ? "" : `, paused ${ms(event.pause_ms)}`;
+  const item = line(event.at, [
+    event.state === "refused" ? "error" : "",
+    event.state,
+    `Plan ${event.version} ${event.state} by ${new Set(ranks).size === 1 ? "rank" : "ranks"} ${ranges(new Set(ranks))}${pause}`,
+    event.detail,
+  ]);
+  item.dataset.ack = key;
+  item.dataset.ranks = ranks.join(",");
+  if (old) old.replaceWith(item);
+  else host.prepend(item);
+}
+
+function line(at, [tone, tag, text, detail]) {
+  const time = new Date(at * 1000);
+  return el(
+    "li",
+    {},
+    el("time", { datetime: time.toISOString() }, time.toLocaleTimeString([], { hour12: false })),
+    el(`span.tag${tone ? `.${tone}` : ""}`, {}, tag),
+    el("div", {}, el("p", {}, text), detail ? el("p", {}, detail) : null),
+  );
+}
+
+export function addToLog(host, event) {
+  if (event.kind === "ack") ack(host, event);
+  else host.prepend(line(event.at, words(event)));
+  while (host.children.length > MOST) host.lastChild.remove();
+}

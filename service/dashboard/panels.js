@@ -1,0 +1,141 @@
+// Everything of a job but the chart and the log.
+import { el, ms, ranges, WORDS } from "./dom.js";
+
+const CAUSES = {
+  none: "nothing",
+  device: "slow devices",
+  stage_imbalance: "uneven stages",
+  sequence_imbalance: "uneven sequences",
+  communication: "communication",
+  host: "host",
+};
+
+function describe(verdict) {
+  if (!verdict) return ["–", "no verdict"];
+  if (verdict.status === "fail_stop") return ["✕", "stopped"];
+  const factor = `${verdict.slowdown.toFixed(2)}×`;
+  return [factor, WORDS[verdict.status]];
+}
+
+function cell(rank, verdict) {
+  const [mark, words] = describe(verdict);
+  const since = verdict?.since_step !== null && verdict?.since_step !== undefined;
+  const title = [
+    `rank ${rank}: ${words}${verdict && verdict.status !== "fail_stop" ? `, ${mark}` : ""}`,
+    since ? `since step ${verdict.since_step}` : null,
+    ...(verdict?.evidence ?? []),
+  ];
+  return el(
+    `div.cell.${verdict?.status ?? "unknown"}`,
+    { title: title.filter(Boolean).join("\n"), "data-rank": rank },
+    el("small", {}, `rank ${rank}`),
+    el("b", {}, mark),
+    el("small", {}, words),
+  );
+}
+
+export function drawHealth(host, layout, verdicts) {
+  const known = new Map(verdicts.map((verdict) => [verdict.rank, verdict]));
+  const working = new Set();
+  const depth = Math.max(...layout.replicas.map((replica) => replica.stages.length));
+  const table = el("table.heat", {}, el("caption", { hidden: "" }, "Slowdown of each device"));
+  const top = Array.from({ length: depth }, (_, i) => el("th", { scope: "col" }, `stage ${i}`));
+  table.append(el("thead", {}, el("tr", {}, el("td"), ...top)));
+  const body = el("tbody");
+  layout.replicas.forEach((replica, index) => {
+    const cells = replica.stages.map((stage) => {
+      stage.ranks.forEach((rank) => working.add(rank));
+      const boxes = stage.ranks.map((rank) => cell(rank, known.get(rank)));
+      return el("td", {}, el("div.cells", {}, ...boxes));
+    });
+    body.append(el("tr", {}, el("th", { scope: "row" }, `replica ${index}`), ...cells));
+  });
+  const out = verdicts.filter((verdict) => !working.has(verdict.rank));
+  if (out.length) {
+    const boxes = out.map((verdict) => cell(verdict.rank, verdict));
+    const all = el("td.unused", { colspan: depth }, el("div.cells", {}, ...boxes));
+    body.append(el("tr", {}, el("th", { scope: "row" }, "not in use"), all));
+  }
+  table.append(body);
+  if (working.size > 64) table.classList.add("dense");
+  host.replaceChildren(table);
+}
+
+export function drawScale(host) {
+  const swatch = (status) => el("span.swatch", {}, el(`i.${status}`), WORDS[status]);
+  host.replaceChildren(...["healthy", "suspect", "fail_slow", "fail_stop"].map(swatch));
+}
+
+export function drawLayout(host, plan) {
+  const rows = plan.layout.replicas.map((replica, index) => {
+    const stages = replica.stages.map((stage) => {
+      const [from, to] = stage.layers;
+      const shares = stage.shares.map((share) => el("i", { style: `flex:${share}` }));
+      const uneven = new Set(stage.shares).size > 1;
+      return el(
+        "div.stage",
+        { style: `flex:${Math.max(to - from, 0.5)}` },
+        el("b", {}, to - from === 1 ? `layer ${from}` : `layers ${from}–${to - 1}`),
+        el("small", {}, `rank${stage.ranks.length > 1 ? "s" : ""} ${ranges(stage.ranks)}`),
+        uneven ? el("small", {}, ` · shares ${stage.shares.join(":")}`) : null,
+        el("div.shares", { "aria-hidden": "true" }, ...shares),
+      );
+    });
+    const quota = `${plan.quotas[index]} microbatches`;
+    return el(
+      "div.replica",
+      {},
+      el("div", {}, el("b", {}, `replica ${index}`), quota),
+      el("div.stages", {}, ...stages),
+    );
+  });
+  host.replaceChildren(...rows);
+}
+
+export function drawCause(host, diagnosis) {
+  const bars = Object.entries(diagnosis.attribution)
+    .filter(([cause]) => cause !== "none")
+    .sort((a, b) => b[1] - a[1])
+    .map(([cause, share]) => {
+      const bar = el("i", { style: `width:${Math.max(0, Math.min(1, share)) * 100}%` });
+      return el(
+        "div.cause",
+        {},
+        el("span", {}, CAUSES[cause] ?? cause),
+        el("span.track", {}, bar),
+        el("span", {}, `${Math.round(share * 100)}%`),
+      );
+    });
+  const words = diagnosis.detail.map((line) => el("p.words", {}, line));
+  if (!bars.length) words.push(el("p.blank", {}, "No time is lost that could be explained yet."));
+  host.replaceChildren(...bars, ...words);
+}
+
+export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
+  const last = steps.at(-1);
+  const bad = verdicts.filter((v) => v.status === "fail_slow" || v.status === "fail_stop");
+  const ratio = last?.predicted_ms ? last.observed_ms / last.predicted_ms : null;
+  const { rollout, planning } = job;
+  const waiting = rollout && rollout.newest > rollout.active;
+  const fact = (title, value, note, isBad = false, tone = isBad ? ".bad" : "") =>
+    el(`div.card.fact${tone}`, {}, el("small", {}, title), el("strong", {}, value), el("span", {}, note));
+  const names = bad.slice(0, 4).map((v) => `rank ${v.rank} ${WORDS[v.status]}`);
+  host.replaceChildren(
+    fact("Step", job.last_step < 0 ? "–" : `${job.last_step}`, job.backlog ? `${job.backlog} messages to apply` : "up to date"),
+    fact("Step time", ms(last?.observed_ms), ratio ? `${ratio.toFixed(2)}× of what is expected` : "learning what to expect"),
+    fact("Devices", `${verdicts.length - bad.length} of ${verdicts.length} good`, names.join(", ") || "none slow, none lost", bad.length > 0),
+    fact(
+      "Plan",
+      `${rollout?.active ?? 0}`,
+      planning.state === "infeasible" ? planning.detail : waiting ? `plan ${rollout.newest} is being taken on` : "in force",
+      planning.state === "infeasible",
+    ),
+    fact(
+      "Main cause of lost time",
+      diagnosis.steps ? CAUSES[diagnosis.root_cause] : "–",
+      diagnosis.steps ? `${diagnosis.slowdown.toFixed(2)}× the ideal step` : "not enough steps yet",
+      false,
+      ".text",
+    ),
+  );
+}

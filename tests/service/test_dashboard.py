@@ -1,0 +1,114 @@
+"""The dashboard in a headless browser: what a person sees."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Http, batch_of, eventually, job_of, running
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+
+from resihp.contracts import to_json
+from service.settings import Settings
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+)
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="chromium and chromedriver are not installed"
+)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    options.add_argument("--window-size=1440,1200")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    browser.set_page_load_timeout(30)
+    yield browser
+    browser.quit()
+
+
+def text(browser: webdriver.Chrome, selector: str) -> str:
+    return "\n".join(e.text for e in browser.find_elements(By.CSS_SELECTOR, selector))
+
+
+def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
+    browser.get(http.url)
+    eventually(lambda: "No job yet" in text(browser, "#empty"))
+    http.register(job_of("live"))
+    eventually(lambda: "live" in text(browser, "#jobs"))
+    for step in range(12):
+        http.send("live", batch_of(step, slow=(3,) if step == 11 else ()))
+    eventually(lambda: "slow" in text(browser, '[data-rank="3"]'))
+    assert browser.find_elements(By.CSS_SELECTOR, '.fail_slow[data-rank="3"]')
+        "class"
+    )
+    assert "healthy" in text(browser, '[data-rank="0"]')
+    eventually(lambda: "plan 1" in text(browser, "#log"))
+    assert "Rank 3 is slow by 2.50×" in text(browser, "#log")
+    eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#chart path.observed"))
+    assert "7 of 8 good" in text(browser, "#facts")
+    assert "being taken on" in text(browser, "#facts")
+    http.send("live", batch_of(12, plan_version=1))
+    eventually(lambda: "in force" in text(browser, "#facts"))
+    http("POST", "/v1/jobs/live/failures", {"ranks": [6], "reported_by": 4})
+    eventually(lambda: "stopped" in text(browser, '.unused [data-rank="6"]'))
+    assert "layers 0–1" in text(browser, "#layout")
+    http("DELETE", "/v1/jobs/live")
+    eventually(lambda: "No job yet" in text(browser, "#empty"))
+    assert_clean(browser, http)
+
+
+def assert_clean(browser: webdriver.Chrome, http: Http) -> None:
+    """No error on the console but answers 404 for the job deleted; nothing from elsewhere."""
+    severe = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    assert [message for message in severe if "404" not in message] == []
+    urls = browser.execute_script("return performance.getEntries().map(e => e.name)")
+    assert [u for u in urls if u.startswith("http") and not u.startswith(http.url)] == []
+
+
+def test_a_hostile_job_name_stays_text(http: Http, browser: webdriver.Chrome):
+    name = "<img src=x onerror=alert(1)>"
+    answer = http("PUT", f"/v1/jobs/{name}".replace(" ", "%20"), to_json(job_of(name)))
+    assert answer.status == 201, answer.data
+    browser.get(http.url)
+    eventually(lambda: name in text(browser, "#jobs"))
+    assert browser.find_elements(By.CSS_SELECTOR, "img") == []
+
+
+def test_the_theme_is_switched_and_kept(http: Http, browser: webdriver.Chrome):
+    browser.get(http.url)
+    theme = "return document.documentElement.dataset.theme"
+    first = browser.execute_script(theme)
+    browser.find_element(By.ID, "theme").click()
+    second = browser.execute_script(theme)
+    assert {first, second} == {"light", "dark"}
+    browser.refresh()
+    assert browser.execute_script(theme) == second
+
+
+def test_a_token_is_asked_for(tmp_path: Path, browser: webdriver.Chrome):
+    with running(Settings(redis_url=None, data=tmp_path / "data", token="secret")) as http:
+        browser.get(http.url)
+        eventually(lambda: "wants a token" in text(browser, "#token"))
+        browser.find_element(By.NAME, "token").send_keys("secret")
+        browser.find_element(By.CSS_SELECTOR, "#token button").click()
+        eventually(lambda: "No job yet" in text(browser, "#empty"))
+
+
+def test_the_api_page_works_without_the_net(http: Http, browser: webdriver.Chrome):
+    browser.get(f"{http.url}/docs")
+    eventually(lambda: "/v1/jobs/{job}/telemetry" in text(browser, "#swagger-ui"))
+    assert_clean(browser, http)
