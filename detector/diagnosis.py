@@ -111,5 +111,5 @@ def _sentences(costs: Costs, named: bool) -> tuple[str, ...]:
     return tuple(
         f"{_WORDS[cause]} {100.0 * cost / costs.step:.1f}% of the step."
         for cause, cost in ordered
-        if cost >= 0.5 * WORTH_NAMING * costs.step
+        if cost >= WORTH_NAMING / 4 * costs.step
     )
