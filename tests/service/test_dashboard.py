@@ -53,8 +53,6 @@ def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
         http.send("live", batch_of(step, slow=(3,) if step == 11 else ()))
     eventually(lambda: "slow" in text(browser, '[data-rank="3"]'))
     assert browser.find_elements(By.CSS_SELECTOR, '.fail_slow[data-rank="3"]')
-        "class"
-    )
     assert "healthy" in text(browser, '[data-rank="0"]')
     eventually(lambda: "plan 1" in text(browser, "#log"))
     assert "Rank 3 is slow by 2.50×" in text(browser, "#log")
