@@ -1,0 +1,126 @@
+"""What all policies share: an outcome, timing of a layout, layers and quotas by simple rules."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from resihp.contracts import Job, Layout, Replica, Stage
+
+from ..costs import layer_cost, transfer_ms
+from ..simulator import stage_times
+from ..spans import one_f_one_b_spans
+
+Speeds = Mapping[int, float]
+
+
+class Pause(StrEnum):
+    """How a job gets from one layout to the next."""
+
+    NONE = "none"
+    LIVE = "live"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job runs under a policy; `step_ms` is inf where it stands still.
+
+    `layout` is None where the policy's way of sharing work is not a layout of whole replicas.
+    """
+
+    step_ms: float
+    layout: Layout | None = None
+    quotas: tuple[int, ...] = ()
+    pause: Pause = Pause.NONE
+    detail: str = ""
+
+
+STOPPED = Outcome(math.inf, detail="no replica is left")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named policy, where it comes from, and its rule from the healthy layout and the speeds."""
+
+    name: str
+    source: str
+    decide: Callable[[Job, Speeds], Outcome] = field(repr=False)
+
+
+def speed_of(speeds: Speeds, stage: Stage) -> float:
+    """Speed of a group with equal shares: that of its slowest rank; 0 if one is dead."""
+    return min(speeds.get(rank, 1.0) for rank in stage.ranks)
+
+
+def replica_spans(
+    job: Job, replicas: Sequence[Replica], quotas: Sequence[int], speeds: Speeds
+) -> list[float]:
+    """Span of every replica in milliseconds; all of its ranks must be alive."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, replica in enumerate(replicas):
+        by_length[len(replica.stages)].append(index)
+    spans = [0.0] * len(replicas)
+    for members in by_length.values():
+        times = [stage_times(job, replicas[index], speeds) for index in members]
+        ends = one_f_one_b_spans(
+            [forward for forward, _ in times],
+            [backward for _, backward in times],
+            [quotas[index] for index in members],
+            p2p=transfer_ms(job),
+            max_in_flight=job.max_in_flight,
+        )
+        for index, end in zip(members, ends.tolist(), strict=True):
+            spans[index] = end
+    return spans
+
+
+def timed(
+    job: Job,
+    replicas: Sequence[Replica],
+    quotas: Sequence[int],
+    speeds: Speeds,
+    *,
+    pause: Pause,
+    detail: str = "",
+) -> Outcome:
+    """The outcome of these replicas with these quotas under 1F1B."""
+    if not replicas:
+        return STOPPED
+    span = max(replica_spans(job, replicas, quotas, speeds))
+    return Outcome(
+        span + layer_cost(job).step_ms, Layout(tuple(replicas)), tuple(quotas), pause, detail
+    )
+
+
+def quotas_by_rate(rates: Sequence[float], total: int, *, offset: float = 0.0) -> tuple[int, ...]:
+    """Each microbatch where it ends first, replica i taking `(offset + quota) / rates[i]`.
+
+    Every replica gets at least one, as far as there are enough.
+    """
+    quotas = [1 if index < total else 0 for index in range(len(rates))]
+    for _ in range(total - sum(quotas)):
+        index = min(range(len(rates)), key=lambda i: ((offset + quotas[i] + 1) / rates[i], i))
+        quotas[index] += 1
+    return tuple(quotas)
+
+
+def with_layers(stages: Sequence[Stage], counts: Sequence[int]) -> Replica:
+    """A replica of these groups with these numbers of layers."""
+    placed, start = [], 0
+    for stage, count in zip(stages, counts, strict=True):
+        placed.append(Stage(stage.ranks, (start, start + count), stage.shares))
+        start += count
+    return Replica(tuple(placed))
+
+
+def layers_by_rate(rates: Sequence[float], total: int) -> list[int]:
+    """Layers that make the largest of `layers / rate` least; one at least for every stage."""
+    counts = [1] * len(rates)
+    for _ in range(total - len(rates)):
+        index = min(range(len(rates)), key=lambda i: ((counts[i] + 1) / rates[i], i))
+        counts[index] += 1
+    return counts

@@ -1,0 +1,79 @@
+"""Peers' policies: anchors from their papers, and what every one of them must keep."""
+
+import math
+
+import numpy as np
+import pytest
+
+from resihp.contracts import Job, LayerCost, Layout
+from scheduler.policies import POLICIES, outcome_of
+from scheduler.policies.malleus import split
+
+PEERS = sorted(set(POLICIES) - {"joint"})
+
+
+def a_job(*, dp=4, pp=4, tp=4, layers=16, microbatches=32, **more):
+    layout = Layout.grid(dp=dp, pp=pp, tp=tp, layers=layers, units=32)
+    cost = LayerCost(forward_ms=1.0, backward_ms=2.0)
+    return Job(name="j", layout=layout, microbatches=microbatches, cost=cost, **more)
+
+
+def faults(seed, ranks=64, slow=4, dead=2):
+    random = np.random.default_rng(seed)
+    picked = random.permutation(ranks)[: slow + dead].tolist()
+    speeds = (1.0 / random.uniform(1.2, 4.0, slow)).tolist() + [0.0] * dead
+    return dict(zip(picked, speeds, strict=True))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_without_faults_nothing_changes(name):
+    job = a_job()
+    outcome = outcome_of(name, job, {})
+    assert outcome.quotas == job.quotas
+    best = (8 + 4 - 1) * 3.0 if name != "recycle" else 8 * 3.0 + 3 * 1.0  # one layer per rank
+    assert outcome.step_ms == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_dead_rank_works_and_no_microbatch_is_lost(name, seed):
+    job, speeds = a_job(), faults(seed)
+    outcome = outcome_of(name, job, speeds)
+    if outcome.layout is None:
+        assert math.isinf(outcome.step_ms) or name == "recycle"
+        return
+    assert sum(outcome.quotas) == job.microbatches
+    assert all(speeds.get(rank, 1.0) > 0.0 for rank in outcome.layout.ranks)
+    assert outcome.layout.layers == job.layout.layers
+    assert math.isfinite(outcome.step_ms)
+
+
+def test_malleus_gives_the_layers_that_its_own_planner_gives():
+    """One straggler of 2.57x among 64 GPUs, 70B: [[3, 7, 14, 28, 28], [16] * 5]."""
+    straggler = {0: 1 / 2.57}
+    assert split(tuple(range(8)), straggler)[:3] == [
+        (4.0, (1, 2, 3, 4)),
+        (2.0, (5, 6)),
+        (1.0, (7,)),
+    ]
+    from scheduler.policies.base import layers_by_rate
+
+    assert layers_by_rate([1.0, 2.0, 4.0, 8.0, 8.0], 80) == [3, 7, 14, 28, 28]
+    assert layers_by_rate([8.0] * 5, 80) == [16] * 5
+
+
+def test_the_resihp_rule_moves_layers_off_a_halved_stage():
+    """(4, 4, 4) becomes (5, 2, 5) when the middle stage keeps half of its ranks."""
+    job = a_job(dp=1, pp=3, tp=2, layers=12, microbatches=8)
+    outcome = outcome_of("resihp-rule", job, {job.layout.replicas[0].stages[1].ranks[0]: 0.0})
+    stages = outcome.layout.replicas[0].stages
+    assert [s.layers[1] - s.layers[0] for s in stages] == [5, 2, 5]
+
+
+def test_recycle_shares_a_dead_stage_among_its_peers():
+    job = a_job(dp=2, pp=1, tp=1, layers=1, microbatches=8)
+    assert outcome_of("recycle", job, {0: 0.0}).step_ms == pytest.approx(2 * 4 * 3.0)
+
+
+def test_doing_nothing_stops_at_the_first_death():
+    assert math.isinf(outcome_of("nothing", a_job(), {5: 0.0}).step_ms)
