@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -73,31 +76,46 @@ def chain_factors(speeds: ArrayLike, microbatches: ArrayLike) -> Floats:
     return np.asarray(np.maximum(ratios.min(axis=1), floor))
 
 
-def least_span(
-    speeds: Floats, work: float, total: int, *, upper_ms: float, tolerance: float = 1e-4
-) -> float:
-    """Least step time with which pipelines of these speeds can run `total` microbatches.
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """Pipelines of equally many stages.
 
-    speeds [pipeline, stage] in work per millisecond; `work` of one microbatch. The bound holds for
-    every layer partition (fractional ones too), every share and every whole quota, with the
-    devices where they are. `upper_ms` is a step time that was reached.
+    speeds  [pipeline, stage] in work per millisecond
+    work    [pipeline] of one microbatch
+    quotas  [pipeline] microbatches, where the search of the bound starts
     """
-    low, high = 0.0, upper_ms
-    while high - low > tolerance * upper_ms:
-        middle = (low + high) / 2
-        if _most(speeds, work, total, middle) >= total:
-            high = middle
+
+    speeds: Floats
+    work: Floats
+    quotas: NDArray[np.int64]
+
+
+def least_span(pipelines: Sequence[Pipelines]) -> float:
+    """Least step time of 1F1B in which these pipelines can run as many microbatches as they do.
+
+    Holds for every layer partition (fractional ones too) and every whole quota with the same sum,
+    with the groups where they are. Every pipeline adds one microbatch after the other at the times
+    that `chain_factors` names; the least time is the one at which all of them together have the
+    total. Only numbers of microbatches near `quotas` are looked at, and more as far as needed.
+    """
+    low, high = 2, 2
+    while True:
+        tables = [_times(part, low, high) for part in pipelines]
+        times = np.concatenate([table.ravel() for table, _ in tables])
+        base = sum(int(first.sum()) for _, first in tables)
+        total = sum(int(part.quotas.sum()) for part in pipelines)
+        span = float(np.sort(times)[total - base - 1])
+        if any((table[-1] <= span).any() for table, _ in tables):
+            high *= 2
+        elif any(((table[0] > span) & (first > 0)).any() for table, first in tables):
+            low *= 2
         else:
-            low = middle
-    return low
+            return span
 
 
-def _most(speeds: Floats, work: float, total: int, span: float) -> int:
-    """Microbatches that all pipelines together can finish within `span`."""
-    low = np.zeros(len(speeds), int)
-    high = np.full(len(speeds), total)
-    while (low < high).any():
-        middle = (low + high + 1) // 2
-        fits = chain_factors(speeds, middle) * work <= span * (1 + 1e-12)
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    return int(low.sum())
+def _times(part: Pipelines, low: int, high: int) -> tuple[Floats, NDArray[np.int64]]:
+    """Times at which each further microbatch fits, [offset, pipeline]; and how many came before."""
+    first = np.maximum(part.quotas - low, 0)
+    counts = first + np.arange(1, low + high + 1)[:, None]
+    factors = [chain_factors(part.speeds, row) * part.work for row in counts]
+    return np.maximum.accumulate(np.stack(factors), axis=0), first

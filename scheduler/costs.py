@@ -67,16 +67,20 @@ def _analytic(job: Job) -> LayerCost:
 
 
 def group_cost(
-    job: Job, cost: LayerCost, shares: Sequence[int], speeds: Sequence[float]
+    job: Job,
+    cost: LayerCost,
+    shares: Sequence[int],
+    speeds: Sequence[float],
+    ranks: Sequence[int] = (),
 ) -> GroupCost:
     """Times of a group whose members hold `shares` of every layer and run at `speeds` (all > 0).
 
     A rank with share q and speed p needs `(fixed + q * layer) / p`; every layer has two
-    all-reduces in each direction, which last as long as the links need.
+    all-reduces in each direction, which last as long as the links between `ranks` need.
     """
     units = sum(shares)
     pairs = [(share / units, speed) for share, speed in zip(shares, speeds, strict=True)]
-    collective = all_reduce_ms(job, len(shares))
+    collective = all_reduce_ms(job, len(shares), spread=spans_nodes(job, ranks))
     widest = max(q / p for q, p in pairs)
     return GroupCost(
         forward_ms=max((cost.fixed_ms + q * cost.forward_ms) / p for q, p in pairs) + collective,
@@ -92,12 +96,20 @@ def _activation_bytes(job: Job) -> float:
     return float(job.tokens_per_microbatch * job.model.hidden * _ACTIVATION_BYTES)
 
 
-def all_reduce_ms(job: Job, ranks: int) -> float:
-    """Two ring all-reduces of one microbatch's activation within a group; 0 without a model."""
+def spans_nodes(job: Job, ranks: Sequence[int]) -> bool:
+    """Whether ranks stand in different nodes; nodes hold consecutive ranks."""
+    return len({rank // job.links.ranks_per_node for rank in ranks}) > 1
+
+
+def all_reduce_ms(job: Job, ranks: int, *, spread: bool = False) -> float:
+    """Two ring all-reduces of one microbatch's activation within a group; 0 without a model.
+
+    `spread`: the group's ranks stand in different nodes.
+    """
     size = _activation_bytes(job)
     if ranks < 2 or not size:
         return 0.0
-    inside = ranks <= job.links.ranks_per_node
+    inside = ranks <= job.links.ranks_per_node and not spread
     rate = job.links.intra_gbytes_per_s if inside else job.links.inter_gbytes_per_s
     return 2.0 * (2.0 * (ranks - 1) / ranks * size / (rate * 1e6) + job.links.latency_ms)
 

@@ -1,17 +1,21 @@
-"""A plan for the speed that is left: shares, layers and quotas together."""
+"""A plan for the speed that is left: shares, slots, layers and quotas together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable
 
-from resihp.contracts import InfeasibleError, Job, Layout, Plan, Replica, Stage
+import numpy as np
 
-from .costs import transfer_ms
-from .shares import shares_for
-from .simulator import Speeds, simulate, speed_map, stage_times
-from .spans import one_f_one_b_spans
+from resihp.contracts import Job, Layout, Plan, Replica, Schedule, Stage
 
-_WORTH = 0.02
+from .bounds import Pipelines, least_span
+from .costs import layer_cost
+from .reasons import reasons
+from .search import Found, search
+from .simulator import Speeds, speed_map
+from .switching import is_worth_it
 
 
 def make_plan(
@@ -22,107 +26,101 @@ def make_plan(
     version: int = 1,
     from_step: int = 0,
     time_limit_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
     """The plan for devices of these speeds: 1.0 healthy (also where none is given), 0.0 dead.
 
-    `layout` is the present one; default: the one the job started with. Raises `InfeasibleError`.
+    speeds        by rank; ranks that are in no layout yet may join
+    layout        the present one; default: the one that the job started with
+    time_limit_s  the best plan found by then, read off `clock`; without it the same input gives
+                  the same plan
+
+    The plan is a 1F1B one. Its `bound_ms` holds for every layer partition and every quota with the
+    groups where the plan puts them. Raises `InfeasibleError` with the constraint that binds:
+    "ranks", "memory" or "microbatches".
     """
     known = speed_map(speeds)
     current = layout or job.layout
-    units = job.model.kv_heads if job.model else sum(current.replicas[0].stages[0].shares)
-    replicas = [_fit(job, replica, known, units) for replica in current.replicas]
-    whole = [replica for replica in replicas if replica is not None]
-    if not whole:
-        raise InfeasibleError("ranks", "every replica has a stage without a living rank")
-    if job.microbatches < len(whole):
-        raise InfeasibleError("microbatches", "fewer microbatches than replicas")
-    quotas = _quotas(job, whole, known)
-    planned = Layout(tuple(whole))
-    step_ms = simulate(job, planned, quotas, known).step_ms
-    slow = [f"rank {r} at speed {p:.2f}" for r, p in sorted(known.items()) if p != 1.0]
+    found = search(job, current, known, _deadline(time_limit_s, clock))
+    planned = _layout(found)
+    fixed_ms = layer_cost(job).step_ms
+    step_ms = found.division.span_ms + fixed_ms
     return Plan(
         version=version,
         layout=planned,
-        quotas=quotas,
+        quotas=found.division.quotas,
         from_step=from_step,
         step_ms=step_ms,
-        bound_ms=step_ms,
-        reason=(f"fitted to {', '.join(slow)}" if slow else "all devices are healthy",),
+        bound_ms=min(step_ms, _bound_ms(found) + fixed_ms),
+        schedule=Schedule.ONE_F_ONE_B,
+        reason=reasons(job, current, planned, found.division.quotas, known),
     )
 
 
 def replan(
-    job: Job, current: Plan, speeds: Speeds, *, step: int, horizon_steps: int = 1000
+    job: Job,
+    current: Plan,
+    speeds: Speeds,
+    *,
+    step: int,
+    horizon_steps: int = 1000,
+    time_limit_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Plan | None:
-    """A plan better than `current` under `speeds`; None where it is not worth the change."""
+    """A plan better than `current` under `speeds`; None where the change does not pay.
+
+    A change pays if what it saves over `horizon_steps` is more than what the migration costs, and
+    if it is no mere flicker between two nearly equal plans. A dead rank in the current layout
+    always leads to a plan. Raises `InfeasibleError`.
+    """
     known = speed_map(speeds)
-    plan = make_plan(job, speeds, current.layout, version=current.version + 1, from_step=step + 1)
+    plan = make_plan(
+        job,
+        known,
+        current.layout,
+        version=current.version + 1,
+        from_step=step + 1,
+        time_limit_s=time_limit_s,
+        clock=clock,
+    )
     if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
         return plan
-    now_ms = simulate(job, current.layout, current.quotas, known).step_ms
-    return plan if plan.step_ms < (1.0 - _WORTH) * now_ms else None
+    return plan if is_worth_it(job, current, plan, known, horizon_steps) else None
 
 
-def _fit(job: Job, replica: Replica, speeds: Mapping[int, float], units: int) -> Replica | None:
-    """`replica` with shares by speed and the best layer ranges; None if a stage has died."""
-    stages = []
-    for stage in replica.stages:
-        shares = shares_for([speeds.get(rank, 1.0) for rank in stage.ranks], units)
-        held = [(rank, share) for rank, share in zip(stage.ranks, shares, strict=True) if share]
-        if not held:
-            return None
-        stages.append(Stage(tuple(r for r, _ in held), stage.layers, tuple(q for _, q in held)))
-    best = Replica(tuple(stages))
-    span = _span(job, best, speeds)
-    while True:
-        options = [
-            (_span(job, option, speeds), i, option) for i, option in enumerate(_neighbours(best))
-        ]
-        if not options or min(options)[0] >= span - 1e-9:
-            return best
-        span, _, best = min(options, key=lambda option: option[:2])
+def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:
+    if limit_s is None:
+        return lambda: False
+    end = clock() + limit_s
+    return lambda: clock() >= end
 
 
-def _neighbours(replica: Replica) -> list[Replica]:
-    """One layer moved from a stage to another."""
-    counts = [stage.layers[1] - stage.layers[0] for stage in replica.stages]
-    found = []
-    for giver in range(len(counts)):
-        for taker in range(len(counts)):
-            if giver != taker and counts[giver] > 1:
-                moved = list(counts)
-                moved[giver] -= 1
-                moved[taker] += 1
-                found.append(_with_layers(replica, moved))
-    return found
+def _layout(found: Found) -> Layout:
+    groups = found.evaluator.setting.fleet.groups
+    replicas = []
+    for chain, layers in zip(found.chains, found.division.layers, strict=True):
+        stages, start = [], 0
+        for group, count in zip(chain, layers, strict=True):
+            held = groups[group]
+            stages.append(Stage(held.ranks, (start, start + count), held.shares))
+            start += count
+        replicas.append(Replica(tuple(stages)))
+    return Layout(tuple(replicas))
 
 
-def _with_layers(replica: Replica, counts: Sequence[int]) -> Replica:
-    stages, start = [], 0
-    for stage, count in zip(replica.stages, counts, strict=True):
-        stages.append(Stage(stage.ranks, (start, start + count), stage.shares))
-        start += count
-    return Replica(tuple(stages))
-
-
-def _span(
-    job: Job, replica: Replica, speeds: Mapping[int, float], microbatches: int | None = None
-) -> float:
-    forward, backward = stage_times(job, replica, speeds)
-    count = microbatches or max(1, job.microbatches // job.layout.dp)
-    spans = one_f_one_b_spans(
-        [forward], [backward], [count], p2p=transfer_ms(job), max_in_flight=job.max_in_flight
-    )
-    return float(spans[0])
-
-
-def _quotas(job: Job, replicas: Sequence[Replica], speeds: Mapping[int, float]) -> tuple[int, ...]:
-    """Each microbatch where the step ends first; every replica gets at least one."""
-    quotas = [1] * len(replicas)
-    for _ in range(job.microbatches - len(replicas)):
-        ends = [
-            (_span(job, r, speeds, q + 1), i)
-            for i, (r, q) in enumerate(zip(replicas, quotas, strict=True))
-        ]
-        quotas[min(ends)[1]] += 1
-    return tuple(quotas)
+def _bound_ms(found: Found) -> float:
+    """Bound of the groups where they are; embedding and head count as work of any stage."""
+    setting = found.evaluator.setting
+    fleet = setting.fleet
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, chain in enumerate(found.chains):
+        by_length[len(chain)].append(index)
+    parts = []
+    for indices in by_length.values():
+        rows = np.array([found.chains[i] for i in indices], np.int64)
+        speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[rows]
+        ends = fleet.embedding_ms[rows[:, 0]] * speeds[:, 0]
+        ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
+        quotas = np.array([found.division.quotas[i] for i in indices], np.int64)
+        parts.append(Pipelines(speeds, setting.layers + 3.0 * ends, quotas))
+    return least_span(parts)

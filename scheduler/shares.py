@@ -12,9 +12,9 @@ def shares_for(
     """Units for each member so that the slowest one is as fast as it can be; 0 drops a member.
 
     A member of speed p with q units needs `(fixed + q) / p`. Exact: every unit goes where it ends
-    first (the greedy rule is optimal for separable convex bottlenecks), and a member that gets
-    none does not take part. `even` gives equal shares to the members that take part, as runtimes
-    without uneven shards need; as many as divide the units.
+    first (the greedy rule is optimal for separable convex bottlenecks), on a tie where fewer are
+    held; a member that gets none does not take part. `even` gives equal shares to the members that
+    take part, as runtimes without uneven shards need; as many as divide the units.
 
     >>> shares_for((1.0, 1.0, 0.5, 1.0), 8)
     (2, 2, 1, 3)
@@ -23,13 +23,14 @@ def shares_for(
     """
     if even:
         return _even(speeds, units)
-    finish = [((fixed + 1.0) / p, i) for i, p in enumerate(speeds) if p > 0.0]
+    finish = [((fixed + 1.0) / p, 0, i) for i, p in enumerate(speeds) if p > 0.0]
     held = [0] * len(speeds)
     heapify(finish)
     for _ in range(units if finish else 0):
-        index = finish[0][1]
+        index = finish[0][2]
         held[index] += 1
-        heapreplace(finish, ((fixed + held[index] + 1.0) / speeds[index], index))
+        end = (fixed + held[index] + 1.0) / speeds[index]
+        heapreplace(finish, (end, held[index], index))
     return tuple(held)
 
 

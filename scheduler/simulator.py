@@ -93,9 +93,9 @@ def stage_times(
     cost = layer_cost(job)
     last = len(replica.stages) - 1
     times = [
-        group_cost(job, cost, stage.shares, [speeds.get(r, 1.0) for r in stage.ranks]).stage(
-            stage.layers[1] - stage.layers[0], first=i == 0, last=i == last
-        )
+        group_cost(
+            job, cost, stage.shares, [speeds.get(r, 1.0) for r in stage.ranks], stage.ranks
+        ).stage(stage.layers[1] - stage.layers[0], first=i == 0, last=i == last)
         for i, stage in enumerate(replica.stages)
     ]
     return [f for f, _ in times], [b for _, b in times]

@@ -1,0 +1,228 @@
+"""Layers per stage of many chains at once: candidates by bottleneck, judged by a bound or exactly.
+
+A chain is a row of group indices, the stages of one replica in pipeline order. All chains of one
+call have the same number of stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bounds import in_flight_bound
+from .fleet import Fleet
+from .memory import Footprint
+from .spans import one_f_one_b_spans
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35)
+_BISECTIONS = 44
+_FEW = 60  # partitions of a chain up to which all of them are timed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all chains of a job."""
+
+    fleet: Fleet
+    footprint: Footprint
+    layers: int
+    p2p_ms: float
+    max_in_flight: int | None
+
+
+def stage_times(setting: Setting, chains: Ints, layers: Ints) -> tuple[Floats, Floats]:
+    """Forward and backward time of every stage; `layers` [..., chain, stage]."""
+    fleet = setting.fleet
+    extra = _extra(setting, chains)
+    return (
+        layers * fleet.forward_ms[chains] + extra,
+        layers * fleet.backward_ms[chains] + 2.0 * extra,
+    )
+
+
+def _extra(setting: Setting, chains: Ints) -> Floats:
+    """Forward time of the embedding on the first stage and of the head on the last."""
+    extra = np.zeros(chains.shape)
+    extra[:, 0] += setting.fleet.embedding_ms[chains[:, 0]]
+    extra[:, -1] += setting.fleet.head_ms[chains[:, -1]]
+    return extra
+
+
+def most_layers(setting: Setting, chains: Ints, microbatches: Ints) -> Ints:
+    """Layers that fit into the memory of every stage."""
+    stages = chains.shape[1]
+    ahead = np.minimum(np.arange(stages, 0, -1), setting.max_in_flight or stages)
+    in_flight = np.minimum(ahead, np.maximum(microbatches, 1)[:, None])
+    most = setting.footprint.most_layers(setting.fleet.widest[chains], in_flight)
+    return np.asarray(np.minimum(most, setting.layers - stages + 1))
+
+
+def candidates(setting: Setting, chains: Ints, microbatches: Ints) -> tuple[Ints, Floats]:
+    """Layer partitions [candidate, chain, stage] and their bounds [candidate, chain].
+
+    For a bottleneck W every stage could take `(W - extra) / w` layers; the least W that places all
+    layers, found by bisection, is the exact optimum for many microbatches. A little more than it
+    frees slow stages and shortens filling and draining. What is surplus goes from the slowest
+    stages, or from the fullest ones. Infeasible chains have the bound inf.
+    """
+    each = (setting.fleet.forward_ms + setting.fleet.backward_ms)[chains]
+    extra = 3.0 * _extra(setting, chains)
+    most = most_layers(setting, chains, microbatches)
+    possible = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= setting.layers)
+    most = np.maximum(most, 1)
+    least = _least_bottleneck(each, extra, most, setting.layers)
+    found = []
+    for slack in _SLACK:
+        room = _room(least * (1.0 + slack), each, extra, most)
+        found.append(_without_surplus(room, -each, setting.layers))
+        if slack == 0.0:
+            full = -(room * each + extra)
+            found.append(_without_surplus(room, full, setting.layers, one_each=True))
+    layers = np.stack(found)
+    return layers, np.where(possible, _bounds(setting, chains, layers, microbatches), np.inf)
+
+
+def _bounds(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) -> Floats:
+    count, rows, stages = layers.shape
+    forward, backward = stage_times(setting, chains, layers)
+    bounds = in_flight_bound(
+        forward.reshape(-1, stages),
+        backward.reshape(-1, stages),
+        np.tile(microbatches, count),
+        p2p=setting.p2p_ms,
+        max_in_flight=setting.max_in_flight,
+    )
+    whole = layers.sum(axis=2) == setting.layers
+    return np.asarray(np.where(whole, bounds.reshape(count, rows), np.inf))
+
+
+def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
+    low = np.zeros(len(each))
+    high = (extra + each * np.minimum(most, total)).max(axis=1)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2.0
+        enough = _room(middle, each, extra, most).sum(axis=1) >= total
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    return high
+
+
+def _room(bottleneck: Floats, each: Floats, extra: Floats, most: Ints) -> Ints:
+    fits = np.floor((bottleneck[:, None] - extra) / each + 1e-9)
+    return np.asarray(np.clip(fits, 1, most), np.int64)
+
+
+def _without_surplus(room: Ints, key: Floats, total: int, *, one_each: bool = False) -> Ints:
+    """Takes layers away in the order of `key` (least first, later stages first) down to `total`."""
+    stages = room.shape[1]
+    order = stages - 1 - np.argsort(key[:, ::-1], axis=1, kind="stable")
+    held = np.take_along_axis(room, order, axis=1)
+    surplus = np.maximum(held.sum(axis=1, keepdims=True) - total, 0)
+    rounds = -(-surplus // stages)
+    takes = np.minimum(held - 1, rounds) if one_each else held - 1
+    before = np.cumsum(takes, axis=1) - takes
+    held = held - np.clip(surplus - before, 0, takes)
+    result = np.empty_like(room)
+    np.put_along_axis(result, order, held, axis=1)
+    return result
+
+
+def spans(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) -> Floats:
+    """Exact spans of chains with these layers [chain, stage]."""
+    forward, backward = stage_times(setting, chains, layers)
+    return one_f_one_b_spans(
+        forward,
+        backward,
+        microbatches,
+        p2p=setting.p2p_ms,
+        max_in_flight=setting.max_in_flight,
+    )
+
+
+def partition(setting: Setting, chains: Ints, microbatches: Ints) -> tuple[Ints, Floats]:
+    """The candidate with the least bound for every chain, and that bound."""
+    layers, bounds = candidates(setting, chains, microbatches)
+    best = bounds.argmin(axis=0)
+    rows = np.arange(len(chains))
+    return layers[best, rows], bounds[best, rows]
+
+
+def polish(
+    setting: Setting, chains: Ints, layers: Ints, microbatches: Ints, *, rounds: int, tries: int = 4
+) -> tuple[Ints, Floats]:
+    """Moves single layers between stages as long as the exact span falls; layers and spans.
+
+    Of all moves of a chain the `tries` with the least bound are timed; a move whose bound is not
+    below the present span cannot help.
+    """
+    layers = layers.copy()
+    present = spans(setting, chains, layers, microbatches)
+    stages = chains.shape[1]
+    steps = _single_moves(stages)
+    active = np.arange(len(chains)) if len(steps) else np.empty(0, np.int64)
+    for _ in range(rounds):
+        if not active.size:
+            break
+        rows, counts = chains[active], microbatches[active]
+        moved = layers[active] + steps[:, None, :]
+        most = most_layers(setting, rows, counts)
+        allowed = ((moved >= 1) & (moved <= most)).all(axis=2)
+        bounds = np.where(allowed, _bounds(setting, rows, np.maximum(moved, 1), counts), np.inf)
+        pick = np.argsort(bounds, axis=0, kind="stable")[:tries]
+        take = np.arange(len(active))
+        trial = np.maximum(moved[pick, take], 1)
+        hopeful = bounds[pick, take] < present[active] * (1 - 1e-9)
+        exact = spans(
+            setting,
+            np.tile(rows, (len(pick), 1)),
+            trial.reshape(-1, stages),
+            np.tile(counts, len(pick)),
+        ).reshape(len(pick), -1)
+        exact = np.where(hopeful, exact, np.inf)
+        choice = exact.argmin(axis=0)
+        better = exact[choice, take] < present[active] * (1 - 1e-9)
+        layers[active[better]] = trial[choice, take][better]
+        present[active[better]] = exact[choice, take][better]
+        active = active[better]
+    return layers, present
+
+
+def is_small(layers: int, stages: int) -> bool:
+    """Whether all ways to spread the layers can be timed."""
+    return comb(layers - 1, stages - 1) <= _FEW
+
+
+def every_partition(setting: Setting, chains: Ints, microbatches: Ints) -> tuple[Ints, Floats]:
+    """The best of all partitions of every chain by exact span, inf where none fits."""
+    stages = chains.shape[1]
+    cuts = combinations(range(1, setting.layers), stages - 1)
+    edges = np.array([(0, *cut, setting.layers) for cut in cuts], np.int64)
+    options = np.diff(edges.reshape(-1, stages + 1), axis=1)
+    if not len(options):
+        return np.ones_like(chains), np.full(len(chains), np.inf)
+    most = most_layers(setting, chains, microbatches)
+    fits = (options[:, None, :] <= most).all(axis=2)
+    count = len(options)
+    ends = spans(
+        setting,
+        np.tile(chains, (count, 1)),
+        np.repeat(options, len(chains), axis=0),
+        np.tile(microbatches, count),
+    )
+    ends = np.where(fits, ends.reshape(count, -1), np.inf)
+    best = ends.argmin(axis=0)
+    return options[best], ends[best, np.arange(len(chains))]
+
+
+def _single_moves(stages: int) -> Ints:
+    pairs = [(i, j) for i in range(stages) for j in range(stages) if i != j]
+    steps = np.zeros((len(pairs), stages), np.int64)
+    for row, (giver, taker) in enumerate(pairs):
+        steps[row, giver], steps[row, taker] = -1, 1
+    return steps

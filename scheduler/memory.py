@@ -1,0 +1,76 @@
+"""What a device must hold, and how many layers of a stage fit into its budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Job, Stage
+
+_UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one whole layer, one microbatch's activations of it, and either end of the model.
+
+    A rank with share q of a stage holds q of each: weights, gradients and optimizer state are all
+    split as the layers are.
+    """
+
+    layer_bytes: float
+    activation_bytes: float
+    first_bytes: float
+    last_bytes: float
+    budget_bytes: float | None
+
+    @classmethod
+    def of(cls, job: Job, replicas: int) -> Footprint:
+        """Footprint of a job that runs `replicas` replicas (they may share optimizer state).
+
+        Activations are those that Korthikanti et al. (2022, eq. 2 with selective recomputation)
+        give for bf16: 34 bytes per token and hidden unit, or 2 where everything is recomputed.
+        """
+        memory, model = job.memory, job.model
+        owners = replicas if memory.sharded_optimizer else 1
+        per_param = memory.bytes_per_param + memory.optimizer_bytes_per_param / owners
+        activation = memory.activation_bytes_per_layer
+        if activation is None:
+            tokens = job.tokens_per_microbatch or 0
+            activation = (2 if job.recompute else 34) * tokens * (model.hidden if model else 0)
+        if model is None:
+            return cls(0.0, float(activation), 0.0, 0.0, memory.budget_bytes)
+        ends = model.embedding_params * per_param
+        return cls(model.layer_params * per_param, float(activation), ends, ends, job_budget(job))
+
+    def most_layers(
+        self, widest: NDArray[np.float64], in_flight: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Layers that fit into every stage of chains, [chain, stage].
+
+        widest     share of the layer that the stage's most loaded rank holds
+        in_flight  microbatches of which the stage holds activations
+        """
+        if self.budget_bytes is None:
+            return np.full(widest.shape, _UNLIMITED)
+        room = np.full(widest.shape, self.budget_bytes) / widest
+        room[:, 0] -= self.first_bytes
+        room[:, -1] -= self.last_bytes
+        each = self.layer_bytes + self.activation_bytes * in_flight
+        fits = np.floor(room / np.maximum(each, 1e-9) + 1e-9)
+        return np.asarray(np.clip(fits, 0, _UNLIMITED), np.int64)
+
+    def stage_bytes(self, stage: Stage, *, first: bool, last: bool, in_flight: int) -> list[float]:
+        """Peak bytes of every rank of a stage."""
+        units = sum(stage.shares)
+        layers = stage.layers[1] - stage.layers[0]
+        whole = layers * (self.layer_bytes + self.activation_bytes * in_flight)
+        whole += first * self.first_bytes + last * self.last_bytes
+        return [whole * share / units for share in stage.shares]
+
+
+def job_budget(job: Job) -> float | None:
+    """Budget of one device in bytes; None where it is unlimited."""
+    return None if job.memory.budget_bytes is None else float(job.memory.budget_bytes)

@@ -1,0 +1,82 @@
+"""What a plan changes and why, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from resihp.contracts import Job, Layout, Place
+
+_SHOWN = 12
+
+
+def reasons(
+    job: Job, old: Layout, new: Layout, quotas: Sequence[int], speeds: Mapping[int, float]
+) -> tuple[str, ...]:
+    """Sentences about every device that is not healthy, about layers, replicas and quotas."""
+    before = {place.rank: place for place in old.places()}
+    after = {place.rank: place for place in new.places()}
+    faulty = [rank for rank, speed in sorted(speeds.items()) if speed != 1.0]
+    told = [_of_rank(new, rank, speeds[rank], before.get(rank), after.get(rank)) for rank in faulty]
+    told = [sentence for sentence in told if sentence]
+    if len(told) > _SHOWN:
+        told = [*told[:_SHOWN], f"{len(told) - _SHOWN} more devices are not at full speed"]
+    joined = sorted(set(after) - set(before))
+    if joined:
+        told.append(
+            f"{_ranks(joined)} take part again"
+            if len(joined) > 1
+            else f"{_ranks(joined)} takes part again"
+        )
+    told += _of_replicas(old, new)
+    if len(set(quotas)) > 1:
+        told.append(f"microbatches of the replicas: {_numbers(quotas)}")
+    return tuple(told) or ("all devices are healthy: nothing to change",)
+
+
+def _of_rank(
+    new: Layout, rank: int, speed: float, before: Place | None, after: Place | None
+) -> str:
+    if speed <= 0.0:
+        return f"rank {rank} has stopped" + (" and is left out" if before else "")
+    state = f"rank {rank} runs at {speed:.0%} of its speed"
+    if after is None:
+        return f"{state} and is left out" if before else ""
+    stage = new.stage_at(after)
+    share, units = stage.shares[after.tp], sum(stage.shares)
+    if stage.tp == 1:
+        return f"{state}: stage {after.pp} of replica {after.dp} holds {_layers(stage.layers)}"
+    return f"{state} and holds {share} of {units} units of its stage"
+
+
+def _of_replicas(old: Layout, new: Layout) -> list[str]:
+    told = []
+    if new.dp != old.dp:
+        told.append(f"{new.dp} replicas instead of {old.dp}")
+    usual = [s.layers[1] - s.layers[0] for s in old.replicas[0].stages]
+    uneven: dict[tuple[int, ...], list[int]] = {}
+    for index, replica in enumerate(new.replicas):
+        counts = tuple(stage.layers[1] - stage.layers[0] for stage in replica.stages)
+        if list(counts) != usual:
+            uneven.setdefault(counts, []).append(index)
+    for counts, members in list(uneven.items())[:_SHOWN]:
+        told.append(f"layers per stage {_numbers(counts)} in {_named('replica', members)}")
+    return told
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    count = layers[1] - layers[0]
+    return f"{count} layer{'' if count == 1 else 's'}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return _named("rank", ranks)
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (", …" if len(numbers) > _SHOWN else "")
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:32]))
+    return shown + (", …" if len(values) > 32 else "")

@@ -1,0 +1,195 @@
+"""The joint search: arrangements of groups into replicas, each with its best layers and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from resihp.contracts import InfeasibleError, Job, Layout
+
+from .costs import transfer_ms
+from .exhaustive import exhaustive
+from .fleet import Fleet, Group, GroupMaker, muster, share_units
+from .layers import Setting, most_layers
+from .memory import Footprint
+from .quotas import Chain, Division, Evaluator, divide
+from .slots import gathered, inserted, thinned, traded
+
+_WORTH = 1e-3  # an arrangement must be better than a tidier one by this much
+
+
+@dataclass(frozen=True)
+class Found:
+    """An arrangement: chains of groups with their layers and quotas."""
+
+    evaluator: Evaluator
+    chains: tuple[Chain, ...]
+    division: Division
+
+
+def search(
+    job: Job, layout: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
+) -> Found:
+    """The best arrangement that is found before `expired`. Raises `InfeasibleError`.
+
+    Shares by speed first; equal shares where only those fit into memory.
+    """
+    try:
+        return _search(job, layout, speeds, expired, even=False)
+    except InfeasibleError as error:
+        if error.constraint != "memory":
+            raise
+        return _search(job, layout, speeds, expired, even=True)
+
+
+def _search(
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    expired: Callable[[], bool],
+    *,
+    even: bool,
+) -> Found:
+    groups, chains, spare = _arrange(job, layout, speeds, even=even)
+    if not chains:
+        raise InfeasibleError("ranks", "no replica has a living rank")
+    setting = Setting(
+        Fleet.of(groups),
+        Footprint.of(job, len(chains)),
+        job.layout.layers,
+        transfer_ms(job),
+        job.max_in_flight,
+    )
+    evaluator = Evaluator(setting)
+    starts = [(chains, spare)]
+    speed = (1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)).tolist()
+    together = gathered(chains, groups, speed)
+    if [evaluator.signature(c) for c in together] != [evaluator.signature(c) for c in chains]:
+        starts.append((together, spare))
+    if spare and len(chains) < job.microbatches:
+        starts.append(([*chains, tuple(spare)], []))
+    best: Found | None = None
+    failure: InfeasibleError | None = None
+    for given, left in starts:
+        if best is not None and expired():
+            break
+        try:
+            found = _improved(evaluator, given, left, job.microbatches, expired)
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        if best is None or found.division.span_ms < best.division.span_ms * (1 - _WORTH):
+            best = found
+    if best is None:
+        assert failure is not None
+        raise failure
+    exact = exhaustive(evaluator, len(chains), job.microbatches)
+    if exact and exact[1].span_ms < best.division.span_ms * (1 - 1e-9):
+        return Found(evaluator, *exact)
+    return best
+
+
+def _arrange(
+    job: Job, layout: Layout, speeds: Mapping[int, float], *, even: bool
+) -> tuple[list[Group], list[Chain], list[int]]:
+    """All groups, the chains of replicas as they stand, and the groups without a replica."""
+    staff = muster(job, layout, speeds)
+    make = GroupMaker(job, speeds, share_units(job, layout), even=even)
+    groups: list[Group] = []
+
+    def numbered(stages: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
+        first = len(groups)
+        made = [make(ranks, column) for column, ranks in stages]
+        groups.extend(group for group in made if group is not None)
+        return list(range(first, len(groups)))
+
+    chains = [tuple(numbered(replica)) for replica in staff.replicas]
+    spare = numbered(staff.spare)
+    return groups, [chain for chain in chains if chain], spare
+
+
+def _improved(
+    evaluator: Evaluator,
+    chains: Sequence[Chain],
+    spare: Sequence[int],
+    microbatches: int,
+    expired: Callable[[], bool],
+) -> Found:
+    chains, left = _feasible(evaluator, chains, microbatches)
+    if microbatches < len(chains):
+        raise InfeasibleError(
+            "microbatches", f"{microbatches} microbatches are fewer than {len(chains)} replicas"
+        )
+    spare = [*spare, *left]
+    chains = thinned(evaluator, chains, microbatches)
+    division = divide(evaluator, chains, microbatches, expired)
+    if spare:
+        chains = inserted(evaluator, chains, spare, microbatches, division.span_ms)
+    found = Found(evaluator, tuple(chains), division)
+    if not expired():
+        chains = traded(evaluator, chains, microbatches, division.span_ms, expired)
+    again = divide(evaluator, chains, microbatches, expired)
+    if again.span_ms < division.span_ms or len(chains) != len(division.quotas) or spare:
+        found = Found(evaluator, tuple(chains), again)
+    return _without_hopeless(found, microbatches, expired)
+
+
+def _feasible(
+    evaluator: Evaluator, chains: Sequence[Chain], microbatches: int
+) -> tuple[list[Chain], list[int]]:
+    """The chains whose memory holds all layers, and the groups of the others."""
+    typical = max(1, microbatches // len(chains))
+    total = evaluator.setting.layers
+    trimmed, left = [], []
+    for chain in chains:
+        kept = sorted(chain, key=lambda g: (-evaluator.speed((g,)), g))[:total]
+        trimmed.append(tuple(g for g in chain if g in kept))
+        left += [g for g in chain if g not in kept]
+    evaluator.prepare((chain, typical) for chain in trimmed)
+    fits = [np.isfinite(evaluator.best(chain, typical)[1]) for chain in trimmed]
+    if not any(fits):
+        raise _out_of_memory(evaluator, trimmed[0], typical)
+    for chain, fit in zip(trimmed, fits, strict=True):
+        left += [] if fit else list(chain)
+    return [chain for chain, fit in zip(trimmed, fits, strict=True) if fit], left
+
+
+def _out_of_memory(evaluator: Evaluator, chain: Chain, microbatches: int) -> InfeasibleError:
+    setting = evaluator.setting
+    rows = np.array([chain], np.int64)
+    most = np.maximum(most_layers(setting, rows, np.array([microbatches])), 0)[0]
+    group = setting.fleet.groups[chain[int(most.argmin())]]
+    rank = group.ranks[group.shares.index(max(group.shares))]
+    return InfeasibleError(
+        "memory",
+        f"the {len(chain)} stages of a replica hold {int(most.sum())} of {setting.layers} layers; "
+        f"rank {rank} has memory for {int(most.min())}",
+    )
+
+
+def _without_hopeless(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
+    """Drops replicas that make the others wait although they run a single microbatch."""
+    while len(found.chains) > 1 and not expired():
+        evaluator = found.evaluator
+        quotas = found.division.quotas
+        single = [i for i, quota in enumerate(quotas) if quota == 1]
+        if not single:
+            break
+        ends = {i: evaluator.best(found.chains[i], 1)[1] for i in single}
+        worst = max(single, key=lambda i: (ends[i], -i))
+        rest = [chain for i, chain in enumerate(found.chains) if i != worst]
+        spare = list(found.chains[worst])
+        smaller = divide(evaluator, rest, microbatches, expired)
+        longer = inserted(evaluator, rest, spare, microbatches, smaller.span_ms)
+        options = [
+            Found(evaluator, tuple(rest), smaller),
+            Found(evaluator, tuple(longer), divide(evaluator, longer, microbatches, expired)),
+            found,
+        ]
+        best = min(options, key=lambda option: option.division.span_ms)
+        if best is found:
+            break
+        found = best
+    return found

@@ -1,0 +1,158 @@
+"""Which group of a column serves which replica, and what becomes of groups without a replica.
+
+Groups of one column hold the same weights, so that two of them trade places without moving any
+parameters (as far as their layers agree). Slow groups and gaps gathered in the same replicas make
+chains whose layers divide with less left over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from .fleet import Group
+from .quotas import Chain, Evaluator
+
+_TRIES = 1200  # trades looked at in one round
+_ROUNDS = 40
+_LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbance
+
+
+def gathered(
+    chains: Sequence[Chain], groups: Sequence[Group], speed: Sequence[float]
+) -> list[Chain]:
+    """Each column's groups dealt out by speed: the fastest to the first replica that has that
+    column, so that slow groups and gaps meet in the last ones."""
+    columns: dict[int, list[int]] = defaultdict(list)
+    for chain in chains:
+        for group in chain:
+            columns[groups[group].column].append(group)
+    fresh: list[list[int]] = [[] for _ in chains]
+    for members in (columns[c] for c in sorted(columns)):
+        members.sort(key=lambda g: (-speed[g], g))
+        for index, group in enumerate(members):
+            fresh[index % len(fresh)].append(group)
+    return [tuple(chain) for chain in fresh if chain]
+
+
+def traded(
+    evaluator: Evaluator,
+    chains: Sequence[Chain],
+    microbatches: int,
+    span_ms: float,
+    expired: Callable[[], bool],
+) -> list[Chain]:
+    """Trades of one column between two replicas as long as the fleet can do more in `span_ms`.
+
+    Each round applies the best trades that do not touch the same replica.
+    """
+    current = list(chains)
+    typical = max(1, round(microbatches / len(current)))
+    capacity = evaluator.capacities(current, typical, span_ms)
+    for _ in range(_ROUNDS):
+        if expired():
+            break
+        options = _trades(evaluator, current)
+        if not options:
+            break
+        flat = [chain for _, _, one, other in options for chain in (one, other)]
+        after = evaluator.capacities(flat, typical, span_ms)
+        gains = [
+            (after[2 * k] + after[2 * k + 1] - capacity[a] - capacity[b], k)
+            for k, (a, b, _, _) in enumerate(options)
+        ]
+        touched: set[int] = set()
+        for gain, k in sorted(gains, key=lambda pair: (-pair[0], pair[1])):
+            a, b, one, other = options[k]
+            if gain < _LEAST_GAIN:
+                break
+            if a in touched or b in touched:
+                continue
+            touched |= {a, b}
+            current[a], current[b] = one, other
+            capacity[a], capacity[b] = after[2 * k], after[2 * k + 1]
+        if not touched:
+            break
+    return current
+
+
+def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[tuple[int, int, Chain, Chain]]:
+    """Trades that change something, of the first replica of every distinct chain."""
+    groups = evaluator.setting.fleet.groups
+    kinds = evaluator.setting.fleet.kind
+    firsts: dict[Chain, int] = {}
+    for index, chain in enumerate(chains):
+        firsts.setdefault(evaluator.signature(chain), index)
+    rows = list(firsts.values())
+    at = [{groups[g].column: g for g in chains[row]} for row in rows]
+    found: list[tuple[int, int, Chain, Chain]] = []
+    for distance in range(1, len(rows)):
+        for i in range(len(rows) - distance):
+            j = i + distance
+            for column in sorted({*at[i], *at[j]}):
+                one, other = at[i].get(column), at[j].get(column)
+                if one is not None and other is not None and kinds[one] == kinds[other]:
+                    continue
+                pair = (
+                    _replaced(chains[rows[i]], one, other, groups),
+                    _replaced(chains[rows[j]], other, one, groups),
+                )
+                if all(pair):
+                    found.append((rows[i], rows[j], *pair))
+        if len(found) > _TRIES:
+            break
+    return found
+
+
+def _replaced(chain: Chain, old: int | None, new: int | None, groups: Sequence[Group]) -> Chain:
+    kept = [g for g in chain if g != old]
+    if new is not None:
+        kept.append(new)
+    return tuple(sorted(kept, key=lambda g: (groups[g].column, g)))
+
+
+def inserted(
+    evaluator: Evaluator,
+    chains: Sequence[Chain],
+    spare: Sequence[int],
+    microbatches: int,
+    span_ms: float,
+) -> list[Chain]:
+    """Groups without a replica, each put as one more stage where it adds most; else left idle."""
+    groups = evaluator.setting.fleet.groups
+    current = list(chains)
+    typical = max(1, round(microbatches / len(current)))
+    for group in spare:
+        before = evaluator.capacities(current, typical, span_ms)
+        options = [_replaced(chain, None, group, groups) for chain in current]
+        after = evaluator.capacities(options, typical, span_ms)
+        gain, index = max((after[i] - before[i], -i) for i in range(len(current)))
+        if gain > _LEAST_GAIN:
+            current[-index] = options[-index]
+    return current
+
+
+def thinned(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
+    """Without the stages that are so slow that their replica is better off without them."""
+    typical = max(1, round(microbatches / len(chains)))
+    speed = 1.0 / (evaluator.setting.fleet.forward_ms + evaluator.setting.fleet.backward_ms)
+    current = list(chains)
+    active = list(range(len(current)))
+    while active:
+        trial = {}
+        for index in active:
+            chain = current[index]
+            slowest = min(chain, key=lambda g: (speed[g], g))
+            mean = float(speed[list(chain)].mean())
+            if len(chain) > 1 and speed[slowest] < 0.5 * mean:
+                trial[index] = tuple(g for g in chain if g != slowest)
+        evaluator.prepare((current[i], typical) for i in trial)
+        evaluator.prepare((chain, typical) for chain in trial.values())
+        active = [
+            i
+            for i, chain in trial.items()
+            if evaluator.best(chain, typical)[1] < evaluator.best(current[i], typical)[1]
+        ]
+        for index in active:
+            current[index] = trial[index]
+    return current
