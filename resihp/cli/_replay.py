@@ -62,8 +62,10 @@ def replay_command(
             final = _remote(recorded, console, rate, url, token)
     except (TraceError, ServiceError, OSError) as error:
         _fail(" ".join(str(error).split()))
-    unwell = [verdict for verdict in final if verdict.status.value != "healthy"]
-    console.print(f"\n{len(recorded.steps)} steps replayed; {len(unwell)} ranks are not healthy.")
+    unwell = [str(verdict.rank) for verdict in final if verdict.status.value != "healthy"]
+    console.print(
+        f"\n{len(recorded.steps)} steps replayed; not healthy: {', '.join(unwell) or '-'}"
+    )
 
 
 def _local(trace: Trace, console: Console, rate: float) -> list[Verdict]:

@@ -31,6 +31,7 @@ _RC: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "resihp",
 }
+_MOST_LINES = 64  # white lines between the columns of a heat map
 _MOST_DEVICES = 32  # rows of the onset map
 
 
@@ -121,17 +122,20 @@ def gantt(timeline: Timeline, step: int, replica: int) -> Figure:
     stages = 1 + max(int(spans.stage.max()) for spans in both)
     figure, rows = _figure(9.2, 1.3 + 2 * 0.3 * stages, rows=2)
     end = max(float((spans.start_s + spans.duration_s).max()) for spans in both)
+    unit, words = (1.0, "seconds") if end >= 1.0 else (1e3, "milliseconds")
+    end *= unit
     for axes, spans, title in zip(rows, both, ("as it was", "ideal"), strict=True):
-        _draw(axes, spans)
+        _draw(axes, spans, unit)
         axes.set(ylim=(stages - 0.4, -0.6), yticks=range(stages), xlim=(0, end), ylabel="stage")
         axes.set_title(title, loc="left", fontsize=9)
-        axes.axvline(float((spans.start_s + spans.duration_s).max()), color=BAD, linewidth=1)
+        last = unit * float((spans.start_s + spans.duration_s).max())
+        axes.axvline(last, color=BAD, linewidth=1)
     rows[0].set_xticklabels([])
-    rows[1].set_xlabel("seconds")
+    rows[1].set_xlabel(words)
     return figure
 
 
-def _draw(axes: Axes, spans: Spans) -> None:
+def _draw(axes: Axes, spans: Spans, unit: float) -> None:
     order = np.argsort(~spans.transfer, kind="stable")  # compute above communication
     names = np.array([spans.names[name] for name in spans.name])
     colours = np.where(spans.transfer, COMMUNICATION, OTHER)
@@ -140,8 +144,8 @@ def _draw(axes: Axes, spans: Spans) -> None:
     height = np.where(spans.transfer, 0.34, 0.8)
     axes.barh(
         spans.stage[order],
-        spans.duration_s[order],
-        left=spans.start_s[order],
+        unit * spans.duration_s[order],
+        left=unit * spans.start_s[order],
         height=height[order],
         color=colours[order].tolist(),
         edgecolor="white",
@@ -167,7 +171,8 @@ def _bar(figure: Figure, axes: Axes, image: Any) -> None:
 
 def _grid(axes: Axes, rows: int, columns: int) -> None:
     """White lines between the cells."""
-    axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    if columns <= _MOST_LINES:
+        axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1)
     axes.tick_params(which="minor", length=0)

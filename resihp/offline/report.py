@@ -11,7 +11,7 @@ from resihp.contracts import Status
 
 from . import plots
 from ._analysis import Analysis
-from .summary import CAUSE_WORDS, facts, headline
+from .summary import CAUSE_WORDS, facts, headline, health
 from .timeline import Timeline
 
 _TEMPLATE = "report.html"
@@ -55,6 +55,7 @@ def _context(analysis: Analysis) -> dict[str, Any]:
         "gantt": None if replica is None else plots.svg(plots.gantt(timeline, step, replica)),
         "steps": (figure := plots.steps(analysis)) and plots.svg(figure),
         "kinds": _kinds(analysis),
+        "health": health(analysis),
         "unwell": _unwell(analysis),
         "changes": [(change.step, change.verdict) for change in analysis.changes][:200],
         "devices": len(analysis.verdicts),

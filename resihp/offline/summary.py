@@ -41,12 +41,30 @@ def facts(analysis: Analysis) -> list[str]:
     """What the recording is of."""
     layout = analysis.trace.job.layout
     return [
-        f"{layout.dp} replicas × {layout.pp} stages × TP {analysis.trace.tp}",
-        f"{len(analysis.trace.ranks)} ranks recorded",
-        f"{len(analysis.trace.steps)} steps",
+        f"{count(layout.dp, 'replica')} × {count(layout.pp, 'stage')} × TP {analysis.trace.tp}",
+        f"{count(len(analysis.trace.ranks), 'rank')} recorded",
+        count(len(analysis.trace.steps), "step"),
         f"{1e3 * step_seconds(analysis):.0f} ms per step",
         analysis.trace.format,
     ]
+
+
+def count(number: int, what: str) -> str:
+    """How many there are of something.
+
+    >>> count(1, "step"), count(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def health(analysis: Analysis) -> str:
+    """How the devices are, in one sentence."""
+    devices = count(len(analysis.verdicts), "recorded device")
+    unwell = sum(verdict.status is not Status.HEALTHY for verdict in analysis.verdicts)
+    if unwell:
+        return f"{unwell} of {devices} {'is' if unwell == 1 else 'are'} not healthy."
+    return f"{devices}, {'healthy' if len(analysis.verdicts) == 1 else 'all healthy'}."
 
 
 def step_seconds(analysis: Analysis) -> float:
@@ -86,14 +104,8 @@ def _published(analysis: Analysis) -> Iterator[str]:
 
 
 def _print_devices(analysis: Analysis, console: Console) -> None:
+    console.print(f"\n{health(analysis)}")
     unwell = [v for v in analysis.verdicts if v.status is not Status.HEALTHY]
-    if not unwell:
-        console.print(f"\nAll {len(analysis.verdicts)} recorded devices are healthy.")
-        return
-    verb = "is" if len(unwell) == 1 else "are"
-    console.print(
-        f"\n{len(unwell)} of {len(analysis.verdicts)} recorded devices {verb} not healthy:"
-    )
     places = {entry["rank"]: entry for entry in analysis.devices()}
     for verdict in sorted(unwell, key=lambda v: -v.slowdown):
         place = places[verdict.rank]

@@ -45,7 +45,7 @@ def test_verdicts_are_printed_as_they_change(slow_trace):
     result = run(slow_trace)
     assert result.exit_code == 0
     assert "rank 8 fail_slow 1.5" in result.stdout
-    assert "24 steps replayed; 1 ranks are not healthy." in result.stdout
+    assert "24 steps replayed; not healthy: 8" in result.stdout
 
 
 @pytest.mark.parametrize("rate", [0, 1000])
@@ -54,7 +54,7 @@ def test_a_sidecar_comes_to_the_same_verdicts(slow_trace, monkeypatch, rate):
     result = run(slow_trace, "--url", "http://sidecar", "--rate", rate)
     assert result.exit_code == 0
     assert "rank 8 fail_slow 1.5" in result.stdout
-    assert "1 ranks are not healthy" in result.stdout
+    assert "not healthy: 8" in result.stdout
 
 
 def test_what_cannot_be_read_or_reached_is_status_2_and_one_line(slow_trace, tmp_path, monkeypatch):
