@@ -63,6 +63,24 @@ class Training:
         self.update()
 
 
+class _Stopwatch:
+    """Times the making, entering and leaving of a block, not what is in it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        self._block = make()
+        self._block.__enter__()
+        self.spent_s = time.perf_counter() - start
+
+    def __enter__(self) -> _Stopwatch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        start = time.perf_counter()
+        self._block.__exit__(*error)
+        self.spent_s += time.perf_counter() - start
+
+
 class ResiHP:
     """Every pass recorded, and the optimizer; records go to a real HTTP server."""
 
@@ -86,6 +104,25 @@ class ResiHP:
                 training.update()
 
         return step
+
+    def in_place(self, training: Training, steps: int = 60) -> float:
+        """Median time a step within the hooks, in microseconds, with caches as cold as they get."""
+        spent: list[float] = []
+        for _ in range(steps):
+            with _Stopwatch(self.monitor.step) as whole:
+                watches = [whole]
+                for _ in range(training.microbatches):
+                    with _Stopwatch(lambda: self.monitor.forward(seq_lens=LENGTHS)) as watch:
+                        loss = training.forward()
+                    watches.append(watch)
+                    with _Stopwatch(self.monitor.backward) as watch:
+                        loss.backward()
+                    watches.append(watch)
+                with _Stopwatch(self.monitor.optimizer) as watch:
+                    training.update()
+            watches.append(watch)
+            spent.append(sum(watch.spent_s for watch in watches))
+        return statistics.median(spent) * 1e6
 
     def alone(self) -> dict[str, float]:
         """Cost of a record and of a step with nothing in them, in microseconds."""
@@ -164,19 +201,15 @@ def _alone(function: Step, rounds: int = 21, calls: int = 100) -> float:
 
 def interleaved(plain: Step, tool: Step, seconds: float, burst: int) -> dict[str, float]:
     """Added time a step, in microseconds, from pairs of neighbouring steps in changing order:
-    by the clock on the wall, and as processor time of the training thread, in which other
-    processes on the machine hardly show. Bursts of pairs, with rests between them.
+    by the wall, and as processor time of the training thread. Bursts of pairs, rests between.
     """
     pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for _ in range(burst):
-            if len(pairs) % 2:
-                first = _timed(plain)
-                pairs.append((first, _timed(tool)))
-            else:
-                first = _timed(tool)
-                pairs.append((_timed(plain), first))
+            first, second = (plain, tool) if len(pairs) % 2 else (tool, plain)
+            one, other = _timed(first), _timed(second)
+            pairs.append((one, other) if first is plain else (other, one))
         if burst > 1:
             time.sleep(burst * REST_S)
     result = {"step_us": statistics.median(plain[0] for plain, _ in pairs) * 1e6}
@@ -186,10 +219,9 @@ def interleaved(plain: Step, tool: Step, seconds: float, burst: int) -> dict[str
 
 
 def _difference(differences: list[float], name: str) -> dict[str, float]:
-    """The median, which steps that another process interrupted do not move, and its 95% interval
-    by ranks."""
-    differences = sorted(differences)
-    middle, half = len(differences) / 2, 0.98 * len(differences) ** 0.5
+    """The median, which interrupted steps do not move, and its 95% interval by ranks."""
+    differences, middle = sorted(differences), len(differences) / 2
+    half = 0.98 * len(differences) ** 0.5
     low = differences[max(0, int(middle - half))]
     high = differences[min(len(differences) - 1, int(middle + half))]
     return {
@@ -258,6 +290,8 @@ def main() -> None:
         share = 0.5 if name == "large" else 0.15
         result[name] = interleaved(training.step, step, share * float(seconds), burst)
     result["itself"] = interleaved(large.step, large.step, 0.2 * float(seconds), 1)
+    if isinstance(tool, ResiHP):
+        result["in_place_us"] = tool.in_place(large)
     result["background_us"] = background_us(tool)
     result["alone"] = tool.alone()
     result["records"] = tool.close()

@@ -180,6 +180,7 @@ def _show(results: dict[str, dict[str, Any]], device: str) -> None:
         f"Of the large step ({large['step_us'] / 1e3:.0f} ms on the wall, {large['pairs']} pairs) "
         f"that is {100 * large['wall_us'] / large['step_us']:.3f}%."
     )
+    print(f"ResiHP's calls, timed in place within that step: {ours['in_place_us']:.0f} µs.")
     _show_alone(ours, peer)
     print(f"Records of ResiHP: {ours['records']}.")
     if peer is not None:
