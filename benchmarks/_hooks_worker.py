@@ -219,11 +219,10 @@ def interleaved(plain: Step, tool: Step, seconds: float, burst: int) -> dict[str
 
 
 def _difference(differences: list[float], name: str) -> dict[str, float]:
-    """The median, which interrupted steps do not move, and its 95% interval by ranks."""
-    differences, middle = sorted(differences), len(differences) / 2
-    half = 0.98 * len(differences) ** 0.5
-    low = differences[max(0, int(middle - half))]
-    high = differences[min(len(differences) - 1, int(middle + half))]
+    """Median and its 95% interval by ranks."""
+    ranked, half = sorted(differences), 0.98 * len(differences) ** 0.5
+    low = ranked[max(0, int(len(ranked) / 2 - half))]
+    high = ranked[min(len(ranked) - 1, int(len(ranked) / 2 + half))]
     return {
         f"{name}_us": statistics.median(differences) * 1e6,
         f"{name}_low_us": low * 1e6,
@@ -261,8 +260,8 @@ def _work_s(training: Training, device: str) -> float:
 
 def background_us(tool: Any, seconds: float = 3.0) -> float:
     """CPU time of all other threads per tiny step of one microbatch, in microseconds."""
-    step, steps = tool.around(Training(8, 1, 1, "cpu")), 0
-    cpu, own, end = time.process_time(), time.thread_time(), time.perf_counter() + seconds
+    step, steps, end = tool.around(Training(8, 1, 1, "cpu")), 0, time.perf_counter() + seconds
+    cpu, own = time.process_time(), time.thread_time()
     while time.perf_counter() < end:
         step()
         steps += 1
@@ -284,9 +283,8 @@ def main() -> None:
         ("large", large, 1),
     ):
         step = tool.around(training)
-        for _ in range(2):
-            training.step()
-            step()
+        training.step()
+        step()
         share = 0.5 if name == "large" else 0.15
         result[name] = interleaved(training.step, step, share * float(seconds), burst)
     result["itself"] = interleaved(large.step, large.step, 0.2 * float(seconds), 1)
