@@ -93,7 +93,7 @@ class StepSpans:
 
 
 @dataclass
-class _Layout:
+class _Builder:
     """Operations as columns, while they are being laid out."""
 
     cells: _Cells
@@ -184,7 +184,7 @@ class StepGraph:
         stages, quotas = cubes.stages, cubes.quotas
         alike = len(set(stages)) == 1 and len(set(quotas)) == 1
         cells = _Cells(max(stages), job.chunks, cubes.passes.shape[-1])
-        layout = _Layout(cells, loads=bool(cubes.microbatch_data.any()))
+        layout = _Builder(cells, loads=bool(cubes.microbatch_data.any()))
         for replica in range(1 if alike else len(stages)):
             layout.add_replica(replica, _orders(job, stages[replica], quotas[replica]))
         groups = list(layout.synced.values())
