@@ -46,7 +46,7 @@ LogFormat = Annotated[str | None, typer.Option(help="console or json (one object
 
 
 @app.command("serve", help=_HELP)
-def serve_command(  # noqa: PLR0917 - each is an option, given by name
+def serve_command(
     host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind; 0 picks a free one.")] = None,
     data: Data = None,
