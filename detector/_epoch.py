@@ -81,13 +81,17 @@ class Epoch:
         self._welcome(index)
         residual = self._residual(records)
         now = self.watch.observe(self.last_step, residual, self.judge.trusted(), self._able())
+        if residual.fixed is not None:
+            self._mark(_REPLICA, self.replicas.observe(records, index, self.last_step))
+            recent = np.median(np.nan_to_num(self.watch.window[self.watch.recent(3)]), axis=0)
+            shared_cause = self.replicas.explains(recent - now.reference, residual.fixed)
+            now = replace(now, able=now.able & ~shared_cause)
         self.together.observe(records, index)
         shared = self.together.settle(self.watch, now, self.suspect_at)
-        self.judge.rule(self.watch, shared.standing)
+        noted = np.isin(np.arange(self.places.size), list(self.notes))
+        self.judge.rule(self.watch, shared.standing, noted)
         self._note_blame(shared)
         self._mark(_SILENT, self.intake.silent >= self._settings.silent_steps)
-        if not self._by_lengths:
-            self._mark(_REPLICA, self.replicas.observe(records, index, self.last_step))
 
     def _residual(self, records: TelemetryBatch) -> StepResidual:
         known = knows_lengths(records)

@@ -27,12 +27,14 @@ class StepResidual:
     error   standard error that the expectation and the number of records leave
     records number of records behind it
     spread  robust standard deviation of single records around their rank's value
+    fixed   share of the expected time that does not grow with the work; None where lengths tell
     """
 
     value: Floats
     error: Floats
     records: Ints
     spread: float
+    fixed: Floats | None = None
 
 
 class LengthModel:

@@ -18,9 +18,24 @@ _COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
 @dataclass
 class _OpenStep:
     parts: list[TelemetryBatch] = field(default_factory=list)
-    keys: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    keys: list[Ints] = field(default_factory=list)
+    by_rank: dict[int, list[int]] = field(default_factory=dict)
     counts: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     opened_at: int = 0
+
+    def known(self, members: list[int]) -> Ints:
+        """Keys of the parts that hold records of these ranks: none but they can repeat theirs."""
+        numbers = sorted({number for rank in members for number in self.by_rank.get(rank, ())})
+        if not numbers:
+            return np.empty(0, np.int64)
+        return np.concatenate([self.keys[number] for number in numbers])
+
+    def add(self, part: TelemetryBatch, keys: Ints, members: list[int]) -> None:
+        """Stores records that were not there yet."""
+        for rank in members:
+            self.by_rank.setdefault(rank, []).append(len(self.parts))
+        self.parts.append(part)
+        self.keys.append(keys)
 
 
 class Intake:
@@ -76,13 +91,14 @@ class Intake:
             self._open[step] = opened
         keys = _keys(part, index)
         _, first = np.unique(keys, return_index=True)
-        fresh = first[~np.isin(keys[first], opened.keys)] if opened.keys.size else first
+        members = np.unique(index).tolist()
+        known = opened.known(members)
+        fresh = first[~np.isin(keys[first], known)] if known.size else first
         self.counters["repeated"] += int(keys.size - fresh.size)
         if not fresh.size:
             return
         part, index, keys = part.select(fresh), index[fresh], keys[fresh]
-        opened.parts.append(part)
-        opened.keys = np.concatenate([opened.keys, keys])
+        opened.add(part, keys, members)
         compute = np.isin(part.op, _COMPUTE)
         opened.counts += np.bincount(index[compute], minlength=self._places.size)
 
@@ -124,8 +140,10 @@ class Intake:
             grown = np.maximum(self._habit, seen) if self._habit_known else seen
             self._habit = np.where(present, grown, self._habit)
             self._habit_known = True
+        if not opened.parts:
+            return TelemetryBatch.empty()
         whole = TelemetryBatch.concat(opened.parts)
-        return whole.select(np.argsort(opened.keys, kind="stable"))
+        return whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
 
     def state(self) -> State:
         """What `load` needs."""
@@ -133,7 +151,7 @@ class Intake:
             {
                 "step": step,
                 "columns": TelemetryBatch.concat(item.parts).columns() if item.parts else None,
-                "keys": item.keys,
+                "keys": np.concatenate(item.keys) if item.keys else np.empty(0, np.int64),
                 "counts": item.counts,
                 "opened_at": item.opened_at,
             }
@@ -158,9 +176,11 @@ class Intake:
         for item in state["open"]:
             columns = item["columns"]
             parts = [] if columns is None else [TelemetryBatch(**columns)]
-            self._open[item["step"]] = _OpenStep(
-                parts, item["keys"], item["counts"], item["opened_at"]
-            )
+            opened = _OpenStep(counts=item["counts"], opened_at=item["opened_at"])
+            for part in parts:
+                members = np.unique(self._places.index(part.rank.astype(np.int64))).tolist()
+                opened.add(part, item["keys"], members)
+            self._open[item["step"]] = opened
 
 
 def _keys(part: TelemetryBatch, index: Ints) -> Ints:

@@ -81,8 +81,9 @@ class Judge:
         result: Bools = (book.status == HEALTHY) & ~(book.evidence > 0.5 * self._suspect_at)
         return result
 
-    def rule(self, watch: Watch, now: Standing) -> None:
-        """Moves every rank's status by one step's standing."""
+    def rule(self, watch: Watch, now: Standing, excused: Bools) -> None:
+        """Moves every rank's status by one step's standing; `excused` ranks are inconclusive for
+        a reason of their own, which their evidence does not end."""
         book = self.book
         book.evidence, book.by_past = now.evidence, now.by_past
         self._count_runs(now)
@@ -90,7 +91,7 @@ class Judge:
         named = book.status == FAIL_SLOW
         doubted = (book.status == SUSPECT) | (book.status == INCONCLUSIVE)
         rising = live & ~named & (now.evidence >= self._suspect_at)
-        falling = live & doubted & (now.evidence < self._suspect_at - 2.0)
+        falling = live & doubted & ~excused & (now.evidence < self._suspect_at - 2.0)
         measured = rising | (live & named & ~self._carry(watch, now))
         for rank in np.flatnonzero(measured).tolist():
             self._measure(watch, now, rank)

@@ -57,6 +57,7 @@ class LevelTest:
         self.watch = Watch(places, settings)
         self.slow = np.zeros(count, bool)
         self.factor = np.ones(count)
+        self.level = np.zeros(count)
         self.since = np.full(count, -1, np.int64)
 
     def observe(self, step: int, value: Floats) -> Bools:
@@ -69,6 +70,7 @@ class LevelTest:
         now = self.watch.observe(step, residual, quiet, np.ones(count, bool))
         recent = np.median(self.watch.window[self.watch.recent(_STEPS)], axis=0)
         level = recent - now.reference
+        self.level = np.nan_to_num(level)
         rises = (now.evidence >= self.watch.name_at) & (level > self._least)
         stays = self.slow & ~(level < 0.4 * np.log(self.factor))
         back = self.slow & ~stays
@@ -85,12 +87,14 @@ class LevelTest:
             "watch": self.watch.state(),
             "slow": self.slow,
             "factor": self.factor,
+            "level": self.level,
             "since": self.since,
         }
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
         self.watch.load(state["watch"])
+        self.level = state["level"]
         self.slow, self.factor, self.since = state["slow"], state["factor"], state["since"]
 
 
@@ -119,6 +123,20 @@ class Replicas:
         np.minimum.at(lowest, places.dp[seen], level[seen])
         value = np.where(np.isfinite(lowest), lowest, np.nan)
         return self.test.observe(step, value)[places.dp]
+
+    def explains(self, excess: Floats, fixed: Floats) -> Bools:
+        """Ranks whose excess (log) may come from a slowdown of their whole replica.
+
+        A factor g on all stages looks like more work to the witnesses, but for the `fixed` share of
+        a rank's time that more work would not lengthen: that leaves an excess of
+        `fixed * (1 - 1 / g)`. It is believed if the replica's times have grown to suit, and, the
+        maps not being exact, whenever they have grown by twice the excess.
+        """
+        part = np.clip(np.maximum(excess, 0.0) / np.maximum(fixed, 1e-9), 0.0, 0.999)
+        level = self.test.level[self._places.dp]
+        suits = (level >= -0.6 * np.log1p(-part)) | (level >= 2.0 * excess)
+        result: Bools = (level > 0.05) & suits
+        return result
 
 
 class Hosts:

@@ -9,6 +9,8 @@ the other members of its tensor-parallel group are the witnesses.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from resihp.contracts import Job, Layout, Op, TelemetryBatch
@@ -108,6 +110,7 @@ class WitnessModel:
     def _score(self, times: Floats) -> tuple[Floats, StepResidual]:
         size = self._places.size
         logs = np.full((WITNESSES, *times.shape), np.nan)
+        fixed, total = np.zeros(size), np.zeros(size)
         for slot in range(WITNESSES):
             where, cell, terms = self._rows(times, slot)
             if not cell.size:
@@ -115,6 +118,8 @@ class WitnessModel:
             self.regression.open(cell, terms, times[where])
             expected, _ = self.regression.predict(cell, terms)
             plane, rank, microbatch = where
+            fixed += np.bincount(rank, self.regression.theta[cell, 0], size)
+            total += np.bincount(rank, expected, size)
             logs[slot, plane, rank, microbatch] = np.log(np.maximum(expected, 0.05 * times[where]))
         middle = _median_of_few(logs)
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
@@ -122,7 +127,8 @@ class WitnessModel:
         if not residual.size:
             empty = np.full(size, np.nan)
             return empty, StepResidual(empty, np.ones(size), np.zeros(size, np.int64), 0.0)
-        return self._locate(residual, rank, plane, times, microbatch)
+        value, result = self._locate(residual, rank, plane, times, microbatch)
+        return value, replace(result, fixed=fixed / np.maximum(total, 1e-9))
 
     def _locate(
         self, residual: Floats, rank: Ints, plane: Ints, times: Floats, microbatch: Ints

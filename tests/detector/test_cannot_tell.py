@@ -1,0 +1,181 @@
+"""Cases that the data cannot tell, cases that must not be blamed on a device, and easy ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from detector import Detector
+from detector.scenarios import Fault, Noise, steps_of
+from resihp.contracts import Job, Layout, ModelShape, Op, Status, TelemetryBatch
+
+LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
+MODEL = ModelShape(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)
+
+
+def job_of(dp: int, pp: int, tp: int, per_replica: int = 4) -> Job:
+    return Job(
+        name="job",
+        layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=16),
+        microbatches=dp * per_replica,
+        model=MODEL,
+        tokens_per_microbatch=8192,
+    )
+
+
+def statuses(job: Job, stream: Sequence[TelemetryBatch]) -> dict[Status, set[int]]:
+    detector = Detector(job)
+    for batch in stream:
+        detector.update(batch)
+    found: dict[Status, set[int]] = {status: set() for status in Status}
+    for verdict in detector.verdicts():
+        found[verdict.status].add(verdict.rank)
+    return found
+
+
+def test_a_coupled_group_without_waits_is_inconclusive() -> None:
+    job = job_of(4, 2, 2)
+    fault = Fault(rank=6, factor=1.15, from_step=10)
+    stream = steps_of(job, LENGTHS, steps=20, seed=1, faults=[fault], coupled=True, waits=False)
+    found = statuses(job, list(stream))
+    assert found[Status.FAIL_SLOW] == set()
+    assert found[Status.INCONCLUSIVE] == {6, 7}
+
+
+def test_in_a_coupled_group_the_one_that_waits_least_is_named() -> None:
+    job = job_of(4, 2, 2)
+    fault = Fault(rank=6, factor=1.15, from_step=10)
+    stream = steps_of(job, LENGTHS, steps=20, seed=1, faults=[fault], coupled=True)
+    found = statuses(job, list(stream))
+    assert found[Status.FAIL_SLOW] == {6}
+    assert found[Status.HEALTHY] == set(job.layout.ranks) - {6}
+
+
+def test_two_stages_and_two_replicas_without_lengths_name_nobody() -> None:
+    job = job_of(2, 2, 1)
+    fault = Fault(rank=1, factor=1.2, from_step=12)
+    stream = steps_of(job, LENGTHS, steps=24, seed=2, faults=[fault], with_lengths=False)
+    assert statuses(job, list(stream))[Status.FAIL_SLOW] == set()
+
+
+def test_a_whole_replica_without_lengths_is_inconclusive() -> None:
+    job = job_of(8, 2, 1)
+    replica = job.layout.replicas[3].ranks
+    faults = [Fault(rank=rank, factor=1.6, from_step=12) for rank in replica]
+    stream = steps_of(job, LENGTHS, steps=30, seed=3, faults=faults, with_lengths=False)
+    found = statuses(job, list(stream))
+    assert found[Status.FAIL_SLOW] == set()
+    assert found[Status.INCONCLUSIVE] == set(replica)
+
+
+def test_a_whole_replica_with_lengths_is_named() -> None:
+    job = job_of(8, 2, 1)
+    replica = job.layout.replicas[3].ranks
+    faults = [Fault(rank=rank, factor=1.2, from_step=12) for rank in replica]
+    stream = list(steps_of(job, LENGTHS, steps=20, seed=3, faults=faults))
+    assert statuses(job, stream)[Status.FAIL_SLOW] == set(replica)
+
+
+def test_the_first_document_four_times_longer_than_any_before_alarms_nobody() -> None:
+    job = replace(job_of(4, 1, 1), tokens_per_microbatch=16384)
+    short, long = np.minimum(LENGTHS, 4096), np.full(4, 16384)
+    stream = list(steps_of(job, short, steps=24, seed=4))
+    stream += steps_of(job, long, steps=6, seed=5, first_step=24)
+    stream = [*stream, *steps_of(job, short, steps=6, seed=6, first_step=30)]
+    detector = Detector(job)
+    said = [verdict for batch in stream for verdict in detector.update(batch)]
+    assert [v for v in said if v.status is Status.FAIL_SLOW] == []
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (4, 2, 2), (1, 4, 1), (2, 2, 2)])
+def test_a_clean_job_names_nobody(shape: tuple[int, int, int]) -> None:
+    job = job_of(*shape)
+    stream = list(steps_of(job, LENGTHS, steps=50, seed=7, noise=Noise(outliers=0.01)))
+    found = statuses(job, stream)
+    assert found[Status.HEALTHY] == set(job.layout.ranks)
+
+
+def test_two_devices_at_once_are_both_named() -> None:
+    job = job_of(8, 2, 1)
+    faults = [Fault(rank=3, factor=1.1, from_step=10), Fault(rank=12, factor=1.2, from_step=13)]
+    stream = list(steps_of(job, LENGTHS, steps=22, seed=8, faults=faults))
+    assert statuses(job, stream)[Status.FAIL_SLOW] == {3, 12}
+
+
+def test_a_device_slow_from_its_first_step_is_named_against_its_peers() -> None:
+    job = job_of(8, 2, 1)
+    fault = Fault(rank=4, factor=1.08, from_step=0)
+    detector = Detector(job)
+    for batch in steps_of(job, LENGTHS, steps=12, seed=9, faults=[fault]):
+        detector.update(batch)
+    named = [v for v in detector.verdicts() if v.status is Status.FAIL_SLOW]
+    assert [v.rank for v in named] == [4]
+    assert named[0].since_step is None
+
+
+def test_a_recovered_device_is_healthy_again() -> None:
+    job = job_of(8, 2, 1)
+    fault = Fault(rank=4, factor=1.1, from_step=8, until_step=16)
+    assert statuses(job, list(steps_of(job, LENGTHS, steps=24, seed=1, faults=[fault])))[
+        Status.HEALTHY
+    ] == set(job.layout.ranks)
+
+
+def with_transfers(batch: TelemetryBatch, job: Job, slow: tuple[int, int], factor: float):
+    """The batch with one transfer a microbatch between the two stages of each replica."""
+    rng = np.random.default_rng(int(batch.step[0]))
+    rows = []
+    for replica in job.layout.replicas:
+        sender, receiver = replica.stages[0].ranks[0], replica.stages[1].ranks[0]
+        for microbatch in range(4):
+            time = 2.0 * rng.lognormal(0.0, 0.05)
+            time *= factor if (receiver, sender) == slow else 1.0
+            rows.append((receiver, sender, microbatch, time))
+    receiver, sender, microbatch, times = (np.array(column) for column in zip(*rows, strict=True))
+    count = len(rows)
+    return TelemetryBatch.concat(
+        [
+            batch,
+            TelemetryBatch(
+                rank=receiver,
+                peer=sender,
+                step=np.full(count, batch.step[0]),
+                microbatch=microbatch,
+                op=np.full(count, int(Op.P2P)),
+                compute_ms=times,
+            ),
+        ]
+    )
+
+
+def test_a_slow_link_is_no_slow_device() -> None:
+    job = job_of(8, 2, 1)
+    replica = job.layout.replicas[2]
+    slow = (replica.stages[1].ranks[0], replica.stages[0].ranks[0])
+    detector = Detector(job)
+    for batch in steps_of(job, LENGTHS, steps=24, seed=1):
+        factor = 2.0 if batch.step[0] >= 12 else 1.0
+        detector.update(with_transfers(batch, job, slow, factor))
+    (link,) = detector.links()
+    assert (link.rank, link.peer) == slow
+    assert link.slowdown == pytest.approx(2.0, rel=0.15)
+    assert {v.status for v in detector.verdicts()} == {Status.HEALTHY}
+    assert "transfers" in " ".join(detector.verdicts()[slow[0]].evidence)
+
+
+def test_a_slow_host_is_no_slow_device() -> None:
+    job = job_of(8, 1, 1)
+    detector = Detector(job)
+    for batch in steps_of(job, LENGTHS, steps=24, seed=1):
+        late = np.where((np.arange(8) == 3) & (batch.step[0] >= 12), 5.0, 1.0)
+        data = TelemetryBatch(
+            rank=np.arange(8),
+            step=np.full(8, batch.step[0]),
+            microbatch=np.full(8, -1),
+            op=np.full(8, int(Op.DATA)),
+            compute_ms=20.0 * late,
+        )
+        detector.update(TelemetryBatch.concat([batch, data]))
+    assert {v.status for v in detector.verdicts()} == {Status.HEALTHY}
+    assert "host" in " ".join(detector.verdicts()[3].evidence)

@@ -1,0 +1,151 @@
+"""What must hold whatever the job: order, scale, restarts and repeats change nothing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detector import Detector, DetectorSettings
+from detector.scenarios import Fault, steps_of
+from resihp.contracts import ContractError, Job, Layout, Replica, Stage, Status, TelemetryBatch
+
+LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
+LAYOUT = Layout.grid(dp=4, pp=2, tp=1, layers=16)
+JOB = Job(name="job", layout=LAYOUT, microbatches=16, tokens_per_microbatch=8192)
+FAULTS = (Fault(rank=5, factor=1.1, from_step=9),)
+SETTINGS = DetectorSettings(train_after_steps=10)
+
+
+def batches(*, with_lengths: bool, seed: int = 3, steps: int = 16) -> list[TelemetryBatch]:
+    stream = steps_of(
+        JOB, LENGTHS, steps=steps, seed=seed, faults=FAULTS, with_lengths=with_lengths
+    )
+    return list(stream)
+
+
+def run(stream: list[TelemetryBatch], job: Job = JOB) -> Detector:
+    detector = Detector(job, settings=SETTINGS)
+    for batch in stream:
+        detector.update(batch)
+    return detector
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_only_the_slow_rank_is_named(with_lengths: bool) -> None:
+    verdicts = run(batches(with_lengths=with_lengths)).verdicts()
+    assert [v.rank for v in verdicts if v.status is Status.FAIL_SLOW] == [5]
+    assert verdicts[5].slowdown == pytest.approx(1.1, abs=0.03)
+    assert verdicts[5].interval is not None
+    assert verdicts[5].interval[0] < 1.1 < verdicts[5].interval[1] + 0.02
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_permuting_ranks_permutes_verdicts(with_lengths: bool, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(LAYOUT.ranks))
+    replicas = tuple(
+        Replica(
+            tuple(
+                Stage(tuple(int(order[rank]) for rank in stage.ranks), stage.layers)
+                for stage in replica.stages
+            )
+        )
+        for replica in LAYOUT.replicas
+    )
+    job = replace(JOB, layout=Layout(replicas))
+    stream = batches(with_lengths=with_lengths, steps=13)
+    moved = [replace(batch, rank=order[batch.rank].astype(np.int32)) for batch in stream]
+    before, after = run(stream).verdicts(), run(moved, job).verdicts()
+    for verdict in before:
+        other = after[order[verdict.rank]]
+        assert (verdict.status, verdict.since_step) == (other.status, other.since_step)
+        assert verdict.slowdown == pytest.approx(other.slowdown, rel=1e-6)
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@settings(max_examples=3, deadline=None)
+@given(scale=st.floats(0.01, 100.0))
+def test_scaling_all_times_changes_nothing(with_lengths: bool, scale: float) -> None:
+    stream = batches(with_lengths=with_lengths, steps=13)
+    scaled = [replace(batch, compute_ms=batch.compute_ms * scale) for batch in stream]
+    for verdict, other in zip(run(stream).verdicts(), run(scaled).verdicts(), strict=True):
+        assert (verdict.status, verdict.since_step) == (other.status, other.since_step)
+        assert verdict.slowdown == pytest.approx(other.slowdown, rel=1e-3)
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_late_repeated_and_partial_messages_change_nothing(with_lengths: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stream = batches(with_lengths=with_lengths)
+    messages = []
+    for batch in stream:
+        part = rng.integers(0, 3, len(batch))
+        shards = [batch.select(part == i) for i in range(3)]
+        messages += [shards[i] for i in rng.permutation(3)]
+        if rng.random() < 0.3:
+            messages.append(shards[0])
+    for at in rng.integers(0, len(messages) - 1, 4).tolist():
+        messages[at], messages[at + 1] = messages[at + 1], messages[at]
+    assert run(messages).verdicts() == run(stream).verdicts()
+
+
+@settings(max_examples=3, deadline=None)
+@given(cut=st.integers(1, 15), with_lengths=st.booleans())
+def test_a_restored_detector_continues_exactly(cut: int, with_lengths: bool) -> None:
+    stream = batches(with_lengths=with_lengths)
+    straight = Detector(JOB, settings=SETTINGS)
+    resumed = Detector(JOB, settings=SETTINGS)
+    for at, batch in enumerate(stream):
+        straight.update(batch)
+        if at == cut:
+            half = batch.select(batch.rank < 4)
+            resumed.update(half)
+            resumed = Detector.restore(JOB, resumed.save(), settings=SETTINGS)
+        resumed.update(batch)
+    assert resumed.verdicts() == straight.verdicts()
+
+
+def test_a_state_that_was_not_saved_by_us_is_refused() -> None:
+    with pytest.raises(ContractError, match="not a saved detector"):
+        Detector.restore(JOB, b"\x00nonsense")
+
+
+@settings(max_examples=3, deadline=None)
+@given(rank=st.integers(0, 7), factor=st.sampled_from([1.15, 1.3, 2.0]))
+def test_what_happens_to_one_rank_does_not_change_what_is_said_of_others(
+    rank: int, factor: float
+) -> None:
+    fault = Fault(rank=rank, factor=factor, from_step=8)
+    stream = steps_of(JOB, LENGTHS, steps=16, seed=5, faults=[fault])
+    for verdict in run(list(stream)).verdicts():
+        named = verdict.status is Status.FAIL_SLOW
+        assert named == (verdict.rank == rank)
+
+
+def test_foreign_ranks_and_older_plans_are_counted_and_ignored() -> None:
+    stream = batches(with_lengths=True, steps=12)
+    detector = run(stream)
+    before = detector.verdicts()
+    stranger = replace(stream[0], rank=np.full(len(stream[0]), 99, np.int32))
+    assert detector.update(stranger) == []
+    assert detector.update(stream[3]) == []
+    assert detector.verdicts() == before
+
+
+def test_a_rank_that_falls_silent_is_inconclusive_until_it_is_back() -> None:
+    stream = batches(with_lengths=True, steps=24)
+    detector = Detector(JOB, settings=SETTINGS)
+    for batch in stream[:6]:
+        detector.update(batch)
+    for batch in stream[6:16]:
+        detector.update(batch.select(batch.rank != 2))
+    assert detector.verdicts()[2].status is Status.INCONCLUSIVE
+    assert "no records" in detector.verdicts()[2].evidence[0]
+    for batch in stream[16:]:
+        detector.update(batch)
+    assert detector.verdicts()[2].status is Status.HEALTHY
