@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from resihp.contracts import InfeasibleError, Job
+from dataclasses import replace
+
+from resihp.contracts import InfeasibleError, Job, Schedule
 
 from ..planner import make_plan
+from ..simulator import simulate
 from .base import Outcome, Pause, Policy, Speeds
 from .malleus import malleus
 from .rerouting import recycle
@@ -23,6 +26,16 @@ def joint(job: Job, speeds: Speeds) -> Outcome:
     return Outcome(plan.step_ms, plan.layout, plan.quotas, Pause.LIVE, detail)
 
 
+def joint_split(job: Job, speeds: Speeds) -> Outcome:
+    """This scheduler's own plan, run with a split backward (ZB-H1) in place of 1F1B."""
+    outcome = joint(job, speeds)
+    if outcome.layout is None:
+        return outcome
+    split = replace(job, schedule=Schedule.ZERO_BUBBLE)
+    step_ms = simulate(split, outcome.layout, outcome.quotas, speeds).step_ms
+    return replace(outcome, step_ms=step_ms)
+
+
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
@@ -35,6 +48,7 @@ POLICIES: dict[str, Policy] = {
         Policy("malleus", "Malleus (Hetu), arXiv 2410.13333", malleus),
         Policy("resihp-rule", "ResiHP's three steps, arXiv 2605.06374", resihp_rule),
         Policy("joint", "this scheduler", joint),
+        Policy("joint-split", "this scheduler, with a split backward", joint_split),
     )
 }
 

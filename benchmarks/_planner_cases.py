@@ -1,0 +1,50 @@
+"""The jobs and faults of the planner benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from resihp.contracts import Job, LayerCost, Layout, Links
+
+HEADS = 64  # units of a share: a 70B model's attention heads
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microbatches per step, and how many devices are slow and dead."""
+
+    microbatches: int
+    slow: int
+    dead: int
+
+    def __str__(self) -> str:
+        return f"{self.microbatches}; {self.slow}, {self.dead}"
+
+
+ROWS = [Row(m, s, d) for m in (64, 256, 512) for s in (1, 4, 16) for d in (0, 4, 8)]
+
+
+def job_of(microbatches: int, *, dp: int = 8, pp: int = 8, tp: int = 4) -> Job:
+    """80 layers, no cost but computing: what is measured is the quality of decisions."""
+    return Job(
+        name="planner",
+        layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=80, units=HEADS),
+        microbatches=microbatches,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+        links=Links(latency_ms=0.0),
+    )
+
+
+def faults(ranks: int, slow: int, dead: int, seed: int) -> dict[int, float]:
+    """Speeds of devices picked at random: slow ones by a factor of 1.2 to 4, dead ones at 0."""
+    random = np.random.default_rng([seed, ranks, slow, dead])
+    picked = random.permutation(ranks)[: slow + dead].tolist()
+    speeds = (1.0 / random.uniform(1.2, 4.0, slow)).tolist() + [0.0] * dead
+    return dict(zip(picked, speeds, strict=True))
+
+
+def remaining(ranks: int, speeds: dict[int, float]) -> float:
+    """The part of all speed that is left."""
+    return (ranks - len(speeds) + sum(speeds.values())) / ranks
