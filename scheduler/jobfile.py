@@ -1,0 +1,70 @@
+"""Job descriptions as TOML text.
+
+    name = "pretraining"
+    model = "llama-3-8b"            # a preset, or a table with layers, hidden, heads, ...
+    microbatches = 64
+    tokens_per_microbatch = 8192
+    device = "H100"
+
+    [layout]                        # the regular grid, or `replicas` written out
+    dp = 4
+    pp = 4
+    tp = 2
+
+    [memory]
+    budget_bytes = 80_000_000_000
+
+Every other field of `resihp.contracts.Job` may stand beside them under its own name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from resihp.contracts import ContractError, Job, Layout, from_json, to_json
+
+from .presets import preset
+
+_GRID = ("dp", "pp", "tp", "layers", "units")
+
+
+def parse_job(text: str) -> Job:
+    """The job that a TOML text describes. Raises `ContractError` with the dotted field."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ContractError("", f"not valid TOML: {error}") from None
+    return job_of(document)
+
+
+def job_of(document: Mapping[str, Any]) -> Job:
+    """The job in a parsed document; presets and grids are written out first."""
+    fields = dict(document)
+    if isinstance(fields.get("model"), str):
+        fields["model"] = to_json(preset(fields["model"]))
+    layout = fields.get("layout")
+    if isinstance(layout, Mapping) and "replicas" not in layout:
+        fields["layout"] = to_json(_grid(layout, fields.get("model")))
+    return from_json(Job, fields)
+
+
+def _grid(given: Mapping[str, Any], model: Any) -> Layout:
+    sizes = dict(given)
+    if isinstance(model, Mapping):
+        sizes.setdefault("layers", model.get("layers"))
+        sizes.setdefault("units", model.get("kv_heads"))
+    for name, value in sizes.items():
+        if name not in _GRID:
+            known = ", ".join(_GRID)
+            raise ContractError(f"layout.{name}", f"unknown field; known are {known}, or replicas")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ContractError(f"layout.{name}", "must be a whole number")
+    for name in _GRID[:4]:
+        if name not in sizes:
+            raise ContractError(f"layout.{name}", "is missing")
+    try:
+        return Layout.grid(**sizes)
+    except ContractError as error:
+        raise ContractError(f"layout.{error.field}", error.problem) from None

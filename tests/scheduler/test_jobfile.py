@@ -1,0 +1,73 @@
+"""Job files: presets and grids are written out, and what is wrong is named by its field."""
+
+import pytest
+
+from resihp.contracts import ContractError, Schedule
+from scheduler.jobfile import parse_job
+from scheduler.presets import PRESETS, preset
+
+GOOD = """
+name = "pretraining"
+model = "llama-3-8b"
+microbatches = 64
+tokens_per_microbatch = 8192
+schedule = "zero_bubble"
+
+[layout]
+dp = 4
+pp = 4
+tp = 2
+
+[memory]
+budget_bytes = 80_000_000_000
+"""
+
+
+def test_a_preset_and_a_grid_are_written_out():
+    job = parse_job(GOOD)
+    assert job.model == preset("Llama-3-8B")
+    assert (job.layout.dp, job.layout.pp, job.layout.tp, job.layout.layers) == (4, 4, 2, 32)
+    assert job.layout.replicas[0].stages[0].shares == (4, 4)
+    assert job.schedule is Schedule.ZERO_BUBBLE
+    assert job.memory.budget_bytes == 80_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (("microbatches = 64", "microbatches = 0"), "microbatches"),
+        (("microbatches = 64", 'microbatches = "many"'), "microbatches"),
+        (("llama-3-8b", "llama-9"), "model"),
+        (("tp = 2", "tp = 2\ncp = 3"), "layout.cp"),
+        (("tp = 2", "tp = 16"), "layout.tp"),
+        (("tp = 2", ""), "layout.tp"),
+        (("tp = 2", "tp = 2.5"), "layout.tp"),
+        (("budget_bytes", "budget"), "memory.budget"),
+        (("zero_bubble", "zero"), "schedule"),
+        (('name = "pretraining"', ""), "name"),
+        (("[layout]", "[layout"), ""),
+    ],
+)
+def test_what_is_wrong_is_named(change, field):
+    with pytest.raises(ContractError) as caught:
+        parse_job(GOOD.replace(*change))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-2-7b", 6.74),
+        ("llama-2-13b", 13.02),
+        ("llama-2-70b", 68.98),
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.55),
+        ("llama-3-405b", 405.85),
+        ("qwen2.5-7b", 7.61),
+        ("qwen2.5-72b", 72.7),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, billions):
+    shape = PRESETS[name]
+    total = shape.layers * shape.layer_params + 2 * shape.embedding_params
+    assert total / 1e9 == pytest.approx(billions, rel=0.005)
