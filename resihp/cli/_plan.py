@@ -1,0 +1,215 @@
+"""`resihp plan`: the layout that makes the most of the devices as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ._app import app
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from resihp.contracts import Job, Plan, Stage
+
+_HELP = """
+Plan a **job** for devices that are not all alike: what moves where and why, what is gained, and
+how far from the best possible it is.
+
+JOB is a TOML file. SPEEDS is JSON or a file with it: an object `{"rank": speed}`, or a list with
+one speed for each rank. 1.0 is healthy (also where none is given), 0.5 half as fast, 0.0 dead.
+
+**Examples**
+
+- `resihp plan job.toml --speeds '{"3": 0.5, "17": 0}'`
+- `resihp plan job.toml --speeds speeds.json --json`
+
+Exit status: 0 with a plan, 1 where none is feasible (with the constraint that binds), 2 with one
+clear line for input that it cannot read.
+"""
+_ROWS = 48
+
+
+@app.command("plan", help=_HELP)
+def plan_command(
+    job_file: Annotated[Path, typer.Argument(help="Job description (TOML).", metavar="JOB")],
+    speeds: Annotated[str, typer.Option(help="Speeds by rank: JSON, or a file.")] = "{}",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which the best plan so far is taken.")
+    ] = None,
+) -> None:
+    """Reads, plans, prints."""
+    from resihp.contracts import ContractError, InfeasibleError
+    from scheduler import make_plan
+    from scheduler.jobfile import parse_job
+
+    try:
+        job = parse_job(job_file.read_text(encoding="utf-8"))
+        known = read_speeds(speeds)
+    except (ContractError, OSError, UnicodeDecodeError) as error:
+        fail("plan", error)
+    try:
+        plan = make_plan(job, known, time_limit_s=time_limit)
+    except InfeasibleError as error:
+        _infeasible(error, json=json)
+    if json:
+        _print_json(job, plan, known)
+    else:
+        _print_plan(job, plan, known)
+
+
+def fail(command: str, error: Exception) -> NoReturn:
+    """One line on standard error, exit status 2."""
+    typer.echo(f"resihp {command}: {' '.join(str(error).split())}", err=True)
+    raise typer.Exit(2)
+
+
+def read_speeds(given: str) -> dict[int, float]:
+    """Speeds by rank from JSON text or from the file of that name. Raises `ContractError`."""
+    import json
+
+    from resihp.contracts import ContractError
+
+    text = given
+    if not given.lstrip().startswith(("{", "[")):
+        text = Path(given).read_text(encoding="utf-8")
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ContractError("speeds", f"not valid JSON: {error}") from None
+    if isinstance(document, list):
+        document = dict(enumerate(document))
+    if not isinstance(document, dict):
+        raise ContractError("speeds", "must be an object or a list")
+    return {_rank(rank): _speed(rank, speed) for rank, speed in document.items()}
+
+
+def _rank(key: Any) -> int:
+    from resihp.contracts import ContractError
+
+    if not str(key).isdecimal():
+        raise ContractError(f"speeds.{key}", "the key must be a rank")
+    return int(key)
+
+
+def _speed(rank: Any, value: Any) -> float:
+    from resihp.contracts import ContractError
+
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 100:
+        raise ContractError(f"speeds.{rank}", "must be a speed, 0 or more")
+    return float(value)
+
+
+def _infeasible(error: Any, *, json: bool) -> NoReturn:
+    if json:
+        from json import dumps
+
+        typer.echo(
+            dumps({"feasible": False, "constraint": error.constraint, "detail": error.detail})
+        )
+    else:
+        typer.echo(f"No plan is feasible. What binds is {error.constraint}: {error.detail}.")
+    raise typer.Exit(1)
+
+
+def _present_ms(job: Job, speeds: Mapping[int, float]) -> float | None:
+    """Step time without a change; None where the job stands still."""
+    from scheduler import simulate
+
+    if any(speeds.get(rank, 1.0) <= 0.0 for rank in job.layout.ranks):
+        return None
+    return simulate(job, job.layout, job.quotas, speeds).step_ms
+
+
+def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
+    from json import dumps
+
+    from resihp.contracts import to_json
+
+    document = {
+        "feasible": True,
+        "plan": to_json(plan),
+        "gap": plan.gap,
+        "present_step_ms": _present_ms(job, speeds),
+    }
+    typer.echo(dumps(document))
+
+
+def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(job, plan, speeds))
+    for sentence in plan.reason:
+        console.print(f"• {sentence}", highlight=False)
+    present = _present_ms(job, speeds)
+    console.print()
+    if present is None:
+        console.print("Without a change the job stands still.", highlight=False)
+    else:
+        gain = present / plan.step_ms - 1.0
+        console.print(f"Without a change {present:.1f} ms a step; the plan is {gain:.1%} faster.")
+    console.print(
+        f"Step [bold]{plan.step_ms:.1f} ms[/bold], no plan with these groups can take less than "
+        f"{plan.bound_ms:.1f} ms (gap {plan.gap:.2%})."
+    )
+
+
+def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{job.name}, plan {plan.version}", title_justify="left")
+    for column in ("replica", "microbatches", "stage", "layers", "ranks", "shares", "was"):
+        table.add_column(column, justify="left" if column in ("ranks", "was") else "right")
+    before = {stage.ranks[0]: stage for replica in job.layout.replicas for stage in replica.stages}
+    hidden = 0
+    for dp, replica in enumerate(plan.layout.replicas):
+        for pp, stage in enumerate(replica.stages):
+            old = _old(before, stage)
+            changed = _changed(stage, old)
+            if table.row_count >= _ROWS or (not changed and len(plan.layout.ranks) > 2 * _ROWS):
+                hidden += 1
+                continue
+            first, quota = (str(dp), str(plan.quotas[dp])) if pp == 0 or hidden else ("", "")
+            table.add_row(
+                first,
+                quota,
+                str(pp),
+                f"{stage.layers[0]}-{stage.layers[1] - 1}",
+                " ".join(_named(rank, speeds) for rank in stage.ranks),
+                ":".join(map(str, stage.shares)) if len(set(stage.shares)) > 1 else "even",
+                changed,
+                style="yellow" if changed else None,
+            )
+    if hidden:
+        table.caption = f"{hidden} more stages, unchanged or beyond the first {_ROWS}"
+    return table
+
+
+def _old(before: Mapping[int, Stage], stage: Stage) -> Stage | None:
+    found = (old for old in before.values() if set(old.ranks) & set(stage.ranks))
+    return next(found, None)
+
+
+def _changed(stage: Stage, old: Stage | None) -> str:
+    """What was different about the group that now is this stage."""
+    if old is None:
+        return "not there"
+    told = []
+    if old.layers != stage.layers:
+        told.append(f"layers {old.layers[0]}-{old.layers[1] - 1}")
+    gone = sorted(set(old.ranks) - set(stage.ranks))
+    if gone:
+        told.append(f"with {' '.join(map(str, gone))}")
+    if not gone and old.shares != stage.shares:
+        told.append(f"shares {':'.join(map(str, old.shares))}")
+    return ", ".join(told)
+
+
+def _named(rank: int, speeds: Mapping[int, float]) -> str:
+    speed = speeds.get(rank, 1.0)
+    return str(rank) if speed == 1.0 else f"{rank}({speed:.2f}x)"
