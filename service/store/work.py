@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +130,27 @@ class WorkStore:
 
     def commit(self, lease: Lease, commit: Commit) -> None:
         """Save a state and publish what led to it, all or nothing. Raises `LeaseLostError`."""
+        self._fenced(lease, lambda pipe, keys: self._queue(pipe, keys, commit))
+
+    def publish(self, lease: Lease, status: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
+        """Show what a later commit will save, and note how far, so that whoever replays the
+        entries does not show it again. Raises `LeaseLostError`."""
+
+        def queue(pipe: Any, keys: JobKeys) -> None:
+            pipe.hset(keys.state, "published_step", steps[-1]["step"])
+            self._queue_status(pipe, keys, status, steps)
+
+        self._fenced(lease, queue)
+
+    def _fenced(self, lease: Lease, queue: Callable[[Any, JobKeys], None]) -> None:
         keys = JobKeys(lease.job)
         with self._redis.pipeline() as pipe:
             pipe.watch(keys.lease, keys.meta)
             if pipe.get(keys.lease) != lease.token or pipe.hget(keys.meta, "epoch") != lease.epoch:
                 raise LeaseLostError(lease.job)
             pipe.multi()
-            self._queue(pipe, keys, commit)
+            queue(pipe, keys)
+            pipe.publish(NEWS, lease.job)
             try:
                 pipe.execute()
             except redis.WatchError:
@@ -144,16 +158,13 @@ class WorkStore:
 
     def _queue(self, pipe: Any, keys: JobKeys, commit: Commit) -> None:
         pipe.hset(keys.state, mapping=dict(commit.state))
-        pipe.hset(keys.status, mapping={k: dumps(v) for k, v in commit.status.items()})
+        self._queue_status(pipe, keys, commit.status, commit.steps)
         for plan in commit.plans:
             pipe.hset(keys.plans, str(plan.version), dumps(plan_json(plan)))
             pipe.hset(keys.meta, "plan", plan.version)
         for kind, document in commit.events:
             fields = {"kind": kind, "body": dumps(document)}
             pipe.xadd(keys.events, fields, maxlen=self._keep_events, approximate=True)
-        for step in commit.steps:
-            fields = {"kind": "step", "body": dumps(step)}
-            pipe.xadd(keys.steps, fields, maxlen=self._keep_steps, approximate=True)
         for name, value in commit.counts.items():
             pipe.hincrby(keys.counts, name, value)
         if commit.applied:
@@ -161,4 +172,11 @@ class WorkStore:
             pipe.hincrby(keys.counts, "backlog_bytes", -commit.applied_bytes)
             milliseconds, sequence = order(commit.applied[-1])
             pipe.xtrim(keys.inbox, minid=f"{milliseconds}-{sequence + 1}", approximate=False)
-        pipe.publish(NEWS, keys.job)
+
+    def _queue_status(
+        self, pipe: Any, keys: JobKeys, status: Mapping[str, Any], steps: list[dict[str, Any]]
+    ) -> None:
+        pipe.hset(keys.status, mapping={k: dumps(v) for k, v in status.items()})
+        for step in steps:
+            fields = {"kind": "step", "body": dumps(step)}
+            pipe.xadd(keys.steps, fields, maxlen=self._keep_steps, approximate=True)

@@ -43,6 +43,7 @@ class _Held:
     committed_s: float
     save_cost_s: float = 0.0
     saved_bytes: int = 0
+    published_s: float = float("-inf")
     ticked_s: float = field(default_factory=time.monotonic)
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
@@ -92,6 +93,8 @@ class Worker:
             self._tick(held, drained=taken[job] < _BATCH)
             if self._is_due(held):
                 self._commit(job)
+            elif held.session.outbox.steps:
+                self._publish(job, held)
 
     def _read(self) -> Counter[str]:
         leases = {job: held.lease for job, held in self._held.items()}
@@ -138,8 +141,21 @@ class Worker:
             log.warning("lease lost", job=job, worker=self.name)
             del self._held[job]
             return
-        held.committed_s = time.monotonic()
+        held.committed_s = held.published_s = time.monotonic()
         held.save_cost_s = held.committed_s - begun_s
+
+    def _publish(self, job: str, held: _Held) -> None:
+        """Show the steps and the status of a job whose state is too large to be saved often."""
+        now_s = time.monotonic()
+        if now_s - held.published_s < self._settings.commit_every_s:
+            return
+        outbox = held.session.outbox
+        outbox.steps, steps = [], outbox.steps
+        try:
+            self._store.publish(held.lease, held.session.status(), steps)
+        except LeaseLostError:
+            del self._held[job]
+        held.published_s = now_s
 
     def _commit_of(self, held: _Held, outbox: Outbox) -> Commit:
         detector, rest = held.session.save()
@@ -199,6 +215,9 @@ class Worker:
         self._held[job] = _Held(lease, session, committed_s=time.monotonic())
         for entry in self._store.claim(lease, saved.get("applied", b"0-0").decode()):
             session.apply(entry)
+        published = int(saved.get("published_step", b"-1"))
+        replayed = session.outbox
+        replayed.steps = [step for step in replayed.steps if step["step"] > published]
         log.info("job taken", job=job, worker=self.name, replayed=len(session.outbox.applied))
 
     def _give_back(self, job: str) -> None:

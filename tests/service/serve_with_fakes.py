@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fakes import fake_engines
+from fakes import FakeDetector, fake_engines
 
 from service.logs import configure_logs
 from service.server import serve
@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--ready-file", type=Path)
     parser.add_argument("--no-worker", dest="worker", action="store_false")
     parser.add_argument("--only-worker", action="store_true")
+    parser.add_argument("--padding", type=int, default=0)
     given = vars(parser.parse_args())
+    FakeDetector.padding = given.pop("padding")
     only_worker = given.pop("only_worker")
     settings = Settings(redis_url=None, lease_s=2.0, commit_every_s=0.2, **given)
     configure_logs(settings)

@@ -60,7 +60,15 @@ def assert_all_applied_once(http: Http, steps: int) -> None:
     assert {summary["observed_ms"] for summary in summaries} == {40.0}
 
 
-def test_a_killed_sidecar_comes_back_with_everything(sidecar: Sidecar):
+@pytest.mark.parametrize("padding", [0, 4_000_000], ids=["small state", "large state"])
+def test_a_killed_sidecar_comes_back_with_everything(tmp_path: Path, padding: int):
+    """A large state is saved less often than its steps are shown."""
+    options = ("--padding", str(padding))
+    with Sidecar(tmp_path, command=FAKES, options=options) as sidecar:
+        kill_and_start_again(sidecar)
+
+
+def kill_and_start_again(sidecar: Sidecar) -> None:
     http = Http(sidecar.url)
     http.register(job_of())
     http("POST", "/v1/jobs/j/failures", {"ranks": [7]})
@@ -68,6 +76,7 @@ def test_a_killed_sidecar_comes_back_with_everything(sidecar: Sidecar):
     for step in range(20):
         send(http, step)
         if step in {7, 13}:
+            eventually(lambda step=step: http.get("/v1/jobs/j/steps?after=-1")["steps"][step - 3 :])
             sidecar.kill()
             eventually(lambda: not redis_pids(sidecar.data))
             sidecar.start()
