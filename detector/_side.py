@@ -70,7 +70,8 @@ class LevelTest:
         now = self.watch.observe(step, residual, quiet, np.ones(count, bool))
         recent = np.median(self.watch.window[self.watch.recent(_STEPS)], axis=0)
         level = recent - now.reference
-        self.level = np.nan_to_num(level)
+        longer = np.median(self.watch.window[self.watch.recent(2 * _STEPS)], axis=0)
+        self.level = np.nan_to_num(np.maximum(level, longer - now.reference))
         rises = (now.evidence >= self.watch.name_at) & (level > self._least)
         stays = self.slow & ~(level < 0.4 * np.log(self.factor))
         back = self.slow & ~stays
@@ -134,8 +135,8 @@ class Replicas:
         """
         part = np.clip(np.maximum(excess, 0.0) / np.maximum(fixed, 1e-9), 0.0, 0.999)
         level = self.test.level[self._places.dp]
-        suits = (level >= -0.6 * np.log1p(-part)) | (level >= 2.0 * excess)
-        result: Bools = (level > 0.05) & suits
+        suits = (level >= -0.5 * np.log1p(-part)) | (level >= 2.0 * excess)
+        result: Bools = (level > 0.04) & suits
         return result
 
 
