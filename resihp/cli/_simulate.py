@@ -1,0 +1,160 @@
+"""`resihp simulate`: a timeline of faults against several policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ._app import app
+from ._plan import fail
+
+if TYPE_CHECKING:
+    from resihp.contracts import Job
+    from scheduler.scenario import Played, Scenario
+
+_HELP = """
+Play a **timeline of faults** on a job and compare what several policies make of it.
+
+JOB is a TOML file, and so is SCENARIO: `hours`, `restart_s`, and for each `[[fault]]` the fields
+`at_s`, `rank`, `speed` and, where the device recovers, `until_s`.
+
+**Examples**
+
+- `resihp simulate job.toml --scenario faults.toml`
+- `resihp simulate job.toml --scenario faults.toml --policy joint --policy malleus --plot out.svg`
+
+Exit status: 0, or 2 with one clear line for input that it cannot read.
+"""
+
+
+@app.command("simulate", help=_HELP)
+def simulate_command(
+    job_file: Annotated[Path, typer.Argument(help="Job description (TOML).", metavar="JOB")],
+    scenario_file: Annotated[Path, typer.Option("--scenario", help="Faults over time (TOML).")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy to play; several times for several.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write throughput over time (png, svg or pdf).")
+    ] = None,
+) -> None:
+    """Reads, plays, prints and draws."""
+    from resihp.contracts import ContractError
+    from scheduler.jobfile import parse_job
+    from scheduler.policies import POLICIES
+    from scheduler.scenario import parse_scenario
+
+    names = policy or list(POLICIES)
+    try:
+        unknown = [name for name in names if name not in POLICIES]
+        if unknown:
+            raise ContractError("policy", f"must be one of {', '.join(POLICIES)}, not {unknown[0]}")
+        job = parse_job(job_file.read_text(encoding="utf-8"))
+        scenario = parse_scenario(scenario_file.read_text(encoding="utf-8"))
+        results = _play(job, scenario, names, quiet=json)
+        if plot is not None:
+            _draw(job, results, plot)
+    except (ContractError, OSError, UnicodeDecodeError) as error:
+        fail("simulate", error)
+    if json:
+        _print_json(results)
+    else:
+        _print_table(job, results)
+
+
+def _play(job: Job, scenario: Scenario, names: Sequence[str], *, quiet: bool) -> list[Played]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from scheduler.scenario import play
+
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        tasks = {name: bar.add_task(name, total=3600.0 * scenario.hours) for name in names}
+        return play(
+            job, scenario, names, lambda name, seconds: bar.update(tasks[name], completed=seconds)
+        )
+
+
+def _worst(played: Played) -> float:
+    return max(segment.step_ms for segment in played.segments)
+
+
+def _print_json(results: Sequence[Played]) -> None:
+    from json import dumps
+    from math import isfinite
+
+    def finite(value: float) -> float | None:
+        return value if isfinite(value) else None
+
+    rows: list[dict[str, Any]] = [
+        {
+            "policy": played.policy,
+            "goodput": played.goodput,
+            "paused_s": played.paused_s,
+            "segments": [
+                {
+                    "start_s": s.start_s,
+                    "end_s": s.end_s,
+                    "pause_s": s.pause_s,
+                    "step_ms": finite(s.step_ms),
+                }
+                for s in played.segments
+            ],
+        }
+        for played in results
+    ]
+    typer.echo(dumps({"fault_free_step_ms": results[0].fault_free_ms, "policies": rows}))
+
+
+def _print_table(job: Job, results: Sequence[Played]) -> None:
+    from math import isfinite
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from scheduler.policies import POLICIES
+
+    table = Table(title=f"{job.name}: work done under faults", title_justify="left")
+    table.add_column("policy")
+    table.add_column("of fault-free", justify="right")
+    table.add_column("paused", justify="right")
+    table.add_column("longest step", justify="right")
+    table.add_column("source")
+    best = max(played.goodput for played in results)
+    for played in sorted(results, key=lambda p: -p.goodput):
+        worst = _worst(played)
+        table.add_row(
+            played.policy,
+            f"{played.goodput:.1%}",
+            f"{played.paused_s:.1f} s",
+            f"{worst:.0f} ms" if isfinite(worst) else "stands still",
+            POLICIES[played.policy].source,
+            style="bold" if played.goodput == best else None,
+        )
+    Console().print(table)
+
+
+def _draw(job: Job, results: Sequence[Played], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from resihp.contracts import ContractError
+    from scheduler.scenario import throughput
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for played in results:
+        edges, rates = throughput(played, job.microbatches)
+        wide = 2.4 if played.policy == "joint" else 1.2
+        axes.step(edges, rates, where="post", label=played.policy, linewidth=wide)
+    axes.set(xlabel="hours", ylabel="microbatches per second", ylim=(0, None), title=job.name)
+    axes.legend(ncols=3, fontsize="small")
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise ContractError("plot", str(error)) from None

@@ -1,0 +1,202 @@
+"""A timeline of faults, played against policies: how much work each of them gets done.
+
+hours = 24                      # how long the job is watched
+restart_s = 300                 # what a restart from a checkpoint costs
+
+[[fault]]
+at_s = 600                      # seconds from the start
+rank = 3
+speed = 0.5                     # 0 is a death; a later entry replaces an earlier one
+until_s = 7200                  # healthy again; left out: for ever
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from resihp.contracts import ContractError, Job, from_json
+
+from .costs import layer_cost
+from .policies import POLICIES, Outcome
+from .policies.base import Pause, replica_spans
+from .switching import migration_ms
+
+_WORTH = 0.02  # a layout that still runs is kept unless the other is quicker by this
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One device at a speed from `at_s` on, until `until_s` if given."""
+
+    at_s: float
+    rank: int
+    speed: float
+    until_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.at_s < 0:
+            raise ContractError("at_s", "must be 0 or more")
+        if self.rank < 0:
+            raise ContractError("rank", "must be 0 or more")
+        if not 0.0 <= self.speed <= 1.0:
+            raise ContractError("speed", "must be within 0..1")
+        if self.until_s is not None and self.until_s <= self.at_s:
+            raise ContractError("until_s", "must be after at_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Faults over time."""
+
+    hours: float
+    fault: tuple[Fault, ...] = ()
+    restart_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.hours <= 0:
+            raise ContractError("hours", "must be above 0")
+        if self.restart_s < 0:
+            raise ContractError("restart_s", "must be 0 or more")
+
+    def speeds_at(self, seconds: float) -> dict[int, float]:
+        """Speeds of the devices that are not healthy."""
+        speeds: dict[int, float] = {}
+        for fault in sorted(self.fault, key=lambda f: f.at_s):
+            if fault.at_s <= seconds:
+                over = fault.until_s is not None and fault.until_s <= seconds
+                speeds[fault.rank] = 1.0 if over else fault.speed
+        return {rank: speed for rank, speed in speeds.items() if speed != 1.0}
+
+    def changes(self) -> list[float]:
+        """Times at which a speed changes, 0 first, all within the watched time."""
+        times = {0.0, *(f.at_s for f in self.fault), *(f.until_s or 0.0 for f in self.fault)}
+        return sorted(t for t in times if t < 3600.0 * self.hours)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A time between two changes: first the pause, then steps of one length."""
+
+    start_s: float
+    end_s: float
+    pause_s: float
+    step_ms: float
+
+    def steps(self) -> float:
+        """Steps done (fractions count); none where the job stands still."""
+        if math.isinf(self.step_ms):
+            return 0.0
+        return max(0.0, self.end_s - self.start_s - self.pause_s) * 1e3 / self.step_ms
+
+
+@dataclass(frozen=True)
+class Played:
+    """A policy's way through a scenario."""
+
+    policy: str
+    segments: tuple[Segment, ...]
+    fault_free_ms: float
+
+    @property
+    def goodput(self) -> float:
+        """Work done over what a job without faults would have done."""
+        watched_ms = 1e3 * (self.segments[-1].end_s - self.segments[0].start_s)
+        return sum(s.steps() for s in self.segments) * self.fault_free_ms / watched_ms
+
+    @property
+    def paused_s(self) -> float:
+        """Time spent between layouts."""
+        return sum(segment.pause_s for segment in self.segments)
+
+
+def parse_scenario(text: str) -> Scenario:
+    """The scenario that a TOML text describes. Raises `ContractError` with the dotted field."""
+    try:
+        return from_json(Scenario, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ContractError("", f"not valid TOML: {error}") from None
+
+
+def play(
+    job: Job,
+    scenario: Scenario,
+    policies: Iterable[str],
+    progress: Callable[[str, float], None] = lambda policy, seconds: None,
+) -> list[Played]:
+    """Every policy through the scenario, knowing each change as it happens.
+
+    `progress` is called with the policy and the time reached. A layout that still runs is kept
+    unless another is quicker by 2%; a live change costs what its moves take over the links, a
+    restart what the scenario says.
+    """
+    for fault in scenario.fault:
+        if fault.rank not in set(job.layout.ranks):
+            raise ContractError("fault", f"rank {fault.rank} does not work in the job's layout")
+    healthy = POLICIES["nothing"].decide(job, {}).step_ms
+    return [_played(job, scenario, name, healthy, progress) for name in policies]
+
+
+def _played(
+    job: Job,
+    scenario: Scenario,
+    name: str,
+    healthy_ms: float,
+    progress: Callable[[str, float], None],
+) -> Played:
+    times = [*scenario.changes(), 3600.0 * scenario.hours]
+    current = Outcome(healthy_ms, job.layout, job.quotas)
+    segments = []
+    for start, end in pairwise(times):
+        current, pause = _next(job, name, current, scenario.speeds_at(start), scenario.restart_s)
+        segments.append(Segment(start, end, min(pause, end - start), current.step_ms))
+        progress(name, end)
+    return Played(name, tuple(segments), healthy_ms)
+
+
+def _next(
+    job: Job, name: str, current: Outcome, speeds: Mapping[int, float], restart_s: float
+) -> tuple[Outcome, float]:
+    """The outcome under new speeds, and the pause until then in seconds."""
+    fresh = POLICIES[name].decide(job, speeds)
+    kept_ms = _step_ms(job, current, speeds)
+    if kept_ms <= fresh.step_ms * (1 + _WORTH):
+        return Outcome(kept_ms, current.layout, current.quotas), 0.0
+    return fresh, _pause_s(job, current, fresh, restart_s)
+
+
+def _step_ms(job: Job, outcome: Outcome, speeds: Mapping[int, float]) -> float:
+    """Step time of a layout under other speeds; inf where it cannot run, or is not a layout."""
+    layout = outcome.layout
+    if layout is None or any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
+        return math.inf
+    spans = replica_spans(job, layout.replicas, outcome.quotas, speeds)
+    return max(spans) + layer_cost(job).step_ms
+
+
+def _pause_s(job: Job, old: Outcome, new: Outcome, restart_s: float) -> float:
+    if math.isinf(new.step_ms) or new.pause is Pause.NONE:
+        return 0.0
+    if new.pause is Pause.RESTART:
+        return restart_s
+    if old.layout is None or new.layout is None:
+        return 0.0
+    return migration_ms(job, old.layout, new.layout) / 1e3
+
+
+def throughput(played: Played, microbatches: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Edges in hours and microbatches per second after each, for a plot of steps."""
+    edges, rates = [], []
+    for segment in played.segments:
+        rate = 0.0 if math.isinf(segment.step_ms) else 1e3 * microbatches / segment.step_ms
+        if segment.pause_s:
+            edges.append(segment.start_s / 3600.0)
+            rates.append(0.0)
+        edges.append((segment.start_s + segment.pause_s) / 3600.0)
+        rates.append(rate)
+    edges.append(played.segments[-1].end_s / 3600.0)
+    rates.append(rates[-1])
+    return edges, rates

@@ -1,0 +1,89 @@
+"""Scenarios: speeds over time, pauses, and the work that gets done."""
+
+import math
+
+import pytest
+
+from resihp.contracts import ContractError, Job, LayerCost, Layout
+from scheduler.scenario import Played, Segment, parse_scenario, play, throughput
+
+TEXT = """
+hours = 1
+restart_s = 60
+
+[[fault]]
+at_s = 600
+rank = 1
+speed = 0.5
+until_s = 1200
+
+[[fault]]
+at_s = 1800
+rank = 2
+speed = 0.0
+"""
+
+
+def a_job():
+    return Job(
+        name="j",
+        layout=Layout.grid(dp=2, pp=2, tp=2, layers=8, units=8),
+        microbatches=16,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+    )
+
+
+def test_speeds_follow_the_faults():
+    scenario = parse_scenario(TEXT)
+    assert scenario.changes() == [0.0, 600.0, 1200.0, 1800.0]
+    assert scenario.speeds_at(599) == {}
+    assert scenario.speeds_at(600) == {1: 0.5}
+    assert scenario.speeds_at(1200) == {}
+    assert scenario.speeds_at(3000) == {2: 0.0}
+
+
+def test_work_done_counts_steps_outside_of_pauses():
+    played = Played("p", (Segment(0, 50, 10, 100.0), Segment(50, 100, 0, math.inf)), 100.0)
+    assert played.goodput == pytest.approx(0.4)
+    assert played.paused_s == 10
+    assert throughput(played, 8)[1] == [0.0, 80.0, 0.0, 0.0]
+
+
+def test_policies_play_through():
+    seen = []
+    results = {
+        p.policy: p
+        for p in play(
+            a_job(),
+            parse_scenario(TEXT),
+            ["nothing", "restart", "joint"],
+            lambda name, seconds: seen.append((name, seconds)),
+        )
+    }
+    assert results["nothing"].goodput < results["joint"].goodput <= 1.0
+    assert results["restart"].goodput < results["joint"].goodput
+    assert results["nothing"].segments[-1].steps() == 0.0
+    assert results["restart"].paused_s >= 60
+    assert [p.segments[0].step_ms for p in results.values()] == [results["joint"].fault_free_ms] * 3
+    assert seen[-1] == ("joint", 3600.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (("hours = 1", "hours = 0"), "hours"),
+        (("speed = 0.5", "speed = 2.0"), "fault[0].speed"),
+        (("until_s = 1200", "until_s = 1"), "fault[0].until_s"),
+        (("rank = 2", "rang = 2"), "fault[1].rang"),
+    ],
+)
+def test_what_is_wrong_is_named(change, field):
+    with pytest.raises(ContractError) as caught:
+        parse_scenario(TEXT.replace(*change))
+    assert caught.value.field == field
+
+
+def test_a_rank_outside_of_the_job_is_named():
+    scenario = parse_scenario(TEXT.replace("rank = 2", "rank = 99"))
+    with pytest.raises(ContractError, match="rank 99"):
+        play(a_job(), scenario, ["nothing"])
