@@ -23,6 +23,9 @@ from resihp.contracts import Plan, ResiHPError, from_json, to_json
 from .agreement import Decision, Report, decide
 from .comm import WorldBrokenError
 
+# Looks at a peer's heartbeat within the time-out after which it is given up.
+_LOOKS = 10
+
 
 class FencedOutError(ResiHPError):
     """The others have gone on without this rank; it must not touch the job any more."""
@@ -77,7 +80,7 @@ class Rendezvous:
         self._store = open_store()
         self._broken: str | None = None
         self._next_look = 0.0
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats: dict[int, tuple[int, int]] = {}
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
@@ -101,8 +104,8 @@ class Rendezvous:
         """Why the present world is to be given up, if it is; asked by every wait."""
         now = time.monotonic()
         if self._broken is None and waited_s > 1.0 and now > self._next_look:
-            self._next_look = now + self.timeouts.heartbeat.total_seconds() / 10
-            silent = self._silent(ranks, now, waited_s)
+            self._next_look = now + self.timeouts.heartbeat.total_seconds() / _LOOKS
+            silent = self._silent(ranks, waited_s)
             if silent:
                 self.call_recovery(f"ranks {silent} do not answer")
         return self._broken
@@ -204,21 +207,22 @@ class Rendezvous:
                     self._broken = store.get(key).decode()
                 self._changed.notify_all()
 
-    def _silent(self, ranks: Sequence[int], now: float, waited_s: float) -> list[int]:
+    def _silent(self, ranks: Sequence[int], waited_s: float) -> list[int]:
         """Those of `ranks` that are dead or have not beaten for the heartbeat's time-out.
 
-        One that has never beaten is still starting; it gets the time that it takes to connect.
+        The time-out is counted in looks, not on a clock: when this process itself was held up,
+        the others have had no more chance to beat than it had to look. A rank that has never
+        beaten is still starting; it gets the time that it takes to connect.
         """
-        limit, patience = self.timeouts.heartbeat, self.timeouts.connect
+        is_overdue = waited_s > self.timeouts.connect.total_seconds()
         silent = []
         for rank in sorted(set(ranks) - {self.rank}):
             beat = self._beat(rank)
-            last, since = self._beats.get(rank, (-1, now))
-            if beat != last:
-                self._beats[rank] = (beat, now)
-            is_late = beat == last > 0 and now - since > limit.total_seconds()
-            is_missing = beat == 0 and waited_s > patience.total_seconds()
-            if is_late or is_missing or self._store.check([f"dead/{rank}"]):
+            last, looks = self._beats.get(rank, (-1, 0))
+            looks = looks + 1 if beat == last else 0
+            self._beats[rank] = (beat, looks)
+            is_late = looks >= _LOOKS if beat else is_overdue
+            if is_late or self._store.check([f"dead/{rank}"]):
                 silent.append(rank)
         return silent
 
