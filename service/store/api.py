@@ -16,7 +16,7 @@ from .inbox import Kind
 from .keys import EPOCHS, GROUP, JOBS, NEWS, JobKeys
 from .scripts import INGEST, REGISTER
 
-_REMEMBER_S = 3600  # for how long a retried message is recognised
+_REMEMBER_S = 600  # for how long a retried message is recognised
 
 
 class ApiStore:

@@ -61,6 +61,7 @@ class Worker:
             url, self.name, keep_events=settings.keep_events, keep_steps=settings.keep_steps
         )
         self._held: dict[str, _Held] = {}
+        self._broken: dict[str, bytes] = {}
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()
 
@@ -76,6 +77,10 @@ class Worker:
                 log.warning("redis is away, starting from the saved state", error=str(error))
                 self._held.clear()
                 stop.wait(0.5)
+            except Exception:
+                log.exception("unexpected error, starting from the saved state")
+                self._held.clear()
+                stop.wait(1.0)
         keeper.join()
         self._leave()
         log.info("worker stopped", worker=self.name)
@@ -201,12 +206,24 @@ class Worker:
             self._give_back(job)
         for job in jobs:
             if job not in self._held and len(self._held) < share:
-                self._take(job)
+                self._try_to_take(job)
 
-    def _take(self, job: str) -> None:
+    def _try_to_take(self, job: str) -> None:
         lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
-        loaded = self._store.load(job) if lease else None
-        if lease is None or loaded is None:
+        if lease is None or self._broken.get(job) == lease.epoch:
+            return
+        try:
+            self._take(job, lease)
+        except redis.RedisError:
+            raise
+        except Exception:
+            log.exception("job left alone until it is registered anew", job=job)
+            self._broken[job] = lease.epoch
+            self._held.pop(job, None)
+
+    def _take(self, job: str, lease: Lease) -> None:
+        loaded = self._store.load(job)
+        if loaded is None:
             return
         description, plan, saved = loaded
         session = Session(description, plan, self._engines, self._planner)

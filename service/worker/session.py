@@ -190,6 +190,9 @@ class Session:
             document: dict[str, Any] = to_json(self._detector.diagnosis())
         except ContractError:
             return None
+        except Exception:
+            log.exception("no diagnosis", job=self.job.name)
+            return None
         return document
 
     def save(self) -> tuple[bytes, bytes]:

@@ -37,6 +37,8 @@ class FakeDetector:
     padding = 0  # bytes by which a saved state is larger than it need be
 
     def __init__(self, job: Job) -> None:
+        if job.device == "refused":
+            raise ValueError("this device is refused")
         self.job = job
         self.records = 0
         self.checksum = 0

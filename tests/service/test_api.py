@@ -96,6 +96,18 @@ def test_a_poisonous_message_is_reported_and_the_job_goes_on(http: Http):
     assert "a poisonous record" in events[-1]["data"]["detail"]
 
 
+def test_a_job_that_the_detector_refuses_does_not_stop_the_others(http: Http):
+    http.register(job_of("a-refused", device="refused"))
+    http.register(job_of("z-fine"))
+    http.send("a-refused", batch_of(0))
+    http.send("z-fine", batch_of(0))
+    eventually(lambda: http.records("z-fine") == 32)
+    assert http.records("a-refused") == 0
+    http.register(job_of("a-refused"))
+    http.send("a-refused", batch_of(0))
+    eventually(lambda: http.records("a-refused") == 32)
+
+
 def test_a_failure_leads_to_a_plan_without_the_rank(http: Http):
     http.register(job_of("dead"))
     http.send("dead", batch_of(7))
