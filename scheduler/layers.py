@@ -86,7 +86,8 @@ def candidates(setting: Setting, chains: Ints, microbatches: Ints) -> tuple[Ints
             full = -(room * each + extra)
             found.append(_without_surplus(room, full, setting.layers, one_each=True))
     layers = np.stack(found)
-    return layers, np.where(possible, _bounds(setting, chains, layers, microbatches), np.inf)
+    bounds = _bounds(setting, chains, layers, microbatches)
+    return layers, np.asarray(np.where(possible, bounds, np.inf))
 
 
 def _bounds(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) -> Floats:
@@ -99,18 +100,19 @@ def _bounds(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) ->
         p2p=setting.p2p_ms,
         max_in_flight=setting.max_in_flight,
     )
-    whole = layers.sum(axis=2) == setting.layers
-    return np.asarray(np.where(whole, bounds.reshape(count, rows), np.inf))
+    table: Floats = bounds.reshape(count, rows)
+    table[layers.sum(axis=2) != setting.layers] = np.inf
+    return table
 
 
 def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
     low = np.zeros(len(each))
-    high = (extra + each * np.minimum(most, total)).max(axis=1)
+    high: Floats = (extra + each * np.minimum(most, total)).max(axis=1)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2.0
         enough = _room(middle, each, extra, most).sum(axis=1) >= total
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-    return high
+    return np.asarray(high)
 
 
 def _room(bottleneck: Floats, each: Floats, extra: Floats, most: Ints) -> Ints:

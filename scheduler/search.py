@@ -34,14 +34,35 @@ def search(
 ) -> Found:
     """The best arrangement that is found before `expired`. Raises `InfeasibleError`.
 
-    Shares by speed first; equal shares where only those fit into memory.
+    Starts from `layout`, and from the job's first one in case that has become better. Shares by
+    speed first; equal shares where only those fit into memory.
     """
-    try:
-        return _search(job, layout, speeds, expired, even=False)
-    except InfeasibleError as error:
-        if error.constraint != "memory":
-            raise
-        return _search(job, layout, speeds, expired, even=True)
+    best: Found | None = None
+    failure: InfeasibleError | None = None
+    starts = [layout] if layout == job.layout else [layout, job.layout]
+    for even in (False, True):
+        for start in starts:
+            if best is not None and expired():
+                return best
+            try:
+                found = _search(job, start, speeds, expired, even=even)
+            except InfeasibleError as error:
+                failure = failure or error
+                continue
+            best = _better(best, found)
+        if best is not None:
+            return best
+        if failure is not None and failure.constraint != "memory":
+            break
+    assert failure is not None
+    raise failure
+
+
+def _better(best: Found | None, found: Found) -> Found:
+    """The first one, which disturbs less, unless the second is clearly better."""
+    if best is None or found.division.span_ms < best.division.span_ms * (1 - _WORTH):
+        return found
+    return best
 
 
 def _search(
@@ -68,7 +89,7 @@ def _search(
     together = gathered(chains, groups, speed)
     if [evaluator.signature(c) for c in together] != [evaluator.signature(c) for c in chains]:
         starts.append((together, spare))
-    if spare and len(chains) < job.microbatches:
+    if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
     best: Found | None = None
     failure: InfeasibleError | None = None
@@ -80,8 +101,7 @@ def _search(
         except InfeasibleError as error:
             failure = failure or error
             continue
-        if best is None or found.division.span_ms < best.division.span_ms * (1 - _WORTH):
-            best = found
+        best = _better(best, found)
     if best is None:
         assert failure is not None
         raise failure
