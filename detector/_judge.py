@@ -16,6 +16,7 @@ CODES: tuple[Status, ...] = tuple(Status)
 HEALTHY, SUSPECT, FAIL_SLOW, FAIL_STOP, INCONCLUSIVE = range(len(CODES))
 _CARRY_STEPS = 3
 """Steps on a new layout before a device named on the old one is measured again."""
+_LEAST_PAST = 3
 _FACTOR_STEPS = 12
 """Steps that the factor of a named device is measured over."""
 
@@ -84,6 +85,7 @@ class Judge:
     def rule(self, watch: Watch, now: Standing, excused: Bools) -> None:
         """Moves every rank's status by one step's standing; `excused` ranks are inconclusive for
         a reason of their own, which their evidence does not end."""
+        self._settle(watch, now)
         book = self.book
         book.evidence, book.by_past = now.evidence, now.by_past
         self._count_runs(now)
@@ -124,6 +126,19 @@ class Judge:
                 watch.anchor(rank, level - known)
             book.carried[rank] = False
         return before
+
+    def _settle(self, watch: Watch, now: Standing) -> None:
+        """A rank without peers that slows before its past counts: the steps before the onset, if
+        there are some and they were unremarkable, become that past."""
+        early = watch.unsettled(now) & (now.evidence >= self._suspect_at)
+        for rank in np.flatnonzero(early).tolist():
+            rows = watch.recent(watch.count)
+            series = watch.window[rows, rank]
+            series = series[np.isfinite(series)]
+            first = onset(series, float(now.scale[rank]))
+            level = float(np.median(series[:first])) if first >= _LEAST_PAST else np.inf
+            if watch.alike(level):
+                watch.anchor(rank, level, float(first))
 
     def _count_runs(self, now: Standing) -> None:
         book = self.book

@@ -192,9 +192,17 @@ class Watch:
             able=able,
         )
 
-    def anchor(self, rank: int, level: float) -> None:
-        """Sets what is healthy for a rank (log residual), as if it had been seen for a while."""
-        self.mean[rank], self.past[rank] = level, 4.0 * _SETTLED
+    def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
+        """Sets what is healthy for a rank (log residual), as if seen for so many steps."""
+        self.mean[rank], self.past[rank] = level, steps
+
+    def unsettled(self, now: Standing) -> Bools:
+        """Ranks with neither enough peers nor a past of their own to be judged by."""
+        return now.seen & ~self._majority & (self.past < _SETTLED)
+
+    def alike(self, level: float) -> bool:
+        """Whether a residual (log) is within what healthy devices differ by."""
+        return abs(level) < self._bound * self._offset_spread()
 
     def add(self, rank: int, gain: float) -> None:
         """Evidence from elsewhere (a log-likelihood ratio) on one rank."""

@@ -25,9 +25,18 @@ from .robust import group_median, mad_sigma
 FEATURES = ("tokens", "sequences", "sum_sq_len", "max_len", "backward", "layers", "share", "head")
 """Columns of the feature matrix; `backward` and `head` are 0 or 1, `share` is a fraction."""
 
-_TREE_FEATURES = ("tokens", "mean_len", "mean_square", "max_len", "backward", "layers", "share")
+_TREE_FEATURES = (
+    "tokens",
+    "mean_len",
+    "mean_square",
+    "max_len",
+    "backward",
+    "layers",
+    "share",
+    "head",
+)
 # Physics: at equal tokens, shorter documents and thinner shards use a device no better.
-_MONOTONE = (0, -1, 0, 0, 0, 0, -1)
+_MONOTONE = (0, -1, 0, 0, 0, 0, -1, 0)
 _FADE = 0.7
 """Distance (log) beyond the trained range at which a correction has faded to a third."""
 
@@ -126,7 +135,7 @@ class Predictor:
     def fit_correction(self, features: Floats, ratio: Floats, devices: Ints | None = None) -> Self:
         """Learns only the correction: `ratio` is the log of observed over some analytic time."""
         matrix = check_features(features)
-        target = ratio - (0.0 if devices is None else _device_effect(ratio, devices))
+        target = ratio if devices is None else _without_devices(ratio, devices, matrix)
         trees = _tree_features(matrix)
         self.low_, self.high_ = trees.min(axis=0), trees.max(axis=0)
         held = np.arange(target.size) % 5 == 4
@@ -237,9 +246,14 @@ class Predictor:
         return {name: getattr(self, name) for name in names}
 
 
-def _device_effect(ratio: Floats, devices: Ints) -> Floats:
-    _, index = np.unique(devices, return_inverse=True)
-    return group_median(ratio, index, int(index.max()) + 1)[index]
+def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
+    """Every device's level replaced by that of all devices with the same part of the model."""
+    _, device = np.unique(devices, return_inverse=True)
+    _, part = np.unique(matrix[:, 5:], axis=0, return_inverse=True)
+    part = part.reshape(-1)
+    own = group_median(ratio, device, int(device.max()) + 1)[device]
+    result: Floats = ratio - own + group_median(ratio, part, int(part.max()) + 1)[part]
+    return result
 
 
 def _tree_features(matrix: Floats) -> Floats:
@@ -250,6 +264,12 @@ def _tree_features(matrix: Floats) -> Floats:
     longest = np.where(matrix[:, 3] > 0, matrix[:, 3], mean_square)
     columns = [np.log(tokens), np.log(tokens / sequences), np.log(mean_square), np.log(longest)]
     return np.stack(
-        [*columns, matrix[:, 4], np.log(np.maximum(matrix[:, 5], 0.1)), np.log(matrix[:, 6])],
+        [
+            *columns,
+            matrix[:, 4],
+            np.log(np.maximum(matrix[:, 5], 0.1)),
+            np.log(matrix[:, 6]),
+            matrix[:, 7],
+        ],
         axis=1,
     )

@@ -1,0 +1,129 @@
+"""The detector on recorded and generated jobs, beside what others would say of the same records.
+
+    python -m benchmarks.detector [--trials N] [--json PATH] [--quick]
+
+Recorded jobs are read from RESIHP_TRACES or ../shared/traces; without them only generated jobs run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks import _detector_cases as cases
+from benchmarks._detector_cost import predictor_rows, throughput_rows
+from benchmarks._detector_links import link_trials
+from benchmarks._detector_peers import peer_trials
+from benchmarks._report import machine, print_table, write_json
+
+FACTORS = (1.03, 1.05, 1.10, 1.2, 1.5, 2.0)
+Figures = dict[str, Any]
+
+
+def record_table(figures: Figures, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
+    """Prints a table and keeps it for the file."""
+    print_table(title, columns, rows)
+    figures[title] = [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def recorded_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
+    """The traces: injections, clean runs, and the peers on the same data."""
+    from resihp.offline import read_trace
+
+    for name in ("SE", "ST"):
+        path = cases.trace_path(name)
+        if path is None:
+            print(f"\ntrace {name} is not here: set RESIHP_TRACES to its folder")
+            continue
+        trace = read_trace(path)
+        batches = list(trace.batches())
+        rows, peers = [], []
+        for factor in FACTORS:
+            tally = cases.trace_trials(trace.job, batches, factor, trials)
+            rows.append([f"{factor:.2f}x", str(trials), *tally.row()])
+            found = peer_trials(trace.job, batches, factor, trials)
+            peers += [
+                [f"{factor:.2f}x {peer}", f"{share:.1%}", f"{wrong:.2f}"]
+                for peer, (share, wrong) in found.items()
+            ]
+        clean = cases.clean_trace(trace.job, batches, clean_steps)
+        record_table(figures, f"{name}: one device slowed from a random step", cases.COLUMNS, rows)
+        record_table(figures, f"{name}: peers", ("case", "found ≤8", "wrong names a trial"), peers)
+        row = [name, f"{clean.device_steps:,}", str(clean.wrong), str(clean.inconclusive)]
+        columns = ("clean", "device-steps", "wrong names", "inconclusive")
+        record_table(figures, f"{name}: nothing injected", columns, [row])
+
+
+def generated_cases(trials: int) -> list[tuple[str, Callable[[], cases.Tally]]]:
+    """Every generated case by name."""
+    job = cases.job_of
+    run = partial(cases.generated_trials, trials=trials)
+    found: list[tuple[str, Callable[[], cases.Tally]]] = []
+    for dp, pp, tp in ((16, 1, 1), (8, 2, 1), (4, 2, 2)):
+        for factor in (1.03, 1.05, 1.10):
+            name = f"DP{dp} PP{pp} TP{tp}, {factor:.2f}x"
+            found.append((name, partial(run, job(dp, pp, tp), factor)))
+    usual = partial(run, job(8, 2, 1))
+    return [
+        *found,
+        ("coupled TP2 with waits, 1.10x", partial(run, job(4, 2, 2), 1.1, coupled=True)),
+        ("no lengths, DP4 PP4, 1.05x", partial(run, job(4, 4, 1), 1.05, with_lengths=False)),
+        ("two devices at once, 1.10x", partial(usual, 1.1, devices=2)),
+        ("from the first step, 1.08x", partial(usual, 1.08, make=cases.from_the_start)),
+        ("gradual over 10 steps, 1.10x", partial(usual, 1.1, make=cases.gradual)),
+        ("on and off by 4 steps, 1.10x", partial(usual, 1.1, make=cases.on_off)),
+    ]
+
+
+def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
+    """Jobs with lengths, faults of every kind, links, and clean runs."""
+    rows = [[name, str(trials), *run().row()] for name, run in generated_cases(trials)]
+    record_table(figures, "generated jobs, lengths of real text", cases.COLUMNS, rows)
+    clean = []
+    for shape in ((16, 1, 1), (4, 2, 2)):
+        jobs = max(1, clean_steps // (16 * 60 * 2))
+        tally = cases.generated_trials(cases.job_of(*shape), 0.0, jobs, steps=60)
+        name = f"DP{shape[0]} PP{shape[1]} TP{shape[2]}"
+        clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
+    columns = ("clean", "device-steps", "wrong names", "inconclusive")
+    record_table(figures, "generated jobs, nothing injected", columns, clean)
+    links = []
+    for factor in (1.5, 2.0, 4.0):
+        tally_links = link_trials(factor, trials)
+        within = [
+            sum(d is not None and d <= limit for d in tally_links.delays) / trials
+            for limit in (5, 8, 10**6)
+        ]
+        wrong = [str(tally_links.wrong_links), str(tally_links.wrong_devices)]
+        links.append([f"{factor:.1f}x", str(trials), *(f"{w:.1%}" for w in within), *wrong])
+    names = ("slow link", "trials", "≤5 steps", "≤8", "ever", "wrong links", "wrong devices")
+    record_table(figures, "slow links", names, links)
+
+
+def main() -> None:
+    """Runs everything and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=60, help="of every case")
+    parser.add_argument("--clean-steps", type=int, default=80_000, help="clean device-steps")
+    parser.add_argument("--quick", action="store_true", help="few trials and a smaller job")
+    parser.add_argument("--json", metavar="PATH")
+    options = parser.parse_args()
+    trials = 5 if options.quick else options.trials
+    clean_steps = 5_000 if options.quick else options.clean_steps
+    figures: Figures = {}
+    print(machine())
+    recorded_jobs(figures, trials, clean_steps)
+    generated_jobs(figures, trials, clean_steps)
+    columns = ("predictor", "median", "95%", "beyond: median", "95% ", "training", "µs a record")
+    record_table(figures, "error on held-out records", columns, predictor_rows())
+    ranks = 1_024 if options.quick else 16_384
+    names = ("throughput", "ranks", "records/s", "µs a record", "of a core at 64 records in 10 s")
+    record_table(figures, "one detector, one core", names, throughput_rows(ranks))
+    if options.json:
+        write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()
