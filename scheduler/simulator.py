@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from resihp.contracts import Job, Layout, Replica
-from resihp.pipeline.orders import Pass, stage_order
+import numpy as np
+
+from resihp.contracts import ContractError, Job, Layout, Op, Replica
+from resihp.pipeline.orders import Part, Pass, stage_order
 from resihp.pipeline.replay import pass_durations, replay
 
 from .costs import group_cost, layer_cost, transfer_ms
+from .memory import Footprint
 
 Speeds = Mapping[int, float] | Sequence[float]
+_LETTER = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,36 @@ class TimedPass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: when it ends and when every pass runs."""
+    """One step: when it ends, when every pass runs, and what every rank holds at most.
+
+    peak_bytes  by rank: its part of the model, and of the activations of all microbatches that it
+                has begun and not finished; 0 where the job says nothing of memory
+    """
 
     step_ms: float
     passes: tuple[TimedPass, ...]
+    peak_bytes: Mapping[int, float]
+
+    def perfetto(self) -> dict[str, Any]:
+        """The step in the trace-event format that ui.perfetto.dev opens; one row per stage."""
+        events: list[dict[str, Any]] = [
+            {
+                "ph": "X",
+                "name": f"{_LETTER[p.item.op]}{p.item.microbatch}",
+                "cat": f"{p.item.op.name.lower()}-{p.item.part}",
+                "pid": p.replica,
+                "tid": p.stage,
+                "ts": p.start_ms * 1e3,
+                "dur": (p.end_ms - p.start_ms) * 1e3,
+                "args": {"chunk": p.item.chunk},
+            }
+            for p in self.passes
+        ]
+        for replica, stage in sorted({(p.replica, p.stage) for p in self.passes}):
+            row = {"ph": "M", "pid": replica, "tid": stage}
+            events.append({**row, "name": "process_name", "args": {"name": f"replica {replica}"}})
+            events.append({**row, "name": "thread_name", "args": {"name": f"stage {stage}"}})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def simulate(
@@ -40,43 +71,78 @@ def simulate(
     speeds: Speeds | None = None,
     work: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:
-    """One step of `job` in `layout`.
+    """One step of `job` in `layout` under the job's schedule.
 
-    speeds  by rank, 1.0 where none is given
-    work    for each replica, the work of each of its microbatches relative to the mean one; all 1
-            where none is given
+    speeds  by rank, 1.0 where none is given; all of the layout's must be above 0
+    work    for each replica, the work of each of its microbatches relative to the mean one (what
+            the lengths of its sequences cost, over the mean cost); all 1 where none is given
     """
     known = speed_map(speeds)
+    _check(layout, quotas, known, work)
+    footprint = Footprint.of(job, layout.dp)
     passes: list[TimedPass] = []
+    peak: dict[int, float] = {}
     for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True)):
-        forward, backward = stage_times(job, replica, known)
-        loads = list(work[index]) if work is not None else [1.0] * quota
-        orders = [
-            stage_order(
-                job.schedule,
-                stage=s,
-                stages=len(replica.stages),
-                microbatches=quota,
-                chunks=job.chunks,
-                max_in_flight=job.max_in_flight,
+        orders = _orders(job, len(replica.stages), quota)
+        loads = np.ones(quota) if work is None else np.asarray(work[index], float)
+        forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, known))
+        played = replay(orders, pass_durations(orders, forward, backward), p2p=transfer_ms(job))
+        for s, (order, starts, ends) in enumerate(
+            zip(orders, played.starts, played.ends, strict=True)
+        ):
+            spans = zip(order, starts.tolist(), ends.tolist(), strict=True)
+            passes += [TimedPass(index, s, item, start, end) for item, start, end in spans]
+            held = footprint.stage_bytes(
+                replica.stages[s],
+                first=s == 0,
+                last=s == len(orders) - 1,
+                in_flight=most_in_flight(order),
             )
-            for s in range(len(replica.stages))
-        ]
-        durations = pass_durations(
-            orders,
-            [[f * w for w in loads] for f in forward],
-            [[b * w for w in loads] for b in backward],
-        )
-        played = replay(orders, durations, p2p=transfer_ms(job))
-        passes += [
-            TimedPass(index, stage, item, float(start), float(end))
-            for stage, order in enumerate(orders)
-            for item, start, end in zip(
-                order, played.starts[stage], played.ends[stage], strict=True
-            )
-        ]
+            peak.update(zip(replica.stages[s].ranks, held, strict=True))
     end = max((item.end_ms for item in passes), default=0.0)
-    return Timeline(end + layer_cost(job).step_ms, tuple(passes))
+    return Timeline(end + layer_cost(job).step_ms, tuple(passes), peak)
+
+
+def _orders(job: Job, stages: int, quota: int) -> list[tuple[Pass, ...]]:
+    return [
+        stage_order(
+            job.schedule,
+            stage=stage,
+            stages=stages,
+            microbatches=quota,
+            chunks=job.chunks,
+            max_in_flight=job.max_in_flight,
+        )
+        for stage in range(stages)
+    ]
+
+
+def _check(
+    layout: Layout,
+    quotas: Sequence[int],
+    speeds: Mapping[int, float],
+    work: Sequence[Sequence[float]] | None,
+) -> None:
+    if len(quotas) != layout.dp or min(quotas) < 0:
+        raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+    if work is not None and [len(loads) for loads in work] != list(quotas):
+        raise ContractError("work", "must have one entry for each microbatch of each replica")
+    dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
+    if dead:
+        raise ContractError("speeds", f"ranks {dead[:4]} of the layout are dead")
+
+
+def most_in_flight(order: Sequence[Pass]) -> int:
+    """Most microbatches that a stage has begun and not finished, in whole stages."""
+    chunks = 1 + max((item.chunk for item in order), default=0)
+    held = most = 0
+    for item in order:
+        if item.op is Op.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif item.part is not Part.INPUT:
+            held -= 1
+    return -(-most // chunks)
 
 
 def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
