@@ -1,0 +1,118 @@
+"""Heartbeats and probes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from detector import Detector, DetectorSettings
+from detector.heartbeat import Heartbeats
+from detector.probes import ProbeKind, ProbeResult
+from detector.scenarios import Fault, steps_of
+from resihp.contracts import ContractError, Job, Layout, Status, TelemetryBatch
+
+JOB = Job(
+    name="job",
+    layout=Layout.grid(dp=4, pp=2, tp=1, layers=16),
+    microbatches=16,
+    tokens_per_microbatch=8192,
+)
+
+
+def beaten(until: float, *, ranks: range = range(8)) -> Detector:
+    detector = Detector(JOB)
+    for tick in range(int(until)):
+        detector.heartbeat(ranks, float(tick))
+    return detector
+
+
+def test_the_rank_that_falls_silent_is_dead_and_no_other() -> None:
+    detector = beaten(30.0)
+    dead = []
+    for tick in range(30, 90):
+        detector.heartbeat([rank for rank in range(8) if rank != 5], float(tick))
+        dead += [(v.rank, v.status) for v in detector.check_alive(float(tick))]
+    assert dead == [(5, Status.FAIL_STOP)]
+
+
+def test_a_silence_that_all_share_is_the_network() -> None:
+    assert beaten(30.0).check_alive(500.0) == []
+
+
+def test_an_irregular_sender_gets_more_time() -> None:
+    regular, irregular = Heartbeats(floor_s=0.1), Heartbeats(floor_s=0.1)
+    now = 0.0
+    for beat in range(60):
+        regular.beat([0], float(beat))
+        now += 0.2 if beat % 3 else 2.6
+        irregular.beat([0], now)
+    assert regular.suspicion(0, 59.0 + 6.0) > irregular.suspicion(0, now + 6.0)
+
+
+def test_a_rank_that_was_only_silent_is_alive_again() -> None:
+    detector = beaten(30.0)
+    others = [rank for rank in range(8) if rank != 5]
+    for tick in range(30, 90):
+        detector.heartbeat(others, float(tick))
+        detector.check_alive(float(tick))
+    (verdict,) = detector.heartbeat([5], 90.0)
+    assert (verdict.rank, verdict.status) == (5, Status.HEALTHY)
+
+
+def slowly_failing() -> Iterator[TelemetryBatch]:
+    fault = Fault(rank=2, factor=1.04, from_step=14)
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 500)), 16, 8192).astype(int)
+    return steps_of(JOB, lengths, steps=40, seed=1, faults=[fault])
+
+
+def suspicious(stream: Iterator[TelemetryBatch], *, probes_per_minute: int = 12) -> Detector:
+    """A detector at the moment when it first suspects rank 2."""
+    detector = Detector(JOB, settings=DetectorSettings(probes_per_minute=probes_per_minute))
+    for batch in stream:
+        if any(v.status is Status.SUSPECT for v in detector.update(batch)):
+            return detector
+    raise AssertionError("nobody was ever suspect")
+
+
+def test_a_suspect_and_a_healthy_peer_are_asked_once() -> None:
+    detector = suspicious(slowly_failing())
+    requests = detector.probe_requests(now=100.0)
+    assert {request.rank for request in requests} == {2}
+    assert {request.kind for request in requests} == {ProbeKind.GEMM, ProbeKind.MEMORY}
+    assert requests[0].reference in JOB.layout.ranks
+    assert detector.probe_requests(now=101.0) == []
+
+
+def test_probes_can_be_forbidden() -> None:
+    assert suspicious(slowly_failing(), probes_per_minute=0).probe_requests(now=100.0) == []
+
+
+def steps_to_the_name(rank_ms: float | None) -> int:
+    """Steps from suspicion to the name, with a probe that answers so (None: without one)."""
+    stream = slowly_failing()
+    detector = suspicious(stream)
+    for request in detector.probe_requests(now=0.0) if rank_ms else []:
+        result = ProbeResult(
+            rank=request.rank,
+            reference=request.reference,
+            kind=request.kind,
+            rank_ms=rank_ms or 1.0,
+            reference_ms=1.0,
+        )
+        detector.probe_result(result)
+        assert "probe" in " ".join(detector.verdicts()[2].evidence)
+    for count, batch in enumerate(stream, start=1):
+        if any(v.status is Status.FAIL_SLOW for v in detector.update(batch)):
+            return count
+    return 1000
+
+
+def test_an_answer_joins_the_evidence() -> None:
+    for_it, without, against = (steps_to_the_name(ms) for ms in (1.05, None, 0.9))
+    assert for_it <= without <= against
+    assert for_it < against
+
+
+def test_a_probe_of_no_time_is_refused() -> None:
+    with pytest.raises(ContractError, match="rank_ms"):
+        ProbeResult(rank=0, reference=1, kind=ProbeKind.GEMM, rank_ms=0.0, reference_ms=1.0)
