@@ -178,7 +178,14 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
 
     def on_switch(switch: Any) -> None:
         save(trainer, folder / f"after{trainer.epoch}-{rank}.pt")
-        event = {"at": switch.step, "version": switch.plan.version, "lost": switch.lost}
+        event = {
+            "rank": rank,
+            "at": switch.step,
+            "version": switch.plan.version,
+            "lost": switch.lost,
+            "threads": len(os.listdir("/proc/self/task")),
+            "files": len(os.listdir("/proc/self/fd")),
+        }
         events.write(json.dumps(event) + "\n")
 
     def on_step(reduced: Any, ms: float, current: Plan) -> None:
