@@ -5,6 +5,7 @@
 A figure of 1.0 means that the job lost no more throughput than the fleet lost speed. It can be
 above 1 where a plan also shortens the pipeline's filling and draining. Policies with a split
 backward (recycle, joint-split) are compared with each other; all are relative to fault-free 1F1B.
+Times are those of the processor, so that others on the same machine do not count.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ def _print_quality(rows: list[Row], results: list[dict[str, Any]]) -> None:
         gap, took = fmean(result["gap"]), result["ms"]["joint"]
         table.append([row, *means, f"{gap:.2%}", f"{fmean(took):.0f}", f"{max(took):.0f}"])
     title = "Throughput over fault-free, divided by the remaining speed (256 devices, mean)"
-    print_table(
-        title, ["microbatches; slow, dead", *names, "gap", "cpu ms mean", "cpu ms max"], table
-    )
+    print_table(title, ["microbatches; slow, dead", *names, "gap", "cpu ms", "max"], table)
 
 
 def _print_ratios(rows: list[Row], results: list[dict[str, Any]]) -> None:
