@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from resihp.contracts import Schedule
+from resihp.pipeline.orders import most_in_flight
+
 Floats = NDArray[np.float64]
 
 
@@ -18,6 +21,7 @@ def in_flight_bound(
     *,
     p2p: float = 0.0,
     max_in_flight: int | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Floats:
     """Lower bound of the span of given pipelines under any order that holds the in-flight limit.
 
@@ -39,7 +43,7 @@ def in_flight_bound(
     index = np.arange(stages)
     before = np.cumsum(w, axis=1) - w + 2 * p2p * index
     behind = w.sum(axis=1, keepdims=True) + 2 * p2p * (stages - 1) - before - w
-    limit = np.minimum(stages - index, max_in_flight or stages)
+    limit = np.array(most_in_flight(schedule, stages, max_in_flight))
     more = np.minimum(limit, m) - 1
     filling = np.maximum(0.0, behind - more * f)
     draining = np.maximum(0.0, behind - more * b)
@@ -48,21 +52,23 @@ def in_flight_bound(
     return np.asarray(np.where(m > 0, before + m * w + waits, 0.0).max(axis=1))
 
 
-def chain_factors(speeds: ArrayLike, microbatches: ArrayLike) -> Floats:
-    """Least span of 1F1B per unit of work of one microbatch, however the layers are spread.
+def chain_factors(
+    speeds: ArrayLike, microbatches: ArrayLike, schedule: Schedule = Schedule.ONE_F_ONE_B
+) -> Floats:
+    """Least span per unit of work of one microbatch, however the layers are spread.
 
     speeds  [pipeline, stage], work per millisecond; microbatches [pipeline]
 
-    With Σ_s speed_s w_s = work, any weights λ >= 0 that sum to one give
-    `T >= Σ_s λ_s (A_s + (m - c_s + 1) w_s + 2 D_s)`, which is linear in w, so its least ratio to
-    the work is a bound. The λ that make all ratios equal make it tight; where one of them would be
-    negative it is set to 0, which keeps the bound valid. Fractional layers are allowed.
+    The schedule is 1F1B or its eager kind. With Σ_s speed_s w_s = work, any weights λ >= 0 that sum
+    to one give `T >= Σ_s λ_s (A_s + (m - c_s + 1) w_s + 2 D_s)`, which is linear in w, so its least
+    ratio to the work is a bound. The λ that make all ratios equal make it tight; where one of them
+    would be negative it is set to 0, which keeps the bound valid. Fractional layers are allowed.
     """
     p = np.asarray(speeds, float)
     m = np.asarray(microbatches, float)[:, None, None]
     stages = p.shape[1]
     row, column = np.indices((stages, stages))
-    limit = (stages - row)[None]
+    limit = np.array(most_in_flight(schedule, stages))[None, :, None]
     apart = m > limit
     own = np.where(apart, m - limit + 1, m)
     behind = np.where(apart, 2.0, 0.0)
@@ -90,8 +96,8 @@ class Pipelines:
     quotas: NDArray[np.int64]
 
 
-def least_span(pipelines: Sequence[Pipelines]) -> float:
-    """Least step time of 1F1B in which these pipelines can run as many microbatches as they do.
+def least_span(pipelines: Sequence[Pipelines], schedule: Schedule = Schedule.ONE_F_ONE_B) -> float:
+    """Least step time in which these pipelines can run as many microbatches as they do.
 
     Holds for every layer partition (fractional ones too) and every whole quota with the same sum,
     with the groups where they are. Every pipeline adds one microbatch after the other at the times
@@ -100,7 +106,7 @@ def least_span(pipelines: Sequence[Pipelines]) -> float:
     """
     low, high = 2, 2
     while True:
-        tables = [_times(part, low, high) for part in pipelines]
+        tables = [_times(part, low, high, schedule) for part in pipelines]
         times = np.concatenate([table.ravel() for table, _ in tables])
         base = sum(int(first.sum()) for _, first in tables)
         total = sum(int(part.quotas.sum()) for part in pipelines)
@@ -113,9 +119,11 @@ def least_span(pipelines: Sequence[Pipelines]) -> float:
             return span
 
 
-def _times(part: Pipelines, low: int, high: int) -> tuple[Floats, NDArray[np.int64]]:
+def _times(
+    part: Pipelines, low: int, high: int, schedule: Schedule
+) -> tuple[Floats, NDArray[np.int64]]:
     """Times at which each further microbatch fits, [offset, pipeline]; and how many came before."""
     first = np.maximum(part.quotas - low, 0)
     counts = first + np.arange(1, low + high + 1)[:, None]
-    factors = [chain_factors(part.speeds, row) * part.work for row in counts]
+    factors = [chain_factors(part.speeds, row, schedule) * part.work for row in counts]
     return np.maximum.accumulate(np.stack(factors), axis=0), first

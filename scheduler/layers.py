@@ -13,6 +13,9 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
+from resihp.contracts import Schedule
+from resihp.pipeline.orders import most_in_flight
+
 from .bounds import in_flight_bound
 from .fleet import Fleet
 from .memory import Footprint
@@ -35,6 +38,7 @@ class Setting:
     layers: int
     p2p_ms: float
     max_in_flight: int | None
+    schedule: Schedule
 
 
 def stage_times(setting: Setting, chains: Ints, layers: Ints) -> tuple[Floats, Floats]:
@@ -58,8 +62,8 @@ def _extra(setting: Setting, chains: Ints) -> Floats:
 def most_layers(setting: Setting, chains: Ints, microbatches: Ints) -> Ints:
     """Layers that fit into the memory of every stage."""
     stages = chains.shape[1]
-    ahead = np.minimum(np.arange(stages, 0, -1), setting.max_in_flight or stages)
-    in_flight = np.minimum(ahead, np.maximum(microbatches, 1)[:, None])
+    limit = np.array(most_in_flight(setting.schedule, stages, setting.max_in_flight))
+    in_flight = np.minimum(limit, np.maximum(microbatches, 1)[:, None])
     most = setting.footprint.most_layers(setting.fleet.widest[chains], in_flight)
     return np.asarray(np.minimum(most, setting.layers - stages + 1))
 
@@ -99,6 +103,7 @@ def _bounds(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) ->
         np.tile(microbatches, count),
         p2p=setting.p2p_ms,
         max_in_flight=setting.max_in_flight,
+        schedule=setting.schedule,
     )
     table: Floats = bounds.reshape(count, rows)
     table[layers.sum(axis=2) != setting.layers] = np.inf
@@ -144,6 +149,7 @@ def spans(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) -> F
         microbatches,
         p2p=setting.p2p_ms,
         max_in_flight=setting.max_in_flight,
+        schedule=setting.schedule,
     )
 
 

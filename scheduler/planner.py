@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from resihp.contracts import Job, Layout, Plan, Replica, Schedule, Stage
+from resihp.contracts import Job, Layout, Plan, Replica, Stage
 
 from .bounds import Pipelines, least_span
 from .costs import layer_cost
@@ -35,9 +35,9 @@ def make_plan(
     time_limit_s  the best plan found by then, read off `clock`; without it the same input gives
                   the same plan
 
-    The plan is a 1F1B one. Its `bound_ms` holds for every layer partition and every quota with the
-    groups where the plan puts them. Raises `InfeasibleError` with the constraint that binds:
-    "ranks", "memory" or "microbatches".
+    The plan is for 1F1B, or for its eager kind where the job runs that. Its `bound_ms` holds for
+    every layer partition and every quota with the groups where the plan puts them. Raises
+    `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches".
     """
     known = speed_map(speeds)
     current = layout or job.layout
@@ -52,7 +52,7 @@ def make_plan(
         from_step=from_step,
         step_ms=step_ms,
         bound_ms=min(step_ms, _bound_ms(found) + fixed_ms),
-        schedule=Schedule.ONE_F_ONE_B,
+        schedule=found.evaluator.setting.schedule,
         reason=reasons(job, current, planned, found.division.quotas, known),
     )
 
@@ -123,4 +123,4 @@ def _bound_ms(found: Found) -> float:
         ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
         quotas = np.array([found.division.quotas[i] for i in indices], np.int64)
         parts.append(Pipelines(speeds, setting.layers + 3.0 * ends, quotas))
-    return least_span(parts)
+    return least_span(parts, setting.schedule)

@@ -22,7 +22,7 @@ from .layers import (
 )
 
 Chain = tuple[int, ...]  # group indices in pipeline order
-_POLISH_CELLS = 250_000  # chains x stages^2 beyond which single layer moves are not timed
+_POLISH_CELLS = 40_000  # chains x stages^2 beyond which single layer moves are not timed
 
 
 @dataclass(frozen=True)

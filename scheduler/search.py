@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resihp.contracts import InfeasibleError, Job, Layout
+from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from .costs import transfer_ms
 from .exhaustive import exhaustive
@@ -65,6 +65,12 @@ def _better(best: Found | None, found: Found) -> Found:
     return best
 
 
+def plan_schedule(job: Job) -> Schedule:
+    """What plans are made for: 1F1B, or its eager kind where the job runs that."""
+    eager = job.schedule is Schedule.EAGER_1F1B
+    return Schedule.EAGER_1F1B if eager else Schedule.ONE_F_ONE_B
+
+
 def _search(
     job: Job,
     layout: Layout,
@@ -82,6 +88,7 @@ def _search(
         job.layout.layers,
         transfer_ms(job),
         job.max_in_flight,
+        plan_schedule(job),
     )
     evaluator = Evaluator(setting)
     starts = [(chains, spare)]

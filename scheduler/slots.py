@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from .fleet import Group
 from .quotas import Chain, Evaluator
 
-_TRIES = 1200  # trades looked at in one round
-_ROUNDS = 40
+_TRIES = 600  # trades looked at in one round
+_BUDGET = 3000  # trades looked at in all rounds
 _LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbance
 
 
@@ -49,10 +49,10 @@ def traded(
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     capacity = evaluator.capacities(current, typical, span_ms)
-    for _ in range(_ROUNDS):
-        if expired():
-            break
+    looked_at = 0
+    while looked_at < _BUDGET and not expired():
         options = _trades(evaluator, current)
+        looked_at += len(options)
         if not options:
             break
         flat = [chain for _, _, one, other in options for chain in (one, other)]
@@ -99,12 +99,14 @@ def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[tuple[int, in
                 )
                 if all(pair):
                     found.append((rows[i], rows[j], *pair))
-        if len(found) > _TRIES:
-            break
+            if len(found) > _TRIES:
+                return found
     return found
 
 
 def _replaced(chain: Chain, old: int | None, new: int | None, groups: Sequence[Group]) -> Chain:
+    if old is not None and new is not None:  # of one column: the order stays
+        return tuple([new if g == old else g for g in chain])
     kept = [g for g in chain if g != old]
     if new is not None:
         kept.append(new)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from resihp.contracts import Schedule
+from resihp.pipeline.orders import most_in_flight
+
 Floats = NDArray[np.float64]
 
 
@@ -15,11 +18,13 @@ def one_f_one_b_spans(
     *,
     p2p: float = 0.0,
     max_in_flight: int | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Floats:
     """Span of each pipeline, the same as `resihp.pipeline.replay` gives.
 
     forward, backward  [pipeline, stage], time of one microbatch
     microbatches       [pipeline]
+    schedule           1F1B or eager 1F1B
 
     Round k runs forward k and the backward that follows it in every stage. Forwards of a round
     form a chain over the stages, which is a running maximum after the stages' own times are
@@ -29,13 +34,15 @@ def one_f_one_b_spans(
     f, b = np.asarray(forward, float), np.asarray(backward, float)
     counts = np.asarray(microbatches)[:, None]
     stages = f.shape[1]
-    cap = min(max_in_flight or stages, stages)
-    ahead = np.minimum(np.arange(stages, 0, -1), cap) - 1
+    ahead = np.array(most_in_flight(schedule, stages, max_in_flight)) - 1
+    lag = ahead - np.append(ahead[1:], 0)  # rounds since the stage behind ran the same backward
+    same, long_ago = np.flatnonzero(lag[:-1] == 0)[::-1], np.flatnonzero(lag[:-1] == 2)
     reach = np.cumsum(f, axis=1) + p2p * np.arange(stages)
     before = reach - f
     free = np.zeros_like(f)  # end of the last pass of each stage
     returned = np.zeros_like(f)  # end of its last backward
-    for round_ in range(int(counts.max(initial=0)) + cap - 1):
+    earlier = returned.copy()  # end of the one before
+    for round_ in range(int(counts.max(initial=0)) + int(ahead[0])):
         ends = reach + np.maximum.accumulate(free - before, axis=1)
         np.copyto(free, ends, where=round_ < counts)
         turn = round_ - ahead
@@ -43,8 +50,11 @@ def one_f_one_b_spans(
         arrival = returned + p2p
         arrival[:, :-1] = arrival[:, 1:]
         arrival[:, -1] = 0.0
+        if long_ago.size:
+            arrival[:, long_ago] = earlier[:, long_ago + 1] + p2p
+            earlier = returned.copy()
         ends = np.maximum(free, arrival) + b
-        for stage in range(stages - cap - 1, -1, -1):  # same turn as the stage behind
+        for stage in same:
             ends[:, stage] = np.maximum(free[:, stage], ends[:, stage + 1] + p2p) + b[:, stage]
         np.copyto(free, ends, where=runs)
         np.copyto(returned, ends, where=runs)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from resihp.contracts import Job, Layout, Plan
+from resihp.contracts import Job, Layout, Plan, Schedule
 from resihp.layout import Param, Parameters, holdings
 
-from .simulator import simulate
+from .costs import layer_cost, transfer_ms
+from .simulator import stage_times
+from .spans import one_f_one_b_spans
 
 _LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
 _LEAST_GAIN_QUOTAS = 0.005  # where nothing but quotas changes, which costs nothing
@@ -22,13 +24,34 @@ def is_worth_it(
     Nobody knows how long a device stays slow. A change whose cost is earned back within the
     horizon is never more than twice as dear as the best decision in hindsight (ski rental).
     """
-    now_ms = simulate(job, current.layout, current.quotas, speeds).step_ms
+    now_ms = present_ms(job, current, plan.schedule, speeds)
     saved_ms = now_ms - plan.step_ms
     if plan.layout == current.layout:
         return saved_ms > _LEAST_GAIN_QUOTAS * now_ms
     if saved_ms <= _LEAST_GAIN * now_ms:
         return False
     return saved_ms * horizon_steps > migration_ms(job, current.layout, plan.layout)
+
+
+def present_ms(job: Job, plan: Plan, schedule: Schedule, speeds: Mapping[int, float]) -> float:
+    """What a step of `plan` takes at these speeds; all of its ranks are alive."""
+    rows: dict[int, dict[tuple[tuple[float, ...], tuple[float, ...], int], None]]
+    rows = defaultdict(dict)
+    for replica, quota in zip(plan.layout.replicas, plan.quotas, strict=True):
+        forward, backward = stage_times(job, replica, speeds)
+        rows[len(forward)][tuple(forward), tuple(backward), quota] = None
+    spans = [
+        one_f_one_b_spans(
+            [forward for forward, _, _ in alike],
+            [backward for _, backward, _ in alike],
+            [quota for _, _, quota in alike],
+            p2p=transfer_ms(job),
+            max_in_flight=job.max_in_flight,
+            schedule=schedule,
+        ).max()
+        for alike in rows.values()
+    ]
+    return float(max(spans)) + layer_cost(job).step_ms
 
 
 def migration_ms(job: Job, old: Layout, new: Layout) -> float:

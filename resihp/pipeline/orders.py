@@ -38,6 +38,15 @@ class Pass:
     part: Part = Part.WHOLE
 
 
+def most_in_flight(
+    schedule: Schedule, stages: int, max_in_flight: int | None = None
+) -> tuple[int, ...]:
+    """Microbatches that each stage has begun and not finished at most, under 1F1B or eager 1F1B."""
+    each = 2 if schedule is Schedule.EAGER_1F1B else 1
+    behind = range(stages - 1, -1, -1)
+    return tuple(min(each * b + 1, max_in_flight or each * b + 1) for b in behind)
+
+
 @cache
 def stage_order(
     schedule: Schedule,
@@ -52,6 +61,8 @@ def stage_order(
 
     1F1B         PipeDream-Flush (Narayanan et al., 2021): as many forwards ahead as there are
                  stages behind, then one forward, one backward
+    EAGER_1F1B   1F1B with twice as many forwards ahead (Zhuang et al., 2023, 4.2), so that a
+                 stage has work while the stages behind take their time; it costs memory
     INTERLEAVED  `chunks` model chunks per stage (Narayanan et al., 2021, 2.2); groups of
                  microbatches may be larger than `stages`, so that any number of them runs
     ZERO_BUBBLE  ZB-H1 (Qi et al., 2024): split backward; weight halves are put off so far that
@@ -72,7 +83,7 @@ def stage_order(
     if chunks > 1:
         return _interleaved(stage, stages, microbatches, chunks, max_in_flight)
     cap = max_in_flight or stages
-    ahead = min(stages - stage, cap, microbatches) - 1
+    ahead = min(most_in_flight(schedule, stages, max_in_flight)[stage], microbatches) - 1
     if schedule is Schedule.ZERO_BUBBLE:
         return tuple(_zero_bubble(ahead, min(stages, cap) - ahead - 1, microbatches))
     return tuple(_one_f_one_b(ahead, microbatches))

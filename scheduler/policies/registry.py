@@ -36,6 +36,11 @@ def joint_split(job: Job, speeds: Speeds) -> Outcome:
     return replace(outcome, step_ms=step_ms)
 
 
+def joint_eager(job: Job, speeds: Speeds) -> Outcome:
+    """This scheduler's own plan for eager 1F1B, which holds more activations."""
+    return joint(replace(job, schedule=Schedule.EAGER_1F1B), speeds)
+
+
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
@@ -48,6 +53,7 @@ POLICIES: dict[str, Policy] = {
         Policy("malleus", "Malleus (Hetu), arXiv 2410.13333", malleus),
         Policy("resihp-rule", "ResiHP's three steps, arXiv 2605.06374", resihp_rule),
         Policy("joint", "this scheduler", joint),
+        Policy("joint-eager", "this scheduler, with eager 1F1B", joint_eager),
         Policy("joint-split", "this scheduler, with a split backward", joint_split),
     )
 }

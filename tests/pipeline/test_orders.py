@@ -119,3 +119,8 @@ def test_a_wrong_argument_is_named(arguments, field):
     with pytest.raises(ContractError) as caught:
         stage_order(Schedule.ONE_F_ONE_B, **arguments)
     assert caught.value.field == field
+
+
+def test_eager_1f1b_runs_twice_as_far_ahead():
+    assert [peak_in_flight(o) for o in orders(Schedule.EAGER_1F1B, 4, 12)] == [7, 5, 3, 1]
+    assert span(Schedule.EAGER_1F1B, 4, 12) == pytest.approx(15 * 3)
