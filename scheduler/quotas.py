@@ -16,13 +16,14 @@ from .layers import (
     candidates,
     every_partition,
     is_small,
+    most_layers,
     partition,
     polish,
     stage_times,
 )
 
 Chain = tuple[int, ...]  # group indices in pipeline order
-_POLISH_CELLS = 40_000  # chains x stages^2 beyond which single layer moves are not timed
+_POLISH_CELLS = 12_000  # chains x stages^2 beyond which single layer moves are not timed
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Evaluator:
         self._kinds = setting.fleet.kind.tolist()
         self._speed = 1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)
         self._best: dict[tuple[Chain, int], tuple[tuple[int, ...], float]] = {}
+        self._slowest: dict[tuple[Chain, int], float] = {}
 
     def signature(self, chain: Chain) -> Chain:
         """Equal for chains that cost the same."""
@@ -62,6 +64,10 @@ class Evaluator:
             self.prepare([(chain, microbatches)])
         return self._best[key]
 
+    def slowest(self, chain: Chain, microbatches: int) -> float:
+        """What the bottleneck stage of `best` needs for one microbatch."""
+        return self._slowest[self.signature(chain), microbatches]
+
     def prepare(self, wanted: Iterable[tuple[Chain, int]]) -> None:
         """Works out many at once, which is far quicker than one by one."""
         missing: dict[tuple[Chain, int], Chain] = {}
@@ -77,19 +83,34 @@ class Evaluator:
             counts = np.array([key[1] for key, _ in entries], np.int64)
             if is_small(self.setting.layers, stages):
                 layers, ends = every_partition(self.setting, rows, counts)
-                self._keep(entries, layers, ends)
+                self._keep(entries, rows, layers, ends)
                 continue
             layers, bounds = partition(self.setting, rows, counts)
             rounds = 0 if rows.size * stages > _POLISH_CELLS else 12
             layers, ends = polish(self.setting, rows, layers, counts, rounds=rounds)
             ends = np.where(np.isfinite(bounds), ends, np.inf)
-            self._keep(entries, layers, ends)
+            self._keep(entries, rows, layers, ends)
 
     def _keep(
-        self, entries: Sequence[tuple[tuple[Chain, int], Chain]], layers: Ints, ends: Floats
+        self,
+        entries: Sequence[tuple[tuple[Chain, int], Chain]],
+        rows: Ints,
+        layers: Ints,
+        ends: Floats,
     ) -> None:
-        for (key, _), held, end in zip(entries, layers.tolist(), ends.tolist(), strict=True):
-            self._best[key] = (tuple(held), end)
+        forward, backward = stage_times(self.setting, rows, layers)
+        slowest = (forward + backward).max(axis=1).tolist()
+        for row, (key, _) in enumerate(entries):
+            self._best[key] = (tuple(layers[row].tolist()), float(ends[row]))
+            self._slowest[key] = slowest[row]
+
+    def fits(self, chains: Sequence[Chain], microbatches: int) -> list[bool]:
+        """Whether the memory of each chain holds all layers."""
+        fit = []
+        for chain in chains:
+            most = most_layers(self.setting, np.array([chain]), np.array([microbatches]))
+            fit.append(bool(most.min() >= 1 and most.sum() >= self.setting.layers))
+        return fit
 
     def capacities(self, chains: Sequence[Chain], microbatches: int, span_ms: float) -> list[float]:
         """Microbatches (fractions allowed) that each chain can finish in `span_ms`, nearly.
@@ -151,12 +172,8 @@ def _in_proportion(evaluator: Evaluator, chains: Sequence[Chain], total: int) ->
 def _by_rate(evaluator: Evaluator, chains: Sequence[Chain], quotas: Sequence[int]) -> list[int]:
     """Every microbatch where it ends first, extrapolating the spans of `quotas`."""
     evaluator.prepare(zip(chains, quotas, strict=True))
-    evaluator.prepare((chain, quota + 1) for chain, quota in zip(chains, quotas, strict=True))
     spans = [evaluator.best(c, q)[1] for c, q in zip(chains, quotas, strict=True)]
-    rates = [
-        max(evaluator.best(c, q + 1)[1] - span, 1e-9)
-        for c, q, span in zip(chains, quotas, spans, strict=True)
-    ]
+    rates = [evaluator.slowest(c, q) for c, q in zip(chains, quotas, strict=True)]
     if not np.isfinite(spans).all():
         return list(quotas)
     offsets = [s - r * q for s, r, q in zip(spans, rates, quotas, strict=True)]

@@ -174,8 +174,7 @@ def _feasible(
         kept = sorted(chain, key=lambda g: (-evaluator.speed((g,)), g))[:total]
         trimmed.append(tuple(g for g in chain if g in kept))
         left += [g for g in chain if g not in kept]
-    evaluator.prepare((chain, typical) for chain in trimmed)
-    fits = [np.isfinite(evaluator.best(chain, typical)[1]) for chain in trimmed]
+    fits = evaluator.fits(trimmed, typical)
     if not any(fits):
         raise _out_of_memory(evaluator, trimmed[0], typical)
     for chain, fit in zip(trimmed, fits, strict=True):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from resihp.contracts import InfeasibleError, Job, Schedule
+from resihp.contracts import InfeasibleError, Job
 
 from ..planner import make_plan
-from ..simulator import simulate
 from .base import Outcome, Pause, Policy, Speeds
 from .malleus import malleus
 from .rerouting import recycle
 from .resihp_rule import resihp_rule
 from .simple import drop_replica, greyhound, nothing, restart
+from .split import split_backward
 from .templates import oobleck
 
 
@@ -29,16 +27,7 @@ def joint(job: Job, speeds: Speeds) -> Outcome:
 def joint_split(job: Job, speeds: Speeds) -> Outcome:
     """This scheduler's own plan, run with a split backward (ZB-H1) in place of 1F1B."""
     outcome = joint(job, speeds)
-    if outcome.layout is None:
-        return outcome
-    split = replace(job, schedule=Schedule.ZERO_BUBBLE)
-    step_ms = simulate(split, outcome.layout, outcome.quotas, speeds).step_ms
-    return replace(outcome, step_ms=step_ms)
-
-
-def joint_eager(job: Job, speeds: Speeds) -> Outcome:
-    """This scheduler's own plan for eager 1F1B, which holds more activations."""
-    return joint(replace(job, schedule=Schedule.EAGER_1F1B), speeds)
+    return outcome if outcome.layout is None else split_backward(job, outcome, speeds)
 
 
 POLICIES: dict[str, Policy] = {
