@@ -96,7 +96,7 @@ class Detector:
         return [self._verdict(at) for at in range(self._epoch.places.size)]
 
     def diagnosis(self) -> Diagnosis:
-        """Why the job is slow, from the last steps. Raises `ContractError` before the first."""
+        """Why the job is slow, from the last steps; nothing is named before the first."""
         from .diagnosis import diagnose
 
         return diagnose(self.job, self.job.layout, tuple(self._recent))
