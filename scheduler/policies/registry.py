@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from resihp.contracts import InfeasibleError, Job
+from dataclasses import replace
+
+from resihp.contracts import InfeasibleError, Job, Schedule
 
 from ..planner import make_plan
 from .base import Outcome, Pause, Policy, Speeds
@@ -28,6 +30,11 @@ def joint_split(job: Job, speeds: Speeds) -> Outcome:
     """This scheduler's own plan, run with a split backward (ZB-H1) in place of 1F1B."""
     outcome = joint(job, speeds)
     return outcome if outcome.layout is None else split_backward(job, outcome, speeds)
+
+
+def joint_eager(job: Job, speeds: Speeds) -> Outcome:
+    """This scheduler's own plan for eager 1F1B, which holds more activations."""
+    return joint(replace(job, schedule=Schedule.EAGER_1F1B), speeds)
 
 
 POLICIES: dict[str, Policy] = {
