@@ -5,6 +5,7 @@
 A figure of 1.0 means that the job lost no more throughput than the fleet lost speed. It can be
 above 1 where a plan also shortens the pipeline's filling and draining. Policies with a split
 backward (recycle, joint-split) are compared with each other; all are relative to fault-free 1F1B.
+joint-eager holds up to twice the activations; fault-free, eager 1F1B takes as long as 1F1B.
 Times are those of the processor, so that others on the same machine do not count.
 """
 
@@ -26,6 +27,7 @@ from scheduler import make_plan
 from scheduler.policies import outcome_of
 
 PEERS = ("nothing", "nvrx", "restart", "greyhound", "recycle", "oobleck", "malleus", "resihp-rule")
+VARIANTS = ("joint-eager", "joint-split")  # our plans for other schedules
 OURS = {name: "joint-split" if name == "recycle" else "joint" for name in PEERS}
 SCALES = ((256, 8, 4, 256), (1024, 8, 4, 1024), (8192, 16, 8, 2048), (65536, 16, 8, 16384))
 
