@@ -1,0 +1,95 @@
+"""`resihp plan` and `resihp simulate`: tables, JSON, and one clear line for what is wrong."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from resihp.cli import _plan, _simulate
+from resihp.cli._app import app
+
+JOB = """
+name = "small"
+microbatches = 16
+[layout]
+dp = 2
+pp = 2
+tp = 2
+layers = 8
+units = 8
+[cost]
+forward_ms = 1.0
+backward_ms = 2.0
+"""
+FAULTS = """
+hours = 1
+[[fault]]
+at_s = 600
+rank = 1
+speed = 0.5
+"""
+assert _plan.app is _simulate.app is app  # importing them registers both commands
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "faults.toml").write_text(FAULTS)
+
+    def invoke(*arguments):
+        files = {"JOB": tmp_path / "job.toml", "FAULTS": tmp_path / "faults.toml"}
+        return CliRunner().invoke(app, [str(files.get(a, a)) for a in arguments])
+
+    return invoke
+
+
+def test_a_plan_is_one_json_object(run):
+    result = run("plan", "JOB", "--speeds", '{"1": 0.5}', "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert document["plan"]["step_ms"] < document["present_step_ms"]
+    assert sum(document["plan"]["quotas"]) == 16
+
+
+def test_a_plan_is_a_table_with_reasons(run):
+    result = run("plan", "JOB", "--speeds", "[1, 0.5, 1, 1, 1, 1, 1, 1]")
+    assert result.exit_code == 0
+    assert "rank 1 runs at 50% of its speed" in result.stdout
+    assert "faster" in result.stdout
+
+
+def test_no_plan_names_what_binds(run):
+    result = run("plan", "JOB", "--speeds", json.dumps([0] * 8), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["constraint"] == "ranks"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "nowhere.toml"), "nowhere.toml"),
+        (("plan", "JOB", "--speeds", '{"1": "fast"}'), "speeds.1"),
+        (("plan", "JOB", "--speeds", '{"one": 1}'), "speeds.one"),
+        (("plan", "FAULTS"), "hours"),
+        (("simulate", "JOB", "--scenario", "JOB"), "name"),
+        (("simulate", "JOB", "--scenario", "FAULTS", "--policy", "magic"), "policy"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run, arguments, said):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_scenario_is_played_drawn_and_printed(run, tmp_path):
+    picture = tmp_path / "out.svg"
+    names = ("--policy", "nothing", "--policy", "joint")
+    result = run(
+        "simulate", "JOB", "--scenario", "FAULTS", *names, "--plot", str(picture), "--json"
+    )
+    assert result.exit_code == 0
+    goodput = {p["policy"]: p["goodput"] for p in json.loads(result.stdout)["policies"]}
+    assert goodput["nothing"] < goodput["joint"] <= 1.0
+    assert picture.read_bytes().startswith(b"<?xml")
+    assert "joint" in run(*played).stdout
