@@ -26,7 +26,7 @@ _UNKNOWN_OFFSET = 0.3
 """Prior spread of the offset of a rank that has no peers (log)."""
 _DRIFT = 0.002
 """Change of a healthy device against its past that nobody should be told about (log)."""
-_LEAST_HORIZON = 200_000
+_LEAST_HORIZON = 100_000
 """Steps of a device to a false name, at least."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""

@@ -12,7 +12,7 @@ class DetectorSettings:
     """How eager the detector is. The defaults hold for every job that we know of.
 
     horizon_steps        one false name per job in this many steps is accepted (on average), but
-                         never more than one in 200,000 steps of a device
+                         never more than one in 100,000 steps of a device
     suspect_steps        one false suspicion per device in this many steps is accepted
     min_slowdown         smaller slowdowns are never named
     confirm_steps        consecutive slow steps before a name
@@ -30,7 +30,7 @@ class DetectorSettings:
     probes_per_minute    most probes asked for; 0 forbids them
     """
 
-    horizon_steps: int = 3_000
+    horizon_steps: int = 1_500
     suspect_steps: int = 2_000
     min_slowdown: float = 1.02
     confirm_steps: int = 2
