@@ -17,7 +17,7 @@ def shares_for(
     take part, as runtimes without uneven shards need; as many as divide the units.
 
     >>> shares_for((1.0, 1.0, 0.5, 1.0), 8)
-    (2, 2, 1, 3)
+    (3, 2, 1, 2)
     >>> shares_for((1.0, 0.0, 0.1), 4)
     (4, 0, 0)
     """

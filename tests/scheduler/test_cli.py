@@ -85,9 +85,8 @@ def test_what_is_wrong_is_one_line(run, arguments, said):
 def test_a_scenario_is_played_drawn_and_printed(run, tmp_path):
     picture = tmp_path / "out.svg"
     names = ("--policy", "nothing", "--policy", "joint")
-    result = run(
-        "simulate", "JOB", "--scenario", "FAULTS", *names, "--plot", str(picture), "--json"
-    )
+    played = ("simulate", "JOB", "--scenario", "FAULTS", *names)
+    result = run(*played, "--plot", str(picture), "--json")
     assert result.exit_code == 0
     goodput = {p["policy"]: p["goodput"] for p in json.loads(result.stdout)["policies"]}
     assert goodput["nothing"] < goodput["joint"] <= 1.0
