@@ -25,7 +25,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35)
-_BISECTIONS = 44
+_FEWER_SLACK = (0.0, 0.03, 0.1)
+_BISECTIONS = 20
 _FEW = 60  # partitions of a chain up to which all of them are timed
 
 
@@ -68,13 +69,15 @@ def most_layers(setting: Setting, chains: Ints, microbatches: Ints) -> Ints:
     return np.asarray(np.minimum(most, setting.layers - stages + 1))
 
 
-def candidates(setting: Setting, chains: Ints, microbatches: Ints) -> tuple[Ints, Floats]:
+def candidates(
+    setting: Setting, chains: Ints, microbatches: Ints, *, few: bool = False
+) -> tuple[Ints, Floats]:
     """Layer partitions [candidate, chain, stage] and their bounds [candidate, chain].
 
     For a bottleneck W every stage could take `(W - extra) / w` layers; the least W that places all
     layers, found by bisection, is the exact optimum for many microbatches. A little more than it
     frees slow stages and shortens filling and draining. What is surplus goes from the slowest
-    stages, or from the fullest ones. Infeasible chains have the bound inf.
+    stages, or from the fullest ones. Infeasible chains have the bound inf. `few`: fewer candidates.
     """
     each = (setting.fleet.forward_ms + setting.fleet.backward_ms)[chains]
     extra = 3.0 * _extra(setting, chains)
@@ -83,7 +86,7 @@ def candidates(setting: Setting, chains: Ints, microbatches: Ints) -> tuple[Ints
     most = np.maximum(most, 1)
     least = _least_bottleneck(each, extra, most, setting.layers)
     found = []
-    for slack in _SLACK:
+    for slack in _FEWER_SLACK if few else _SLACK:
         room = _room(least * (1.0 + slack), each, extra, most)
         found.append(_without_surplus(room, -each, setting.layers))
         if slack == 0.0:
@@ -111,8 +114,12 @@ def _bounds(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) ->
 
 
 def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
-    low = np.zeros(len(each))
-    high: Floats = (extra + each * np.minimum(most, total)).max(axis=1)
+    """From what whole layers cannot beat, up to one layer more, or anything where memory binds."""
+    low = (total + (extra / each).sum(axis=1)) / (1.0 / each).sum(axis=1)
+    near = low + (each + extra).max(axis=1)
+    far: Floats = (extra + each * np.minimum(most, total)).max(axis=1)
+    high = np.where(_room(near, each, extra, most).sum(axis=1) >= total, near, far)
+    low = np.minimum(low, high)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2.0
         enough = _room(middle, each, extra, most).sum(axis=1) >= total

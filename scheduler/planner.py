@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
-
-import numpy as np
 
 from resihp.contracts import Job, Layout, Plan, Replica, Stage
 
-from .bounds import Pipelines, least_span
 from .costs import layer_cost
 from .reasons import reasons
-from .search import Found, search
+from .search import Found, bound_ms, search
 from .simulator import Speeds, speed_map
 from .switching import is_worth_it
 
@@ -51,7 +47,7 @@ def make_plan(
         quotas=found.division.quotas,
         from_step=from_step,
         step_ms=step_ms,
-        bound_ms=min(step_ms, _bound_ms(found) + fixed_ms),
+        bound_ms=min(step_ms, bound_ms(found) + fixed_ms),
         schedule=found.evaluator.setting.schedule,
         reason=reasons(job, current, planned, found.division.quotas, known),
     )
@@ -106,21 +102,3 @@ def _layout(found: Found) -> Layout:
             start += count
         replicas.append(Replica(tuple(stages)))
     return Layout(tuple(replicas))
-
-
-def _bound_ms(found: Found) -> float:
-    """Bound of the groups where they are; embedding and head count as work of any stage."""
-    setting = found.evaluator.setting
-    fleet = setting.fleet
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for index, chain in enumerate(found.chains):
-        by_length[len(chain)].append(index)
-    parts = []
-    for indices in by_length.values():
-        rows = np.array([found.chains[i] for i in indices], np.int64)
-        speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[rows]
-        ends = fleet.embedding_ms[rows[:, 0]] * speeds[:, 0]
-        ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
-        quotas = np.array([found.division.quotas[i] for i in indices], np.int64)
-        parts.append(Pipelines(speeds, setting.layers + 3.0 * ends, quotas))
-    return least_span(parts, setting.schedule)

@@ -24,6 +24,7 @@ from .layers import (
 
 Chain = tuple[int, ...]  # group indices in pipeline order
 _POLISH_CELLS = 12_000  # chains x stages^2 beyond which single layer moves are not timed
+_WHOLE = 0.7  # weight of complete microbatches
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,19 @@ class Evaluator:
             fit.append(bool(most.min() >= 1 and most.sum() >= self.setting.layers))
         return fit
 
-    def capacities(self, chains: Sequence[Chain], microbatches: int, span_ms: float) -> list[float]:
+    def capacities(
+        self,
+        chains: Sequence[Chain],
+        microbatches: int,
+        span_ms: float,
+        *,
+        whole: bool = False,
+    ) -> list[float]:
         """Microbatches (fractions allowed) that each chain can finish in `span_ms`, nearly.
 
         Extrapolated from the bound for `microbatches` with the bottleneck stage's time for each
         further one, over the best of the candidate partitions. 0 where a chain is infeasible.
+        `whole` weighs complete microbatches more than parts of one.
         """
         signatures = [self.signature(chain) for chain in chains]
         by_length: dict[int, dict[Chain, Chain]] = defaultdict(dict)
@@ -126,11 +135,13 @@ class Evaluator:
         for stages, distinct in by_length.items():
             rows = np.array(list(distinct.values()), np.int64).reshape(-1, stages)
             counts = np.full(len(rows), microbatches)
-            layers, bounds = candidates(self.setting, rows, counts)
+            layers, bounds = candidates(self.setting, rows, counts, few=True)
             forward, backward = stage_times(self.setting, rows, layers)
             slowest = (forward + backward).max(axis=2)
             capacity = microbatches + (span_ms - bounds) / slowest
             best = np.maximum(np.where(np.isfinite(bounds), capacity, 0.0).max(axis=0), 0.0)
+            if whole:
+                best = _WHOLE * np.floor(best + 1e-9) + (1.0 - _WHOLE) * best
             known.update(zip(distinct, best.tolist(), strict=True))
         return [known[signature] for signature in signatures]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
+from .bounds import Pipelines, least_span
 from .costs import transfer_ms
 from .exhaustive import exhaustive
 from .fleet import Fleet, Group, GroupMaker, muster, share_units
@@ -17,6 +19,8 @@ from .memory import Footprint
 from .quotas import Chain, Division, Evaluator, divide
 from .slots import gathered, inserted, thinned, traded
 
+_CLOSE = 2e-3  # a gap that is not worth a further search
+_AIMS = (0.998, 0.99, 0.98)
 _WORTH = 1e-3  # an arrangement must be better than a tidier one by this much
 
 
@@ -27,6 +31,24 @@ class Found:
     evaluator: Evaluator
     chains: tuple[Chain, ...]
     division: Division
+
+
+def bound_ms(found: Found) -> float:
+    """Bound of the groups where they are; embedding and head count as work of any stage."""
+    setting = found.evaluator.setting
+    fleet = setting.fleet
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, chain in enumerate(found.chains):
+        by_length[len(chain)].append(index)
+    parts = []
+    for indices in by_length.values():
+        rows = np.array([found.chains[i] for i in indices], np.int64)
+        speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[rows]
+        ends = fleet.embedding_ms[rows[:, 0]] * speeds[:, 0]
+        ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
+        quotas = np.array([found.division.quotas[i] for i in indices], np.int64)
+        parts.append(Pipelines(speeds, setting.layers + 3.0 * ends, quotas))
+    return least_span(parts, setting.schedule)
 
 
 def search(
@@ -101,7 +123,7 @@ def _search(
     best: Found | None = None
     failure: InfeasibleError | None = None
     for given, left in starts:
-        if best is not None and expired():
+        if best is not None and (expired() or _gap(best) < _CLOSE):
             break
         try:
             found = _improved(evaluator, given, left, job.microbatches, expired)
@@ -112,6 +134,7 @@ def _search(
     if best is None:
         assert failure is not None
         raise failure
+    best = _refined(best, job.microbatches, expired)
     exact = exhaustive(evaluator, len(chains), job.microbatches)
     if exact and exact[1].span_ms < best.division.span_ms * (1 - 1e-9):
         return Found(evaluator, *exact)
@@ -161,6 +184,26 @@ def _improved(
     if again.span_ms < division.span_ms or len(chains) != len(division.quotas) or spare:
         found = Found(evaluator, tuple(chains), again)
     return _without_hopeless(found, microbatches, expired)
+
+
+def _gap(found: Found) -> float:
+    return found.division.span_ms / bound_ms(found) - 1.0
+
+
+def _refined(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
+    """Trades that aim at a little less time than was reached, counting whole microbatches.
+
+    Where groups cannot be used better in place, the bound says so, and nothing is tried.
+    """
+    for aim in _AIMS:
+        if expired() or _gap(found) < _CLOSE or len(found.chains) == 1:
+            break
+        aim_ms = aim * found.division.span_ms
+        chains = traded(found.evaluator, found.chains, microbatches, aim_ms, expired, whole=True)
+        division = divide(found.evaluator, chains, microbatches, expired)
+        if division.span_ms < found.division.span_ms:
+            found = Found(found.evaluator, tuple(chains), division)
+    return found
 
 
 def _feasible(

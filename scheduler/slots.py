@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from .fleet import Group
 from .quotas import Chain, Evaluator
 
-_TRIES = 600  # trades looked at in one round
-_BUDGET = 3000  # trades looked at in all rounds
+_TRIES = 1200  # trades looked at in one round
+_BUDGET = 4000  # trades looked at in all rounds
 _LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbance
+
+_Trade = tuple[int, int, Chain, Chain]  # two replicas and their chains after it
 
 
 def gathered(
@@ -41,14 +43,18 @@ def traded(
     microbatches: int,
     span_ms: float,
     expired: Callable[[], bool],
+    *,
+    whole: bool = False,
 ) -> list[Chain]:
     """Trades of one column between two replicas as long as the fleet can do more in `span_ms`.
 
-    Each round applies the best trades that do not touch the same replica.
+    Groups swap sides, or one goes over alone, which makes one replica longer and one shorter. Each
+    round applies the best trades that do not touch the same replica. `whole`: microbatches that
+    are complete by then count more than parts of them.
     """
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
-    capacity = evaluator.capacities(current, typical, span_ms)
+    capacity = evaluator.capacities(current, typical, span_ms, whole=whole)
     looked_at = 0
     while looked_at < _BUDGET and not expired():
         options = _trades(evaluator, current)
@@ -56,7 +62,7 @@ def traded(
         if not options:
             break
         flat = [chain for _, _, one, other in options for chain in (one, other)]
-        after = evaluator.capacities(flat, typical, span_ms)
+        after = evaluator.capacities(flat, typical, span_ms, whole=whole)
         gains = [
             (after[2 * k] + after[2 * k + 1] - capacity[a] - capacity[b], k)
             for k, (a, b, _, _) in enumerate(options)
@@ -76,41 +82,50 @@ def traded(
     return current
 
 
-def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[tuple[int, int, Chain, Chain]]:
+def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[_Trade]:
     """Trades that change something, of the first replica of every distinct chain."""
-    groups = evaluator.setting.fleet.groups
-    kinds = evaluator.setting.fleet.kind
+    columns = [group.column for group in evaluator.setting.fleet.groups]
     firsts: dict[Chain, int] = {}
     for index, chain in enumerate(chains):
         firsts.setdefault(evaluator.signature(chain), index)
     rows = list(firsts.values())
-    at = [{groups[g].column: g for g in chains[row]} for row in rows]
-    found: list[tuple[int, int, Chain, Chain]] = []
+    at = [{columns[g]: g for g in chains[row]} for row in rows]
+    found: list[_Trade] = []
     for distance in range(1, len(rows)):
         for i in range(len(rows) - distance):
             j = i + distance
             for column in sorted({*at[i], *at[j]}):
-                one, other = at[i].get(column), at[j].get(column)
-                if one is not None and other is not None and kinds[one] == kinds[other]:
-                    continue
-                pair = (
-                    _replaced(chains[rows[i]], one, other, groups),
-                    _replaced(chains[rows[j]], other, one, groups),
-                )
-                if all(pair):
-                    found.append((rows[i], rows[j], *pair))
+                given, taken = at[i].get(column), at[j].get(column)
+                for one, other in _exchanges(evaluator, given, taken):
+                    pair = (
+                        _replaced(chains[rows[i]], one, other, columns),
+                        _replaced(chains[rows[j]], other, one, columns),
+                    )
+                    if all(pair):
+                        found.append((rows[i], rows[j], *pair))
             if len(found) > _TRIES:
                 return found
     return found
 
 
-def _replaced(chain: Chain, old: int | None, new: int | None, groups: Sequence[Group]) -> Chain:
+def _exchanges(
+    evaluator: Evaluator, one: int | None, other: int | None
+) -> list[tuple[int | None, int | None]]:
+    """A swap of two groups, and either group alone changing sides."""
+    if one is None or other is None:
+        return [(one, other)]
+    kinds = evaluator.setting.fleet.kind
+    swap: list[tuple[int | None, int | None]] = [(one, other)] if kinds[one] != kinds[other] else []
+    return [*swap, (one, None), (None, other)]
+
+
+def _replaced(chain: Chain, old: int | None, new: int | None, columns: Sequence[int]) -> Chain:
     if old is not None and new is not None:  # of one column: the order stays
         return tuple([new if g == old else g for g in chain])
     kept = [g for g in chain if g != old]
     if new is not None:
         kept.append(new)
-    return tuple(sorted(kept, key=lambda g: (groups[g].column, g)))
+    return tuple(sorted(kept, key=lambda g: (columns[g], g)))
 
 
 def inserted(
@@ -121,12 +136,12 @@ def inserted(
     span_ms: float,
 ) -> list[Chain]:
     """Groups without a replica, each put as one more stage where it adds most; else left idle."""
-    groups = evaluator.setting.fleet.groups
+    columns = [group.column for group in evaluator.setting.fleet.groups]
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     for group in spare:
         before = evaluator.capacities(current, typical, span_ms)
-        options = [_replaced(chain, None, group, groups) for chain in current]
+        options = [_replaced(chain, None, group, columns) for chain in current]
         after = evaluator.capacities(options, typical, span_ms)
         gain, index = max((after[i] - before[i], -i) for i in range(len(current)))
         if gain > _LEAST_GAIN:
