@@ -20,7 +20,8 @@ from .quotas import Chain, Division, Evaluator, divide
 from .slots import gathered, inserted, thinned, traded
 
 _CLOSE = 2e-3  # a gap that is not worth a further search
-_AIMS = (0.998, 0.99, 0.98)
+_AIMS = (1.0, 0.99, 0.998, 0.98)
+_FEW_REPLICAS = 12  # up to which two trades are tried even where the gap is small
 _WORTH = 1e-3  # an arrangement must be better than a tidier one by this much
 
 
@@ -113,20 +114,32 @@ def _search(
         plan_schedule(job),
     )
     evaluator = Evaluator(setting)
-    starts = [(chains, spare)]
-    speed = (1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)).tolist()
-    together = gathered(chains, groups, speed)
-    if [evaluator.signature(c) for c in together] != [evaluator.signature(c) for c in chains]:
-        starts.append((together, spare))
+    starts = [(chains, spare), (gathered(evaluator, chains), spare)]
     if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
+    best = _best_start(evaluator, starts, job.microbatches, expired)
+    best = _refined(best, job.microbatches, expired)
+    best = _without_hopeless(best, job.microbatches, expired)
+    exact = exhaustive(evaluator, len(chains), job.microbatches)
+    if exact and exact[1].span_ms < best.division.span_ms * (1 - 1e-9):
+        return Found(evaluator, *exact)
+    return best
+
+
+def _best_start(
+    evaluator: Evaluator,
+    starts: Sequence[tuple[Sequence[Chain], Sequence[int]]],
+    microbatches: int,
+    expired: Callable[[], bool],
+) -> Found:
+    """The best of arrangements of chains and groups without a replica."""
     best: Found | None = None
     failure: InfeasibleError | None = None
-    for given, left in starts:
+    for chains, spare in starts:
         if best is not None and (expired() or _gap(best) < _CLOSE):
             break
         try:
-            found = _improved(evaluator, given, left, job.microbatches, expired)
+            found = _started(evaluator, chains, spare, microbatches, expired)
         except InfeasibleError as error:
             failure = failure or error
             continue
@@ -134,10 +147,6 @@ def _search(
     if best is None:
         assert failure is not None
         raise failure
-    best = _refined(best, job.microbatches, expired)
-    exact = exhaustive(evaluator, len(chains), job.microbatches)
-    if exact and exact[1].span_ms < best.division.span_ms * (1 - 1e-9):
-        return Found(evaluator, *exact)
     return best
 
 
@@ -160,30 +169,25 @@ def _arrange(
     return groups, [chain for chain in chains if chain], spare
 
 
-def _improved(
+def _started(
     evaluator: Evaluator,
     chains: Sequence[Chain],
     spare: Sequence[int],
     microbatches: int,
     expired: Callable[[], bool],
 ) -> Found:
+    """An arrangement without replicas that do not fit and stages that hurt; all groups placed."""
     chains, left = _feasible(evaluator, chains, microbatches)
     if microbatches < len(chains):
         raise InfeasibleError(
             "microbatches", f"{microbatches} microbatches are fewer than {len(chains)} replicas"
         )
-    spare = [*spare, *left]
     chains = thinned(evaluator, chains, microbatches)
     division = divide(evaluator, chains, microbatches, expired)
-    if spare:
-        chains = inserted(evaluator, chains, spare, microbatches, division.span_ms)
-    found = Found(evaluator, tuple(chains), division)
-    if not expired():
-        chains = traded(evaluator, chains, microbatches, division.span_ms, expired)
-    again = divide(evaluator, chains, microbatches, expired)
-    if again.span_ms < division.span_ms or len(chains) != len(division.quotas) or spare:
-        found = Found(evaluator, tuple(chains), again)
-    return _without_hopeless(found, microbatches, expired)
+    if spare or left:
+        chains = inserted(evaluator, chains, [*spare, *left], microbatches, division.span_ms)
+        division = divide(evaluator, chains, microbatches, expired)
+    return Found(evaluator, tuple(chains), division)
 
 
 def _gap(found: Found) -> float:
@@ -191,18 +195,20 @@ def _gap(found: Found) -> float:
 
 
 def _refined(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
-    """Trades that aim at a little less time than was reached, counting whole microbatches.
+    """Trades that aim at a little less time than was reached, then counting whole microbatches.
 
     Where groups cannot be used better in place, the bound says so, and nothing is tried.
     """
-    for aim in _AIMS:
-        if expired() or _gap(found) < _CLOSE or len(found.chains) == 1:
+    for index, aim in enumerate(_AIMS):
+        few = len(found.chains) <= _FEW_REPLICAS and index < 2
+        if expired() or len(found.chains) == 1 or (not few and _gap(found) < _CLOSE):
             break
-        aim_ms = aim * found.division.span_ms
-        chains = traded(found.evaluator, found.chains, microbatches, aim_ms, expired, whole=True)
-        division = divide(found.evaluator, chains, microbatches, expired)
+        evaluator, aim_ms = found.evaluator, aim * found.division.span_ms
+        whole = aim < 1.0
+        chains = traded(evaluator, found.chains, microbatches, aim_ms, expired, whole=whole)
+        division = divide(evaluator, chains, microbatches, expired)
         if division.span_ms < found.division.span_ms:
-            found = Found(found.evaluator, tuple(chains), division)
+            found = Found(evaluator, tuple(chains), division)
     return found
 
 

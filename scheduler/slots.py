@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from .fleet import Group
 from .quotas import Chain, Evaluator
 
 _TRIES = 1200  # trades looked at in one round
@@ -20,18 +19,19 @@ _LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbanc
 _Trade = tuple[int, int, Chain, Chain]  # two replicas and their chains after it
 
 
-def gathered(
-    chains: Sequence[Chain], groups: Sequence[Group], speed: Sequence[float]
-) -> list[Chain]:
-    """Each column's groups dealt out by speed: the fastest to the first replica that has that
-    column, so that slow groups and gaps meet in the last ones."""
+def gathered(evaluator: Evaluator, chains: Sequence[Chain]) -> list[Chain]:
+    """Each column's groups dealt out by speed, the fastest to the first replica that has it.
+
+    So slow groups and gaps meet in the last replicas.
+    """
+    groups = evaluator.setting.fleet.groups
     columns: dict[int, list[int]] = defaultdict(list)
     for chain in chains:
         for group in chain:
             columns[groups[group].column].append(group)
     fresh: list[list[int]] = [[] for _ in chains]
     for members in (columns[c] for c in sorted(columns)):
-        members.sort(key=lambda g: (-speed[g], g))
+        members.sort(key=lambda g: (-evaluator.speed((g,)), g))
         for index, group in enumerate(members):
             fresh[index % len(fresh)].append(group)
     return [tuple(chain) for chain in fresh if chain]
