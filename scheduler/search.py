@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .fleet import Fleet, Group, GroupMaker, muster, share_units
 from .layers import Setting, most_layers
 from .memory import Footprint
 from .quotas import Chain, Division, Evaluator, divide
-from .slots import gathered, inserted, thinned, traded
+from .slots import gathered, inserted, settled, thinned, traded
 
 _CLOSE = 2e-3  # a gap that is not worth a further search
 _AIMS = (1.0, 0.99, 0.998, 0.98)
@@ -122,8 +122,8 @@ def _search(
     best = _without_hopeless(best, job.microbatches, expired)
     exact = exhaustive(evaluator, len(chains), job.microbatches)
     if exact and exact[1].span_ms < best.division.span_ms * (1 - 1e-9):
-        return Found(evaluator, *exact)
-    return best
+        best = Found(evaluator, *exact)
+    return replace(best, chains=tuple(settled(evaluator, chains, best.chains)))
 
 
 def _best_start(

@@ -7,7 +7,7 @@ chains whose layers divide with less left over.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from .quotas import Chain, Evaluator
@@ -173,3 +173,30 @@ def thinned(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) ->
         for index in active:
             current[index] = trial[index]
     return current
+
+
+def settled(evaluator: Evaluator, before: Sequence[Chain], chains: Sequence[Chain]) -> list[Chain]:
+    """The same chains with their groups, as far as possible, in the replica that they were in.
+
+    Groups of a column that cost the same are interchangeable.
+    """
+    fleet = evaluator.setting.fleet
+    kinds = fleet.kind.tolist()
+    alike = [(group.column, kind) for group, kind in zip(fleet.groups, kinds, strict=True)]
+    home = {group: index for index, chain in enumerate(before) for group in chain}
+    at_home: dict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
+    for chain in chains:
+        for group in sorted(chain, reverse=True):
+            at_home[alike[group], home.get(group, -1)].append(group)
+    kept: list[list[int | None]] = []
+    for chain in chains:
+        origin = Counter(home.get(group, -1) for group in chain).most_common(1)[0][0]
+        own = [at_home[alike[group], origin] for group in chain]
+        kept.append([groups.pop() if groups else None for groups in own])
+    away: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for (key, _), groups in sorted(at_home.items(), reverse=True):
+        away[key] += groups
+    return [
+        tuple([away[alike[g]].pop() if k is None else k for g, k in zip(chain, row, strict=True)])
+        for chain, row in zip(chains, kept, strict=True)
+    ]

@@ -162,6 +162,16 @@ def test_a_slow_member_keeps_a_small_share():
     assert dict(zip(stage.ranks, stage.shares, strict=True)) == {0: 5, 1: 3}
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_devices_far_from_the_fault_stay_where_they_are(seed):
+    one = job(dp=8, pp=4, tp=2, layers=16, microbatches=128)
+    speeds = scatter(random.Random(seed), one, 2, 1)
+    plan = make_plan(one, speeds)
+    before = {p.rank: (p.dp, p.pp) for p in one.layout.places()}
+    stayed = [p for p in plan.layout.places() if before[p.rank] == (p.dp, p.pp)]
+    assert len(stayed) >= 48  # of 64; every fault may make a few trades worth it
+
+
 def test_a_member_that_hurts_is_left_out():
     assert 1 not in make_plan(job(), {1: 0.05}).layout.ranks
 
