@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, LayerCost, Layout
+from resihp.contracts import Job, LayerCost, Layout, Schedule
 
+from .bounds import Pipelines, least_span
 from .costs import GroupCost, group_cost, layer_cost
 from .shares import shares_for
 
@@ -61,6 +62,52 @@ class Fleet:
         forward, backward, embedding, head, widest = np.array(rows, float).reshape(-1, 5).T
         numbered = np.array(kind, np.intp)
         return cls(tuple(groups), forward, backward, embedding, head, widest, numbered)
+
+
+def chains_bound(
+    fleet: Fleet,
+    chains: Sequence[Sequence[int]],
+    quotas: Sequence[int],
+    layers: int,
+    schedule: Schedule,
+) -> float:
+    """Least step time of chains of groups under any layers and quotas of the same sum.
+
+    The groups stay where they are with the shares that they have; embedding and head count as work
+    that any stage may do.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, chain in enumerate(chains):
+        by_length[len(chain)].append(index)
+    parts = []
+    for indices in by_length.values():
+        rows = np.array([chains[i] for i in indices], np.int64)
+        speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[rows]
+        ends = fleet.embedding_ms[rows[:, 0]] * speeds[:, 0]
+        ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
+        counts = np.array([quotas[i] for i in indices], np.int64)
+        parts.append(Pipelines(speeds, layers + 3.0 * ends, counts))
+    return least_span(parts, schedule)
+
+
+def layout_bound(
+    job: Job,
+    layout: Layout,
+    quotas: Sequence[int],
+    schedule: Schedule,
+    speeds: Mapping[int, float],
+) -> float:
+    """`chains_bound` of the groups of a layout, all of whose ranks are alive."""
+    cost = layer_cost(job)
+    groups: list[Group] = []
+    chains: list[Sequence[int]] = []
+    for replica in layout.replicas:
+        chains.append(range(len(groups), len(groups) + len(replica.stages)))
+        for index, stage in enumerate(replica.stages):
+            values = [speeds.get(rank, 1.0) for rank in stage.ranks]
+            timed = group_cost(job, cost, stage.shares, values, stage.ranks)
+            groups.append(Group(stage.ranks, stage.shares, index, timed))
+    return chains_bound(Fleet.of(groups), chains, quotas, layout.layers, schedule) + cost.step_ms
 
 
 def share_units(job: Job, layout: Layout) -> int:

@@ -11,7 +11,7 @@ from .costs import layer_cost
 from .reasons import reasons
 from .search import Found, bound_ms, search
 from .simulator import Speeds, speed_map
-from .switching import is_worth_it
+from .switching import choose
 
 
 def make_plan(
@@ -65,9 +65,10 @@ def replan(
 ) -> Plan | None:
     """A plan better than `current` under `speeds`; None where the change does not pay.
 
-    A change pays if what it saves over `horizon_steps` is more than what the migration costs, and
-    if it is no mere flicker between two nearly equal plans. A dead rank in the current layout
-    always leads to a plan. Raises `InfeasibleError`.
+    A new layout pays if what it saves over `horizon_steps` is more than what the migration costs,
+    and if it is no mere flicker between two nearly equal plans; where it does not, other quotas
+    may, which move nothing. A dead rank in the current layout always leads to a plan. Raises
+    `InfeasibleError`.
     """
     known = speed_map(speeds)
     plan = make_plan(
@@ -81,7 +82,7 @@ def replan(
     )
     if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
         return plan
-    return plan if is_worth_it(job, current, plan, known, horizon_steps) else None
+    return choose(job, current, plan, known, horizon_steps)
 
 
 def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:

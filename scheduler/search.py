@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +9,9 @@ import numpy as np
 
 from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
-from .bounds import Pipelines, least_span
 from .costs import transfer_ms
 from .exhaustive import exhaustive
-from .fleet import Fleet, Group, GroupMaker, muster, share_units
+from .fleet import Fleet, Group, GroupMaker, chains_bound, muster, share_units
 from .layers import Setting, most_layers
 from .memory import Footprint
 from .quotas import Chain, Division, Evaluator, divide
@@ -35,21 +33,11 @@ class Found:
 
 
 def bound_ms(found: Found) -> float:
-    """Bound of the groups where they are; embedding and head count as work of any stage."""
+    """Certified bound of an arrangement; see `chains_bound`."""
     setting = found.evaluator.setting
-    fleet = setting.fleet
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for index, chain in enumerate(found.chains):
-        by_length[len(chain)].append(index)
-    parts = []
-    for indices in by_length.values():
-        rows = np.array([found.chains[i] for i in indices], np.int64)
-        speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[rows]
-        ends = fleet.embedding_ms[rows[:, 0]] * speeds[:, 0]
-        ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
-        quotas = np.array([found.division.quotas[i] for i in indices], np.int64)
-        parts.append(Pipelines(speeds, setting.layers + 3.0 * ends, quotas))
-    return least_span(parts, setting.schedule)
+    return chains_bound(
+        setting.fleet, found.chains, found.division.quotas, setting.layers, setting.schedule
+    )
 
 
 def search(

@@ -4,54 +4,48 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
-from resihp.contracts import Job, Layout, Plan, Schedule
+from resihp.contracts import Job, Layout, Plan
 from resihp.layout import Param, Parameters, holdings
 
-from .costs import layer_cost, transfer_ms
-from .simulator import stage_times
-from .spans import one_f_one_b_spans
+from .fleet import layout_bound
+from .reasons import reasons
+from .requota import Replicas
 
 _LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
 _LEAST_GAIN_QUOTAS = 0.005  # where nothing but quotas changes, which costs nothing
 
 
-def is_worth_it(
+def choose(
     job: Job, current: Plan, plan: Plan, speeds: Mapping[int, float], horizon_steps: int
-) -> bool:
-    """Whether `plan` saves more over `horizon_steps` than it costs to get there.
+) -> Plan | None:
+    """`plan`, or other quotas for the current layout, or None; all current ranks are alive.
 
-    Nobody knows how long a device stays slow. A change whose cost is earned back within the
-    horizon is never more than twice as dear as the best decision in hindsight (ski rental).
+    Other quotas cost nothing, so they are taken for a small gain. A new layout must gain more than
+    what the speeds are known to, beyond what quotas alone gain, and must earn back within
+    `horizon_steps` what its moves cost.
     """
-    now_ms = present_ms(job, current, plan.schedule, speeds)
-    saved_ms = now_ms - plan.step_ms
-    if plan.layout == current.layout:
-        return saved_ms > _LEAST_GAIN_QUOTAS * now_ms
-    if saved_ms <= _LEAST_GAIN * now_ms:
-        return False
-    return saved_ms * horizon_steps > migration_ms(job, current.layout, plan.layout)
-
-
-def present_ms(job: Job, plan: Plan, schedule: Schedule, speeds: Mapping[int, float]) -> float:
-    """What a step of `plan` takes at these speeds; all of its ranks are alive."""
-    rows: dict[int, dict[tuple[tuple[float, ...], tuple[float, ...], int], None]]
-    rows = defaultdict(dict)
-    for replica, quota in zip(plan.layout.replicas, plan.quotas, strict=True):
-        forward, backward = stage_times(job, replica, speeds)
-        rows[len(forward)][tuple(forward), tuple(backward), quota] = None
-    spans = [
-        one_f_one_b_spans(
-            [forward for forward, _, _ in alike],
-            [backward for _, backward, _ in alike],
-            [quota for _, _, quota in alike],
-            p2p=transfer_ms(job),
-            max_in_flight=job.max_in_flight,
-            schedule=schedule,
-        ).max()
-        for alike in rows.values()
-    ]
-    return float(max(spans)) + layer_cost(job).step_ms
+    replicas = Replicas(job, current.layout, plan.schedule, speeds)
+    now_ms = replicas.step_ms(current.quotas)
+    quotas = replicas.best_quotas(current.quotas)
+    cheap_ms = replicas.step_ms(quotas)
+    saved_ms = cheap_ms - plan.step_ms
+    clear = plan.layout != current.layout and saved_ms > _LEAST_GAIN * now_ms
+    if clear and saved_ms * horizon_steps > migration_ms(job, current.layout, plan.layout):
+        return plan
+    if now_ms - cheap_ms <= _LEAST_GAIN_QUOTAS * now_ms:
+        return None
+    bound_ms = layout_bound(job, current.layout, quotas, plan.schedule, speeds)
+    told = reasons(job, current.layout, current.layout, quotas, speeds)
+    return replace(
+        plan,
+        layout=current.layout,
+        quotas=quotas,
+        step_ms=cheap_ms,
+        bound_ms=min(bound_ms, cheap_ms),
+        reason=(*told, "a new layout would not pay for its moves"),
+    )
 
 
 def migration_ms(job: Job, old: Layout, new: Layout) -> float:

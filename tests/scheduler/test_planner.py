@@ -239,6 +239,26 @@ def test_replan_leaves_a_good_plan_alone():
     assert replan(one, second, {3: 0.5}, step=9) is None
 
 
+def test_where_moving_is_too_dear_only_quotas_change():
+    one = Job(
+        name="test",
+        layout=Layout.grid(dp=2, pp=2, tp=1, layers=8, units=8),
+        microbatches=16,
+        model=SHAPE,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+    )
+    first = make_plan(one, {})
+    free = replan(one, first, {2: 0.4}, step=1)
+    assert free.layout != first.layout
+    dear = replan(one, first, {2: 0.4}, step=1, horizon_steps=0)
+    assert dear.layout == first.layout
+    assert dear.quotas != first.quotas
+    assert sum(dear.quotas) == 16
+    assert dear.step_ms == pytest.approx(simulate(one, dear.layout, dear.quotas, {2: 0.4}).step_ms)
+    assert free.step_ms < dear.step_ms
+    assert replan(one, dear, {2: 0.4}, step=2, horizon_steps=0) is None
+
+
 def test_replan_always_answers_a_death():
     one = job()
     plan = replan(one, make_plan(one, {}), {3: 0.0}, step=5)
