@@ -26,11 +26,11 @@ class Row:
 ROWS = [Row(m, s, d) for m in (64, 256, 512) for s in (1, 4, 16) for d in (0, 4, 8)]
 
 
-def job_of(microbatches: int, *, dp: int = 8, pp: int = 8, tp: int = 4) -> Job:
+def job_of(microbatches: int, *, dp: int = 8, pp: int = 8, tp: int = 4, units: int = HEADS) -> Job:
     """80 layers, no cost but computing: what is measured is the quality of decisions."""
     return Job(
         name="planner",
-        layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=80, units=HEADS),
+        layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=80, units=units),
         microbatches=microbatches,
         cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
         links=Links(latency_ms=0.0),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._planner_cases import ROWS, Row, faults, job_of, remaining
+from benchmarks._planner_cases import HEADS, ROWS, Row, faults, job_of, remaining
 from benchmarks._report import machine, print_table, write_json
 from resihp.contracts import Job, Layout
 from scheduler import make_plan
@@ -38,11 +38,14 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="every third row, two seeds")
+    parser.add_argument(
+        "--units", type=int, default=HEADS, help="of a share: heads, or KV groups (a 70B has 8)"
+    )
     options = parser.parse_args()
     print(machine())
     rows = ROWS[::3] if options.quick else ROWS
     seeds = 2 if options.quick else options.seeds
-    results = [_row(row, seeds) for row in rows]
+    results = [_row(row, seeds, options.units) for row in rows]
     _print_quality(rows, results)
     _print_ratios(rows, results)
     scales = [_scale(*scale) for scale in SCALES]
@@ -52,9 +55,9 @@ def main() -> None:
         write_json(options.json, {"rows": named, "scales": scales, "seeds": seeds})
 
 
-def _row(row: Row, seeds: int) -> dict[str, Any]:
+def _row(row: Row, seeds: int, units: int) -> dict[str, Any]:
     """Fractions of the remaining speed and milliseconds, by policy and seed; and our gaps."""
-    job = job_of(row.microbatches)
+    job = job_of(row.microbatches, units=units)
     healthy = outcome_of("nothing", job, {}).step_ms
     found: dict[str, Any] = {"fraction": {}, "ms": {}, "gap": [], "plan_ms": []}
     for seed in range(seeds):
