@@ -34,8 +34,15 @@ class Costs:
 
     @property
     def slowdown(self) -> float:
-        """Step over ideal step; at least 1."""
-        return max(self.step / self.ideal, 1.0) if self.ideal > 0 else 1.0
+        """Step over ideal step; at least 1.
+
+        Where quotas or shares differ by design, work spread evenly may take longer than the step
+        did; the ideal is then what is left of the step without its dearest cause.
+        """
+        ideal = self.ideal
+        if ideal >= self.step:
+            ideal = self.step - max(self.lost.values(), default=0.0)
+        return max(self.step / ideal, 1.0) if ideal > 0 else 1.0
 
     @classmethod
     def mean(cls, parts: Iterable[Costs]) -> Costs:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from resihp.contracts import ContractError, Op, Plan, Schedule
+from resihp.contracts import ContractError, Op, Plan
 from resihp.layout import replica_of
-from resihp.pipeline.orders import stage_order
+from resihp.pipeline.orders import Part, stage_order
 
 from . import exchange
 from .comm import WaitClock
@@ -75,8 +75,6 @@ class Engine:
     def __init__(self, setup: Setup, world: World, shard: Shard, plan: Plan, waited: WaitClock):
         self.setup, self.world, self.shard, self.plan = setup, world, shard, plan
         self.whole = False
-        if plan.schedule is not Schedule.ONE_F_ONE_B:
-            raise ContractError("schedule", f"the runtime runs 1f1b, not {plan.schedule}")
         self._waited = waited
         self._mine = replica_of(plan.layout, plan.quotas)[world.place.dp]
         self._ranges = {part: part_ranges(part, shard.ranges) for part in shard.parts}
@@ -86,6 +84,8 @@ class Engine:
             stages=len(plan.layout.replicas[world.place.dp].stages),
             microbatches=len(self._mine),
         )
+        if any(item.part is not Part.WHOLE or item.chunk for item in self._order):
+            raise ContractError("schedule", f"the runtime cannot run {plan.schedule}")
         self._box = exchange.Mailbox()
 
     def accumulate(self, step: int) -> float:
@@ -141,6 +141,15 @@ class Engine:
         """Throw the gradients away."""
         self.shard.optimizer.zero_grad(set_to_none=True)
         self.whole = False
+
+    def release(self) -> None:
+        """Free the state; only the groups are left. What another shard shares lives on there."""
+        for module in self.shard.parts.values():
+            for owner in module.modules():
+                owner._parameters.clear()
+        self.shard.tensors.clear()
+        self.shard.optimizer.state.clear()
+        self.shard.optimizer.param_groups.clear()
 
     def _load(self, step: int) -> list[Packed]:
         timing = _Timing(self._waited)

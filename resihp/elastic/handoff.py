@@ -19,7 +19,7 @@ def keep_own(old: Shard, new: Shard) -> None:
     """Copy what this rank holds in both layouts."""
     for param, target in new.ranges.items():
         source = old.ranges.get(param)
-        if source is None:
+        if source is None or old.tensors[param] is new.tensors[param]:
             continue
         shared = (max(source[0], target[0]), min(source[1], target[1]))
         if shared[0] < shared[1]:

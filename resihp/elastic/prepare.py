@@ -1,4 +1,4 @@
-"""Builds the groups of the next world in the background, while the present one trains."""
+"""Builds the next world in the background, groups and memory, while the present one trains."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from resihp.contracts import Plan
 from resihp.layout import Parameters
 
 from .comm import Group, Network, WorldBrokenError
+from .shard import Shard
 from .world import World, build_world
 
 
@@ -22,12 +23,14 @@ class Prepared:
 
     transit  all ranks of the old and the new world; state moves over it
     world    None for a rank that has no place in the new layout
+    shard    what the rank will hold, its memory in place
     """
 
     epoch: int
     plan: Plan
     transit: Group
     world: World | None
+    shard: Shard | None
 
 
 class Preparation:
@@ -43,6 +46,7 @@ class Preparation:
         plan: Plan,
         parameters: Parameters,
         participants: Sequence[int],
+        build: Callable[[World], Shard],
         *,
         epoch: int,
         name: str,
@@ -50,19 +54,19 @@ class Preparation:
         self.epoch, self.name = epoch, name
         self.result: Prepared | None = None
         self.error: Exception | None = None
-        self._arguments = (network, plan, parameters, tuple(sorted(participants)))
+        self._participants = tuple(sorted(participants))
+        self._arguments = (network, plan, parameters, build)
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
         self._thread.start()
 
     def wait(self, broken: Callable[[Sequence[int], float], str | None]) -> Prepared:
         """The prepared world. Raises `WorldBrokenError` if it will never be complete."""
-
         waited = timedelta(0)
         slice_ = timedelta(milliseconds=20)
         while self._thread.is_alive():
             self._thread.join(slice_.total_seconds())
             waited += slice_
-            reason = broken(self._arguments[3], waited.total_seconds())
+            reason = broken(self._participants, waited.total_seconds())
             if reason is not None:
                 raise WorldBrokenError(reason)
         if self.result is None:
@@ -70,13 +74,14 @@ class Preparation:
         return self.result
 
     def _run(self) -> None:
-        make_network, plan, parameters, participants = self._arguments
+        make_network, plan, parameters, build = self._arguments
         try:
             network = make_network()
-            transit = network.group(f"{self.name}/transit", participants)
-            world = None
+            transit = network.group(f"{self.name}/transit", self._participants)
+            world = shard = None
             if network.rank in plan.layout.ranks:
                 world = build_world(network, plan.layout, parameters, name=self.name)
-            self.result = Prepared(self.epoch, plan, transit, world)
+                shard = build(world)
+            self.result = Prepared(self.epoch, plan, transit, world, shard)
         except (RuntimeError, dist.DistError) as error:
             self.error = error

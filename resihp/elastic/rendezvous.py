@@ -41,18 +41,20 @@ class Timeouts:
 
     heartbeat  a rank that is waited for and does not beat for so long is given up
     connect    to build the groups of a new world
+    exchange   the longest that one exchange between healthy ranks may last
     plan       for the service's plan after a loss, before planning locally
     poll       between two looks at the store
     """
 
     heartbeat: timedelta = timedelta(seconds=5)
     connect: timedelta = timedelta(seconds=30)
+    exchange: timedelta = timedelta(minutes=10)
     plan: timedelta = timedelta(seconds=10)
     poll: timedelta = timedelta(milliseconds=100)
 
     def __post_init__(self) -> None:
-        if not timedelta(0) < self.poll < self.heartbeat <= self.connect:
-            raise ValueError("time-outs must satisfy 0 < poll < heartbeat <= connect")
+        if not timedelta(0) < self.poll < self.heartbeat <= self.connect <= self.exchange:
+            raise ValueError("time-outs must satisfy 0 < poll < heartbeat <= connect <= exchange")
 
 
 def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:

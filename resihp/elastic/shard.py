@@ -11,8 +11,8 @@ from torch import nn
 from resihp.contracts import Stage
 from resihp.layout import Param, Range
 
-from .comm import Group
 from .models import Model
+from .world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Optimizer state with the shape of its parameter; it moves along with it."""
@@ -44,7 +44,7 @@ class Shard:
         held = self.optimizer.state[tensor]
         if not held:
             held["step"] = torch.tensor(0.0)
-            held.update({name: torch.zeros_like(tensor) for name in MOMENTS})
+            held.update({name: torch.empty_like(tensor).zero_() for name in MOMENTS})
         return (tensor.data, *(held[name] for name in MOMENTS))
 
     def set_updates(self, count: int) -> None:
@@ -84,23 +84,48 @@ class AdamW:
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
 
 
+def initial_shard(model: Model, settings: AdamW, world: World) -> Shard:
+    """This rank's shard of a world, with the model's initial values."""
+    shard = build_shard(model, settings, world)
+    for param, tensor in shard.tensors.items():
+        initial = model.initial(param.key, param.shape)
+        tensor.data.copy_(rows(initial, param, shard.ranges[param]))
+    return shard
+
+
 def build_shard(
-    model: Model, settings: AdamW, stage: Stage, index: int, group: Group, *, fill: bool
+    model: Model, settings: AdamW, world: World, *, present: Shard | None = None
 ) -> Shard:
-    """The shard of tensor-parallel rank `index` of `stage`; initial values only with `fill`."""
+    """This rank's shard of a world, its memory in place but its values still to come.
+
+    What `present` holds in the very same range is shared with it, not copied: neither changes
+    before one of the two is let go.
+    """
+    stage, index = world.stage, world.place.tp
     ranges = {p: p.ranges(stage.shares)[index] for p in model.parameters.of_stage(stage)}
-    parts = {part: _part(model, part, ranges, group) for part in part_names(model, stage)}
-    by_key = {p.key: p for p in ranges}
-    tensors = {
-        by_key[f"{part}.{name}"]: tensor
-        for part, module in parts.items()
-        for name, tensor in module.named_parameters()
-    }
-    assert tensors.keys() == ranges.keys(), "a part's parameters differ from its description"
-    if fill:
-        for param, tensor in tensors.items():
-            tensor.data.copy_(rows(model.initial(param.key, param.shape), param, ranges[param]))
-    return Shard(parts, ranges, tensors, settings.build(tensors.values()))
+    names = part_names(model, stage)
+    parts = {part: model.build(part, part_ranges(part, ranges), world.tp) for part in names}
+    tensors: dict[Param, nn.Parameter] = {}
+    for param, span in ranges.items():
+        part = next(part for part in names if param.key.startswith(f"{part}."))
+        owner, name = _owner(parts[part], param.key.removeprefix(f"{part}."))
+        if present is not None and present.ranges.get(param) == span:
+            owner.register_parameter(name, present.tensors[param])
+        tensors[param] = owner.get_parameter(name)
+    shard = Shard(parts, ranges, tensors, settings.build(tensors.values()))
+    for param, tensor in tensors.items():
+        if present is not None and present.tensors.get(param) is tensor:
+            shard.optimizer.state[tensor] = present.optimizer.state[tensor]
+        else:
+            tensor.data.zero_()  # touch the memory now, not in the pause
+            shard.state(param)
+    return shard
+
+
+def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The submodule that owns the parameter at `path`, and its name there."""
+    parent, _, name = path.rpartition(".")
+    return module.get_submodule(parent), name
 
 
 def part_names(model: Model, stage: Stage) -> list[str]:
@@ -123,7 +148,3 @@ def part_ranges(part: str, ranges: dict[Param, Range]) -> dict[str, Range]:
 def rows(tensor: torch.Tensor, param: Param, span: Range, origin: int = 0) -> torch.Tensor:
     """The view of `tensor` on rows `span` of `param`, where the tensor begins at row `origin`."""
     return tensor.narrow(param.dim or 0, span[0] - origin, span[1] - span[0])
-
-
-def _part(model: Model, part: str, ranges: dict[Param, Range], group: Group) -> nn.Module:
-    return model.build(part, part_ranges(part, ranges), group)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 
@@ -20,7 +22,8 @@ from .phases import Phase, PhaseMachine
 from .plans import PlanSource
 from .prepare import Preparation, Prepared
 from .rendezvous import Rendezvous
-from .shard import Shard, build_shard
+from .shard import Shard, build_shard, initial_shard
+from .world import World
 
 _log = logging.getLogger("resihp.elastic")
 
@@ -54,7 +57,7 @@ class Trainer:
         self._waited = WaitClock()
         self._norm: tuple[int, float] | None = None
         self._pending: Preparation | None = None
-        self._doubt: tuple[Prepared, Shard | None] | None = None
+        self._doubt: Prepared | None = None
         self._paused_at: float | None = None
         self._agent = PlanAgent(
             plans, rendezvous, lambda: (self.epoch, self.plan.version), self._is_settled
@@ -70,7 +73,7 @@ class Trainer:
         if self._pending is None:
             plan = self._rendezvous.published(self.epoch + 1)
             if plan is not None:
-                self._pending = self._prepare(self.epoch + 1, plan)
+                self._pending = self._prepare(self.epoch + 1, plan, self._build)
 
     def run(self, steps: int) -> None:
         """Train until `steps` updates have been made."""
@@ -102,21 +105,10 @@ class Trainer:
     def _begin(self) -> None:
         """Build the first world and fill it with the model's initial values."""
         # Processes start at their own pace, so silence means nothing yet; connecting times out.
-        prepared = self._prepare(0, self.plan).wait(
+        prepared = self._prepare(0, self.plan, self._fill).wait(
             lambda ranks, _: self._rendezvous.broken(ranks, 0.0)
         )
-        shard = None
-        if prepared.world is not None:
-            world = prepared.world
-            shard = build_shard(
-                self.setup.model,
-                self.setup.optimizer,
-                world.stage,
-                world.place.tp,
-                world.tp,
-                fill=True,
-            )
-        self._adopt(prepared, shard)
+        self._adopt(prepared)
         self._agent.start()
 
     # One step.
@@ -167,12 +159,13 @@ class Trainer:
         ranks = len(self.plan.layout.ranks)
         return reduced.ready == (ranks, ranks * (self.epoch + 1))
 
-    def _prepare(self, epoch: int, plan: Plan) -> Preparation:
+    def _prepare(self, epoch: int, plan: Plan, build: Callable[[World], Shard]) -> Preparation:
         return Preparation(
             self._network,
             plan,
             self.setup.model.parameters,
             self._rendezvous.alive,
+            build,
             epoch=epoch,
             name=f"world{self._rendezvous.recovery}.{epoch}",
         )
@@ -183,21 +176,21 @@ class Trainer:
             rendezvous.open_store(),
             self.rank,
             broken=rendezvous.broken,
-            timeout=rendezvous.timeouts.connect,
+            timeout=rendezvous.timeouts.exchange,
             waited=self._waited,
         )
 
     def _switch(self, prepared: Prepared, lost: tuple[int, ...]) -> None:
         """Move the state over and take on the new world: all ranks, or none."""
         start = self._paused_at or time.perf_counter()
+        was_training = self.engine is not None
         self._enter(Phase.STREAMING)
-        old = self.engine.shard if self.engine is not None else None
-        shard, received = self._stream(prepared, old, lost)
+        received = self._stream(prepared, lost)
         self._enter(Phase.VOTING)
-        self._doubt = (prepared, shard)
+        self._doubt = prepared
         prepared.transit.all_reduce(torch.ones(1))
-        self._adopt(prepared, shard)
-        pause_ms = (time.perf_counter() - start) * 1e3
+        self._adopt(prepared)
+        pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
         switch = Switch(
             plan=prepared.plan,
             step=self.completed,
@@ -208,35 +201,46 @@ class Trainer:
         self._hooks.on_switch(switch)
         self._agent.acknowledge(switch)
 
-    def _stream(
-        self, prepared: Prepared, old: Shard | None, lost: tuple[int, ...]
-    ) -> tuple[Shard | None, int]:
-        model, world = self.setup.model, prepared.world
+    def _fill(self, world: World) -> Shard:
+        return initial_shard(self.setup.model, self.setup.optimizer, world)
+
+    def _build(self, world: World) -> Shard:
+        present = self.engine.shard if self.engine is not None else None
+        return build_shard(self.setup.model, self.setup.optimizer, world, present=present)
+
+    def _stream(self, prepared: Prepared, lost: tuple[int, ...]) -> int:
+        """Bring the prepared shard to the present state; the bytes that this rank received."""
         # Ranks that were idle do not know how many steps the job has behind it.
         count = torch.tensor([self.completed])
         self.completed = int(prepared.transit.all_reduce_max(count))
-        planned = moves(self.plan.layout, prepared.plan.layout, model.parameters, lost=lost)
-        new = None
-        if world is not None:
-            new = build_shard(
-                model, self.setup.optimizer, world.stage, world.place.tp, world.tp, fill=False
-            )
+        old = self.engine.shard if self.engine is not None else None
+        new = prepared.shard
+        if new is not None:
             new.set_updates(self.completed)
             if old is not None:
                 keep_own(old, new)
-        received = stream(
-            prepared.transit, self.rank, planned, old, new, limit_bytes=self._limit_bytes
-        )
-        return new, received
+        parameters = self.setup.model.parameters
+        planned = moves(self.plan.layout, prepared.plan.layout, parameters, lost=lost)
+        return stream(prepared.transit, self.rank, planned, old, new, limit_bytes=self._limit_bytes)
 
-    def _adopt(self, prepared: Prepared, shard: Shard | None) -> None:
+    def _adopt(self, prepared: Prepared) -> None:
         """Take on a world; only now is the old state let go."""
         self.epoch, self.plan = prepared.epoch, prepared.plan
-        self.engine = None
+        old, self.engine = self.engine, None
+        if old is not None:
+            old.release()
+        self._let_go(old, was_broken=self._paused_at is not None)
         if prepared.world is not None:
-            assert shard is not None
-            self.engine = Engine(self.setup, prepared.world, shard, prepared.plan, self._waited)
+            assert prepared.shard is not None
+            self.engine = Engine(
+                self.setup, prepared.world, prepared.shard, prepared.plan, self._waited
+            )
         self._pending = self._doubt = self._paused_at = None
+
+    def _let_go(self, *old: object, was_broken: bool) -> None:
+        """Drop worlds; one that was broken may have exchanges under way that nobody will end."""
+        limit = self._rendezvous.timeouts.exchange + timedelta(seconds=5)
+        self._agent.dispose(*old, hold_s=limit.total_seconds() if was_broken else 0.0)
 
     # Losses.
 
@@ -252,25 +256,24 @@ class Trainer:
         if self.rank == decision.survivors[0]:
             self._publish_after_loss(decision)
         plan = self._rendezvous.await_plan(decision.next_epoch)
-        self._pending = self._prepare(decision.next_epoch, plan)
+        self._pending = self._prepare(decision.next_epoch, plan, self._build)
         self._switch(self._pending.wait(self._rendezvous.broken), lost)
 
     def _report(self) -> Report:
-        pending = self._pending.epoch if self._pending is not None else self.epoch
         return Report(
             epoch=self.epoch,
             completed=self.completed,
             reduced=self.engine is not None and self.engine.whole,
             norm=self._norm,
-            doubt=self._doubt[0].epoch if self._doubt is not None else None,
-            seen=pending,
+            doubt=self._doubt.epoch if self._doubt is not None else None,
+            seen=self._pending.epoch if self._pending is not None else self.epoch,
             idle=self.engine is None,
         )
 
     def _settle(self, decision: Decision) -> None:
         """Bring this rank to the state that was decided."""
-        if self._doubt is not None and decision.epoch == self._doubt[0].epoch:
-            self._adopt(*self._doubt)
+        if self._doubt is not None and decision.epoch == self._doubt.epoch:
+            self._adopt(self._doubt)
             self._paused_at = time.perf_counter()
         if self.engine is not None:
             if decision.completed > self.completed:
@@ -278,6 +281,7 @@ class Trainer:
                 self._complete(self.completed, decision.norm)
             self.engine.discard()
         self.completed = decision.completed
+        self._let_go(self._pending, self._doubt, was_broken=True)
         self._pending = self._doubt = None
 
     def _publish_after_loss(self, decision: Decision) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.diagnosis import CAUSES, conclude, diagnose
+from detector.diagnosis import CAUSES, Costs, conclude, diagnose
 from detector.whatif import Causes, Kind, Recording, WhatIf
 from detector.whatif.ops import P2P
 from resihp.contracts import Cause
@@ -163,3 +163,9 @@ def test_costs_below_notice_name_no_cause():
     assert conclude(costs).root_cause is Cause.NONE
     assert conclude(costs, device_named=True).root_cause is Cause.DEVICE
     assert conclude(dataclasses.replace(costs, lost={Cause.DEVICE: 3.0})).root_cause is Cause.DEVICE
+
+
+def test_slowdown_is_at_least_what_the_dearest_cause_costs() -> None:
+    costs = Costs(step=100.0, ideal=105.0, lost={Cause.DEVICE: 20.0, Cause.HOST: 1.0}, steps=3)
+    assert costs.slowdown == pytest.approx(1.25)
+    assert Costs(step=100.0, ideal=50.0, lost={Cause.DEVICE: 20.0}, steps=3).slowdown == 2.0
