@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from resihp.contracts import Job, Layout, Plan
-from resihp.layout import Param, Parameters, holdings
 
 from .fleet import layout_bound
 from .reasons import reasons
@@ -61,22 +60,52 @@ def migration_ms(job: Job, old: Layout, new: Layout) -> float:
 
 
 def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
-    """Bytes of parameters and optimizer state that each rank must receive."""
+    """Bytes of parameters and optimizer state that each rank must receive; empty without a model.
+
+    Every rank holds a range of layers times a range of each layer, and keeps what it has.
+    """
     model = job.model
     if model is None:
         return {}
-    units = model.kv_heads
-    layer = Param("layer", (units, model.layer_params // units), 0)
-    end = Param("embedding", (units, model.embedding_params // units), 0)
-    layers = tuple((Param(f"layers.{i}", layer.shape, 0),) for i in range(model.layers))
-    parameters = Parameters(layers, (end,), (Param("head", end.shape, 0),))
     each = job.memory.bytes_per_param / 2.0 + job.memory.optimizer_bytes_per_param
-    before = holdings(old, parameters)
-    received: dict[int, float] = defaultdict(float)
-    for rank, held in holdings(new, parameters).items():
-        own = before.get(rank, {})
-        for param, (start, stop) in held.items():
-            a, b = own.get(param, (0, 0))
-            kept = max(0, min(stop, b) - max(start, a))
-            received[rank] += (stop - start - kept) * param.row_numel * each
-    return {rank: size for rank, size in received.items() if size}
+    before = dict(_holdings(old))
+    received = {}
+    for rank, held in _holdings(new):
+        had = before.get(rank, _NOTHING)
+        width, common = held.part[1] - held.part[0], _overlap(held.part, had.part)
+        inner = (held.layers[1] - held.layers[0]) * width
+        inner -= _overlap(held.layers, had.layers) * common
+        ends = held.ends * width - min(held.ends, had.ends) * common
+        if held.first != had.first and held.ends == had.ends:
+            ends = held.ends * width  # from one end of the model to the other
+        size = each * (inner * model.layer_params + ends * model.embedding_params)
+        if size > 0.0:
+            received[rank] = size
+    return received
+
+
+class _Held(NamedTuple):
+    """Layers, the part of each, and of how many of embedding and head."""
+
+    layers: tuple[int, int]
+    part: tuple[float, float]
+    ends: int = 0
+    first: bool = False
+
+
+_NOTHING = _Held((0, 0), (0.0, 0.0))
+
+
+def _holdings(layout: Layout) -> Iterator[tuple[int, _Held]]:
+    for replica in layout.replicas:
+        for stage in replica.stages:
+            first, last = stage.layers[0] == 0, stage.layers[1] == layout.layers
+            units, edge = sum(stage.shares), 0
+            for rank, share in zip(stage.ranks, stage.shares, strict=True):
+                part = (edge / units, (edge + share) / units)
+                yield rank, _Held(stage.layers, part, int(first) + int(last), first)
+                edge += share
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
