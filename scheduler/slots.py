@@ -14,6 +14,7 @@ from .quotas import Chain, Evaluator
 
 _TRIES = 1200  # trades looked at in one round
 _BUDGET = 4000  # trades looked at in all rounds
+_DEEP = 4  # stages from which on a replica may give one away: moving a larger part is too much
 _LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbance
 
 _Trade = tuple[int, int, Chain, Chain]  # two replicas and their chains after it
@@ -85,18 +86,22 @@ def traded(
 def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[_Trade]:
     """Trades that change something, of the first replica of every distinct chain."""
     columns = [group.column for group in evaluator.setting.fleet.groups]
+    kinds = evaluator.setting.fleet.kind.tolist()
     firsts: dict[Chain, int] = {}
     for index, chain in enumerate(chains):
         firsts.setdefault(evaluator.signature(chain), index)
     rows = list(firsts.values())
     at = [{columns[g]: g for g in chains[row]} for row in rows]
+    deep = len(set(columns)) >= _DEEP
+    full = [len(chains[row]) - len(set(columns)) for row in rows]
     found: list[_Trade] = []
     for distance in range(1, len(rows)):
         for i in range(len(rows) - distance):
             j = i + distance
             for column in sorted({*at[i], *at[j]}):
                 given, taken = at[i].get(column), at[j].get(column)
-                for one, other in _exchanges(evaluator, given, taken):
+                leave = (full[i] >= 0 >= full[j] and deep, full[j] >= 0 >= full[i] and deep)
+                for one, other in _exchanges(kinds, given, taken, leave=leave):
                     pair = (
                         _replaced(chains[rows[i]], one, other, columns),
                         _replaced(chains[rows[j]], other, one, columns),
@@ -109,14 +114,23 @@ def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[_Trade]:
 
 
 def _exchanges(
-    evaluator: Evaluator, one: int | None, other: int | None
+    kinds: Sequence[int], one: int | None, other: int | None, *, leave: tuple[bool, bool]
 ) -> list[tuple[int | None, int | None]]:
-    """A swap of two groups, and either group alone changing sides."""
+    """A swap of two groups, and either group alone changing sides where it may `leave`.
+
+    It may from a replica with all stages to one with no more than all, so that no replica is taken
+    apart to lengthen the others.
+    """
     if one is None or other is None:
         return [(one, other)]
-    kinds = evaluator.setting.fleet.kind
-    swap: list[tuple[int | None, int | None]] = [(one, other)] if kinds[one] != kinds[other] else []
-    return [*swap, (one, None), (None, other)]
+    options: list[tuple[int | None, int | None]] = []
+    if kinds[one] != kinds[other]:
+        options.append((one, other))
+    if leave[0]:
+        options.append((one, None))
+    if leave[1]:
+        options.append((None, other))
+    return options
 
 
 def _replaced(chain: Chain, old: int | None, new: int | None, columns: Sequence[int]) -> Chain:

@@ -30,7 +30,7 @@ def choose(
     quotas = replicas.best_quotas(current.quotas)
     cheap_ms = replicas.step_ms(quotas)
     saved_ms = cheap_ms - plan.step_ms
-    clear = plan.layout != current.layout and saved_ms > _LEAST_GAIN * now_ms
+    clear = plan.layout != current.layout and saved_ms > _LEAST_GAIN * cheap_ms
     if clear and saved_ms * horizon_steps > migration_ms(job, current.layout, plan.layout):
         return plan
     if now_ms - cheap_ms <= _LEAST_GAIN_QUOTAS * now_ms:
