@@ -56,9 +56,11 @@ def traded(
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     capacity = evaluator.capacities(current, typical, span_ms, whole=whole)
+    columns = {group.column for group in evaluator.setting.fleet.groups}
+    least = min(len(columns) - 1, *map(len, chains))
     looked_at = 0
     while looked_at < _BUDGET and not expired():
-        options = _trades(evaluator, current)
+        options = _trades(evaluator, current, least)
         looked_at += len(options)
         if not options:
             break
@@ -83,8 +85,11 @@ def traded(
     return current
 
 
-def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[_Trade]:
-    """Trades that change something, of the first replica of every distinct chain."""
+def _trades(evaluator: Evaluator, chains: Sequence[Chain], least: int) -> list[_Trade]:
+    """Trades that change something, of the first replica of every distinct chain.
+
+    No replica gets fewer than `least` stages.
+    """
     columns = [group.column for group in evaluator.setting.fleet.groups]
     kinds = evaluator.setting.fleet.kind.tolist()
     firsts: dict[Chain, int] = {}
@@ -106,7 +111,7 @@ def _trades(evaluator: Evaluator, chains: Sequence[Chain]) -> list[_Trade]:
                         _replaced(chains[rows[i]], one, other, columns),
                         _replaced(chains[rows[j]], other, one, columns),
                     )
-                    if all(pair):
+                    if min(map(len, pair)) >= max(least, 1):
                         found.append((rows[i], rows[j], *pair))
             if len(found) > _TRIES:
                 return found
