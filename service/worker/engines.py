@@ -28,7 +28,13 @@ class Replan(Protocol):
     """`scheduler.replan`: a better plan, or None where a change is not worth it."""
 
     def __call__(
-        self, job: Job, current: Plan, speeds: Mapping[int, float], *, step: int
+        self,
+        job: Job,
+        current: Plan,
+        speeds: Mapping[int, float],
+        *,
+        step: int,
+        time_limit_s: float | None,
     ) -> Plan | None: ...
 
 
@@ -36,7 +42,13 @@ class MakePlan(Protocol):
     """`scheduler.make_plan`: the best plan for these speeds. Raises `InfeasibleError`."""
 
     def __call__(
-        self, job: Job, speeds: Mapping[int, float], layout: Layout, *, from_step: int
+        self,
+        job: Job,
+        speeds: Mapping[int, float],
+        layout: Layout,
+        *,
+        from_step: int,
+        time_limit_s: float | None,
     ) -> Plan: ...
 
 

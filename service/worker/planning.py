@@ -41,7 +41,10 @@ def is_news(known: Mapping[int, float], speeds: Mapping[int, float]) -> bool:
 
 
 class Planner:
-    """Runs the scheduler beside the caller, and gives up waiting after the time limit."""
+    """Runs the scheduler beside the caller, and gives up waiting after the time limit.
+
+    The scheduler itself is asked for the best plan that it finds in half of that.
+    """
 
     def __init__(self, engines: Engines, *, time_limit_s: float) -> None:
         self._engines = engines
@@ -56,11 +59,16 @@ class Planner:
 
         A dead rank in the current layout always leads to a plan. Raises `InfeasibleError`.
         """
-        plan = self._limited(lambda: self._engines.replan(job, current, speeds, step=step))
+        engines, soft_s = self._engines, self._time_limit_s / 2
+        plan = self._limited(
+            lambda: engines.replan(job, current, speeds, step=step, time_limit_s=soft_s)
+        )
         dead = [rank for rank in current.layout.ranks if speeds.get(rank, 1.0) <= 0.0]
         if plan is None and dead:
             plan = self._limited(
-                lambda: self._engines.make_plan(job, speeds, current.layout, from_step=step)
+                lambda: engines.make_plan(
+                    job, speeds, current.layout, from_step=step, time_limit_s=soft_s
+                )
             )
         return plan and replace(plan, version=version, from_step=step)
 

@@ -133,7 +133,9 @@ def make_plan(
     )  # fmt: skip
 
 
-def replan(job: Job, current: Plan, speeds: Mapping[int, float], *, step: int) -> Plan | None:
+def replan(
+    job: Job, current: Plan, speeds: Mapping[int, float], *, step: int, **given: Any
+) -> Plan | None:
     """Worth it only when a rank of the present layout is not at full speed."""
     if all(speeds.get(rank, 1.0) >= 1.0 for rank in current.layout.ranks):
         return None
