@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ._app import app
+
+if TYPE_CHECKING:
+    from resihp.demo.settings import DemoSettings
 
 
 @app.command()
@@ -36,14 +39,7 @@ def demo(
     Exit status: 0 if the slow rank was named (and no other), the plan was applied live, the kill
     was survived and the job ran faster after the resize than before; 1 if not.
     """
-    from rich.console import Console
-
-    from resihp.contracts import to_json
-    from resihp.demo.display import LiveDisplay
-    from resihp.demo.report import write_report
     from resihp.demo.settings import DemoSettings
-    from resihp.demo.story import DemoError, play
-    from resihp.demo.summary import print_summary
 
     settings = DemoSettings(
         steps=steps,
@@ -56,18 +52,33 @@ def demo(
     )
     folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
+    raise typer.Exit(0 if _play(settings, folder, json_path) else 1)
+
+
+def _play(settings: DemoSettings, folder: Path, json_path: Path | None) -> bool:
+    """Play the demo, show it and write what was asked for; whether all promises were kept."""
+    from rich.console import Console
+
+    from resihp.contracts import to_json
+    from resihp.demo.display import LiveDisplay
+    from resihp.demo.report import write_report
+    from resihp.demo.story import DemoError, play
+    from resihp.demo.summary import print_summary
+
     console = Console()
     try:
         quotas = settings.job().quotas
-        with LiveDisplay(settings.layout, steps, quotas=quotas, console=console) as display:
+        with LiveDisplay(
+            settings.layout, settings.steps, quotas=quotas, console=console
+        ) as display:
             record = play(settings, folder, display)
     except DemoError as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        return False
     report = folder / "report.html"
     write_report(record, report)
     print_summary(record, report, console)
     if json_path is not None:
         document = {**to_json(record), "passed": record.passed}
         json_path.write_text(json.dumps(document, indent=1))
-    raise typer.Exit(0 if record.passed else 1)
+    return record.passed

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -47,8 +48,7 @@ class Trainer:
         limit_bytes: int = 256 << 20,
     ) -> None:
         self.setup, self.rank, self.plan = setup, rendezvous.rank, plan
-        self.completed = 0
-        self.epoch = 0
+        self.completed = self.epoch = 0
         self.engine: Engine | None = None
         self._rendezvous, self._plans = rendezvous, plans
         self._hooks = hooks or Hooks()
@@ -104,8 +104,9 @@ class Trainer:
 
     def _begin(self) -> None:
         """Build the first world and fill it with the model's initial values."""
+        fill = partial(initial_shard, self.setup.model, self.setup.optimizer)
         # Processes start at their own pace, so silence means nothing yet; connecting times out.
-        prepared = self._prepare(0, self.plan, self._fill).wait(
+        prepared = self._prepare(0, self.plan, fill).wait(
             lambda ranks, _: self._rendezvous.broken(ranks, 0.0)
         )
         self._adopt(prepared)
@@ -200,9 +201,6 @@ class Trainer:
         )
         self._hooks.on_switch(switch)
         self._agent.acknowledge(switch)
-
-    def _fill(self, world: World) -> Shard:
-        return initial_shard(self.setup.model, self.setup.optimizer, world)
 
     def _build(self, world: World) -> Shard:
         present = self.engine.shard if self.engine is not None else None
