@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from resihp.contracts import ContractError, Job, Layout, Op, Replica
-from resihp.pipeline.orders import Part, Pass, stage_order
+from resihp.pipeline.orders import Part, Pass, job_orders
 from resihp.pipeline.replay import pass_durations, replay
 
 from .costs import group_cost, layer_cost, transfer_ms
@@ -83,7 +83,7 @@ def simulate(
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
     for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True)):
-        orders = _orders(job, len(replica.stages), quota)
+        orders = job_orders(job, len(replica.stages), quota)
         loads = np.ones(quota) if work is None else np.asarray(work[index], float)
         forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, known))
         played = replay(orders, pass_durations(orders, forward, backward), p2p=transfer_ms(job))
@@ -101,20 +101,6 @@ def simulate(
             peak.update(zip(replica.stages[s].ranks, held, strict=True))
     end = max((item.end_ms for item in passes), default=0.0)
     return Timeline(end + layer_cost(job).step_ms, tuple(passes), peak)
-
-
-def _orders(job: Job, stages: int, quota: int) -> list[tuple[Pass, ...]]:
-    return [
-        stage_order(
-            job.schedule,
-            stage=stage,
-            stages=stages,
-            microbatches=quota,
-            chunks=job.chunks,
-            max_in_flight=job.max_in_flight,
-        )
-        for stage in range(stages)
-    ]
 
 
 def _check(

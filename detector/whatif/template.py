@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Op
 from resihp.pipeline.graph import Graph
-from resihp.pipeline.orders import Part, Pass, stage_order
+from resihp.pipeline.orders import Part, Pass, job_orders
 
 from .cubes import Cubes
 from .ops import Floats
@@ -186,7 +186,7 @@ class StepGraph:
         cells = _Cells(max(stages), job.chunks, cubes.passes.shape[-1])
         layout = _Builder(cells, loads=bool(cubes.microbatch_data.any()))
         for replica in range(1 if alike else len(stages)):
-            layout.add_replica(replica, _orders(job, stages[replica], quotas[replica]))
+            layout.add_replica(replica, job_orders(job, stages[replica], quotas[replica]))
         groups = list(layout.synced.values())
         return cls(
             graph=Graph(layout.before, groups, range(len(groups))),
@@ -219,17 +219,3 @@ class StepGraph:
         flat = self.cells.flat(cubes)
         own: Floats = flat[self.cell] if self.alike else flat[self.cell, self.replica][:, None]
         return own * self.part
-
-
-def _orders(job: Job, stages: int, quota: int) -> list[tuple[Pass, ...]]:
-    return [
-        stage_order(
-            job.schedule,
-            stage=stage,
-            stages=stages,
-            microbatches=quota,
-            chunks=job.chunks,
-            max_in_flight=job.max_in_flight,
-        )
-        for stage in range(stages)
-    ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from resihp.contracts import ContractError, Op, Schedule
+from resihp.contracts import ContractError, Job, Op, Schedule
 
 
 class Part(StrEnum):
@@ -135,3 +135,18 @@ def _ranges(total: int, parts: int) -> Iterator[range]:
     """`parts` ranges over `total`, as even as they go."""
     for part in range(parts):
         yield range(total * part // parts, total * (part + 1) // parts)
+
+
+def job_orders(job: Job, stages: int, quota: int) -> list[tuple[Pass, ...]]:
+    """The order of every stage of a replica with `stages` stages and `quota` microbatches."""
+    return [
+        stage_order(
+            job.schedule,
+            stage=stage,
+            stages=stages,
+            microbatches=quota,
+            chunks=job.chunks,
+            max_in_flight=job.max_in_flight,
+        )
+        for stage in range(stages)
+    ]
