@@ -42,7 +42,8 @@ class Intake:
     """Collects records until a step is whole, or will not become so.
 
     A step is whole when every rank that still reports has delivered as many compute records as
-    the quotas (or, once seen, the job's own habit) say. It is decided incomplete when some rank
+    the quotas (or, once seen, the job's own habit) say; a record of a later step proves nothing,
+    for messages overtake each other. It is decided incomplete when some rank
     has moved on by `lag_steps` steps in as many messages. The outcome does not depend on how the
     records were cut into messages: they are put into one canonical order.
     """
@@ -115,14 +116,7 @@ class Intake:
 
     def _whole(self, opened: _OpenStep) -> bool:
         wanted = np.where(self._silent < self._settings.silent_steps, self._habit, 0)
-        if (opened.counts >= wanted).all():
-            return bool(opened.counts.any())
-        # A rank's record of a later step says that it sends no more of this one.
-        passed = np.zeros(self._places.size, bool)
-        for later in self._open.values():
-            if later is not opened:
-                passed |= later.counts > 0
-        return bool((passed | (wanted == 0)).all()) and not self._habit_known
+        return bool((opened.counts >= wanted).all() and opened.counts.any())
 
     def _overdue(self, opened: _OpenStep) -> bool:
         if len(self._open) > self._settings.max_open_steps:
