@@ -27,12 +27,12 @@ import torch
 from benchmarks._report import machine, print_table, write_json
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.engine import Setup
+from resihp.elastic.engine.shard import AdamW
 from resihp.elastic.events import Hooks, Switch
-from resihp.elastic.handoff import STATE_COPIES
+from resihp.elastic.handoff.stream import STATE_COPIES
 from resihp.elastic.local import LocalRanks
+from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.models import Llama, Packed
-from resihp.elastic.rendezvous import Rendezvous, Timeouts, connect
-from resihp.elastic.shard import AdamW
 from resihp.elastic.trainer import Trainer
 from resihp.layout import least_numel
 

@@ -12,8 +12,8 @@ from resihp.contracts import Plan
 from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
 from resihp.elastic.local import LocalRanks
-from resihp.elastic.plans import NoPlans
-from resihp.elastic.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.plans import NoPlans
+from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.trainer import Trainer
 
 from .settings import DemoSettings

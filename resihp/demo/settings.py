@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from resihp.contracts import Job, LayerCost, Layout, ModelShape
+from resihp.elastic.engine.shard import AdamW
 from resihp.elastic.models import Llama
-from resihp.elastic.shard import AdamW
 
 from .text import VOCABULARY, PackedText
 

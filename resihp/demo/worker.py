@@ -16,10 +16,10 @@ import torch
 from resihp.client import Client
 from resihp.contracts import Op, Plan, to_json
 from resihp.elastic.engine import Reduced, Setup
+from resihp.elastic.engine.pacing import Pacer
 from resihp.elastic.events import Hooks, Switch
-from resihp.elastic.pacing import Pacer
-from resihp.elastic.plans import ServicePlans
-from resihp.elastic.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.plans import ServicePlans
+from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.trainer import Trainer
 from resihp.hooks import Monitor
 

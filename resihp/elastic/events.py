@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from resihp.contracts import Plan
 
 from .engine import Reduced
-from .phases import Phase
+from .membership.phases import Phase
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .rendezvous import announce_death
+from .membership.rendezvous import announce_death
 
 Target = Callable[..., None]
 _PRELOAD = ["torch", "torch.distributed", "resihp.elastic.trainer"]

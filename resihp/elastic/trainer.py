@@ -13,18 +13,18 @@ import torch
 from resihp.contracts import InfeasibleError, Plan, StateLostError
 from resihp.layout import moves
 
-from .agent import PlanAgent
-from .agreement import Decision, Report
-from .comm import Network, WaitClock, WorldBrokenError
 from .engine import Engine, Reduced, Setup
+from .engine.shard import Shard, build_shard, initial_shard
 from .events import Hooks, Switch
-from .handoff import keep_own, stream
-from .phases import Phase, PhaseMachine
-from .plans import PlanSource
-from .prepare import Preparation, Prepared
-from .rendezvous import Rendezvous
-from .shard import Shard, build_shard, initial_shard
-from .world import World
+from .handoff.prepare import Preparation, Prepared
+from .handoff.stream import keep_own, stream
+from .membership.agent import PlanAgent
+from .membership.agreement import Decision, Report
+from .membership.phases import Phase, PhaseMachine
+from .membership.plans import PlanSource
+from .membership.rendezvous import Rendezvous
+from .worlds.comm import Network, WaitClock, WorldBrokenError
+from .worlds.world import World
 
 _log = logging.getLogger("resihp.elastic")
 

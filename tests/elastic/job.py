@@ -17,12 +17,12 @@ import torch
 
 from resihp.contracts import InfeasibleError, Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.engine import Setup
+from resihp.elastic.engine.shard import AdamW
 from resihp.elastic.events import Hooks
 from resihp.elastic.local import LocalRanks
+from resihp.elastic.membership.phases import Phase
+from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.models import Llama, Packed
-from resihp.elastic.phases import Phase
-from resihp.elastic.rendezvous import Rendezvous, Timeouts, connect
-from resihp.elastic.shard import AdamW
 from resihp.elastic.trainer import Trainer
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)

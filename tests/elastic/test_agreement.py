@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resihp.contracts import StateLostError
-from resihp.elastic.agreement import Report, decide
+from resihp.elastic.membership.agreement import Report, decide
 
 
 def test_a_step_that_nobody_knows_to_be_whole_is_given_up() -> None:

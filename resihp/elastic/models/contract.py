@@ -16,7 +16,7 @@ from torch import nn
 
 from resihp.layout import Parameters, Range
 
-from ..comm import Group
+from ..worlds.comm import Group
 
 Part = str
 """`"first"`, `"layers.N"` or `"last"`."""

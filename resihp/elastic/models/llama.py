@@ -17,9 +17,9 @@ from torch.nn import functional
 from resihp.contracts import ModelShape
 from resihp.layout import Param, Parameters, Range
 
-from ..comm import Group
-from ..tensor_parallel import enter_parallel, leave_parallel
+from ..worlds.comm import Group
 from .contract import Packed, Part
+from .tensor_parallel import enter_parallel, leave_parallel
 from .vocabulary import VocabularyEmbedding, sharded_cross_entropy
 
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from resihp.layout import Range
 
-from ..comm import Group
-from ..tensor_parallel import leave_parallel
+from ..worlds.comm import Group
 from .contract import Packed
+from .tensor_parallel import leave_parallel
 
 
 class VocabularyEmbedding(nn.Module):

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from resihp.layout import Reduction
 
-from .comm import Group
+from ..worlds.comm import Group
+from ..worlds.world import World
 from .shard import Shard, rows
-from .world import World
 
 
 def sum_over_replicas(shard: Shard, world: World) -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from .comm import Group
+from ..worlds.comm import Group
 
 
 class _Enter(torch.autograd.Function):

@@ -11,8 +11,8 @@ from torch import nn
 from resihp.contracts import Stage
 from resihp.layout import Param, Range
 
-from .models import Model
-from .world import World
+from ..models import Model
+from ..worlds.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Optimizer state with the shape of its parameter; it moves along with it."""

@@ -13,13 +13,13 @@ from resihp.contracts import ContractError, Op, Plan
 from resihp.layout import replica_of
 from resihp.pipeline.orders import Part, stage_order
 
+from ..models import Model, Packed
+from ..worlds.comm import WaitClock
+from ..worlds.world import World
 from . import exchange
-from .comm import WaitClock
 from .gradients import clip, squared_norm, sum_over_replicas
-from .models import Model, Packed
 from .pacing import Pacer
 from .shard import AdamW, Shard, part_ranges
-from .world import World
 
 DataSource = Callable[[int, int], Packed]
 """Microbatch `index` (over all replicas) of `step`; the same on every rank, however laid out."""

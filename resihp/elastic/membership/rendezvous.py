@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from resihp.contracts import Plan, ResiHPError, from_json, to_json
 
+from ..worlds.comm import WorldBrokenError
 from .agreement import Decision, Report, decide
-from .comm import WorldBrokenError
 
 # Looks at a peer's heartbeat within the time-out after which it is given up.
 _LOOKS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from .events import Switch
+from ..events import Switch
 from .plans import PlanSource
 from .rendezvous import Rendezvous
 

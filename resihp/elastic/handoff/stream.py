@@ -8,8 +8,8 @@ import torch
 
 from resihp.layout import Move
 
-from .comm import Group
-from .shard import MOMENTS, Shard, rows
+from ..engine.shard import MOMENTS, Shard, rows
+from ..worlds.comm import Group
 
 STATE_COPIES = 1 + len(MOMENTS)
 """Tensors that move for each parameter: itself and its moments."""

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .comm import Group
-from .world import Boundary, Link
+from ..worlds.comm import Group
+from ..worlds.world import Boundary, Link
 
 
 class Mailbox:

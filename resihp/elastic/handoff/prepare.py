@@ -12,9 +12,9 @@ import torch.distributed as dist
 from resihp.contracts import Plan
 from resihp.layout import Parameters
 
-from .comm import Group, Network, WorldBrokenError
-from .shard import Shard
-from .world import World, build_world
+from ..engine.shard import Shard
+from ..worlds.comm import Group, Network, WorldBrokenError
+from ..worlds.world import World, build_world
 
 
 @dataclass(frozen=True)
