@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Op, Replica
 from resihp.pipeline.orders import Part, Pass, job_orders
@@ -69,22 +71,24 @@ def simulate(
     layout: Layout,
     quotas: Sequence[int],
     speeds: Speeds | None = None,
-    work: Sequence[Sequence[float]] | None = None,
+    work: Sequence[Sequence[float]] | Sequence[float] | None = None,
 ) -> Timeline:
     """One step of `job` in `layout` under the job's schedule.
 
     speeds  by rank, 1.0 where none is given; all of the layout's must be above 0
-    work    for each replica, the work of each of its microbatches relative to the mean one (what
-            the lengths of its sequences cost, over the mean cost); all 1 where none is given
+    work    the work of each microbatch relative to the mean one (what the lengths of its
+            sequences cost, over the mean cost), one list for each replica, or one for all of
+            them, replica after replica; all 1 where none is given
     """
     known = speed_map(speeds)
-    _check(layout, quotas, known, work)
+    _check(layout, quotas, known)
+    loads_by_replica = _loads(work, quotas)
     footprint = Footprint.of(job, layout.dp)
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
     for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True)):
         orders = job_orders(job, len(replica.stages), quota)
-        loads = np.ones(quota) if work is None else np.asarray(work[index], float)
+        loads = loads_by_replica[index]
         forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, known))
         played = replay(orders, pass_durations(orders, forward, backward), p2p=transfer_ms(job))
         for s, (order, starts, ends) in enumerate(
@@ -103,19 +107,29 @@ def simulate(
     return Timeline(end + layer_cost(job).step_ms, tuple(passes), peak)
 
 
-def _check(
-    layout: Layout,
-    quotas: Sequence[int],
-    speeds: Mapping[int, float],
-    work: Sequence[Sequence[float]] | None,
-) -> None:
+def _check(layout: Layout, quotas: Sequence[int], speeds: Mapping[int, float]) -> None:
     if len(quotas) != layout.dp or min(quotas) < 0:
         raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
-    if work is not None and [len(loads) for loads in work] != list(quotas):
-        raise ContractError("work", "must have one entry for each microbatch of each replica")
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
     if dead:
         raise ContractError("speeds", f"ranks {dead[:4]} of the layout are dead")
+
+
+def _loads(
+    work: Sequence[Sequence[float]] | Sequence[float] | None, quotas: Sequence[int]
+) -> list[NDArray[np.float64]]:
+    """The work of every replica's microbatches."""
+    if work is None:
+        return [np.ones(quota) for quota in quotas]
+    rows = [np.asarray(row, np.float64) for row in work]
+    if all(row.ndim == 0 for row in rows):
+        flat = np.asarray(rows, np.float64)
+        rows = np.split(flat, np.cumsum(quotas)[:-1]) if len(flat) == sum(quotas) else []
+    if [row.shape for row in rows] != [(quota,) for quota in quotas]:
+        raise ContractError("work", "must have one entry for each microbatch of each replica")
+    if not all(np.isfinite(row).all() and (row >= 0.0).all() for row in rows):
+        raise ContractError("work", "must be finite and 0 or more")
+    return rows
 
 
 def most_in_flight(order: Sequence[Pass]) -> int:
@@ -132,10 +146,15 @@ def most_in_flight(order: Sequence[Pass]) -> int:
 
 
 def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
-    """Speeds by rank."""
+    """Speeds by rank. Raises `ContractError` for one that is no speed."""
     if speeds is None:
         return {}
-    return speeds if isinstance(speeds, Mapping) else dict(enumerate(speeds))
+    known = speeds if isinstance(speeds, Mapping) else dict(enumerate(speeds))
+    odd = {rank: speed for rank, speed in known.items() if not 0.0 <= speed < math.inf}
+    if odd:
+        rank, speed = next(iter(odd.items()))
+        raise ContractError("speeds", f"rank {rank}: {speed} is no speed (0 dead, 1 healthy)")
+    return known
 
 
 def stage_times(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Job, LayerCost, Layout, Memory, ModelShape, Schedule
-from scheduler import simulate
+from scheduler import make_plan, simulate
 
 SHAPE = ModelShape(layers=8, hidden=64, heads=8, kv_heads=4, ffn=128, vocab=100)
 
@@ -97,3 +97,28 @@ def test_a_wrong_argument_is_named(arguments, field):
     with pytest.raises(ContractError) as caught:
         simulate(job, job.layout, **arguments)
     assert caught.value.field == field
+
+
+def small_job():
+    return Job(name="j", layout=Layout.grid(dp=2, pp=2, tp=1, layers=4), microbatches=4)
+
+
+def test_work_may_be_one_list_for_all_replicas():
+    job = small_job()
+    rows = [[1.0, 3.0, 1.0], [0.5]]
+    by_replica = simulate(job, job.layout, (3, 1), work=rows)
+    assert simulate(job, job.layout, (3, 1), work=[1.0, 3.0, 1.0, 0.5]) == by_replica
+
+
+@pytest.mark.parametrize("work", [[1.0], [[1.0, 1.0], [1.0]], [[1.0, -1.0], [1.0, 1.0]]])
+def test_work_that_does_not_fit_is_refused(work):
+    job = small_job()
+    with pytest.raises(ContractError, match="work"):
+        simulate(job, job.layout, (2, 2), work=work)
+
+
+@pytest.mark.parametrize("speed", [-0.1, float("nan"), float("inf")])
+def test_a_speed_that_is_none_is_refused(speed):
+    job = small_job()
+    with pytest.raises(ContractError, match="rank 1"):
+        make_plan(job, {1: speed})
