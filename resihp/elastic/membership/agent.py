@@ -46,18 +46,6 @@ class PlanAgent:
             daemon=True,
         ).start()
 
-    def dispose(self, *old: object, hold_s: float = 0.0) -> None:
-        """Let go of an old world off the training thread, `hold_s` from now.
-
-        Closing connections takes longer than a switch; and a group that was given up with an
-        exchange under way cannot be closed before that has timed out: it would hold the
-        interpreter's lock for so long.
-        """
-        held = list(old)
-        timer = threading.Timer(hold_s, held.clear)
-        timer.name, timer.daemon = "resihp-dispose", True
-        timer.start()
-
     def _run(self) -> None:
         published = (-1, -1)
         while not self._over.is_set():

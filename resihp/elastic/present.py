@@ -1,0 +1,25 @@
+"""Where a rank stands: the world it works in, its plan, and the steps behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from resihp.contracts import Plan
+
+from .engine import Engine
+
+
+@dataclass
+class Present:
+    """Changed by the training thread alone; others may read it.
+
+    plan       that of the world taken on
+    epoch      counts the worlds; 0 is the first
+    completed  steps whose update has been made
+    engine     None while this rank has no place in the layout
+    """
+
+    plan: Plan
+    epoch: int = 0
+    completed: int = 0
+    engine: Engine | None = None
