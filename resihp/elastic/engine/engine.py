@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from resihp.contracts import ContractError, Op, Plan
+from resihp.contracts import Op, Plan
 from resihp.layout import replica_of
-from resihp.pipeline.orders import Part, stage_order
+from resihp.pipeline.orders import stage_order
 
 from ..models import Model, Packed
 from ..worlds.comm import WaitClock
 from ..worlds.world import World
-from . import exchange
 from .gradients import clip, squared_norm, sum_over_replicas
 from .pacing import Pacer
-from .shard import AdamW, Shard, part_ranges
+from .passes import Passes
+from .shard import AdamW, Shard
 
 DataSource = Callable[[int, int], Packed]
 """Microbatch `index` (over all replicas) of `step`; the same on every rank, however laid out."""
@@ -77,36 +77,30 @@ class Engine:
         self.whole = False
         self._waited = waited
         self._mine = replica_of(plan.layout, plan.quotas)[world.place.dp]
-        self._ranges = {part: part_ranges(part, shard.ranges) for part in shard.parts}
         self._order = stage_order(
             plan.schedule,
             stage=world.place.pp,
             stages=len(plan.layout.replicas[world.place.dp].stages),
             microbatches=len(self._mine),
         )
-        if any(item.part is not Part.WHOLE or item.chunk for item in self._order):
-            raise ContractError("schedule", f"the runtime cannot run {plan.schedule}")
-        self._box = exchange.Mailbox()
+        self._passes = Passes(setup.model, world, shard)
 
     def accumulate(self, step: int) -> float:
         """All passes of this rank's microbatches. Returns its part of the mean loss."""
         batches = self._load(step)
-        running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         loss = 0.0
         for item in self._order:
             packed = batches[item.microbatch]
-            timing = _Timing(self._waited)
-            if item.op is Op.FORWARD:
-                running[item.microbatch] = self._forward(packed)
-                if self.world.after is None:
-                    loss += running[item.microbatch][1].item() / self._tokens_per_step(packed)
-                outgoing = running[item.microbatch][1]
-            else:
-                outgoing = self._backward(packed, running.pop(item.microbatch))
-            self._hold(packed, item.op, step, timing)
-            self._send(item.op, outgoing)
+            timing, loss_weight = _Timing(self._waited), self._loss_weight(packed)
+            outgoing = self._passes.run(item, packed, loss_weight)
+            if item.op is Op.FORWARD and self.world.after is None:
+                loss += outgoing.item() * loss_weight
+            if self.setup.pacer is not None:
+                flops = self._passes.flops(item, packed)
+                self.setup.pacer.hold(flops, step, timing.compute_s)
+            self._passes.send(item, outgoing)
             self._record(item.op, step, item.microbatch, timing, packed)
-        self._box.drain()
+        self._passes.drain()
         return loss if self.world.place.tp == 0 else 0.0
 
     def reduce(self, step: int, loss: float, ready_epoch: int) -> Reduced:
@@ -157,45 +151,9 @@ class Engine:
         self._record(Op.DATA, step, -1, timing)
         return batches
 
-    def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run this stage; returns its input (a leaf that gathers gradient) and its output."""
-        before, tokens = self.world.before, len(packed.tokens)
-        hidden = entry = torch.empty(0)
-        if before is not None:
-            hidden = exchange.receive_forward(before, self.world.tp, tokens, self.setup.model.width)
-            hidden = entry = hidden.requires_grad_()
-        for name, module in self.shard.parts.items():
-            hidden = module(packed) if name == "first" else module(hidden, packed)
-        return entry, hidden
-
-    def _backward(self, packed: Packed, passed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Run this stage backward; returns the gradient of its input."""
-        entry, output = passed
-        if self.world.after is None:
-            output.backward(torch.full_like(output, 1.0 / self._tokens_per_step(packed)))
-        else:
-            grad = exchange.receive_backward(
-                self.world.after, self.world.tp, len(packed.tokens), self.setup.model.width
-            )
-            output.backward(grad)
-        return entry if entry.grad is None else entry.grad
-
-    def _send(self, op: Op, outgoing: torch.Tensor) -> None:
-        if op is Op.FORWARD and self.world.after is not None:
-            exchange.send_forward(self._box, self.world.after, outgoing)
-        if op is Op.BACKWARD and self.world.before is not None:
-            exchange.send_backward(self._box, self.world.before, outgoing)
-
-    def _tokens_per_step(self, packed: Packed) -> int:
+    def _loss_weight(self, packed: Packed) -> float:
         """The token budget is the same for all microbatches, so the mean is over all of them."""
-        return len(packed.tokens) * self.plan.microbatches
-
-    def _hold(self, packed: Packed, op: Op, step: int, timing: _Timing) -> None:
-        if self.setup.pacer is not None:
-            parts: Mapping[str, Mapping[str, tuple[int, int]]] = self._ranges
-            flops = sum(self.setup.model.flops(part, r, packed) for part, r in parts.items())
-            passes = 2.0 if op is Op.BACKWARD else 1.0
-            self.setup.pacer.hold(passes * flops, step, timing.compute_s)
+        return 1.0 / (len(packed.tokens) * self.plan.microbatches)
 
     def _record(
         self, op: Op, step: int, microbatch: int, timing: _Timing, packed: Packed | None = None
