@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resihp.contracts import Job, LayerCost, Layout, Links
+from resihp.contracts import Job, LayerCost, Layout, Links, Schedule
 
 HEADS = 64  # units of a share: a 70B model's attention heads
+PEERS = ("nothing", "nvrx", "restart", "greyhound", "recycle", "oobleck", "malleus", "resihp-rule")
+
+PERMITTED: dict[str, tuple[Schedule, ...]] = {
+    "1F1B": (Schedule.ONE_F_ONE_B,),
+    "1F1B or eager": (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B),
+    "1F1B, eager or split": (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE),
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +33,23 @@ class Row:
 ROWS = [Row(m, s, d) for m in (64, 256, 512) for s in (1, 4, 16) for d in (0, 4, 8)]
 
 
-def job_of(microbatches: int, *, dp: int = 8, pp: int = 8, tp: int = 4, units: int = HEADS) -> Job:
-    """80 layers, no cost but computing: what is measured is the quality of decisions."""
+def job_of(
+    microbatches: int,
+    *,
+    dp: int = 8,
+    pp: int = 8,
+    tp: int = 4,
+    units: int = HEADS,
+    schedules: tuple[Schedule, ...] = (),
+) -> Job:
+    """80 layers, no cost but computing, memory for any schedule: what counts are decisions."""
     return Job(
         name="planner",
         layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=80, units=units),
         microbatches=microbatches,
         cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
         links=Links(latency_ms=0.0),
+        schedules=schedules,
     )
 
 

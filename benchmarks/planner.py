@@ -2,11 +2,13 @@
 
 `python -m benchmarks.planner [--json PATH] [--seeds N] [--quick]`
 
-A figure of 1.0 means that the job lost no more throughput than the fleet lost speed. It can be
-above 1 where a plan also shortens the pipeline's filling and draining. Policies with a split
-backward (recycle, joint-split) are compared with each other; all are relative to fault-free 1F1B.
-joint-eager holds up to twice the activations; fault-free, eager 1F1B takes as long as 1F1B.
-Times are those of the processor, so that others on the same machine do not count.
+A figure of 1.0 means that the job lost no more throughput than the fleet lost speed, against the
+job as it was started: fault-free, 1F1B. It can be above 1 where a plan also shortens the pipeline's
+filling and draining. Three kinds of jobs: those that run 1F1B alone, those that permit its eager
+kind, which may hold up to twice the activations, and those that permit a split backward as well.
+Peers get the same choice and take what serves them best. `own` is stricter: against the best plan
+for the same schedules without a fault. ReCycle splits the backward by definition, so it is compared
+where all may. Times are those of the processor, so that others on the same machine do not count.
 """
 
 from __future__ import annotations
@@ -15,20 +17,17 @@ import argparse
 import resource
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
-import numpy as np
-
-from benchmarks._planner_cases import HEADS, ROWS, Row, faults, job_of, remaining
-from benchmarks._report import machine, print_table, write_json
+from benchmarks._planner_cases import HEADS, PEERS, PERMITTED, ROWS, Row, faults, job_of, remaining
+from benchmarks._planner_tables import Result, Scale, print_quality, print_ratios, print_scales
+from benchmarks._report import machine, write_json
 from resihp.contracts import Job, Layout
 from scheduler import make_plan
 from scheduler.policies import outcome_of
 
-PEERS = ("nothing", "nvrx", "restart", "greyhound", "recycle", "oobleck", "malleus", "resihp-rule")
-VARIANTS = ("joint-eager", "joint-split")  # our plans for other schedules
-OURS = {name: "joint-split" if name == "recycle" else "joint" for name in PEERS}
 SCALES = ((256, 8, 4, 256), (1024, 8, 4, 1024), (8192, 16, 8, 2048), (65536, 16, 8, 16384))
 
 
@@ -45,131 +44,70 @@ def main() -> None:
     print(machine())
     rows = ROWS[::3] if options.quick else ROWS
     seeds = 2 if options.quick else options.seeds
-    results = [_row(row, seeds, options.units) for row in rows]
-    _print_quality(rows, results)
-    _print_ratios(rows, results)
+    found = {}
+    for permitted in PERMITTED:
+        found[permitted] = [_row(row, permitted, seeds, options.units) for row in rows]
+        print_quality(permitted, rows, found[permitted])
+        print_ratios(permitted, rows, found[permitted])
     scales = [_scale(*scale) for scale in SCALES]
-    _print_scales(scales)
+    print_scales(scales)
     if options.json:
-        named = {str(row): result for row, result in zip(rows, results, strict=True)}
-        write_json(options.json, {"rows": named, "scales": scales, "seeds": seeds})
+        named = {
+            permitted: {str(row): result.json() for row, result in zip(rows, results, strict=True)}
+            for permitted, results in found.items()
+        }
+        figures = [scale.json() for scale in scales]
+        write_json(options.json, {"rows": named, "scales": figures, "seeds": seeds})
 
 
-def _row(row: Row, seeds: int, units: int) -> dict[str, Any]:
-    """Fractions of the remaining speed and milliseconds, by policy and seed; and our gaps."""
-    job = job_of(row.microbatches, units=units)
-    healthy = outcome_of("nothing", job, {}).step_ms
-    found: dict[str, Any] = {"fraction": {}, "ms": {}, "gap": [], "plan_ms": []}
+def _row(row: Row, permitted: str, seeds: int, units: int) -> Result:
+    """All policies under the faults of a row, for every seed."""
+    job = job_of(row.microbatches, units=units, schedules=PERMITTED[permitted])
+    started_ms = outcome_of("nothing", replace(job, schedules=()), {}).step_ms
+    own_ms = make_plan(job, {}).step_ms
+    fractions: dict[str, list[float]] = {name: [] for name in (*PEERS, "joint", "own")}
+    took: dict[str, list[float]] = {name: [] for name in (*PEERS, "joint")}
+    gaps, schedules = [], Counter[str]()
     for seed in range(seeds):
         speeds = faults(256, row.slow, row.dead, seed)
         left = remaining(256, speeds)
-        for name in (*PEERS, "joint-eager", "joint-split"):
+        for name in PEERS:
             begin = time.process_time()
             step_ms = outcome_of(name, job, speeds).step_ms
-            found["ms"].setdefault(name, []).append(1e3 * (time.process_time() - begin))
-            found["fraction"].setdefault(name, []).append(healthy / step_ms / left)
+            took[name].append(1e3 * (time.process_time() - begin))
+            fractions[name].append(started_ms / step_ms / left)
         begin = time.process_time()
         plan = make_plan(job, speeds)
-        found["ms"].setdefault("joint", []).append(1e3 * (time.process_time() - begin))
-        found["fraction"].setdefault("joint", []).append(healthy / plan.step_ms / left)
-        found["gap"].append(plan.gap)
-    print(f"  {row}: {fmean(found['fraction']['joint']):.4f}", file=sys.stderr)
-    return found
+        took["joint"].append(1e3 * (time.process_time() - begin))
+        fractions["joint"].append(started_ms / plan.step_ms / left)
+        fractions["own"].append(own_ms / plan.step_ms / left)
+        gaps.append(plan.gap)
+        schedules[plan.schedule.value] += 1
+    print(f"  {permitted} {row}: {fmean(fractions['joint']):.4f}", file=sys.stderr)
+    return Result(fractions, took, gaps, schedules)
 
 
-def _print_quality(rows: list[Row], results: list[dict[str, Any]]) -> None:
-    names = (*PEERS, "joint", "joint-eager", "joint-split")
-    table = []
-    for row, result in zip(rows, results, strict=True):
-        means = [f"{fmean(result['fraction'][name]):.3f}" for name in names]
-        gap, took = fmean(result["gap"]), result["ms"]["joint"]
-        table.append([row, *means, f"{gap:.2%}", f"{fmean(took):.0f}", f"{max(took):.0f}"])
-    title = "Throughput over fault-free, divided by the remaining speed (256 devices, mean)"
-    print_table(title, ["microbatches; slow, dead", *names, "gap", "cpu ms", "max"], table)
-
-
-def _print_ratios(rows: list[Row], results: list[dict[str, Any]]) -> None:
-    table = []
-    for name in PEERS:
-        ratios = [
-            fmean(result["fraction"][OURS[name]]) / max(fmean(result["fraction"][name]), 1e-9)
-            for result in results
-        ]
-        finite = [ratio for ratio in ratios if ratio < 1e6]
-        mean = f"{float(np.exp(np.mean(np.log(finite)))):.3f}" if finite else "-"
-        behind = [str(row) for row, r in zip(rows, ratios, strict=True) if r < 1.0]
-        stopped = len(ratios) - len(finite)
-        took = fmean(ms for result in results for ms in result["ms"][name])
-        table.append(
-            [
-                name,
-                OURS[name],
-                mean,
-                f"{min(ratios):.3f}",
-                stopped,
-                f"{took:.0f}",
-                ", ".join(behind) or "none",
-            ]
-        )
-    print_table(
-        "Ours over each policy (geometric mean over the rows in which it runs)",
-        [
-            "policy",
-            "against",
-            "ratio",
-            "least row",
-            "stopped",
-            "its cpu ms",
-            "rows where we are behind",
-        ],
-        table,
-    )
-
-
-def _scale(devices: int, pp: int, tp: int, microbatches: int) -> dict[str, Any]:
+def _scale(devices: int, pp: int, tp: int, microbatches: int) -> Scale:
     job = job_of(microbatches, dp=devices // (pp * tp), pp=pp, tp=tp)
     bad = round(0.03 * devices)
     speeds = faults(devices, bad - bad // 4, bad // 4, 0)
     took = []
-    for _ in range(3):
+    for _ in range(5):
         begin = time.process_time()
         plan = make_plan(job, speeds)
-        took.append(time.process_time() - begin)
-    fraction = _throughput(job) / plan.step_ms / remaining(devices, speeds)
+        took.append(1e3 * (time.process_time() - begin))
+    fraction = _fault_free_ms(job) / plan.step_ms / remaining(devices, speeds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {
-        "devices": devices,
-        "faulty": bad,
-        "ms": 1e3 * min(took),
-        "fraction": fraction,
-        "gap": plan.gap,
-        "peak_mib": peak,
-    }
+    return Scale(devices, bad, min(took), max(took), fraction, plan.gap, peak)
 
 
-def _throughput(job: Job) -> float:
+def _fault_free_ms(job: Job) -> float:
     """Fault-free step time of one replica, which all of them share."""
     single = Layout((job.layout.replicas[0],))
     alone = Job(
         name=job.name, layout=single, microbatches=job.quotas[0], cost=job.cost, links=job.links
     )
     return outcome_of("nothing", alone, {}).step_ms
-
-
-def _print_scales(scales: list[dict[str, Any]]) -> None:
-    table = [
-        [
-            s["devices"],
-            s["faulty"],
-            f"{s['ms']:.0f}",
-            f"{s['fraction']:.3f}",
-            f"{s['gap']:.2%}",
-            f"{s['peak_mib']:.0f}",
-        ]
-        for s in scales
-    ]
-    columns = ["devices", "faulty", "cpu ms (best of 3)", "fraction", "gap", "peak MiB"]
-    print_table("Planning time, 3% of the devices faulty (a quarter of them dead)", columns, table)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def chains_bound(
     for index, chain in enumerate(chains):
         by_length[len(chain)].append(index)
     parts = []
+    forward_part = _forward_part(fleet)
     for indices in by_length.values():
         rows = np.array([chains[i] for i in indices], np.int64)
         speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[rows]
@@ -87,7 +88,15 @@ def chains_bound(
         ends = ends + fleet.head_ms[rows[:, -1]] * speeds[:, -1]
         counts = np.array([quotas[i] for i in indices], np.int64)
         parts.append(Pipelines(speeds, layers + 3.0 * ends, counts))
-    return least_span(parts, schedule)
+    return least_span(parts, schedule, forward_part)
+
+
+def _forward_part(fleet: Fleet) -> tuple[float, float]:
+    """Least and largest part that forwards have in the time of any stage."""
+    parts = fleet.forward_ms / (fleet.forward_ms + fleet.backward_ms)
+    ends = bool(fleet.embedding_ms.any() or fleet.head_ms.any())
+    parts = np.append(parts, [1.0 / 3.0] * ends)
+    return float(parts.min()), float(parts.max())
 
 
 def layout_bound(

@@ -19,7 +19,7 @@ from resihp.pipeline.orders import most_in_flight
 from .bounds import in_flight_bound
 from .fleet import Fleet
 from .memory import Footprint
-from .spans import one_f_one_b_spans
+from .spans import pipeline_spans
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -150,7 +150,7 @@ def _without_surplus(room: Ints, key: Floats, total: int, *, one_each: bool = Fa
 def spans(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) -> Floats:
     """Exact spans of chains with these layers [chain, stage]."""
     forward, backward = stage_times(setting, chains, layers)
-    return one_f_one_b_spans(
+    return pipeline_spans(
         forward,
         backward,
         microbatches,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Stage
+from resihp.contracts import Job, Layout, Schedule, Stage
+from resihp.pipeline.orders import most_in_flight
 
 _UNLIMITED = 1 << 30
 
@@ -74,3 +76,21 @@ class Footprint:
 def job_budget(job: Job) -> float | None:
     """Budget of one device in bytes; None where it is unlimited."""
     return None if job.memory.budget_bytes is None else float(job.memory.budget_bytes)
+
+
+def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
+    """Whether every rank of `layout` has the memory for its part under `schedule`."""
+    footprint = Footprint.of(job, layout.dp)
+    budget = footprint.budget_bytes
+    if budget is None:
+        return True
+    for replica, quota in zip(layout.replicas, quotas, strict=True):
+        last = len(replica.stages) - 1
+        limit = most_in_flight(schedule, last + 1, job.max_in_flight)
+        for index, stage in enumerate(replica.stages):
+            held = footprint.stage_bytes(
+                stage, first=index == 0, last=index == last, in_flight=min(limit[index], quota)
+            )
+            if max(held) > budget:
+                return False
+    return True

@@ -31,14 +31,15 @@ def make_plan(
     time_limit_s  the best plan found by then, read off `clock`; without it the same input gives
                   the same plan
 
-    The plan is for 1F1B, or for its eager kind where the job runs that. Its `bound_ms` holds for
-    every layer partition and every quota with the groups where the plan puts them. Raises
-    `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches".
+    The plan is for the job's schedule, or for one of those that it lets plans choose from: the
+    first unless another one that memory allows is clearly better. Its `bound_ms` holds for that
+    schedule, every layer partition and every quota, with the groups where the plan puts them.
+    Raises `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches".
     """
     known = speed_map(speeds)
     current = layout or job.layout
     found = search(job, current, known, _deadline(time_limit_s, clock))
-    planned = _layout(found)
+    planned, schedule = _layout(found), found.evaluator.setting.schedule
     fixed_ms = layer_cost(job).step_ms
     step_ms = found.division.span_ms + fixed_ms
     return Plan(
@@ -48,8 +49,8 @@ def make_plan(
         from_step=from_step,
         step_ms=step_ms,
         bound_ms=min(step_ms, bound_ms(found) + fixed_ms),
-        schedule=found.evaluator.setting.schedule,
-        reason=reasons(job, current, planned, found.division.quotas, known),
+        schedule=schedule,
+        reason=reasons(job, current, planned, found.division.quotas, known, schedule),
     )
 
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from resihp.contracts import Job, Layout, Place
+from resihp.contracts import Job, Layout, Place, Schedule
 
 _SHOWN = 12
+SCHEDULE_WORDS = {
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.EAGER_1F1B: "eager 1F1B",
+    Schedule.INTERLEAVED: "interleaved 1F1B",
+    Schedule.ZERO_BUBBLE: "1F1B with a split backward",
+}
 
 
 def reasons(
-    job: Job, old: Layout, new: Layout, quotas: Sequence[int], speeds: Mapping[int, float]
+    job: Job,
+    old: Layout,
+    new: Layout,
+    quotas: Sequence[int],
+    speeds: Mapping[int, float],
+    schedule: Schedule,
 ) -> tuple[str, ...]:
     """Sentences about every device that is not healthy, about layers, replicas and quotas."""
     before = {place.rank: place for place in old.places()}
@@ -30,6 +41,8 @@ def reasons(
     told += _of_replicas(old, new)
     if len(set(quotas)) > 1:
         told.append(f"microbatches of the replicas: {_numbers(quotas)}")
+    if schedule is not job.schedule and job.schedules:
+        told.append(f"the pipelines run {SCHEDULE_WORDS[schedule]}")
     return tuple(told) or ("all devices are healthy: nothing to change",)
 
 

@@ -13,7 +13,7 @@ from resihp.contracts import Job, Layout, Schedule
 
 from .costs import layer_cost, transfer_ms
 from .simulator import stage_times
-from .spans import one_f_one_b_spans
+from .spans import pipeline_spans
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class Replicas:
         """When each replica has run its quota."""
         ends = np.zeros(len(quotas))
         for rows, forward, backward in self._parts:
-            ends[rows] = one_f_one_b_spans(
+            ends[rows] = pipeline_spans(
                 forward,
                 backward,
                 [quotas[i] for i in rows],

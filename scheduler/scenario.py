@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from resihp.contracts import ContractError, Job, from_json
 
 from .costs import layer_cost
-from .policies import POLICIES, Outcome
+from .policies import Outcome, outcome_of
 from .policies.base import Pause, replica_spans
 from .switching import migration_ms
 
@@ -136,7 +136,7 @@ def play(
     for fault in scenario.fault:
         if fault.rank not in set(job.layout.ranks):
             raise ContractError("fault", f"rank {fault.rank} does not work in the job's layout")
-    healthy = POLICIES["nothing"].decide(job, {}).step_ms
+    healthy = outcome_of("nothing", job, {})
     return [_played(job, scenario, name, healthy, progress) for name in policies]
 
 
@@ -144,27 +144,27 @@ def _played(
     job: Job,
     scenario: Scenario,
     name: str,
-    healthy_ms: float,
+    healthy: Outcome,
     progress: Callable[[str, float], None],
 ) -> Played:
     times = [*scenario.changes(), 3600.0 * scenario.hours]
-    current = Outcome(healthy_ms, job.layout, job.quotas)
+    current = healthy
     segments = []
     for start, end in pairwise(times):
         current, pause = _next(job, name, current, scenario.speeds_at(start), scenario.restart_s)
         segments.append(Segment(start, end, min(pause, end - start), current.step_ms))
         progress(name, end)
-    return Played(name, tuple(segments), healthy_ms)
+    return Played(name, tuple(segments), healthy.step_ms)
 
 
 def _next(
     job: Job, name: str, current: Outcome, speeds: Mapping[int, float], restart_s: float
 ) -> tuple[Outcome, float]:
     """The outcome under new speeds, and the pause until then in seconds."""
-    fresh = POLICIES[name].decide(job, speeds)
+    fresh = outcome_of(name, job, speeds)
     kept_ms = _step_ms(job, current, speeds)
     if kept_ms <= fresh.step_ms * (1 + _WORTH):
-        return Outcome(kept_ms, current.layout, current.quotas), 0.0
+        return replace(current, step_ms=kept_ms), 0.0
     return fresh, _pause_s(job, current, fresh, restart_s)
 
 
@@ -173,7 +173,7 @@ def _step_ms(job: Job, outcome: Outcome, speeds: Mapping[int, float]) -> float:
     layout = outcome.layout
     if layout is None or any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return math.inf
-    spans = replica_spans(job, layout.replicas, outcome.quotas, speeds)
+    spans = replica_spans(job, layout.replicas, outcome.quotas, speeds, outcome.schedule)
     return max(spans) + layer_cost(job).step_ms
 
 

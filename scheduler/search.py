@@ -45,6 +45,34 @@ def search(
 ) -> Found:
     """The best arrangement that is found before `expired`. Raises `InfeasibleError`.
 
+    Of the schedules that plans may choose from, the first unless another one is clearly better.
+    """
+    best: Found | None = None
+    failure: InfeasibleError | None = None
+    for schedule in plan_schedules(job):
+        if best is not None and expired():
+            break
+        try:
+            found = _for_schedule(job, layout, speeds, expired, schedule)
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        best = _better(best, found)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _for_schedule(
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    expired: Callable[[], bool],
+    schedule: Schedule,
+) -> Found:
+    """The best arrangement for one schedule.
+
     Starts from `layout`, and from the job's first one in case that has become better. Shares by
     speed first; equal shares where only those fit into memory.
     """
@@ -56,7 +84,7 @@ def search(
             if best is not None and expired():
                 return best
             try:
-                found = _search(job, start, speeds, expired, even=even)
+                found = _search(job, start, speeds, expired, schedule, even=even)
             except InfeasibleError as error:
                 failure = failure or error
                 continue
@@ -76,10 +104,12 @@ def _better(best: Found | None, found: Found) -> Found:
     return best
 
 
-def plan_schedule(job: Job) -> Schedule:
-    """What plans are made for: 1F1B, or its eager kind where the job runs that."""
-    eager = job.schedule is Schedule.EAGER_1F1B
-    return Schedule.EAGER_1F1B if eager else Schedule.ONE_F_ONE_B
+def plan_schedules(job: Job) -> tuple[Schedule, ...]:
+    """What plans may choose from; an interleaved job gets plans for 1F1B."""
+    if job.schedules:
+        return job.schedules
+    interleaved = job.schedule is Schedule.INTERLEAVED
+    return (Schedule.ONE_F_ONE_B if interleaved else job.schedule,)
 
 
 def _search(
@@ -87,6 +117,7 @@ def _search(
     layout: Layout,
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
+    schedule: Schedule,
     *,
     even: bool,
 ) -> Found:
@@ -99,7 +130,7 @@ def _search(
         job.layout.layers,
         transfer_ms(job),
         job.max_in_flight,
-        plan_schedule(job),
+        schedule,
     )
     evaluator = Evaluator(setting)
     starts = [(chains, spare), (gathered(evaluator, chains), spare)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import ContractError, Job, Layout, Op, Replica
+from resihp.contracts import ContractError, Job, Layout, Op, Replica, Schedule
 from resihp.pipeline.orders import Part, Pass, job_orders
 from resihp.pipeline.replay import pass_durations, replay
 
@@ -72,13 +72,16 @@ def simulate(
     quotas: Sequence[int],
     speeds: Speeds | None = None,
     work: Sequence[Sequence[float]] | Sequence[float] | None = None,
+    *,
+    schedule: Schedule | None = None,
 ) -> Timeline:
-    """One step of `job` in `layout` under the job's schedule.
+    """One step of `job` in `layout`.
 
-    speeds  by rank, 1.0 where none is given; all of the layout's must be above 0
-    work    the work of each microbatch relative to the mean one (what the lengths of its
-            sequences cost, over the mean cost), one list for each replica, or one for all of
-            them, replica after replica; all 1 where none is given
+    speeds    by rank, 1.0 where none is given; all of the layout's must be above 0
+    work      the work of each microbatch relative to the mean one (what the lengths of its
+              sequences cost, over the mean cost), one list for each replica, or one for all of
+              them, replica after replica; all 1 where none is given
+    schedule  of the pipelines; the job's own where none is given
     """
     known = speed_map(speeds)
     _check(layout, quotas, known)
@@ -87,7 +90,7 @@ def simulate(
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
     for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True)):
-        orders = job_orders(job, len(replica.stages), quota)
+        orders = job_orders(job, len(replica.stages), quota, schedule)
         loads = loads_by_replica[index]
         forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, known))
         played = replay(orders, pass_durations(orders, forward, backward), p2p=transfer_ms(job))

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from resihp.contracts import Job, Layout, Plan
+from resihp.contracts import Job, Layout, Plan, Schedule
 
 from .fleet import layout_bound
+from .memory import fits
 from .reasons import reasons
 from .requota import Replicas
+from .search import plan_schedules
 
 _LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
 _LEAST_GAIN_QUOTAS = 0.005  # where nothing but quotas changes, which costs nothing
@@ -21,30 +23,45 @@ def choose(
 ) -> Plan | None:
     """`plan`, or other quotas for the current layout, or None; all current ranks are alive.
 
-    Other quotas cost nothing, so they are taken for a small gain. A new layout must gain more than
-    what the speeds are known to, beyond what quotas alone gain, and must earn back within
-    `horizon_steps` what its moves cost.
+    Other quotas and another schedule cost nothing, so they are taken for a small gain. A new layout
+    must gain more than what the speeds are known to, beyond what those alone gain, and must earn
+    back within `horizon_steps` what its moves cost.
     """
-    replicas = Replicas(job, current.layout, plan.schedule, speeds)
-    now_ms = replicas.step_ms(current.quotas)
-    quotas = replicas.best_quotas(current.quotas)
-    cheap_ms = replicas.step_ms(quotas)
+    now_ms, cheap_ms, quotas, schedule = _in_place(job, current, speeds)
     saved_ms = cheap_ms - plan.step_ms
     clear = plan.layout != current.layout and saved_ms > _LEAST_GAIN * cheap_ms
     if clear and saved_ms * horizon_steps > migration_ms(job, current.layout, plan.layout):
         return plan
     if now_ms - cheap_ms <= _LEAST_GAIN_QUOTAS * now_ms:
         return None
-    bound_ms = layout_bound(job, current.layout, quotas, plan.schedule, speeds)
-    told = reasons(job, current.layout, current.layout, quotas, speeds)
+    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds)
+    told = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
     return replace(
         plan,
         layout=current.layout,
         quotas=quotas,
+        schedule=schedule,
         step_ms=cheap_ms,
         bound_ms=min(bound_ms, cheap_ms),
         reason=(*told, "a new layout would not pay for its moves"),
     )
+
+
+def _in_place(
+    job: Job, current: Plan, speeds: Mapping[int, float]
+) -> tuple[float, float, tuple[int, ...], Schedule]:
+    """Step time as it is, and the least without a move, with the quotas and schedule for it."""
+    schedules = plan_schedules(job)
+    own = current.schedule if current.schedule in schedules else schedules[0]
+    now_ms = Replicas(job, current.layout, own, speeds).step_ms(current.quotas)
+    best = now_ms, current.quotas, own
+    for schedule in (own, *(other for other in schedules if other is not own)):
+        replicas = Replicas(job, current.layout, schedule, speeds)
+        quotas = replicas.best_quotas(current.quotas)
+        step_ms = replicas.step_ms(quotas)
+        if step_ms < best[0] and fits(job, current.layout, quotas, schedule):
+            best = step_ms, quotas, schedule
+    return now_ms, *best
 
 
 def migration_ms(job: Job, old: Layout, new: Layout) -> float:

@@ -116,6 +116,9 @@ class Job:
     quotas                 microbatches of each replica; empty means as even as they go
     model                  None where only timings are known (a foreign trace)
     tokens_per_microbatch  token budget of a microbatch
+    schedule               the one that it starts with
+    schedules              those that plans may choose from; the first where others gain nothing;
+                           empty: only `schedule`
     chunks                 model chunks per stage (more than 1 with the interleaved schedule)
     max_in_flight          most microbatches of which a stage may hold activations; None: unlimited
     device                 type of device, e.g. "H100"; predictors are shared per (model, device)
@@ -128,6 +131,7 @@ class Job:
     model: ModelShape | None = None
     tokens_per_microbatch: int | None = None
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedules: tuple[Schedule, ...] = ()
     chunks: int = 1
     max_in_flight: int | None = None
     recompute: bool = False
@@ -148,6 +152,8 @@ class Job:
             object.__setattr__(self, "quotas", even_quotas(self.microbatches, self.layout.dp))
         if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
             raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+        if Schedule.INTERLEAVED in self.schedules:
+            raise ContractError("schedules", "plans cannot be made for interleaved stages")
         if sum(self.quotas) != self.microbatches:
             raise ContractError("quotas", f"must sum to microbatches ({self.microbatches})")
 

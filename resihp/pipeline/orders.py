@@ -38,13 +38,25 @@ class Pass:
     part: Part = Part.WHOLE
 
 
-def most_in_flight(
+def most_ahead(
     schedule: Schedule, stages: int, max_in_flight: int | None = None
 ) -> tuple[int, ...]:
-    """Microbatches that each stage has begun and not finished at most, under 1F1B or eager 1F1B."""
+    """Microbatches whose input gradient each stage owes at most; not for interleaved stages."""
     each = 2 if schedule is Schedule.EAGER_1F1B else 1
     behind = range(stages - 1, -1, -1)
     return tuple(min(each * b + 1, max_in_flight or each * b + 1) for b in behind)
+
+
+def most_in_flight(
+    schedule: Schedule, stages: int, max_in_flight: int | None = None
+) -> tuple[int, ...]:
+    """Microbatches of which each stage holds activations at most; not for interleaved stages.
+
+    A split backward holds them until the gradient of the weights is there, in every stage as many
+    as the first one owes.
+    """
+    ahead = most_ahead(schedule, stages, max_in_flight)
+    return ahead[:1] * stages if schedule is Schedule.ZERO_BUBBLE else ahead
 
 
 @cache
@@ -82,10 +94,11 @@ def stage_order(
         raise ContractError("chunks", f"must be 1 with the schedule {schedule.value}")
     if chunks > 1:
         return _interleaved(stage, stages, microbatches, chunks, max_in_flight)
-    cap = max_in_flight or stages
-    ahead = min(most_in_flight(schedule, stages, max_in_flight)[stage], microbatches) - 1
+    owed = most_ahead(schedule, stages, max_in_flight)[stage]
+    ahead = min(owed, microbatches) - 1
     if schedule is Schedule.ZERO_BUBBLE:
-        return tuple(_zero_bubble(ahead, min(stages, cap) - ahead - 1, microbatches))
+        put_off = most_in_flight(schedule, stages, max_in_flight)[stage] - owed
+        return tuple(_zero_bubble(ahead, put_off, microbatches))
     return tuple(_one_f_one_b(ahead, microbatches))
 
 
@@ -137,15 +150,21 @@ def _ranges(total: int, parts: int) -> Iterator[range]:
         yield range(total * part // parts, total * (part + 1) // parts)
 
 
-def job_orders(job: Job, stages: int, quota: int) -> list[tuple[Pass, ...]]:
-    """The order of every stage of a replica with `stages` stages and `quota` microbatches."""
+def job_orders(
+    job: Job, stages: int, quota: int, schedule: Schedule | None = None
+) -> list[tuple[Pass, ...]]:
+    """The order of every stage of a replica with `stages` stages and `quota` microbatches.
+
+    `schedule`: another one than the job's own.
+    """
+    chosen = schedule or job.schedule
     return [
         stage_order(
-            job.schedule,
+            chosen,
             stage=stage,
             stages=stages,
             microbatches=quota,
-            chunks=job.chunks,
+            chunks=job.chunks if chosen is Schedule.INTERLEAVED else 1,
             max_in_flight=job.max_in_flight,
         )
         for stage in range(stages)

@@ -13,6 +13,7 @@ from resihp.contracts import ContractError, Op
 from .orders import Part, Pass
 
 Order = Sequence[Pass]
+WEIGHT_PART = 0.5  # of a split backward: as many products as the gradient of the inputs takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,11 @@ class Replay:
 
 
 def pass_durations(
-    orders: Sequence[Order], forward: ArrayLike, backward: ArrayLike, *, weight_part: float = 0.5
+    orders: Sequence[Order],
+    forward: ArrayLike,
+    backward: ArrayLike,
+    *,
+    weight_part: float = WEIGHT_PART,
 ) -> list[list[float]]:
     """Duration of every pass, aligned with `orders`.
 

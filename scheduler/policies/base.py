@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from resihp.contracts import Job, Layout, Replica, Stage
+from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 
 from ..costs import layer_cost, transfer_ms
+from ..search import plan_schedules
 from ..simulator import stage_times
-from ..spans import one_f_one_b_spans
+from ..spans import pipeline_spans
 
 Speeds = Mapping[int, float]
 
@@ -29,13 +30,15 @@ class Pause(StrEnum):
 class Outcome:
     """How a job runs under a policy; `step_ms` is inf where it stands still.
 
-    `layout` is None where the policy's way of sharing work is not a layout of whole replicas.
+    `schedule` is that of the pipelines. `layout` is None where the policy's way of sharing work
+    is not a layout of whole replicas.
     """
 
     step_ms: float
     layout: Layout | None = None
     quotas: tuple[int, ...] = ()
     pause: Pause = Pause.NONE
+    schedule: Schedule = Schedule.ONE_F_ONE_B
     detail: str = ""
 
 
@@ -57,21 +60,29 @@ def speed_of(speeds: Speeds, stage: Stage) -> float:
 
 
 def replica_spans(
-    job: Job, replicas: Sequence[Replica], quotas: Sequence[int], speeds: Speeds
+    job: Job,
+    replicas: Sequence[Replica],
+    quotas: Sequence[int],
+    speeds: Speeds,
+    schedule: Schedule | None = None,
 ) -> list[float]:
-    """Span of every replica in milliseconds; all of its ranks must be alive."""
+    """Span of every replica in milliseconds; all of its ranks must be alive.
+
+    `schedule`: the first that the job's plans may choose where none is given.
+    """
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, replica in enumerate(replicas):
         by_length[len(replica.stages)].append(index)
     spans = [0.0] * len(replicas)
     for members in by_length.values():
         times = [stage_times(job, replicas[index], speeds) for index in members]
-        ends = one_f_one_b_spans(
+        ends = pipeline_spans(
             [forward for forward, _ in times],
             [backward for _, backward in times],
             [quotas[index] for index in members],
             p2p=transfer_ms(job),
             max_in_flight=job.max_in_flight,
+            schedule=schedule or plan_schedules(job)[0],
         )
         for index, end in zip(members, ends.tolist(), strict=True):
             spans[index] = end
@@ -87,12 +98,17 @@ def timed(
     pause: Pause,
     detail: str = "",
 ) -> Outcome:
-    """The outcome of these replicas with these quotas under 1F1B."""
+    """The outcome of these replicas with these quotas, under the job's first schedule."""
     if not replicas:
         return STOPPED
     span = max(replica_spans(job, replicas, quotas, speeds))
     return Outcome(
-        span + layer_cost(job).step_ms, Layout(tuple(replicas)), tuple(quotas), pause, detail
+        span + layer_cost(job).step_ms,
+        Layout(tuple(replicas)),
+        tuple(quotas),
+        pause,
+        plan_schedules(job)[0],
+        detail,
     )
 
 

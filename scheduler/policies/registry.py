@@ -7,13 +7,15 @@ from dataclasses import replace
 from resihp.contracts import InfeasibleError, Job, Schedule
 
 from ..planner import make_plan
+from ..search import plan_schedules
 from .base import Outcome, Pause, Policy, Speeds
 from .malleus import malleus
 from .rerouting import recycle
 from .resihp_rule import resihp_rule
 from .simple import drop_replica, greyhound, nothing, restart
-from .split import split_backward
 from .templates import oobleck
+
+_CHOICE = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
 
 def joint(job: Job, speeds: Speeds) -> Outcome:
@@ -23,18 +25,12 @@ def joint(job: Job, speeds: Speeds) -> Outcome:
     except InfeasibleError as error:
         return Outcome(float("inf"), detail=error.detail)
     detail = "; ".join(plan.reason)
-    return Outcome(plan.step_ms, plan.layout, plan.quotas, Pause.LIVE, detail)
+    return Outcome(plan.step_ms, plan.layout, plan.quotas, Pause.LIVE, plan.schedule, detail)
 
 
-def joint_split(job: Job, speeds: Speeds) -> Outcome:
-    """This scheduler's own plan, run with a split backward (ZB-H1) in place of 1F1B."""
-    outcome = joint(job, speeds)
-    return outcome if outcome.layout is None else split_backward(job, outcome, speeds)
-
-
-def joint_eager(job: Job, speeds: Speeds) -> Outcome:
-    """This scheduler's own plan for eager 1F1B, which holds more activations."""
-    return joint(replace(job, schedule=Schedule.EAGER_1F1B), speeds)
+def joint_any(job: Job, speeds: Speeds) -> Outcome:
+    """This scheduler's own plan where it may choose the schedule too, as memory allows."""
+    return joint(replace(job, schedules=_CHOICE), speeds)
 
 
 POLICIES: dict[str, Policy] = {
@@ -49,12 +45,19 @@ POLICIES: dict[str, Policy] = {
         Policy("malleus", "Malleus (Hetu), arXiv 2410.13333", malleus),
         Policy("resihp-rule", "ResiHP's three steps, arXiv 2605.06374", resihp_rule),
         Policy("joint", "this scheduler", joint),
-        Policy("joint-eager", "this scheduler, with eager 1F1B", joint_eager),
-        Policy("joint-split", "this scheduler, with a split backward", joint_split),
+        Policy("joint-any", "this scheduler, choosing the schedule too", joint_any),
     )
 }
 
 
 def outcome_of(name: str, job: Job, speeds: Speeds) -> Outcome:
-    """What the policy of that name makes of a job at these speeds."""
-    return POLICIES[name].decide(job, speeds)
+    """What the policy of that name makes of a job at these speeds.
+
+    Where plans may choose the schedule, so may every policy: the best of what it makes of each.
+    """
+    decide = POLICIES[name].decide
+    options = [
+        decide(replace(job, schedule=schedule, schedules=()), speeds)
+        for schedule in plan_schedules(job)
+    ]
+    return min(options, key=lambda outcome: outcome.step_ms)

@@ -40,4 +40,6 @@ def recycle(job: Job, speeds: Speeds) -> Outcome:
         [[b * k] for b, k in zip(backward, longer, strict=True)],
     )
     span = replay(orders, durations, p2p=transfer_ms(job)).span
-    return Outcome(span + layer_cost(job).step_ms, None, (quota,) * len(replicas), Pause.LIVE)
+    step_ms = span + layer_cost(job).step_ms
+    quotas = (quota,) * len(replicas)
+    return Outcome(step_ms, None, quotas, Pause.LIVE, Schedule.ZERO_BUBBLE)

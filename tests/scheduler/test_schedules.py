@@ -9,9 +9,10 @@ from resihp.contracts import Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
 from scheduler.bounds import Pipelines, chain_factors, in_flight_bound, least_span
-from scheduler.spans import one_f_one_b_spans
+from scheduler.spans import pipeline_spans
 
-SCHEDULES = st.sampled_from([Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B])
+PLANNED = [Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE]
+SCHEDULES = st.sampled_from(PLANNED)
 
 
 def replayed(schedule, forward, backward, microbatches, p2p, cap):
@@ -38,7 +39,7 @@ def test_spans_and_bounds_of_any_pipeline(schedule, stages, microbatches, p2p, c
     forward, backward = random.uniform(0.2, 3.0, (2, stages))
     exact = replayed(schedule, forward, backward, microbatches, p2p, cap)
     given_ = {"p2p": p2p, "max_in_flight": cap, "schedule": schedule}
-    fast = one_f_one_b_spans([forward], [backward], [microbatches], **given_)[0]
+    fast = pipeline_spans([forward], [backward], [microbatches], **given_)[0]
     bound = in_flight_bound([forward], [backward], [microbatches], **given_)[0]
     assert fast == pytest.approx(exact)
     assert bound <= exact * (1 + 1e-9)
@@ -56,10 +57,10 @@ def test_no_partition_beats_the_chain_bound(schedule, stages, microbatches, seed
     speeds = random.uniform(0.2, 1.0, stages)
     work = random.dirichlet(np.ones(stages)) * 10.0
     share = random.uniform(0.2, 0.5)
-    span = one_f_one_b_spans(
+    span = pipeline_spans(
         [share * work / speeds], [(1 - share) * work / speeds], [microbatches], schedule=schedule
     )[0]
-    factor = chain_factors([speeds], [microbatches], schedule)[0]
+    factor = chain_factors([speeds], [microbatches], schedule, (share, share))[0]
     assert factor * work.sum() <= span * (1 + 1e-9)
 
 

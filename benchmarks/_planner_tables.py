@@ -1,0 +1,108 @@
+"""Results of the planner benchmark and the tables that show them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from benchmarks._planner_cases import PEERS, Row
+from benchmarks._report import print_table
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: by policy and seed, the fraction of the remaining speed and the processor's ms."""
+
+    fractions: dict[str, list[float]]
+    took_ms: dict[str, list[float]]
+    gaps: list[float]
+    schedules: Counter[str]
+
+    def mean(self, name: str) -> float:
+        """Mean fraction of a policy."""
+        return fmean(self.fractions[name])
+
+    def json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One size of a fleet; best and worst time of a plan."""
+
+    devices: int
+    faulty: int
+    least_ms: float
+    most_ms: float
+    fraction: float
+    gap: float
+    peak_mib: float
+
+    def json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+
+def print_quality(permitted: str, rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Means of every row, and over the rows of equally many microbatches."""
+    names = (*PEERS, "joint", "own")
+    table = []
+    for row, result in zip(rows, results, strict=True):
+        used = ", ".join(f"{name} {count}" for name, count in result.schedules.most_common())
+        took = result.took_ms["joint"]
+        means = [f"{result.mean(name):.3f}" for name in names]
+        spent = [f"{fmean(took):.0f}", f"{max(took):.0f}"]
+        table.append([row, *means, f"{fmean(result.gaps):.2%}", *spent, used])
+    columns = ["microbatches; slow, dead", *names, "gap", "cpu ms", "max", "our schedules"]
+    print_table(f"Jobs that permit {permitted}: fraction of the remaining speed", columns, table)
+    for size in sorted({row.microbatches for row in rows}):
+        same = [r for row, r in zip(rows, results, strict=True) if row.microbatches == size]
+        print(f"{size} microbatches: {_summary(same)}")
+
+
+def _summary(results: Sequence[Result]) -> str:
+    means = [result.mean("joint") for result in results]
+    own = [result.mean("own") for result in results]
+    gap = fmean(fmean(result.gaps) for result in results)
+    reached = sum(mean >= 0.985 for mean in means)
+    return (
+        f"mean {fmean(means):.3f}, least {min(means):.3f}, "
+        f"0.985 or more in {reached} of {len(means)} rows; "
+        f"own {fmean(own):.3f}, least {min(own):.3f}; gap {gap:.2%}"
+    )
+
+
+def print_ratios(permitted: str, rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Our throughput over each policy's."""
+    table = []
+    for name in PEERS:
+        if name == "recycle" and "split" not in permitted:
+            continue
+        pairs = [
+            (row, result.mean("joint") / result.mean(name))
+            for row, result in zip(rows, results, strict=True)
+            if result.mean(name) > 0.0
+        ]
+        ratios = [ratio for _, ratio in pairs]
+        behind = [str(row) for row, ratio in pairs if ratio < 1.0]
+        took = fmean(ms for result in results for ms in result.took_ms[name])
+        told = f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}", len(rows) - len(pairs)
+        table.append([name, *told, f"{took:.0f}", "; ".join(behind) or "none"])
+    columns = ["policy", "ratio", "least row", "stopped", "its cpu ms", "rows where we are behind"]
+    title = f"Jobs that permit {permitted}: ours over each policy (geometric mean of the rows)"
+    print_table(title, columns, table)
+
+
+def print_scales(scales: Sequence[Scale]) -> None:
+    """Planning time by size."""
+    table = []
+    for s in scales:
+        quality = f"{s.fraction:.3f}", f"{s.gap:.2%}"
+        spent = f"{s.least_ms:.0f}", f"{s.most_ms:.0f}"
+        table.append([s.devices, s.faulty, *spent, *quality, f"{s.peak_mib:.0f}"])
+    columns = ["devices", "faulty", "cpu ms, best of 5", "worst", "fraction", "gap", "peak MiB"]
+    print_table("Planning time, 3% of the devices faulty (a quarter of them dead)", columns, table)
