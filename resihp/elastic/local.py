@@ -23,7 +23,8 @@ import torch.distributed as dist
 from .membership.rendezvous import announce_death
 
 Target = Callable[..., None]
-_PRELOAD = ["torch", "torch.distributed", "resihp.elastic.trainer"]
+# The first update of any optimizer imports torch._dynamo, which takes more than a second.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "resihp.elastic.trainer"]
 
 
 class LocalRanks:
