@@ -27,12 +27,11 @@ import torch
 from benchmarks._report import machine, print_table, write_json
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.engine import Setup
-from resihp.elastic.engine.shard import AdamW
 from resihp.elastic.events import Hooks, Switch
-from resihp.elastic.handoff.stream import STATE_COPIES
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.models import Llama, Packed
+from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
 from resihp.layout import least_numel
 
@@ -41,6 +40,7 @@ SHAPES = {
     "30M": ModelShape(layers=LAYERS, hidden=512, heads=8, kv_heads=8, ffn=1536, vocab=4096),
     "100M": ModelShape(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, ffn=2688, vocab=4096),
 }
+OPTIMIZER = Optimizer(torch.optim.AdamW, foreach=True)
 ALONE = Stage((0,), (0, LAYERS), (UNITS,))
 GRID = Layout.grid(dp=1, pp=2, tp=2, layers=LAYERS, units=UNITS)
 TWO = Layout.grid(dp=2, pp=1, tp=2, layers=LAYERS, units=UNITS)
@@ -103,7 +103,7 @@ def measure(size: str, repeats: int) -> list[list[Any]]:
     for change in CHANGES:
         seen = [live(size, change) for _ in range(repeats)]
         pause = statistics.median(pause for pause, _ in seen)
-        least = least_numel(change.old, change.new, parameters) * STATE_COPIES * 4
+        least = least_numel(change.old, change.new, parameters) * OPTIMIZER.copies * 4
         rows.append(
             [
                 f"{numel / 1e6:.0f}M",
@@ -144,7 +144,7 @@ def run_rank(rank: int, host: str, port: int, size: str, change: Change, folder:
         (folder / f"switch-{rank}.json").write_text(json.dumps(seen))
 
     trainer = Trainer(
-        Setup(Llama(SHAPES[size]), AdamW(), batch, lambda **record: None, None),
+        Setup(Llama(SHAPES[size]), OPTIMIZER, batch),
         _plan(0, change.old),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         OnePlan(_plan(1, change.new, change.quotas)),

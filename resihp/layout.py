@@ -59,6 +59,12 @@ class Parameters:
     first: tuple[Param, ...] = ()
     last: tuple[Param, ...] = ()
 
+    @property
+    def all(self) -> tuple[Param, ...]:
+        """Every parameter once, in the order in which they are used."""
+        inner = tuple(param for layer in self.layers for param in layer)
+        return tuple(dict.fromkeys(self.first + inner + self.last))
+
     def of_stage(self, stage: Stage) -> tuple[Param, ...]:
         """The parameters of a stage, in the order in which they are used."""
         start, stop = stage.layers

@@ -48,7 +48,7 @@ def run_alone(rank: int, host: str, port: int, settings: DemoSettings, path: Pat
     torch.set_num_threads(1)
     job, timeouts, events = settings.job(), Timeouts(), EventLog(path)
     Trainer(
-        Setup(settings.model(), settings.optimizer, settings.data(), lambda **record: None, None),
+        Setup(settings.model(), settings.optimizer, settings.data()),
         Plan(version=0, layout=job.layout, quotas=job.quotas),
         Rendezvous(lambda: connect(host, port, "reference", timeouts), rank, [rank], timeouts),
         NoPlans(),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from resihp.contracts import Job, LayerCost, Layout, ModelShape
-from resihp.elastic.engine.shard import AdamW
 from resihp.elastic.models import Llama
+from resihp.elastic.optim import Optimizer, warmup
 
 from .text import VOCABULARY, PackedText
 
@@ -48,9 +50,17 @@ class DemoSettings:
         )
 
     @property
-    def optimizer(self) -> AdamW:
+    def optimizer(self) -> Optimizer:
         """AdamW, tame enough that the order of fp32 sums does not grow into another training."""
-        return AdamW(lr=1.5e-3, eps=1e-6, warmup_steps=10)
+        return Optimizer(
+            torch.optim.AdamW,
+            lr=1.5e-3,
+            betas=(0.9, 0.95),
+            eps=1e-6,
+            weight_decay=0.1,
+            foreach=True,
+            rate=warmup(10),
+        )
 
     def model(self) -> Llama:
         """The model."""

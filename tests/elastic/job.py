@@ -17,15 +17,16 @@ import torch
 
 from resihp.contracts import InfeasibleError, Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.engine import Setup
-from resihp.elastic.engine.shard import AdamW
 from resihp.elastic.events import Hooks
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.phases import Phase
 from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.models import Llama, Packed
+from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
+OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 MICROBATCHES = 6
 TOKENS = 33
 ALONE = Layout((Replica((Stage((0,), (0, 4), (4,)),)),))
@@ -199,7 +200,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             time.sleep(0.01)
 
     trainer = Trainer(
-        Setup(Llama(SHAPE), AdamW(lr=1e-2), batch, lambda **record: None, None),
+        Setup(Llama(SHAPE), OPTIMIZER, batch),
         plan(0, case.layout),
         Rendezvous(lambda: connect(host, port, "test", case.timeouts), rank, ranks, case.timeouts),
         Scripted(case.plans),

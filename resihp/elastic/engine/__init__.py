@@ -1,5 +1,7 @@
 """One rank's part of a training step: passes, exchanges, gradient sums, update."""
 
-from .engine import DataSource, Engine, Recorder, Reduced, Setup
+from .data import Cursor, DataSource, IteratorData
+from .engine import Engine, Reduced
+from .setup import Recorder, Setup
 
-__all__ = ["DataSource", "Engine", "Recorder", "Reduced", "Setup"]
+__all__ = ["Cursor", "DataSource", "Engine", "IteratorData", "Recorder", "Reduced", "Setup"]

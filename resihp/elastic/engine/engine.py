@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -13,34 +11,14 @@ from resihp.contracts import Op, Plan
 from resihp.layout import replica_of
 from resihp.pipeline.orders import stage_order
 
-from ..models import Model, Packed
+from ..models import Packed
 from ..worlds.comm import WaitClock
 from ..worlds.world import World
+from .data import Cursor
 from .gradients import clip, squared_norm, sum_over_replicas
-from .pacing import Pacer
 from .passes import Passes
-from .shard import AdamW, Shard
-
-DataSource = Callable[[int, int], Packed]
-"""Microbatch `index` (over all replicas) of `step`; the same on every rank, however laid out."""
-
-
-class Recorder(Protocol):
-    """Takes microbatch records; `resihp.hooks.Monitor.record` is one."""
-
-    def __call__(
-        self,
-        *,
-        op: Op,
-        step: int,
-        microbatch: int,
-        compute_ms: float,
-        wait_ms: float,
-        tokens: int = -1,
-        sequences: int = -1,
-        sum_sq_len: int = -1,
-        max_len: int = -1,
-    ) -> None: ...
+from .setup import Setup
+from .shard import Shard
 
 
 @dataclass(frozen=True)
@@ -56,17 +34,6 @@ class Reduced:
     loss: float
     norm: float
     ready: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What stays the same in every world."""
-
-    model: Model
-    optimizer: AdamW
-    data: DataSource
-    record: Recorder
-    pacer: Pacer | None
 
 
 class Engine:
@@ -124,11 +91,14 @@ class Engine:
     def update(self, norm: float, step: int) -> None:
         """Clip and make the update. No communication."""
         timing = _Timing(self._waited)
-        clip(self.shard, norm, self.setup.optimizer.max_norm)
-        for group in self.shard.optimizer.param_groups:
-            group["lr"] = self.setup.optimizer.rate(step)
+        optimizer, data = self.setup.optimizer, self.setup.data
+        if optimizer.max_norm is not None:
+            clip(self.shard, norm, optimizer.max_norm)
+        optimizer.set_rate(self.shard.optimizer, step)
         self.shard.optimizer.step()
         self.discard()
+        if isinstance(data, Cursor):
+            data.finish(step)
         self._record(Op.OPTIMIZER, step, -1, timing)
 
     def discard(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +11,8 @@ from resihp.contracts import Stage
 from resihp.layout import Param, Range
 
 from ..models import Model
+from ..optim import Optimizer
 from ..worlds.world import World
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Optimizer state with the shape of its parameter; it moves along with it."""
 
 
 @dataclass
@@ -25,13 +22,14 @@ class Shard:
     parts       modules by part name, in the order in which they are run
     ranges      range of each parameter held here
     tensors     the parameter tensors themselves
-    optimizer   updates exactly these tensors
+    optimizer   updates exactly these tensors, one group for each of `settings.groups`
     """
 
     parts: dict[str, nn.Module]
     ranges: dict[Param, Range]
     tensors: dict[Param, nn.Parameter]
     optimizer: torch.optim.Optimizer
+    settings: Optimizer
 
     @property
     def layers(self) -> int:
@@ -39,52 +37,56 @@ class Shard:
         return sum(name.startswith("layers.") for name in self.parts)
 
     def state(self, param: Param) -> tuple[torch.Tensor, ...]:
-        """The parameter and its moments, made if the optimizer has not stepped yet."""
+        """The parameter and its moments; zeros where the optimizer has made none yet."""
         tensor = self.tensors[param]
+        held = self.optimizer.state.get(tensor, {})
+        moments = (held.get(name) for name in self.settings.form.moments)
+        return (tensor.data, *(torch.zeros_like(tensor) if m is None else m for m in moments))
+
+    def reserve(self, param: Param) -> None:
+        """Make room for the state of a parameter, to be filled from another rank."""
+        tensor, defaults = self.tensors[param], self.optimizer.defaults
         held = self.optimizer.state[tensor]
         if not held:
-            held["step"] = torch.tensor(0.0)
-            held.update({name: torch.empty_like(tensor).zero_() for name in MOMENTS})
-        return (tensor.data, *(held[name] for name in MOMENTS))
+            on_device = defaults.get("fused") or defaults.get("capturable")
+            device = tensor.device if on_device else torch.device("cpu")
+            self.settings.form.fill(held, tensor, device)
 
-    def set_updates(self, count: int) -> None:
-        """Tell the optimizer how many updates the state has behind it (bias correction)."""
-        for param, tensor in self.tensors.items():
-            self.state(param)
-            self.optimizer.state[tensor]["step"].fill_(float(count))
+    def scalars(self) -> torch.Tensor:
+        """The optimizer's scalars [groups, names], -inf where nothing is held that would tell."""
+        names = self.settings.form.scalars
+        table = _no_scalars(len(self.optimizer.param_groups), len(names))
+        for row, group in zip(table, self.optimizer.param_groups, strict=True):
+            held = next((self.optimizer.state.get(t) for t in group["params"]), None)
+            if held:
+                row.copy_(torch.tensor([float(held[name]) for name in names], dtype=row.dtype))
+        return table
 
-
-@dataclass(frozen=True)
-class AdamW:
-    """Hyper-parameters of AdamW (Loshchilov & Hutter, arXiv 1711.05101), clipping and warm-up.
-
-    The learning rate is a function of the step alone, so that no change of layout disturbs it.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-    warmup_steps: int = 0
-
-    def build(self, tensors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of one rank's tensors."""
-        return torch.optim.AdamW(
-            tensors,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            foreach=True,
-        )
-
-    def rate(self, step: int) -> float:
-        """Learning rate of a step: a linear rise over the warm-up, then constant."""
-        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+    def set_scalars(self, table: torch.Tensor, completed: int) -> None:
+        """Take on the optimizer's scalars as they are after `completed` updates."""
+        if completed == 0 and not self.settings.form.eager:
+            self.optimizer.state.clear()
+            return
+        for row, group in zip(table.tolist(), self.optimizer.param_groups, strict=True):
+            for tensor in group["params"]:
+                held = self.optimizer.state[tensor]
+                for name, value in zip(self.settings.form.scalars, row, strict=True):
+                    if isinstance(held[name], torch.Tensor):
+                        held[name].fill_(value)
+                    else:
+                        held[name] = type(held[name])(value)
 
 
-def initial_shard(model: Model, settings: AdamW, world: World) -> Shard:
+def scalar_table(model: Model, settings: Optimizer) -> torch.Tensor:
+    """As `Shard.scalars`, of a rank that holds nothing."""
+    return _no_scalars(len(settings.groups(model.parameters)), len(settings.form.scalars))
+
+
+def _no_scalars(groups: int, names: int) -> torch.Tensor:
+    return torch.full((groups, names), -torch.inf, dtype=torch.float64)
+
+
+def initial_shard(model: Model, settings: Optimizer, world: World) -> Shard:
     """This rank's shard of a world, with the model's initial values."""
     shard = build_shard(model, settings, world)
     for param, tensor in shard.tensors.items():
@@ -94,7 +96,7 @@ def initial_shard(model: Model, settings: AdamW, world: World) -> Shard:
 
 
 def build_shard(
-    model: Model, settings: AdamW, world: World, *, present: Shard | None = None
+    model: Model, settings: Optimizer, world: World, *, present: Shard | None = None
 ) -> Shard:
     """This rank's shard of a world, its memory in place but its values still to come.
 
@@ -112,13 +114,14 @@ def build_shard(
         if present is not None and present.ranges.get(param) == span:
             owner.register_parameter(name, present.tensors[param])
         tensors[param] = owner.get_parameter(name)
-    shard = Shard(parts, ranges, tensors, settings.build(tensors.values()))
+    optimizer = settings.build(model.parameters, tensors)
+    shard = Shard(parts, ranges, tensors, optimizer, settings)
     for param, tensor in tensors.items():
         if present is not None and present.tensors.get(param) is tensor:
             shard.optimizer.state[tensor] = present.optimizer.state[tensor]
         else:
             tensor.data.zero_()  # touch the memory now, not in the pause
-            shard.state(param)
+            shard.reserve(param)
     return shard
 
 

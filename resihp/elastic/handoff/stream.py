@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from resihp.layout import Move
 
-from ..engine.shard import MOMENTS, Shard, rows
+from ..engine.shard import Shard, rows
 from ..worlds.comm import Group
-
-STATE_COPIES = 1 + len(MOMENTS)
-"""Tensors that move for each parameter: itself and its moments."""
 
 
 def keep_own(old: Shard, new: Shard) -> None:
@@ -34,34 +31,36 @@ def stream(
     old: Shard | None,
     new: Shard | None,
     *,
+    copies: int,
     limit_bytes: int,
 ) -> int:
     """Exchange all moves in rounds; no rank buffers more than `limit_bytes` in one round.
 
     Collective over `group`, which holds every source and target; all ranks pass the same moves.
-    Returns the bytes that this rank received.
+    `copies` tensors move for each parameter (`Optimizer.copies`). Returns the bytes that this rank
+    received.
     """
     received_bytes = 0
-    for turn in _rounds(planned, limit_bytes):
+    for turn in _rounds(planned, copies, limit_bytes):
         out = [m for peer in group.ranks for m in turn if (m.source, m.target) == (rank, peer)]
         into = [m for peer in group.ranks for m in turn if (m.source, m.target) == (peer, rank)]
         pieces = [view.reshape(-1) for move in out for view in _views(old, move)]
         sent = torch.cat(pieces) if pieces else torch.empty(0)
-        received = torch.empty(_numel(into))
-        out_counts = [_numel([m for m in out if m.target == peer]) for peer in group.ranks]
-        into_counts = [_numel([m for m in into if m.source == peer]) for peer in group.ranks]
+        out_counts = [copies * _numel(m for m in out if m.target == peer) for peer in group.ranks]
+        into_counts = [copies * _numel(m for m in into if m.source == peer) for peer in group.ranks]
+        received = torch.empty(sum(into_counts))
         group.all_to_all(received, sent, into_counts, out_counts)
         _unpack(received, into, new)
         received_bytes += received.numel() * received.element_size()
     return received_bytes
 
 
-def _rounds(planned: Sequence[Move], limit_bytes: int) -> Iterator[list[Move]]:
+def _rounds(planned: Sequence[Move], copies: int, limit_bytes: int) -> Iterator[list[Move]]:
     """Moves in order, cut so that what one rank sends or receives in a round stays in bounds."""
     turn: list[Move] = []
     load: dict[tuple[str, int], int] = {}
-    for move in (part for whole in planned for part in _cut(whole, limit_bytes)):
-        size = move.numel * STATE_COPIES * 4
+    for move in (part for whole in planned for part in _cut(whole, copies, limit_bytes)):
+        size = move.numel * copies * 4
         ends = (("out", move.source), ("in", move.target))
         if turn and any(load.get(end, 0) + size > limit_bytes for end in ends):
             yield turn
@@ -73,8 +72,8 @@ def _rounds(planned: Sequence[Move], limit_bytes: int) -> Iterator[list[Move]]:
         yield turn
 
 
-def _cut(move: Move, limit_bytes: int) -> Iterator[Move]:
-    rows_at_once = max(1, limit_bytes // (move.param.row_numel * STATE_COPIES * 4))
+def _cut(move: Move, copies: int, limit_bytes: int) -> Iterator[Move]:
+    rows_at_once = max(1, limit_bytes // (move.param.row_numel * copies * 4))
     for start in range(move.start, move.stop, rows_at_once):
         stop = min(start + rows_at_once, move.stop)
         yield Move(move.param, start, stop, move.source, move.target)
@@ -95,5 +94,5 @@ def _unpack(received: torch.Tensor, into: Sequence[Move], new: Shard | None) -> 
             offset += view.numel()
 
 
-def _numel(planned: Sequence[Move]) -> int:
-    return sum(move.numel for move in planned) * STATE_COPIES
+def _numel(planned: Iterable[Move]) -> int:
+    return sum(move.numel for move in planned)

@@ -13,6 +13,7 @@ from resihp.contracts import Plan
 from resihp.layout import moves
 
 from ..engine import Engine, Reduced, Setup
+from ..engine.replicated import carry_over
 from ..engine.shard import Shard, build_shard, initial_shard
 from ..events import Switch
 from ..membership.phases import Phase
@@ -168,19 +169,25 @@ class Switching:
     def _stream(self, prepared: Prepared, lost: tuple[int, ...]) -> int:
         """Bring the prepared shard to the present state; the bytes that this rank received."""
         present = self._present
-        # Ranks that were idle do not know how many steps the job has behind it.
-        count = torch.tensor([present.completed])
-        present.completed = int(prepared.transit.all_reduce_max(count))
         old = present.engine.shard if present.engine is not None else None
         new = prepared.shard
-        if new is not None:
-            new.set_updates(present.completed)
-            if old is not None:
-                keep_own(old, new)
+        source = min(set(present.plan.layout.ranks) - set(lost))
+        present.completed = carry_over(
+            prepared.transit, self._setup, present.completed, old=old, new=new, source=source
+        )
+        if old is not None and new is not None:
+            keep_own(old, new)
         parameters = self._setup.model.parameters
         planned = moves(present.plan.layout, prepared.plan.layout, parameters, lost=lost)
-        rank = self._rendezvous.rank
-        return stream(prepared.transit, rank, planned, old, new, limit_bytes=self._limit_bytes)
+        return stream(
+            prepared.transit,
+            self._rendezvous.rank,
+            planned,
+            old,
+            new,
+            copies=self._setup.optimizer.copies,
+            limit_bytes=self._limit_bytes,
+        )
 
     def _let_go(self, *old: object, was_broken: bool) -> None:
         """Drop worlds; one that was broken may have exchanges under way that nobody will end."""

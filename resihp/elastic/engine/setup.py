@@ -1,0 +1,46 @@
+"""What a user gives the runtime, and what stays the same in every world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from resihp.contracts import Op
+
+from ..models import Model
+from ..optim import Optimizer
+from .data import DataSource
+from .pacing import Pacer
+
+
+class Recorder(Protocol):
+    """Takes microbatch records; `resihp.hooks.Monitor.record` is one."""
+
+    def __call__(
+        self,
+        *,
+        op: Op,
+        step: int,
+        microbatch: int,
+        compute_ms: float,
+        wait_ms: float,
+        tokens: int = -1,
+        sequences: int = -1,
+        sum_sq_len: int = -1,
+        max_len: int = -1,
+    ) -> None: ...
+
+
+def record_nothing(**fields: Any) -> None:
+    """A recorder for those who do not watch."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same in every world."""
+
+    model: Model
+    optimizer: Optimizer
+    data: DataSource
+    record: Recorder = record_nothing
+    pacer: Pacer | None = None

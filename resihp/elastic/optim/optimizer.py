@@ -1,0 +1,87 @@
+"""The optimizer of a job: what every rank makes its own from, for the ranges that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from resihp.contracts import ContractError
+from resihp.layout import Param, Parameters
+
+from .rates import Rate, constant
+from .state_form import StateForm, find_state_form
+
+Options = Mapping[str, Any]
+
+
+def no_decay_on_vectors(param: Param) -> Options:
+    """Options of the usual two groups: matrices decay, norms and biases do not."""
+    return {"weight_decay": 0.0} if len(param.shape) == 1 else {}
+
+
+class Optimizer:
+    """Any optimizer that works element by element, such as most of `torch.optim`.
+
+    `Optimizer(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, rate=warmup_cosine(100, 10_000))`
+
+    kind      makes the optimizer of some parameters; further keywords are passed on to it
+    rate      factor on the learning rate, as a function of the step
+    max_norm  the gradient is scaled down to this norm over the whole model; None: never
+    options   of each parameter, where they differ from the keywords (`no_decay_on_vectors`)
+
+    Raises `ContractError` for an optimizer whose state cannot be cut by range.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        *,
+        rate: Rate = constant,
+        max_norm: float | None = 1.0,
+        options: Callable[[Param], Options] = lambda param: {},
+        **keywords: Any,
+    ) -> None:
+        if max_norm is not None and max_norm <= 0:
+            raise ContractError("max_norm", f"must be above 0, not {max_norm}")
+        self.rate, self.max_norm = rate, max_norm
+        self._make, self._options = partial(kind, **keywords), options
+        name = getattr(kind, "__name__", repr(kind))
+        self.form: StateForm = find_state_form(name, self._make)
+
+    @property
+    def copies(self) -> int:
+        """Tensors that move for each parameter: itself and its moments."""
+        return 1 + len(self.form.moments)
+
+    def groups(self, parameters: Parameters) -> list[tuple[Options, list[Param]]]:
+        """All parameters of a model by their options; the same list on every rank."""
+        groups: dict[str, tuple[Options, list[Param]]] = {}
+        for param in parameters.all:
+            options = self._options(param)
+            label = repr(sorted(options.items()))
+            groups.setdefault(label, (options, []))[1].append(param)
+        return list(groups.values())
+
+    def build(
+        self, parameters: Parameters, tensors: Mapping[Param, nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """The optimizer of one rank's tensors, with a group for each of `groups`."""
+        built = self._make(
+            [
+                {"params": [tensors[param] for param in params if param in tensors], **options}
+                for options, params in self.groups(parameters)
+            ]
+        )
+        for group in built.param_groups:
+            group["initial_lr"] = float(group["lr"])
+        return built
+
+    def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Give every group the learning rate of `step`."""
+        factor = self.rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
