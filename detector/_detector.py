@@ -24,7 +24,7 @@ from ._arrays import Ints, State
 from ._correction import Correction
 from ._epoch import Epoch
 from ._judge import FAIL_SLOW, FAIL_STOP
-from ._side import LinkVerdict
+from ._links import LinkVerdict
 from ._state import pack, unpack
 from ._words import verdict_of
 from .heartbeat import Heartbeats

@@ -11,10 +11,12 @@ from resihp.contracts import Job, Op, TelemetryBatch
 from ._arrays import Bools, Floats, Ints, State
 from ._correction import Correction
 from ._expected import LengthModel, StepResidual
+from ._hosts import Hosts
 from ._intake import Intake
 from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
+from ._links import Links
 from ._places import places_of
-from ._side import Hosts, Links, Replicas
+from ._replicas import Replicas
 from ._together import Shared, Together
 from ._watch import Watch
 from .attribution import WitnessModel
@@ -80,11 +82,16 @@ class Epoch:
         index = self.places.index(records.rank.astype(np.int64))
         self._welcome(index)
         residual = self._residual(records)
-        now = self.watch.observe(self.last_step, residual, self.judge.trusted(), self._able())
+        trusted = self.judge.trusted()
+        if not self._by_lengths:
+            trusted &= self.witness_model.vouched(trusted)
+        now = self.watch.observe(self.last_step, residual, trusted, self._able())
         if residual.fixed is not None:
-            self._mark(_REPLICA, self.replicas.observe(records, index, self.last_step))
+            slow = self.replicas.observe(records, index, self.last_step, residual.fixed)
+            self._mark(_REPLICA, slow)
             recent = np.median(np.nan_to_num(self.watch.window[self.watch.recent(3)]), axis=0)
-            shared_cause = self.replicas.explains(recent - now.reference, residual.fixed)
+            excess, run = recent - now.reference, self.book.slow_run + 1
+            shared_cause = self.replicas.explains(now, excess, run)
             now = replace(now, able=now.able & ~shared_cause)
         self.together.observe(records, index)
         shared = self.together.settle(self.watch, now, self.suspect_at)
@@ -215,7 +222,7 @@ class Epoch:
             "witnesses": self.witness_model.state(),
             "by_lengths": self._by_lengths,
             "together": self.together.state(),
-            "replicas": self.replicas.test.state(),
+            "replicas": self.replicas.state(),
             "hosts": self.hosts.test.state(),
             "links": self.links.state(),
             "watch": self.watch.state(),
@@ -232,7 +239,7 @@ class Epoch:
         self.witness_model.load(state["witnesses"])
         self._by_lengths = state["by_lengths"]
         self.together.load(state["together"])
-        self.replicas.test.load(state["replicas"])
+        self.replicas.load(state["replicas"])
         self.hosts.test.load(state["hosts"])
         self.links.load(state["links"])
         self.watch.load(state["watch"])

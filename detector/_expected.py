@@ -20,6 +20,22 @@ _LEVEL_STEPS = 6
 
 
 @dataclass(frozen=True)
+class FixedShare:
+    """The part of the expected time that does not grow with the work; arrays over ranks.
+
+    mean     share of the expected time, over the rank's records
+    both     sum over the records of (share - mean) * residual
+    square   sum over the records of (share - mean)**2
+    noise    standard deviation of a record's residual
+    """
+
+    mean: Floats
+    both: Floats
+    square: Floats
+    noise: float
+
+
+@dataclass(frozen=True)
 class StepResidual:
     """What one step says of every rank; arrays over ranks.
 
@@ -27,14 +43,16 @@ class StepResidual:
     error   standard error that the expectation and the number of records leave
     records number of records behind it
     spread  robust standard deviation of single records around their rank's value
-    fixed   share of the expected time that does not grow with the work; None where lengths tell
+    wider   how much further apart healthy ranks lie than devices: witnesses bring their own offsets
+    fixed   what of it does not grow with the work; None where lengths tell
     """
 
     value: Floats
     error: Floats
     records: Ints
     spread: float
-    fixed: Floats | None = None
+    wider: float = 1.0
+    fixed: FixedShare | None = None
 
 
 class LengthModel:

@@ -71,6 +71,7 @@ class Watch:
         self.innovations = np.full((settings.window_steps, size), np.nan)
         self.steps = np.full(settings.window_steps, -1, np.int64)
         self.count = 0
+        self._wider = 1.0
         self.mean = np.zeros(size)
         self.past = np.zeros(size)
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
@@ -81,6 +82,7 @@ class Watch:
         deviation = self._centre(residual.value)
         seen = np.isfinite(deviation)
         self._push(step, deviation)
+        self._wider = residual.wider
         offset = self._offset_spread()
         scale = self._scale(residual, deviation)
         spread = np.maximum(scale, _FLOOR)
@@ -123,7 +125,7 @@ class Watch:
 
     def _offset_spread(self) -> float:
         """Spread of healthy devices around their peers, with a prior for small jobs."""
-        prior = self._settings.offset_spread
+        prior = self._settings.offset_spread * self._wider
         use = self._majority & (self.past >= 2 * _SETTLED)
         number = int(np.count_nonzero(use))
         seen = mad_sigma(self.mean[use], 0.0) if number else 0.0

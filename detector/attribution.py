@@ -16,7 +16,7 @@ import numpy as np
 from resihp.contracts import Job, Layout, Op, TelemetryBatch
 
 from ._arrays import Bools, Floats, Ints, State
-from ._expected import StepResidual
+from ._expected import FixedShare, StepResidual
 from ._places import Places
 from ._regression import CellRegression
 from .robust import group_location, group_median, mad_sigma
@@ -69,6 +69,8 @@ class WitnessModel:
             ridge=np.array([0.05, 0.001]),
             non_negative=np.array([False, True]),
         )
+        few = max(float(np.median((self.witnesses >= 0).sum(axis=1))), 1.0)
+        self._wider = float(np.sqrt(1.0 + 1.0 / few))
         self._learned = 0
         self._spread = 0.0
 
@@ -83,6 +85,13 @@ class WitnessModel:
             self._learned = 0
         value, result = self._score(times)
         self._learn(times, value, trusted)
+        return result
+
+    def vouched(self, trusted: Bools) -> Bools:
+        """Ranks most of whose witnesses are trusted: the others' residuals are not their own."""
+        there = self.witnesses >= 0
+        sound = there & trusted[np.maximum(self.witnesses, 0)]
+        result: Bools = 2 * sound.sum(axis=1) >= np.maximum(there.sum(axis=1), 1)
         return result
 
     def _table(self, batch: TelemetryBatch, index: Ints) -> Floats:
@@ -110,7 +119,7 @@ class WitnessModel:
     def _score(self, times: Floats) -> tuple[Floats, StepResidual]:
         size = self._places.size
         logs = np.full((WITNESSES, *times.shape), np.nan)
-        fixed, total = np.zeros(size), np.zeros(size)
+        fixed, told = np.zeros(times.shape), np.zeros(times.shape)
         for slot in range(WITNESSES):
             where, cell, terms = self._rows(times, slot)
             if not cell.size:
@@ -118,8 +127,8 @@ class WitnessModel:
             self.regression.open(cell, terms, times[where])
             expected, _ = self.regression.predict(cell, terms)
             plane, rank, microbatch = where
-            fixed += np.bincount(rank, self.regression.theta[cell, 0], size)
-            total += np.bincount(rank, expected, size)
+            fixed[where] += self.regression.theta[cell, 0] / expected
+            told[where] += 1.0
             logs[slot, plane, rank, microbatch] = np.log(np.maximum(expected, 0.05 * times[where]))
         middle = _median_of_few(logs)
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
@@ -128,7 +137,11 @@ class WitnessModel:
             empty = np.full(size, np.nan)
             return empty, StepResidual(empty, np.ones(size), np.zeros(size, np.int64), 0.0)
         value, result = self._locate(residual, rank, plane, times, microbatch)
-        return value, replace(result, fixed=fixed / np.maximum(total, 1e-9))
+        where = plane, rank, microbatch
+        shares = np.clip(fixed[where] / told[where], -2.0, 2.0)
+        noise = max(self._spread, 1e-4)
+        told_by = _fixed_share(shares, residual - value[rank], rank, size, noise)
+        return value, replace(result, wider=self._wider, fixed=told_by)
 
     def _locate(
         self, residual: Floats, rank: Ints, plane: Ints, times: Floats, microbatch: Ints
@@ -182,6 +195,17 @@ class WitnessModel:
         """Takes up what `state` returned."""
         self.regression.load(state["regression"])
         self._learned, self._spread = state["learned"], state["spread"]
+
+
+def _fixed_share(share: Floats, left: Floats, rank: Ints, size: int, noise: float) -> FixedShare:
+    """How the residuals of each rank's records go with the share of the time that is fixed."""
+    records = np.maximum(np.bincount(rank, minlength=size), 1)
+    mean = np.bincount(rank, share, size) / records
+    off = share - mean[rank]
+    usual = np.abs(left) < 5.0 * noise
+    both = np.bincount(rank[usual], (off * left)[usual], size).astype(np.float64)
+    square = np.bincount(rank[usual], (off**2)[usual], size).astype(np.float64)
+    return FixedShare(mean, both, square, noise)
 
 
 def _median_of_few(values: Floats) -> Floats:

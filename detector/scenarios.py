@@ -46,6 +46,25 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Surge:
+    """The microbatches of one replica hold `factor` times the work from a step on.
+
+    longer  documents become longer, at as many tokens; else there are more of them
+    """
+
+    replica: int
+    factor: float
+    from_step: int
+    longer: bool = False
+
+
+def whole_replica(job: Job, replica: int, factor: float, from_step: int) -> tuple[Fault, ...]:
+    """All devices of a replica become slow at once, as in a hot rack."""
+    ranks = job.layout.replicas[replica].ranks
+    return tuple(Fault(rank=rank, factor=factor, from_step=from_step) for rank in ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noise:
     """What makes equal work take unequal time; standard deviations of logs.
 
@@ -101,6 +120,7 @@ def steps_of(
     steps: int,
     seed: int,
     faults: Sequence[Fault] = (),
+    surges: Sequence[Surge] = (),
     noise: Noise | None = None,
     first_step: int = 0,
     plan_version: int = 0,
@@ -127,6 +147,7 @@ def steps_of(
         for fault in faults:
             speed[places.ranks == fault.rank] += np.log(fault.at(step))
         rows, work = _rows(job, places, pool, budget, rng)
+        work = _surged(job, work, [surge for surge in surges if surge.from_step <= step])
         times = _times(job, places, rows, work) * np.exp(speed[rows["at"]])
         times *= np.exp(rng.normal(0.0, noise.record, times.size))
         struck = rng.random(times.size) < noise.outliers
@@ -167,6 +188,21 @@ def _rows(
     names = ("at", "microbatch", "op", "work")
     columns = (np.concatenate(c).astype(np.int64) for c in (at, microbatch, op, packed))
     return dict(zip(names, columns, strict=True)), work
+
+
+def _surged(job: Job, work: Work, surges: Sequence[Surge]) -> Work:
+    """The work of a step with that of some replicas multiplied."""
+    if not surges:
+        return work
+    columns = {name: column.astype(np.float64) for name, column in vars(work).items()}
+    start = np.concatenate([[0], np.cumsum(job.quotas)])
+    for surge in surges:
+        rows = slice(start[surge.replica], start[surge.replica + 1])
+        longer = ("sum_sq_len", "max_len", "ragged")
+        for name in longer if surge.longer else ("tokens", "sequences", "sum_sq_len", "ragged"):
+            columns[name][rows] *= surge.factor
+    ragged = columns.pop("ragged")
+    return Work(ragged=ragged, **{name: c.astype(np.int64) for name, c in columns.items()})
 
 
 def _times(job: Job, places: Places, rows: dict[str, Ints], work: Work) -> Floats:
