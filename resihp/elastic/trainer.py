@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from resihp.contracts import InfeasibleError, Plan, StateLostError
 from resihp.layout import moves
 
 from .engine import Engine, Setup
+from .engine.engine import holding
 from .events import Hooks
 from .handoff.switching import Switching
+from .instep.ledger import Kept
 from .membership.agent import PlanAgent
 from .membership.agreement import Decision, Report
 from .membership.phases import Phase, PhaseMachine
@@ -18,6 +21,7 @@ from .membership.plans import PlanSource
 from .membership.rendezvous import Rendezvous
 from .present import Present
 from .worlds.comm import WaitClock, WorldBrokenError
+from .worlds.world import World
 
 _log = logging.getLogger("resihp.elastic")
 
@@ -118,9 +122,12 @@ class Trainer:
             return
         step, start = self.completed, time.perf_counter()
         self._enter(Phase.ACCUMULATING)
-        loss = self.engine.accumulate(step)
+        world = self.engine.world
+        replica = self.plan.layout.replicas[world.place.dp]
+        with self._rendezvous.among(_passes(self.epoch, world, step), replica.ranks):
+            self.engine.accumulate(step)
         self._enter(Phase.REDUCING)
-        reduced = self.engine.reduce(step, loss, self._switching.ready_epoch(step + 1))
+        reduced = self.engine.reduce(step, self._switching.ready_epoch(step + 1))
         self._norm = (step, reduced.norm)
         self._enter(Phase.UPDATING)
         self._complete(step, reduced.norm)
@@ -144,8 +151,8 @@ class Trainer:
         if self._switching.pending is not None:
             self._switch()
 
-    def _switch(self, lost: tuple[int, ...] = ()) -> None:
-        switch = self._switching.switch(lost)
+    def _switch(self, lost: tuple[int, ...] = (), kept: Sequence[Kept] | None = None) -> None:
+        switch = self._switching.switch(lost, kept)
         self._hooks.on_switch(switch)
         self._agent.acknowledge(switch)
 
@@ -156,22 +163,36 @@ class Trainer:
         self._switching.paused_at = self._switching.paused_at or time.perf_counter()
         self._enter(Phase.RECOVERING)
         _log.warning("rank %d: %s", self.rank, reason)
-        self._rendezvous.call_recovery(reason)
-        decision = self._rendezvous.agree(self._report())
+        self._rendezvous.call_recovery(reason, self._leaves())
+        decision = self._rendezvous.agree(self._report(), self.plan.microbatches)
         self._settle(decision)
         lost = tuple(sorted(set(self.plan.layout.ranks) - set(decision.survivors)))
         if self.rank == decision.survivors[0]:
             self._publish_after_loss(decision)
         plan = self._rendezvous.await_plan(decision.next_epoch)
         self._switching.prepare(decision.next_epoch, plan)
-        self._switch(lost)
+        self._switch(lost, decision.kept)
+
+    def _leaves(self) -> list[str]:
+        """The passes that the other ranks of this one's replica cannot finish without it."""
+        left, doubt = [], self._switching.doubt
+        if self.engine is not None:
+            step = self.completed + self.engine.is_accumulated
+            left.append(_passes(self.epoch, self.engine.world, step))
+        if doubt is not None and doubt.world is not None:
+            left.append(_passes(doubt.epoch, doubt.world, self.completed))
+        return left
 
     def _report(self) -> Report:
         pending, doubt = self._switching.pending, self._switching.doubt
+        holdings = [] if self.engine is None else [self.engine.holding(self.epoch)]
+        if doubt is not None and doubt.world is not None:
+            begun = doubt.rest.shares[doubt.world.place.dp].begun if doubt.rest else ()
+            holdings.append(holding(doubt.world, doubt.epoch, begun))
         return Report(
             epoch=self.epoch,
             completed=self.completed,
-            reduced=self.engine is not None and self.engine.whole,
+            holdings=tuple(holdings),
             norm=self._norm,
             doubt=doubt.epoch if doubt is not None else None,
             seen=pending.epoch if pending is not None else self.epoch,
@@ -184,11 +205,9 @@ class Trainer:
         if doubt is not None and decision.epoch == doubt.epoch:
             self._switching.adopt(doubt)
             self._switching.paused_at = time.perf_counter()
-        if self.engine is not None:
-            if decision.completed > self.completed:
-                assert decision.norm is not None
-                self._complete(self.completed, decision.norm)
-            self.engine.discard()
+        if self.engine is not None and decision.completed > self.completed:
+            assert decision.norm is not None
+            self._complete(self.completed, decision.norm)
         self._present.completed = decision.completed
         self._switching.forget()
 
@@ -197,6 +216,8 @@ class Trainer:
             plan = self._plans.after_loss(self.plan, decision.survivors, decision.completed)
             lost = set(self.plan.layout.ranks) - set(decision.survivors)
             moves(self.plan.layout, plan.layout, self.setup.model.parameters, lost=lost)
+            if plan.microbatches != self.plan.microbatches:
+                raise InfeasibleError("microbatches", "a plan must not change their number")
         except (InfeasibleError, StateLostError) as error:
             self._rendezvous.publish(decision.next_epoch, str(error))
             return
@@ -208,3 +229,8 @@ class Trainer:
     def _enter(self, phase: Phase) -> None:
         self._machine.enter(phase)
         self._hooks.on_phase(phase, self.completed)
+
+
+def _passes(epoch: int, world: World, step: int) -> str:
+    """Names the passes of one step in the replica of `world` in which this rank stands."""
+    return f"{epoch}.{world.place.dp}.{step}"

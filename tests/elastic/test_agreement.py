@@ -5,35 +5,82 @@ from __future__ import annotations
 import pytest
 
 from resihp.contracts import StateLostError
+from resihp.elastic.instep.ledger import Holding, Kept
 from resihp.elastic.membership.agreement import Report, decide
 
+MICROBATCHES = 4
 
-def test_a_step_that_nobody_knows_to_be_whole_is_given_up() -> None:
+
+def held(replica: int, *, epoch: int = 0, members: int = 1, summed: bool = False) -> Holding:
+    """One rank's gradients: the first two microbatches, or the last two."""
+    finished = ((2 * replica, 2 * replica + 2),)
+    return Holding(epoch, replica, members, finished, summed)
+
+
+def test_of_a_step_that_nobody_knows_to_be_whole_each_whole_replica_is_kept() -> None:
     reports = {
-        0: Report(epoch=0, completed=5, reduced=True, norm=(4, 1.0)),
-        1: Report(epoch=0, completed=5, norm=(4, 1.0)),
+        0: Report(epoch=0, completed=5, holdings=(held(0),), norm=(4, 1.0)),
+        1: Report(epoch=0, completed=5, holdings=(held(1, members=2),), norm=(4, 1.0)),
     }
-    decision = decide(reports)
+    decision = decide(reports, MICROBATCHES)
     assert (decision.completed, decision.survivors, decision.next_epoch) == (5, (0, 1), 1)
+    assert decision.kept == (Kept(0, ((0, 2),)),)
+
+
+def test_of_a_step_that_all_of_a_replica_have_summed_the_sum_is_kept() -> None:
+    reports = {
+        0: Report(epoch=0, completed=5, holdings=(held(0, summed=True),), norm=(4, 1.0)),
+        1: Report(epoch=0, completed=5, holdings=(held(1, members=2),), norm=(4, 1.0)),
+    }
+    assert decide(reports, MICROBATCHES).kept == (Kept(0, ((0, 4),), total=True),)
+
+
+def test_a_replica_whose_stages_have_finished_unequal_work_redoes_it() -> None:
+    ahead = Holding(0, 1, 2, ((2, 4),))
+    behind = Holding(0, 1, 2, ((2, 3),))
+    reports = {
+        0: Report(epoch=0, completed=5, holdings=(held(0),)),
+        1: Report(epoch=0, completed=5, holdings=(ahead,)),
+        2: Report(epoch=0, completed=5, holdings=(behind,)),
+    }
+    assert decide(reports, MICROBATCHES).kept == (Kept(0, ((0, 2),)),)
+
+
+def test_what_ranks_in_doubt_inherit_counts_if_their_world_holds() -> None:
+    reports = {
+        0: Report(epoch=4, completed=5, holdings=(held(0, epoch=4, members=2),)),
+        1: Report(
+            epoch=3,
+            completed=5,
+            doubt=4,
+            holdings=(held(1, epoch=3), held(0, epoch=4, members=2)),
+        ),
+    }
+    decision = decide(reports, MICROBATCHES)
+    assert (decision.epoch, decision.kept) == (4, (Kept(0, ((0, 2),)),))
 
 
 def test_a_step_that_one_rank_knows_to_be_whole_is_completed_by_all() -> None:
     reports = {
         0: Report(epoch=2, completed=6, norm=(5, 0.25)),  # has made the update already
-        1: Report(epoch=2, completed=5, reduced=True, norm=(4, 1.0)),  # holds whole gradients
-        2: Report(epoch=2, completed=5, reduced=True, norm=(5, 0.25)),  # was about to update
+        1: Report(
+            epoch=2, completed=5, holdings=(held(0, epoch=2, summed=True),), norm=(4, 1.0)
+        ),  # holds whole gradients
+        2: Report(
+            epoch=2, completed=5, holdings=(held(0, epoch=2, summed=True),), norm=(5, 0.25)
+        ),  # was about to update
     }
-    decision = decide(reports)
+    decision = decide(reports, MICROBATCHES)
     assert (decision.completed, decision.norm) == (6, 0.25)
 
 
 def test_a_rank_that_lacks_the_gradients_of_a_completed_step_is_an_error() -> None:
     reports = {
         0: Report(epoch=0, completed=6, norm=(5, 0.25)),
-        1: Report(epoch=0, completed=5, reduced=False, norm=(4, 1.0)),
+        1: Report(epoch=0, completed=5, norm=(4, 1.0)),
     }
     with pytest.raises(StateLostError, match="rank 1 cannot complete step 5"):
-        decide(reports)
+        decide(reports, MICROBATCHES)
 
 
 def test_a_world_that_one_rank_has_taken_on_holds_for_those_in_doubt() -> None:
@@ -41,22 +88,22 @@ def test_a_world_that_one_rank_has_taken_on_holds_for_those_in_doubt() -> None:
         0: Report(epoch=4, completed=9, norm=(8, 1.0), seen=4),
         1: Report(epoch=3, completed=9, norm=(8, 1.0), doubt=4, seen=4),
     }
-    assert decide(reports).epoch == 4
-    assert decide(reports).next_epoch == 5
+    assert decide(reports, MICROBATCHES).epoch == 4
+    assert decide(reports, MICROBATCHES).next_epoch == 5
 
 
 def test_a_world_that_everyone_doubts_is_given_up() -> None:
     reports = {
         rank: Report(epoch=3, completed=9, norm=(8, 1.0), doubt=4, seen=4) for rank in (0, 1)
     }
-    assert decide(reports).epoch == 3
-    assert decide(reports).next_epoch == 5
+    assert decide(reports, MICROBATCHES).epoch == 3
+    assert decide(reports, MICROBATCHES).next_epoch == 5
 
 
 def test_a_rank_without_the_state_of_the_world_that_holds_is_an_error() -> None:
     reports = {0: Report(epoch=4, completed=9), 1: Report(epoch=3, completed=9)}
     with pytest.raises(StateLostError, match="rank 1 holds no state of epoch 4"):
-        decide(reports)
+        decide(reports, MICROBATCHES)
 
 
 def test_idle_ranks_follow_whatever_holds() -> None:
@@ -64,13 +111,14 @@ def test_idle_ranks_follow_whatever_holds() -> None:
         0: Report(epoch=4, completed=9, norm=(8, 1.0)),
         7: Report(epoch=4, completed=3, idle=True),
     }
-    assert decide(reports).survivors == (0, 7)
-    assert decide(reports).completed == 9
+    assert decide(reports, MICROBATCHES).survivors == (0, 7)
+    assert decide(reports, MICROBATCHES).completed == 9
 
 
 def test_the_decision_does_not_depend_on_who_asks() -> None:
     reports = {
-        rank: Report(epoch=1, completed=2, reduced=rank != 3, norm=(1, 2.0)) for rank in range(5)
+        rank: Report(epoch=1, completed=2, holdings=(held(rank, epoch=1),), norm=(1, 2.0))
+        for rank in range(5)
     }
     backwards = dict(sorted(reports.items(), reverse=True))
-    assert decide(reports) == decide(backwards)
+    assert decide(reports, MICROBATCHES) == decide(backwards, MICROBATCHES)

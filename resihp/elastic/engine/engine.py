@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from resihp.contracts import Op, Plan
-from resihp.layout import replica_of
-from resihp.pipeline.orders import stage_order
+from resihp.pipeline.orders import Pass, stage_order
 
+from ..instep.ledger import Holding, Kept, Spans, indices
+from ..instep.shares import full_shares
 from ..models import Packed
 from ..worlds.comm import WaitClock
 from ..worlds.world import World
+from .account import account, losses_of, norm_of, squared_norms
 from .data import Cursor
-from .gradients import clip, squared_norm, sum_over_replicas
+from .gradients import clip
+from .ordered import OrderedReduction
 from .passes import Passes
+from .reduction import BucketedReduction, Reduction
 from .setup import Setup
 from .shard import Shard
+from .sums import Gradients, OrderedSums, Parts, Rest, Sums
 
 
 @dataclass(frozen=True)
@@ -37,74 +45,111 @@ class Reduced:
 
 
 class Engine:
-    """Runs steps of one rank in one world."""
+    """Runs steps of one rank in one world.
 
-    def __init__(self, setup: Setup, world: World, shard: Shard, plan: Plan, waited: WaitClock):
+    A step is `accumulate`, `reduce`, `update`. Until `update` the local sums stay as they are, so
+    whatever happens before it loses no other replica's work. `rest` is what remains of a step
+    that another world has begun; None: the next step is a whole one.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        world: World,
+        shard: Shard,
+        plan: Plan,
+        waited: WaitClock,
+        rest: Rest | None = None,
+    ) -> None:
         self.setup, self.world, self.shard, self.plan = setup, world, shard, plan
-        self.whole = False
         self._waited = waited
-        self._mine = replica_of(plan.layout, plan.quotas)[world.place.dp]
-        self._order = stage_order(
-            plan.schedule,
-            stage=world.place.pp,
-            stages=len(plan.layout.replicas[world.place.dp].stages),
-            microbatches=len(self._mine),
-        )
         self._passes = Passes(setup.model, world, shard)
+        kind = OrderedSums if setup.deterministic else Sums
+        self._sums = kind(shard.tensors, plan.microbatches)
+        self._total: Gradients | None = None
+        self._losses: dict[int, float] = {}
+        self._start(rest or Rest(full_shares(plan)))
 
-    def accumulate(self, step: int) -> float:
-        """All passes of this rank's microbatches. Returns its part of the mean loss."""
-        batches = self._load(step)
-        loss = 0.0
-        for item in self._order:
-            packed = batches[item.microbatch]
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether all passes of this rank in the present step are done."""
+        return self._sums.finished == self._share.whole
+
+    def holding(self, epoch: int) -> Holding:
+        """What this rank's gradients stand for now."""
+        summed = self._total is not None
+        return holding(self.world, epoch, self._sums.finished, summed=summed)
+
+    def parts_of(self, kept: Kept) -> Parts:
+        """This rank's ranges of a sum that its replica holds."""
+        if kept.total:
+            assert self._total is not None
+            return [((0, self.plan.microbatches), self._total)]
+        return self._sums.parts()
+
+    def losses_of(self, kept: Kept) -> Mapping[int, float]:
+        """The losses that this rank knows of a kept sum's microbatches."""
+        if kept.total:
+            return self._losses
+        is_mine = self.world.place.dp == kept.replica and self.world.after is None
+        return self._sums.losses if is_mine else {}
+
+    def accumulate(self, step: int) -> None:
+        """All passes of this rank's microbatches; no other replica takes part."""
+        batches, order = self._load(step), self._order()
+        last_of = {item.microbatch: item for item in order}
+        for item in order:
+            packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
             timing, loss_weight = _Timing(self._waited), self._loss_weight(packed)
-            outgoing = self._passes.run(item, packed, loss_weight)
+            if item is order[-1]:
+                self._reduction.expect()
+            with self._sums.adding(index) if item.op is Op.BACKWARD else nullcontext():
+                outgoing = self._passes.run(item, packed, loss_weight)
             if item.op is Op.FORWARD and self.world.after is None:
-                loss += outgoing.item() * loss_weight
+                self._losses[index] = outgoing.item() * loss_weight
+            if item is last_of[item.microbatch]:
+                self._sums.finish(index, self._losses.pop(index, 0.0))
             if self.setup.pacer is not None:
                 flops = self._passes.flops(item, packed)
                 self.setup.pacer.hold(flops, step, timing.compute_s)
             self._passes.send(item, outgoing)
-            self._record(item.op, step, item.microbatch, timing, packed)
+            self._record(item.op, step, index, timing, packed)
         self._passes.drain()
-        return loss if self.world.place.tp == 0 else 0.0
 
-    def reduce(self, step: int, loss: float, ready_epoch: int) -> Reduced:
+    def reduce(self, step: int, ready_epoch: int) -> Reduced:
         """Sum the gradients and agree that they are whole. Nothing is updated yet.
 
         The last all-reduce is the point of no return: a rank that comes out of it knows that all
         ranks hold whole gradients, so that the update of this step can always be completed.
         `ready_epoch` is the next world for which this rank is ready, or 0.
         """
-        timing = _Timing(self._waited)
-        sum_over_replicas(self.shard, self.world)
-        self.whole = True
-        votes = [loss, float(ready_epoch > 0), float(ready_epoch)]
-        mine = torch.tensor([0.0, *votes], dtype=torch.float64)
-        mine[0] = squared_norm(self.shard, self.world)
-        total = self.world.everyone.all_reduce(mine).tolist()
+        timing, everyone = _Timing(self._waited), self.world.everyone
+        total = self._reduction.finish()
+        mine = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
+        self._losses = losses_of(everyone.all_reduce(mine))
+        self._total = total
+        squares = squared_norms(total, self.world, self.setup.model.parameters)
+        votes = torch.tensor([float(ready_epoch > 0), float(ready_epoch)], dtype=torch.float64)
+        summed = everyone.all_reduce(torch.cat((votes, squares)))
         self._record(Op.COLLECTIVE, step, -1, timing)
-        ready = (round(total[2]), round(total[3]))
-        return Reduced(step, total[1], total[0] ** 0.5, ready)
+        ready = (round(float(summed[0])), round(float(summed[1])))
+        return Reduced(step, math.fsum(self._losses.values()), norm_of(summed[2:]), ready)
 
     def update(self, norm: float, step: int) -> None:
-        """Clip and make the update. No communication."""
+        """Clip the summed gradients and make the update. No communication."""
         timing = _Timing(self._waited)
         optimizer, data = self.setup.optimizer, self.setup.data
+        assert self._total is not None, "only a gradient that is whole everywhere may be used"
+        for param, tensor in self.shard.tensors.items():
+            tensor.grad = self._total[param]
         if optimizer.max_norm is not None:
             clip(self.shard, norm, optimizer.max_norm)
         optimizer.set_rate(self.shard.optimizer, step)
         self.shard.optimizer.step()
-        self.discard()
         if isinstance(data, Cursor):
             data.finish(step)
+        self._start(Rest(full_shares(self.plan)))
         self._record(Op.OPTIMIZER, step, -1, timing)
-
-    def discard(self) -> None:
-        """Throw the gradients away."""
-        self.shard.optimizer.zero_grad(set_to_none=True)
-        self.whole = False
 
     def release(self) -> None:
         """Free the state; only the groups are left. What another shard shares lives on there."""
@@ -115,9 +160,35 @@ class Engine:
         self.shard.optimizer.state.clear()
         self.shard.optimizer.param_groups.clear()
 
+    def _start(self, rest: Rest) -> None:
+        """Begin a step, or what is left of one."""
+        self._share = rest.shares[self.world.place.dp]
+        self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
+        self._total, self._losses = None, {}
+        self._reduction: Reduction
+        if self.setup.deterministic:
+            held = [share.whole for share in rest.shares]
+            self._reduction = OrderedReduction(
+                self.shard, self.world, self._sums, held, self.plan.microbatches
+            )
+        else:
+            self._reduction = BucketedReduction(
+                self.shard, self.world, self._sums, bucket_bytes=self.setup.bucket_bytes
+            )
+
+    def _order(self) -> tuple[Pass, ...]:
+        """The passes of this rank's stage over its share."""
+        place = self.world.place
+        return stage_order(
+            self.plan.schedule,
+            stage=place.pp,
+            stages=len(self.world.layout.replicas[place.dp].stages),
+            microbatches=len(self._share.todo),
+        )
+
     def _load(self, step: int) -> list[Packed]:
         timing = _Timing(self._waited)
-        batches = [self.setup.data(step, index) for index in self._mine]
+        batches = [self.setup.data(step, index) for index in self._share.todo]
         self._record(Op.DATA, step, -1, timing)
         return batches
 
@@ -145,6 +216,12 @@ class Engine:
             sum_sq_len=packed.sum_sq_len,
             max_len=max(packed.seq_lens),
         )
+
+
+def holding(world: World, epoch: int, finished: Spans, *, summed: bool = False) -> Holding:
+    """What gradients of `finished` microbatches stand for on this rank of `world`."""
+    dp = world.place.dp
+    return Holding(epoch, dp, len(world.layout.replicas[dp].ranks), finished, summed)
 
 
 class _Timing:

@@ -37,10 +37,17 @@ def record_nothing(**fields: Any) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same in every world."""
+    """What stays the same in every world.
+
+    deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
+                   bit of the training; costs memory and some speed (`OrderedSums`)
+    bucket_bytes   how much of a gradient travels at once while backward still runs
+    """
 
     model: Model
     optimizer: Optimizer
     data: DataSource
     record: Recorder = record_nothing
     pacer: Pacer | None = None
+    deterministic: bool = False
+    bucket_bytes: int = 25 << 20

@@ -13,6 +13,7 @@ from resihp.contracts import Plan
 from resihp.layout import Parameters
 
 from ..engine.shard import Shard
+from ..engine.sums import Rest
 from ..worlds.comm import Group, Network, WorldBrokenError
 from ..worlds.world import World, build_world
 
@@ -24,6 +25,7 @@ class Prepared:
     transit  all ranks of the old and the new world; state moves over it
     world    None for a rank that has no place in the new layout
     shard    what the rank will hold, its memory in place
+    rest     of the step that the old world has begun; None between two steps
     """
 
     epoch: int
@@ -31,6 +33,7 @@ class Prepared:
     transit: Group
     world: World | None
     shard: Shard | None
+    rest: Rest | None = None
 
 
 class Preparation:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
-from resihp.layout import Move
+from resihp.layout import Move, Param, Range
 
 from ..engine.shard import Shard, rows
 from ..worlds.comm import Group
+
+
+class Holder(Protocol):
+    """What holds ranges of tensors that may move; `Shard` is one."""
+
+    @property
+    def ranges(self) -> Mapping[Param, Range]:
+        """Range of each parameter held."""
+        ...
+
+    def state(self, param: Param) -> tuple[torch.Tensor, ...]:
+        """The tensors that move for a parameter, each cut to its range."""
+        ...
 
 
 def keep_own(old: Shard, new: Shard) -> None:
@@ -28,8 +42,8 @@ def stream(
     group: Group,
     rank: int,
     planned: Sequence[Move],
-    old: Shard | None,
-    new: Shard | None,
+    old: Holder | None,
+    new: Holder | None,
     *,
     copies: int,
     limit_bytes: int,
@@ -79,14 +93,14 @@ def _cut(move: Move, copies: int, limit_bytes: int) -> Iterator[Move]:
         yield Move(move.param, start, stop, move.source, move.target)
 
 
-def _views(shard: Shard | None, move: Move) -> list[torch.Tensor]:
+def _views(shard: Holder | None, move: Move) -> list[torch.Tensor]:
     assert shard is not None, "only ranks that hold state send or receive it"
     origin = shard.ranges[move.param][0]
     span = (move.start, move.stop)
     return [rows(tensor, move.param, span, origin) for tensor in shard.state(move.param)]
 
 
-def _unpack(received: torch.Tensor, into: Sequence[Move], new: Shard | None) -> None:
+def _unpack(received: torch.Tensor, into: Sequence[Move], new: Holder | None) -> None:
     offset = 0
     for move in into:
         for view in _views(new, move):

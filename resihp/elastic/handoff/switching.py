@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -15,13 +16,16 @@ from resihp.layout import moves
 from ..engine import Engine, Reduced, Setup
 from ..engine.replicated import carry_over
 from ..engine.shard import Shard, build_shard, initial_shard
+from ..engine.sums import Rest
 from ..events import Switch
+from ..instep.ledger import Kept
 from ..membership.phases import Phase
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
 from ..worlds.comm import Network, WaitClock
 from ..worlds.world import World
 from .disposal import dispose
+from .inherit import Succession
 from .prepare import Preparation, Prepared
 from .stream import keep_own, stream
 
@@ -93,10 +97,11 @@ class Switching:
 
     # The switch.
 
-    def switch(self, lost: tuple[int, ...] = ()) -> Switch:
+    def switch(self, lost: tuple[int, ...] = (), kept: Sequence[Kept] | None = None) -> Switch:
         """Move the state to the pending world and take it on: all ranks, or none.
 
-        Collective over the ranks alive; `lost` can send nothing any more. Raises
+        Collective over the ranks alive; `lost` can send nothing any more, and `kept` are the
+        gradient sums of the step that they left (None between two steps). Raises
         `WorldBrokenError` if another one is lost on the way: the survivors then agree on which
         world holds.
         """
@@ -106,6 +111,8 @@ class Switching:
         was_training = self._present.engine is not None
         self._enter(Phase.STREAMING)
         received = self._stream(prepared, lost)
+        if kept is not None:
+            prepared = replace(prepared, rest=self._succession(prepared, kept))
         self._enter(Phase.VOTING)
         self.doubt = prepared
         prepared.transit.all_reduce(torch.ones(1))
@@ -129,7 +136,12 @@ class Switching:
         if prepared.world is not None:
             assert prepared.shard is not None
             present.engine = Engine(
-                self._setup, prepared.world, prepared.shard, prepared.plan, self._waited
+                self._setup,
+                prepared.world,
+                prepared.shard,
+                prepared.plan,
+                self._waited,
+                prepared.rest,
             )
         self.pending = self.doubt = self.paused_at = None
 
@@ -188,6 +200,19 @@ class Switching:
             copies=self._setup.optimizer.copies,
             limit_bytes=self._limit_bytes,
         )
+
+    def _succession(self, prepared: Prepared, kept: Sequence[Kept]) -> Rest:
+        """Bring the sums of the step in progress to those who go on with them."""
+        present = self._present
+        succession = Succession(
+            self._setup,
+            prepared.transit,
+            self._rendezvous.rank,
+            present.plan,
+            prepared.plan,
+            self._limit_bytes,
+        )
+        return succession.settle(kept, present.engine, prepared.shard)
 
     def _let_go(self, *old: object, was_broken: bool) -> None:
         """Drop worlds; one that was broken may have exchanges under way that nobody will end."""

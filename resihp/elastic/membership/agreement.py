@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from resihp.contracts import StateLostError
 
+from ..instep.ledger import Holding, Kept, salvage
+
 
 @dataclass(frozen=True)
 class Report:
@@ -14,7 +16,7 @@ class Report:
 
     epoch      world whose state it holds
     completed  steps whose update it has made
-    reduced    it holds the whole summed gradient of step `completed`
+    holdings   what its gradients of step `completed` stand for: in `epoch`, and in `doubt`
     norm       norm of the last step for which it learned one, with that step; None before the first
     doubt      epoch whose complete state it holds as well, not knowing whether others took it on
     seen       highest epoch of which it has heard
@@ -23,30 +25,41 @@ class Report:
 
     epoch: int
     completed: int
-    reduced: bool = False
+    holdings: tuple[Holding, ...] = ()
     norm: tuple[int, float] | None = None
     doubt: int | None = None
     seen: int = 0
     idle: bool = False
 
+    def holding(self, epoch: int) -> Holding | None:
+        """What its gradients stand for in the world of `epoch`."""
+        return next((held for held in self.holdings if held.epoch == epoch), None)
+
 
 @dataclass(frozen=True)
 class Decision:
-    """What all survivors do: take `epoch`, complete step `completed - 1`, build `next_epoch`."""
+    """What all survivors do: take `epoch`, complete step `completed - 1`, build `next_epoch`.
+
+    There they go on with the sums `kept` of step `completed`, and redo what is in none of them.
+    """
 
     survivors: tuple[int, ...]
     epoch: int
     completed: int
     norm: float | None
     next_epoch: int
+    kept: tuple[Kept, ...] = ()
 
 
-def decide(reports: Mapping[int, Report], dead: Collection[int] = ()) -> Decision:
+def decide(
+    reports: Mapping[int, Report], microbatches: int, dead: Collection[int] = ()
+) -> Decision:
     """The one well-defined state from which the survivors go on.
 
     A world that anyone has committed holds, because all others have its complete state. A step
     that anyone knows to be whole is completed, because all others hold its gradients; otherwise
-    it is given up everywhere. Raises `StateLostError` if the reports contradict that.
+    what replicas have of its `microbatches` is kept, and the rest is redone. Raises
+    `StateLostError` if the reports contradict that.
     """
     alive = {rank: report for rank, report in reports.items() if rank not in dead}
     epoch = max(report.epoch for report in alive.values())
@@ -60,7 +73,12 @@ def decide(reports: Mapping[int, Report], dead: Collection[int] = ()) -> Decisio
         if epoch not in (report.epoch, report.doubt):
             raise StateLostError(f"rank {rank} holds no state of epoch {epoch}")
         behind = completed - report.completed
-        if behind > 1 or (behind == 1 and not (report.reduced and norm is not None)):
+        held = report.holding(report.epoch)
+        can_complete = held is not None and held.summed and norm is not None
+        if behind > 1 or (behind == 1 and not can_complete):
             raise StateLostError(f"rank {rank} cannot complete step {completed - 1}")
     seen = max(max(report.seen, report.epoch) for report in alive.values())
-    return Decision(tuple(sorted(alive)), epoch, completed, norm, seen + 1)
+    present = [report for report in alive.values() if report.completed == completed]
+    held_now = [held for report in present if (held := report.holding(epoch)) is not None]
+    kept = salvage(held_now, microbatches)
+    return Decision(tuple(sorted(alive)), epoch, completed, norm, seen + 1, kept)

@@ -2,9 +2,10 @@
 
 Keys (under the job's prefix): `signal` counts events, so that a rank polls one key and looks
 closer only when it moved; `plan/K/E` is the plan of epoch E after K recoveries, first writer
-wins; `broken/K` calls for recovery K; `report/K/R` and `decision/K` are that recovery's reports
-and outcome; `dead/R` and `beat/R` are a rank's death notice and heartbeat; `finished` and `done`
-end the job.
+wins; `broken/K` calls for recovery K; `left/K/W` tells that a rank has left the work W, which the
+others of its replica cannot finish without it; `report/K/R` and `decision/K` are that recovery's
+reports and outcome; `dead/R` and `beat/R` are a rank's death notice and heartbeat; `finished` and
+`done` end the job.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from resihp.contracts import Plan, ResiHPError, from_json, to_json
 
+from ..instep.ledger import Holding, Kept
 from ..worlds.comm import WorldBrokenError
 from .agreement import Decision, Report, decide
 
@@ -81,6 +84,8 @@ class Rendezvous:
         self._open = open_store
         self._store = open_store()
         self._broken: str | None = None
+        self._among: tuple[str, tuple[int, ...]] | None = None
+        self._hurt: str | None = None
         self._next_look = 0.0
         self._beats: dict[int, tuple[int, int]] = {}
         self._changed = threading.Condition()
@@ -105,32 +110,48 @@ class Rendezvous:
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
         """Why the present world is to be given up, if it is; asked by every wait."""
         now = time.monotonic()
-        if self._broken is None and waited_s > 1.0 and now > self._next_look:
+        if self._reason() is None and waited_s > 1.0 and now > self._next_look:
             self._next_look = now + self.timeouts.heartbeat.total_seconds() / _LOOKS
-            silent = self._silent(ranks, waited_s)
+            silent = self._silent(ranks if self._among is None else self._among[1], waited_s)
             if silent:
-                self.call_recovery(f"ranks {silent} do not answer")
-        return self._broken
+                self._hurt = f"ranks {silent} do not answer"
+                self.call_recovery(self._hurt)
+        return self._reason()
 
-    def call_recovery(self, reason: str) -> None:
-        """Make every rank leave the present world."""
+    @contextmanager
+    def among(self, work: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Work that concerns `ranks` alone, which a loss elsewhere does not disturb.
+
+        Inside, waits end only when one of these ranks is lost or has left this `work`. What else
+        has broken the world shows when the work is done.
+        """
+        self._hurt, self._among = None, (work, tuple(ranks))
+        try:
+            yield
+        finally:
+            self._among = None
+
+    def call_recovery(self, reason: str, leaves: Collection[str] = ()) -> None:
+        """Make every rank leave the present world; work that this rank `leaves` at once."""
         self._broken = reason
+        for work in leaves:
+            self._store.set(f"left/{self.recovery}/{work}", "1")
         self._store.compare_set(f"broken/{self.recovery}", "", reason)
         self._store.add("signal", 1)
 
-    def agree(self, report: Report) -> Decision:
+    def agree(self, report: Report, microbatches: int) -> Decision:
         """Agree with all survivors on what holds. Raises `FencedOutError` if we are not one.
 
-        Every rank that is alive calls this once per recovery; those that neither report nor are
-        known to be dead within the heartbeat's time-out count as dead.
+        Every rank that is alive calls this once per recovery. It may come late, when its replica
+        has finished its share; those that are dead or do not beat any more are not waited for.
         """
-        prefix = f"report/{self.recovery}"
+        prefix, key = f"report/{self.recovery}", f"decision/{self.recovery}"
         self._store.set(f"{prefix}/{self.rank}", json.dumps(asdict(report)))
-        reports = self._collect(prefix)
-        proposal = json.dumps(asdict(decide(reports)))
-        agreed = self._store.compare_set(f"decision/{self.recovery}", "", proposal)
-        document = json.loads(agreed)
-        decision = Decision(**{**document, "survivors": tuple(document["survivors"])})
+        reports = self._collect(prefix, key)
+        if not self._store.check([key]):
+            proposal = json.dumps(asdict(decide(reports, microbatches)))
+            self._store.compare_set(key, "", proposal)
+        decision = _decision(self._store.get(key))
         if self.rank not in decision.survivors:
             raise FencedOutError(f"rank {self.rank} was given up by the others")
         with self._changed:
@@ -190,6 +211,10 @@ class Rendezvous:
 
     # Inside.
 
+    def _reason(self) -> str | None:
+        """Why to give up the present work."""
+        return self._broken if self._among is None else self._hurt
+
     def _plan_key(self, epoch: int) -> str:
         return f"plan/{self.recovery}/{epoch}"
 
@@ -200,13 +225,16 @@ class Rendezvous:
             beat += 1
             store.set(f"beat/{self.rank}", str(beat))
             signal = store.add("signal", 0)
-            if signal == seen:
+            if signal == seen and not (self._broken and self._among):
                 continue
             seen = signal
             with self._changed:
                 key = f"broken/{self.recovery}"
                 if self._broken is None and store.check([key]):
                     self._broken = store.get(key).decode()
+                among = self._among
+                if among is not None and store.check([f"left/{self.recovery}/{among[0]}"]):
+                    self._hurt = self._broken
                 self._changed.notify_all()
 
     def _silent(self, ranks: Sequence[int], waited_s: float) -> list[int]:
@@ -232,19 +260,22 @@ class Rendezvous:
         key = f"beat/{rank}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def _collect(self, prefix: str) -> dict[int, Report]:
-        """The reports of all ranks that are alive, waiting for each at most the time-out."""
-        deadline = time.monotonic() + self.timeouts.heartbeat.total_seconds()
+    def _collect(self, prefix: str, decided: str) -> dict[int, Report]:
+        """The reports of all ranks that are alive; a decision made meanwhile ends the wait."""
+        start = next_look = time.monotonic()
+        look_s = self.timeouts.heartbeat.total_seconds() / _LOOKS
         missing, reports = set(self.alive), {}
-        while missing and time.monotonic() < deadline:
+        while missing and not self._store.check([decided]):
             for rank in sorted(missing):
                 if self._store.check([f"{prefix}/{rank}"]):
                     reports[rank] = _report(self._store.get(f"{prefix}/{rank}"))
                     missing.discard(rank)
                 elif self._store.check([f"dead/{rank}"]):
                     missing.discard(rank)
-            if missing and not self._store.check([f"decision/{self.recovery}"]):
-                time.sleep(0.005)
+            if missing and (now := time.monotonic()) >= next_look:
+                next_look = now + look_s
+                missing -= set(self._silent(sorted(missing), now - start))
+            time.sleep(0.005 if missing else 0.0)
         return reports
 
 
@@ -252,4 +283,11 @@ def _report(raw: bytes) -> Report:
     document = json.loads(raw)
     if document["norm"] is not None:
         document["norm"] = tuple(document["norm"])
-    return Report(**document)
+    holdings = tuple(from_json(Holding, held) for held in document["holdings"])
+    return Report(**{**document, "holdings": holdings})
+
+
+def _decision(raw: bytes) -> Decision:
+    document = json.loads(raw)
+    kept = tuple(from_json(Kept, one) for one in document["kept"])
+    return Decision(**{**document, "survivors": tuple(document["survivors"]), "kept": kept})

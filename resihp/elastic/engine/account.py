@@ -1,0 +1,73 @@
+"""What all ranks tell each other of a step: which microbatches it holds, losses, norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from resihp.contracts import Layout, ResiHPError
+from resihp.layout import Parameters
+
+from ..instep.ledger import Spans, indices
+from ..worlds.world import World
+from .sums import Gradients
+
+
+class MiscountError(ResiHPError):
+    """A microbatch is not in the sum exactly once. A bug of ours; the step must not be used."""
+
+
+def account(
+    finished: Spans, losses: Mapping[int, float], world: World, microbatches: int
+) -> torch.Tensor:
+    """This rank's line of the step's account [2, microbatches], to be summed over all ranks.
+
+    First row: its part of each microbatch's loss, on one rank of the last stage. Second row: one
+    replica's ranks together count one for each microbatch that all of them have finished.
+    """
+    line = torch.zeros(2, microbatches, dtype=torch.float64)
+    replica = world.layout.replicas[world.place.dp]
+    for index in indices(finished):
+        line[1, index] = 1.0 / len(replica.ranks)
+    if world.after is None and world.place.tp == 0:
+        for index, loss in losses.items():
+            line[0, index] = loss
+    return line
+
+
+def losses_of(summed: torch.Tensor) -> dict[int, float]:
+    """Each microbatch's loss from the summed account. Raises `MiscountError`."""
+    counts = summed[1]
+    wrong = (counts - 1.0).abs() > 1e-6
+    if bool(wrong.any()):
+        told = {int(i): round(float(counts[i]), 3) for i in wrong.nonzero().flatten()[:6]}
+        raise MiscountError(f"microbatches do not count once: {told}")
+    return dict(enumerate(summed[0].tolist()))
+
+
+def squared_norms(gradients: Gradients, world: World, parameters: Parameters) -> torch.Tensor:
+    """This rank's squared gradient norms [parameters * degrees]; each element counts on one rank.
+
+    One place for each parameter and shard, so that the sum over ranks adds nothing but zeros to
+    any of them: the norm of the whole does not depend on how ranks are grouped.
+    """
+    degrees = _degrees(world.layout)
+    squares = torch.zeros(len(parameters.all), degrees, dtype=torch.float64)
+    if world.place.dp == 0:
+        places = {param: index for index, param in enumerate(parameters.all)}
+        for param, gradient in gradients.items():
+            if param.dim is not None or world.place.tp == 0:
+                squares[places[param], world.place.tp] = gradient.double().square().sum()
+    return squares.flatten()
+
+
+def norm_of(squares: torch.Tensor) -> float:
+    """The norm of the whole gradient; exactly rounded, so in whatever order it is added up."""
+    values = squares.tolist()
+    return math.sqrt(math.fsum(values) if all(map(math.isfinite, values)) else sum(values))
+
+
+def _degrees(layout: Layout) -> int:
+    return max(stage.tp for stage in layout.replicas[0].stages)

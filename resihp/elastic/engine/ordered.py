@@ -1,0 +1,76 @@
+"""The sum over replicas in the fixed order of `tree`: the same bits whoever computed what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from resihp.layout import Reduction as Summed
+
+from ..instep.ledger import Spans, indices
+from ..instep.tree import Node, nodes, put
+from ..worlds.comm import Group
+from ..worlds.world import World
+from .reduction import piece_views, share_unsplit, unpack
+from .shard import Shard
+from .sums import Gradients, Sums
+
+
+class OrderedReduction:
+    """Every rank of a group adds up one slice of all nodes in tree order; then slices are shared.
+
+    Moves as many bytes as a ring all-reduce where each replica holds one node, and for k nodes
+    (k + 1) / 2 times as many; and it starts only when backward has ended.
+
+    `held` tells for each replica which microbatches its sums hold.
+    """
+
+    def __init__(
+        self, shard: Shard, world: World, sums: Sums, held: Sequence[Spans], microbatches: int
+    ) -> None:
+        self._shard, self._world, self._sums, self._leaves = shard, world, sums, microbatches
+        self._nodes = [nodes(indices(finished), microbatches) for finished in held]
+
+    def expect(self) -> None:
+        """Nothing can be sent ahead: a node is whole only when its last microbatch is."""
+
+    def finish(self) -> Gradients:
+        """Exchange and add up."""
+        if self._world.layout.dp == 1:
+            return self._sums.whole()
+        total: Gradients = {}
+        for summed, group in self._world.sums:
+            unpack(self._shard, summed.pieces, self._sum(summed, group), total)
+        share_unsplit(self._shard, self._world, total)
+        return total
+
+    def _sum(self, summed: Summed, group: Group) -> torch.Tensor:
+        """The whole sum of the pieces of one group, flat."""
+        flats = [
+            torch.cat([v.reshape(-1) for v in piece_views(self._shard, summed.pieces, gradients)])
+            for _, gradients in self._sums.parts()
+        ]
+        size = sum((stop - start) * param.row_numel for param, (start, stop) in summed.pieces)
+        width = -(-size // len(group))
+        slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
+        sent = [flat[part.start : part.stop] for part in slices for flat in flats]
+        mine = len(slices[self._world.place.dp])
+        received = torch.empty(mine * sum(map(len, self._nodes)))
+        group.all_to_all(
+            received,
+            torch.cat(sent) if sent else torch.empty(0),
+            [mine * len(held) for held in self._nodes],
+            [len(part) * len(flats) for part in slices],
+        )
+        own = torch.zeros(width)
+        own[:mine] = self._added(received.split(mine) if mine else [])
+        return torch.cat(group.all_gather(own))[:size]
+
+    def _added(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Node sums of one slice, replica after replica, added up along the tree."""
+        held: dict[Node, torch.Tensor] = {}
+        order = [node for of_replica in self._nodes for node in of_replica]
+        for node, part in zip(order, parts, strict=bool(parts)):
+            put(held, node, part, self._leaves, torch.Tensor.add_)
+        return held[0, self._leaves] if parts else torch.empty(0)

@@ -1,0 +1,172 @@
+"""The sum over replicas, out of place: local sums stay as they are until the step is whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from resihp.layout import Param, Range
+
+from ..worlds.comm import Group
+from ..worlds.world import World
+from .shard import Shard, rows
+from .sums import Gradients, Sums
+
+Piece = tuple[Param, Range]
+
+
+class Reduction(Protocol):
+    """Sums one step's gradients over the replicas. Made anew for every attempt."""
+
+    def expect(self) -> None:
+        """The last backward pass of the step is next; what it completes may be sent at once."""
+        ...
+
+    def finish(self) -> Gradients:
+        """The sums, whole. Raises `WorldBrokenError` and leaves the local sums as they were."""
+        ...
+
+
+@dataclass
+class _Bucket:
+    """Ranges of gradients that travel together; `flat` is theirs alone, so nothing else breaks."""
+
+    group: Group
+    pieces: list[Piece]
+    missing: set[Param] = field(default_factory=set)
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+
+class BucketedReduction:
+    """All-reduces buckets in the order in which backward completes them, while it still runs.
+
+    Within a group buckets start in one order, that of the model backward, so all ranks agree on
+    it; groups have threads of their own and never wait for each other.
+    """
+
+    def __init__(self, shard: Shard, world: World, sums: Sums, *, bucket_bytes: int) -> None:
+        self._shard, self._world, self._sums = shard, world, sums
+        self._queues = [
+            deque(_buckets(group, reduction.pieces[::-1], bucket_bytes))
+            for reduction, group in world.sums
+        ]
+        self._started: list[_Bucket] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def expect(self) -> None:
+        """Start each bucket as soon as backward has completed its last gradient."""
+        for queue in self._queues:
+            for bucket in queue:
+                bucket.missing = {param for param, _ in bucket.pieces}
+        for param, tensor in self._shard.tensors.items():
+            hook = tensor.register_post_accumulate_grad_hook(self._on_gradient(param))
+            self._hooks.append(hook)
+
+    def finish(self) -> Gradients:
+        """Start what has not been started, wait for all, and put the sums together."""
+        self._remove_hooks()
+        local = self._sums.whole()
+        if self._world.layout.dp == 1:
+            return local
+        for queue in self._queues:
+            while queue:
+                self._start(queue.popleft(), local)
+        total: Gradients = {}
+        for bucket in self._started:
+            assert bucket.work is not None
+            bucket.group.complete(bucket.work)
+            self._unpack(bucket, total)
+        share_unsplit(self._shard, self._world, total)
+        return total
+
+    def _on_gradient(self, param: Param) -> Callable[[torch.Tensor], None]:
+        def ready(tensor: torch.Tensor) -> None:
+            for queue in self._queues:
+                for bucket in queue:
+                    bucket.missing.discard(param)
+                while queue and not queue[0].missing:
+                    self._start(queue.popleft(), self._so_far())
+
+        return ready
+
+    def _so_far(self) -> Gradients:
+        """The gradients that backward has completed, and those that it is still adding to."""
+        found: Gradients = {}
+        for param, tensor in self._shard.tensors.items():
+            if tensor.grad is not None:
+                found[param] = tensor.grad
+        return found
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _start(self, bucket: _Bucket, local: Gradients) -> None:
+        views = list(piece_views(self._shard, bucket.pieces, local))
+        bucket.flat = torch.cat([view.reshape(-1) for view in views])
+        bucket.work = bucket.group.start_all_reduce(bucket.flat)
+        self._started.append(bucket)
+
+    def _unpack(self, bucket: _Bucket, total: Gradients) -> None:
+        assert bucket.flat is not None
+        unpack(self._shard, bucket.pieces, bucket.flat, total)
+
+
+def piece_views(
+    shard: Shard, pieces: Iterable[Piece], gradients: Gradients
+) -> Iterator[torch.Tensor]:
+    """The views of `gradients` on `pieces`."""
+    for param, span in pieces:
+        yield rows(gradients[param], param, span, origin=shard.ranges[param][0])
+
+
+def unpack(shard: Shard, pieces: Iterable[Piece], flat: torch.Tensor, total: Gradients) -> None:
+    """Bring `flat` into `total`, as a view of it where a piece is all that this rank holds."""
+    offset = 0
+    for param, span in pieces:
+        shape = list(shard.tensors[param].shape)
+        shape[param.dim or 0] = span[1] - span[0]
+        count = (span[1] - span[0]) * param.row_numel
+        part = flat[offset : offset + count].view(shape)
+        offset += count
+        if span == shard.ranges[param]:
+            total[param] = part
+            continue
+        if param not in total:
+            total[param] = torch.empty_like(shard.tensors[param])
+        rows(total[param], param, span, origin=shard.ranges[param][0]).copy_(part)
+
+
+def share_unsplit(shard: Shard, world: World, total: Gradients) -> None:
+    """Take the sums of unsplit parameters from the stage's first rank, to the last bit."""
+    unsplit = {param: tensor for param, tensor in shard.tensors.items() if param.dim is None}
+    if len(world.tp) == 1 or not unsplit:
+        return
+    held = [total.get(param, torch.zeros_like(tensor)) for param, tensor in unsplit.items()]
+    flat = torch.cat([tensor.reshape(-1) for tensor in held])
+    world.tp.broadcast(flat, world.stage.ranks[0])
+    parts = flat.split([tensor.numel() for tensor in held])
+    for (param, tensor), part in zip(unsplit.items(), parts, strict=True):
+        total[param] = part.view_as(tensor)
+
+
+def _buckets(group: Group, pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[_Bucket]:
+    """`pieces` in order, cut where a bucket would grow beyond `bucket_bytes`."""
+    taken: list[Piece] = []
+    size = 0
+    for param, (start, stop) in pieces:
+        added = (stop - start) * param.row_numel * 4
+        if taken and size + added > bucket_bytes:
+            yield _Bucket(group, taken)
+            taken, size = [], 0
+        taken.append((param, (start, stop)))
+        size += added
+    if taken:
+        yield _Bucket(group, taken)
