@@ -2,6 +2,8 @@
 
 from ._json import from_json, to_json
 from .errors import (
+    CheckpointDamagedError,
+    CheckpointError,
     ContractError,
     InfeasibleError,
     ResiHPError,
@@ -18,6 +20,8 @@ from .verdict import Cause, Diagnosis, Status, Verdict
 __all__ = [
     "COLUMNS",
     "Cause",
+    "CheckpointDamagedError",
+    "CheckpointError",
     "ContractError",
     "Diagnosis",
     "InfeasibleError",

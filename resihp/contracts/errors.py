@@ -39,3 +39,18 @@ class ServiceError(ResiHPError):
 
 class StateLostError(ResiHPError):
     """Training state that no surviving rank and no checkpoint holds; names what was lost."""
+
+
+class CheckpointError(ResiHPError):
+    """A checkpoint that cannot be written, found or read."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were saved; `shards` names what is bad."""
+
+    def __init__(self, where: str, shards: tuple[str, ...], problem: str) -> None:
+        shown = ", ".join(shards[:6]) + (f" and {len(shards) - 6} more" if shards[6:] else "")
+        super().__init__(f"{where}: {problem}" + (f": {shown}" if shown else ""))
+        self.where = where
+        self.shards = shards
+        self.problem = problem

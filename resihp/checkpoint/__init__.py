@@ -1,0 +1,30 @@
+"""Checkpoints at every step: lazy, asynchronous, on several levels. Needs `resihp[checkpoint]`."""
+
+from .checkpointer import Checkpointer
+from .counters import Counters, LevelCounters
+from .levels import HostMemory, Level, LocalDisk, PeerMemory, SharedStorage
+from .parts import ShardedTensorPiece
+from .policy import Every, EveryStep, FaultRate, LeastLoss, Policy
+from .ranks import Alone, Group, Ranks
+from .restore import Restored
+
+__all__ = [
+    "Alone",
+    "Checkpointer",
+    "Counters",
+    "Every",
+    "EveryStep",
+    "FaultRate",
+    "Group",
+    "HostMemory",
+    "LeastLoss",
+    "Level",
+    "LevelCounters",
+    "LocalDisk",
+    "PeerMemory",
+    "Policy",
+    "Ranks",
+    "Restored",
+    "ShardedTensorPiece",
+    "SharedStorage",
+]

@@ -1,0 +1,134 @@
+"""The bytes around a tensor's data that make it what `torch.load` reads.
+
+torch's distributed checkpoint keeps each tensor as an archive of its own: a zip file, all members
+stored as they are, whose member `data/0` is the tensor's memory. What stands before and after that
+memory depends on shape and type alone, so it is made once and never touched again.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+ALIGN = 64
+"""A tensor's memory starts at a multiple of this many bytes of the file."""
+
+_LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
+_END64, _LOCATOR64 = 0x06064B50, 0x07064B50
+_ZIP64, _PADDING = 0x0001, 0x4246
+_DOS_DATE = 33
+_MAX32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What goes before a tensor's memory and what goes after it."""
+
+    head: bytes
+    tail: bytes
+
+
+@dataclass(frozen=True)
+class _Member:
+    name: bytes
+    size: int
+    crc: int
+    offset: int
+
+
+def frame(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, start: int) -> Frame:
+    """The frame of an archive that starts at byte `start` of its file.
+
+    The data's own CRC is left 0, as `torch.serialization.set_crc32_options(False)` does; torch
+    does not look at it, and the chunks of the file have checksums.
+    """
+    head, members = bytearray(), []
+    order = sys.byteorder.encode()
+    for name, content in ((b"data.pkl", _pickled(dtype, shape)), (b"byteorder", order)):
+        members.append(_Member(b"archive/" + name, len(content), zlib.crc32(content), len(head)))
+        head += _local(members[-1]) + content
+    data = _Member(b"archive/data/0", nbytes, 0, len(head))
+    unpadded = start + len(head) + len(_local(data)) + 4
+    head += _local(data, padding=-unpadded % ALIGN)
+    version = _Member(b"archive/version", 2, zlib.crc32(b"3\n"), len(head) + nbytes)
+    directory_at = version.offset + len(_local(version)) + 2
+    directory = b"".join(map(_central, [*members, data, version]))
+    tail = _local(version) + b"3\n" + directory + _end(4, len(directory), directory_at)
+    return Frame(bytes(head), tail)
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles tensors as `torch.save` does, the memory replaced by a reference to `data/0`."""
+
+    def __init__(self, file: io.BytesIO, numel: int) -> None:
+        super().__init__(file, protocol=2)
+        self._numel = numel
+
+    def persistent_id(self, obj: object) -> tuple[str, object, str, str, int] | None:
+        if isinstance(obj, torch.storage.TypedStorage):
+            kind = getattr(torch, obj._pickle_storage_type())
+            return ("storage", kind, "0", "cpu", self._numel)
+        if torch.is_storage(obj):
+            return ("storage", torch.UntypedStorage, "0", "cpu", self._numel)
+        return None
+
+
+class _Shaped:
+    """Stands for a tensor of a shape whose memory is elsewhere."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self._like, self._shape = torch.empty(0, dtype=dtype), shape
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
+        rebuild, (storage, _, _, _, *rest) = self._like.__reduce_ex__(2)[:2]
+        strides = torch.empty(self._shape, device="meta").stride()
+        return rebuild, (storage, 0, self._shape, strides, *rest)
+
+
+def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    numel = torch.Size(shape).numel()
+    typed = isinstance(torch.empty(0, dtype=dtype).__reduce_ex__(2)[1][0], torch.TypedStorage)
+    _TensorPickler(file, numel if typed else numel * dtype.itemsize).dump(_Shaped(dtype, shape))
+    return file.getvalue()
+
+
+def _local(member: _Member, padding: int | None = None) -> bytes:
+    extra, size = _sizes64(member)
+    if padding is not None:
+        extra += struct.pack("<HH", _PADDING, padding) + b"Z" * padding
+    fields = (_LOCAL, 45, 0, 0, 0, _DOS_DATE, member.crc, size, size, len(member.name), len(extra))
+    return struct.pack("<IHHHHHIIIHH", *fields) + member.name + extra
+
+
+def _central(member: _Member) -> bytes:
+    extra, size = _sizes64(member)
+    offset = member.offset
+    if offset >= _MAX32:
+        sizes = extra[4:]
+        extra = struct.pack("<HH", _ZIP64, len(sizes) + 8) + sizes + struct.pack("<Q", offset)
+        offset = _MAX32
+    fields = (_CENTRAL, 45, 45, 0, 0, 0, _DOS_DATE, member.crc, size, size, len(member.name))
+    rest = (len(extra), 0, 0, 0, 0, offset)
+    return struct.pack("<IHHHHHHIIIHHHHHII", *fields, *rest) + member.name + extra
+
+
+def _sizes64(member: _Member) -> tuple[bytes, int]:
+    if member.size < _MAX32:
+        return b"", member.size
+    return struct.pack("<HHQQ", _ZIP64, 16, member.size, member.size), _MAX32
+
+
+def _end(count: int, size: int, offset: int) -> bytes:
+    wide = b""
+    if offset >= _MAX32:
+        wide = struct.pack("<IQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, count, count, size, offset)
+        wide += struct.pack("<IIQI", _LOCATOR64, 0, offset + size, 1)
+    near = min(offset, _MAX32)
+    return wide + struct.pack("<IHHHHIIH", _END, 0, 0, count, count, size, near, 0)

@@ -1,0 +1,219 @@
+"""Checkpoints of a training loop: lazy, asynchronous, on several levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .counters import Counters, LevelCounters, Said, seconds_since
+from .filling import Abandoned, Filling
+from .levels.contract import Level
+from .levels.disk import LocalDisk
+from .levels.memory import HostMemory
+from .levels.peer import PeerMemory
+from .parts import State
+from .policy import EveryStep, Moment, Policy
+from .ranks import Alone, Group, Ranks
+from .restore import Restored, restore
+from .runner import Runner
+from .staging import Staging
+
+
+class Checkpointer:
+    """Saves the state of a training loop while it trains on.
+
+    levels   nearest first; each has a thread of its own
+    policy   at which steps to checkpoint; by default at every one
+    ranks    who checkpoints together; by default the process group's ranks where there is one
+    buffers  host buffers, each of the size of this rank's state. One is enough while the disk
+             keeps up, a peer's memory asks for one more (the default). `HostMemory` holds as many
+             in addition as it keeps.
+
+    Neither `save` nor `fence` raises or waits for storage: problems are counted in `counters`
+    and logged once. One thread calls them, the same at each step on all ranks.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        policy: Policy | None = None,
+        *,
+        ranks: Ranks | None = None,
+        buffers: int | None = None,
+    ) -> None:
+        self.levels, self.policy = tuple(levels), policy or EveryStep()
+        self.ranks = ranks or (Group() if dist.is_initialized() else Alone())
+        self.counters, self._said = Counters(), Said()
+        held = sum(level.keep for level in levels if isinstance(level, HostMemory))
+        lagging = any(isinstance(level, PeerMemory) for level in levels)
+        self._staging = Staging(self.ranks, held + (buffers or 1 + lagging))
+        self._runners = [self._runner(level) for level in self.levels]
+        self._agreement = ThreadPoolExecutor(1, "resihp-checkpoint-agree")
+        self._current: Filling | None = None
+        self._begun_s: float | None = None
+        self._window_s = self._pause_s = 0.0
+        self._cost_s: float | None = None
+
+    def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
+        """Put a fence before each step of the optimizer, and copy in the order of its writes.
+
+        Buffers of the modules (running statistics and the like), which the forward pass may
+        change, are copied within `save`. Modules that are values of the state need not be named.
+        """
+        self._staging.know(optimizer, modules)
+        optimizer.register_step_pre_hook(lambda *_: self.fence())
+
+    def prepare(self, state: State) -> None:
+        """Plan and allocate for a state like this one, which the first `save` does otherwise.
+
+        A collective call where there is a group. Raises `ContractError` for what cannot be saved.
+        """
+        self._staging.fit(state)
+
+    def save(self, step: int, state: State, extra: Mapping[str, object] | None = None) -> bool:
+        """Begin a checkpoint, right after the optimizer's step; whether one was begun.
+
+        state  nested mapping of tensors, modules, optimizers and other values; tensors must not
+               change before `fence`. Other values are copied here.
+        extra  what else to have back, of each rank its own: RNG, data cursor, plan version, layout
+        """
+        filling = None
+        with self._boundary("save"):
+            is_due = self._is_due(step)
+            if is_due:
+                filling = self._begin(step, state, extra or {})
+            if len(self.ranks.all) > 1:
+                self._agreement.submit(self._agree, filling, is_due)
+        return filling is not None
+
+    def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Wait until these tensors (None: all) are copied; right before they change."""
+        with self._boundary("fence"):
+            self._fence(tensors)
+        if self._current is None:
+            self._cost_s = self._pause_s
+
+    def restore(self, into: State, *, step: int | None = None) -> Restored:
+        """Fill `into` from the newest complete checkpoint at the nearest level; see `restore`."""
+        self.fence()
+        return restore(self.levels, into, self.ranks, step=step)
+
+    def wait(self, timeout_s: float = 600.0) -> bool:
+        """Until every level has finished what it took; whether it did in time."""
+        deadline = time.monotonic() + timeout_s
+        self.fence()
+        return all(runner.wait(deadline - time.monotonic()) for runner in self._runners)
+
+    def close(self, timeout_s: float = 600.0) -> None:
+        """Finish what was begun, within the time, and end all threads."""
+        self.wait(timeout_s)
+        self._agreement.shutdown(wait=False)
+        for runner in self._runners:
+            runner.close(timeout_s)
+        self._staging.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _is_due(self, step: int) -> bool:
+        since_s = None if self._begun_s is None else seconds_since(self._begun_s)
+        times = [r.counters.durable_s for r in self._runners if not r.level.after_disk]
+        durable_s = max((t for t in times if t is not None), default=None)
+        return self.policy.is_due(Moment(step, since_s, self._cost_s, durable_s))
+
+    def _fence(self, tensors: Sequence[Tensor] | None = None) -> None:
+        filling = self._current
+        if filling is None:
+            return
+        if not self._staging.fence(filling, tensors):
+            self.counters.no_buffer += 1
+        elif tensors is not None:
+            return
+        self._window_s = seconds_since(filling.begun_s)
+        self._current = None
+
+    def _begin(self, step: int, state: State, extra: Mapping[str, object]) -> Filling | None:
+        self._fence()  # of a loop that saves twice without a step in between
+        self._pause_s = 0.0
+        parts, things, fits = self._staging.fit(state)
+        first = [r for r in self._runners if not self._is_fed_by_disk(r)]
+        able = [runner for runner in first if runner.has_room]
+        filling = None
+        if fits and able:
+            filling = self._staging.lend(step, (parts, things), state, extra, self._window_s)
+        if filling is None:
+            self.counters.no_buffer += 1
+            return None
+        filling.is_wanted_later = len(first) < len(self._runners)
+        filling.taken = {runner.level.name: 0 for runner in able}
+        self._staging.start(filling)
+        for runner in first:
+            if runner in able:
+                runner.offer(filling)
+            else:
+                runner.counters.skipped += 1
+        self._current, self._begun_s = filling, filling.begun_s
+        self.counters.started += 1
+        return filling
+
+    def _agree(self, filling: Filling | None, is_due: bool) -> None:
+        """In the background: a checkpoint that not every rank takes part in is given up by all."""
+        try:
+            agreed = self.ranks.all_ready(filling is not None)
+        except RuntimeError as problem:
+            self._said.problem("agreement of the ranks", problem)
+            return
+        if filling is not None and not agreed:
+            self.counters.vetoed += 1
+            filling.veto(Abandoned("another rank had no buffer"))
+
+    def _runner(self, level: Level) -> Runner:
+        counters = self.counters.levels[level.name] = LevelCounters()
+        return Runner(level, counters, self._said, self._after(level))
+
+    def _after(self, level: Level) -> Callable[[Filling, bool], None]:
+        """Hand a checkpoint from the disk on to the levels after it; also one that it failed on."""
+
+        def hand_on(filling: Filling, is_put: bool) -> None:
+            if level is not self._disk() or (not is_put and filling.problem is not None):
+                return
+            for runner in filter(self._is_fed_by_disk, self._runners):
+                if not is_put and filling.released:
+                    runner.counters.skipped += 1  # parts of the buffer hold newer bytes already
+                    continue
+                if not is_put:
+                    filling.done_with(runner.level.name, 0)
+                if not runner.offer(filling):
+                    filling.leave(runner.level.name)
+
+        return hand_on
+
+    def _disk(self) -> Level | None:
+        """The level whose files feed those that come after it."""
+        return next((level for level in self.levels if isinstance(level, LocalDisk)), None)
+
+    def _is_fed_by_disk(self, runner: Runner) -> bool:
+        return runner.level.after_disk and self._disk() is not None
+
+    @contextmanager
+    def _boundary(self, where: str) -> Iterator[None]:
+        """Training goes on whatever happens within; time and failures are counted."""
+        begun = time.perf_counter()
+        try:
+            yield
+        except Exception as problem:  # noqa: BLE001 - the boundary with the training loop
+            self.counters.failures[f"{where}: {problem}"] += 1
+            self._said.problem(where, problem)
+        finally:
+            spent = time.perf_counter() - begun
+            self.counters.blocking_s += spent
+            self._pause_s += spent

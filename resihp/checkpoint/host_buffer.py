@@ -1,0 +1,32 @@
+"""Host memory that is allocated and touched once, aligned for direct I/O, pinned on request."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from .checksum import ROW_BYTES
+
+
+class HostBuffer:
+    """`nbytes` bytes that start at a multiple of 4096; the same memory as tensor and as view."""
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        self.tensor = _pinned(nbytes) if pinned else _mapped(nbytes)
+        self.tensor.zero_()
+        self.view: memoryview = self.tensor.numpy().data
+
+
+def _mapped(nbytes: int) -> Tensor:
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def _pinned(nbytes: int) -> Tensor:
+    memory = torch.empty(nbytes + ROW_BYTES, dtype=torch.uint8, pin_memory=True)
+    start = -memory.data_ptr() % ROW_BYTES
+    return memory[start : start + nbytes]

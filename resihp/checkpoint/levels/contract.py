@@ -1,0 +1,52 @@
+"""What every level does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ..filling import Filling
+from ..index import Index
+
+
+class Source(Protocol):
+    """One complete checkpoint, ready to be read."""
+
+    @property
+    def indexes(self) -> Mapping[int, Index]:
+        """The index of every rank's file."""
+
+    def read(self, rank: int, start: int, into: memoryview) -> None:
+        """Bytes of a rank's file from `start` on; may be called by several threads at once."""
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+class Level(Protocol):
+    """A place for checkpoints. `put` runs in a thread that belongs to the level alone.
+
+    name          says in messages which level it is
+    after_disk    takes checkpoints from the disk level before it, where there is one, so that
+                  it holds no host buffer
+    patience      how many checkpoints may wait while one is being put; one more is skipped
+    """
+
+    name: str
+    after_disk: bool
+    patience: int
+
+    def put(self, filling: Filling) -> None:
+        """Store a checkpoint and make it visible as a whole. Raises `OSError` or what ended it.
+
+        Says with `filling.done_with` which chunks it needs no more.
+        """
+
+    def steps(self) -> list[int]:
+        """Steps of which this level holds a complete checkpoint."""
+
+    def open(self, step: int) -> Source:
+        """Raises `OSError` or `CheckpointError` where it cannot be read."""
+
+    def close(self) -> None:
+        """Let go of threads and sockets; what is stored stays."""

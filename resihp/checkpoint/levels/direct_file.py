@@ -1,0 +1,105 @@
+"""Files written and read past the page cache where the file system allows it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..checksum import ROW_BYTES
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile:
+    """Positional reads and writes from several threads at once.
+
+    Direct I/O wants offsets, lengths and memory at multiples of 4096 bytes. Where the file system
+    refuses (at opening or at the first access), the same goes through the page cache.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._path, self._flags = path, flags
+        self._fd = _open(path, flags)
+
+    @classmethod
+    def create(cls, path: Path) -> DirectFile:
+        """A file to be written from its start, new or in place of what it held."""
+        return cls(path, os.O_RDWR | os.O_CREAT)
+
+    @classmethod
+    def existing(cls, path: Path) -> DirectFile:
+        """A file to be read."""
+        return cls(path, os.O_RDONLY)
+
+    def write(self, view: memoryview, at: int) -> None:
+        """All of `view`. Raises `OSError`."""
+        self._all(lambda part, where: os.pwrite(self._fd, part, where), view, at)
+
+    def read(self, view: memoryview, at: int) -> None:
+        """Fill `view`. Raises `OSError`, also where the file ends before."""
+        self._all(lambda part, where: os.preadv(self._fd, [part], where), view, at)
+
+    def truncate(self, nbytes: int) -> None:
+        """Set the length."""
+        os.ftruncate(self._fd, nbytes)
+
+    def sync(self) -> None:
+        """Return when the bytes are on the medium."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._fd)
+
+    def _all(self, access: Callable[[memoryview, int], int], view: memoryview, at: int) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                moved = access(view[done:], at + done)
+            except OSError as problem:
+                if problem.errno != errno.EINVAL or not self._is_direct():
+                    raise
+                self._leave_direct()
+                continue
+            if not moved:
+                raise OSError(errno.EIO, "file ends too early", str(self._path))
+            done += moved
+            if done % ROW_BYTES and done < len(view):
+                self._leave_direct()
+
+    def _is_direct(self) -> bool:
+        return bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & _DIRECT)
+
+    def _leave_direct(self) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A small file, whole or not at all, and on the medium when this returns."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder are on the medium."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | _DIRECT | os.O_CLOEXEC, 0o644)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o644)

@@ -1,0 +1,143 @@
+"""Node-local disk: large aligned direct writes, published by renaming a folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from resihp.contracts import ContractError
+
+from ..filling import Filling
+from ..metadata import data_name
+from .contract import Source
+from .direct_file import DirectFile
+from .folder import (
+    FolderSource,
+    drop_old,
+    part_folder,
+    publish,
+    reuse,
+    step_name,
+    steps_in,
+    sweep,
+)
+
+WRITERS = 2
+"""Threads, and so writes in flight; while one sums a chunk the other one writes."""
+
+
+class LocalDisk:
+    """Checkpoints in a folder, in torch's distributed format.
+
+    keep   how many complete ones stay; one more is on disk while it is written
+    ranks  which ranks write into this very folder; None: all of the job. A folder that only the
+           ranks of one node see holds the parts of that node.
+    """
+
+    after_disk = False
+    patience = 1
+
+    def __init__(
+        self, folder: str | Path, *, keep: int = 2, ranks: Collection[int] | None = None
+    ) -> None:
+        if keep < 1:
+            raise ContractError("keep", "at least one checkpoint must stay")
+        self.folder, self.name = Path(folder), str(folder)
+        self._keep, self._ranks = keep, tuple(sorted(ranks)) if ranks is not None else None
+        self._pool = ThreadPoolExecutor(WRITERS, "resihp-checkpoint-disk")
+        self._swept = False
+
+    def put(self, filling: Filling) -> None:
+        """Write this rank's file beside those of the others; the last one publishes."""
+        me = filling.identity
+        ranks = self._ranks or me.ranks
+        part = part_folder(self.folder, me.step, me.run)
+        self._sweep(me.run, is_first=me.rank == min(ranks))
+        target = part / data_name(me.rank)
+        reuse(self.folder, target)
+        try:
+            self._write(filling, target)
+            if filling.is_wanted_later:
+                filling.stored = open(target, "rb", buffering=0)  # noqa: SIM115 - the uploader's
+            if publish(self.folder, part, replace(filling.index(), ranks=ranks)):
+                drop_old(self.folder, self._keep)
+        except BaseException:
+            _discard(target)
+            raise
+
+    def steps(self) -> list[int]:
+        """Steps of which this folder holds a complete checkpoint."""
+        return steps_in(self.folder)
+
+    def open(self, step: int) -> Source:
+        """Raises `OSError` or `CheckpointError` where it cannot be read."""
+        return FolderSource(self.folder / step_name(step))
+
+    def close(self) -> None:
+        """End the writing threads."""
+        self._pool.shutdown()
+
+    def _write(self, filling: Filling, target: Path) -> None:
+        file = DirectFile.create(target)
+        try:
+            work = _Work(filling, file, self.name)
+            for future in [self._pool.submit(work.run) for _ in range(WRITERS)]:
+                future.result()
+            file.write(memoryview(filling.section), filling.file.nbytes)
+            file.truncate(filling.file.nbytes + len(filling.section))
+            file.sync()
+        finally:
+            file.close()
+
+    def _sweep(self, run: str, *, is_first: bool) -> None:
+        if is_first and not self._swept:
+            sweep(self.folder, run)
+        self._swept = True
+
+
+class _Work:
+    """Chunks of a checkpoint that several threads write, in order as far as they can."""
+
+    def __init__(self, filling: Filling, file: DirectFile, level: str) -> None:
+        self._filling, self._file, self._level = filling, file, level
+        self._lock = Lock()
+        self._next, self._prefix = 0, 0
+        self._written: set[int] = set()
+        self._is_broken = False
+
+    def run(self) -> None:
+        """Until no chunk is left, or one could not be written."""
+        try:
+            while (number := self._claim()) is not None:
+                self._filling.take(number)
+                self._filling.checksum(number)
+                self._file.write(self._filling.chunk(number), self._filling.file.chunks[number][0])
+                self._finish(number)
+        except BaseException:
+            self._is_broken = True
+            raise
+
+    def _claim(self) -> int | None:
+        with self._lock:
+            if self._is_broken or self._next == self._filling.count:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _finish(self, number: int) -> None:
+        with self._lock:
+            self._written.add(number)
+            while self._prefix in self._written:
+                self._prefix += 1
+            self._filling.done_with(self._level, self._prefix)
+
+
+def _discard(target: Path) -> None:
+    """Give the room of an unfinished file back; the folder too, once it is empty."""
+    with contextlib.suppress(OSError):
+        target.unlink(missing_ok=True)
+        target.parent.rmdir()

@@ -1,0 +1,162 @@
+"""A folder of checkpoints: how one becomes visible as a whole, and how old ones go.
+
+    step-000000042/            complete: `.metadata`, and for each rank a file and its index
+    .step-000000043.RUN.part/  being written; RUN keeps a restarted job apart from its former self
+    .step-000000040.retired/   dropped; its files serve the next checkpoint as room on disk
+
+Whichever rank finds the index of every rank in place writes `.metadata` and renames the folder, so
+nobody waits for anybody, and a checkpoint that a lost rank did not finish never becomes visible.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from resihp.contracts import CheckpointError
+
+from ..index import Index, read_index
+from ..metadata import METADATA, data_name, index_name, to_metadata
+from .direct_file import DirectFile, sync_folder, write_whole
+
+_PREFIX = "step-"
+
+
+def step_name(step: int) -> str:
+    """The folder of a step; names sort as steps do."""
+    return f"{_PREFIX}{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder that has been published under this name."""
+    digits = name.removeprefix(_PREFIX)
+    return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    if not root.is_dir():
+        return []
+    found = [(step_of(path.name), path) for path in root.iterdir()]
+    return sorted(step for step, path in found if step is not None and (path / METADATA).exists())
+
+
+def part_folder(root: Path, step: int, run: str) -> Path:
+    """Where the ranks write before publication; created where it is missing."""
+    part = root / f".{step_name(step)}.{run}.part"
+    part.mkdir(parents=True, exist_ok=True)
+    return part
+
+
+def publish(root: Path, part: Path, own: Index) -> bool:
+    """Put this rank's index in place, and publish if it is the last one. Whether it was."""
+    write_whole(part / index_name(own.rank), own.to_json().encode())
+    sync_folder(part)
+    try:
+        if not all((part / index_name(rank)).exists() for rank in own.ranks):
+            return False
+        indexes = [own if rank == own.rank else _read(part, rank) for rank in own.ranks]
+        reveal(part, root / step_name(own.step), to_metadata(indexes))
+    except FileNotFoundError:
+        return False  # another rank, as late as this one, has just published
+    return True
+
+
+def reveal(part: Path, final: Path, metadata: bytes) -> None:
+    """Make a folder visible under its name, in place of any that has it."""
+    write_whole(part / METADATA, metadata)
+    sync_folder(part)
+    if final.exists():
+        _retire(final)
+    os.rename(part, final)
+    sync_folder(final.parent)
+
+
+def drop_old(root: Path, keep: int) -> None:
+    """Retire all but the newest `keep`; delete what was retired before."""
+    for path in root.glob(".step-*.retired"):
+        shutil.rmtree(path, ignore_errors=True)
+    for step in steps_in(root)[:-keep]:
+        _retire(root / step_name(step))
+
+
+def sweep(root: Path, run: str) -> None:
+    """Delete what a former run of the job left unfinished."""
+    for path in root.glob(".step-*.part"):
+        if not path.name.endswith(f".{run}.part"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def reuse(root: Path, target: Path) -> None:
+    """Move a retired file of the same name to `target`: writing it anew allocates nothing."""
+    for path in root.glob(f".step-*.retired/{target.name}"):
+        try:
+            os.rename(path, target)
+        except OSError:
+            continue  # deleted in between
+        if _is_read_elsewhere(target):
+            target.unlink()
+            continue
+        return
+
+
+class FolderSource:
+    """A published checkpoint, read past the page cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[int, DirectFile] = {}
+        self.indexes: Mapping[int, Index] = _read_all(folder)
+        for rank in self.indexes:
+            self._files[rank] = DirectFile.existing(folder / data_name(rank))
+
+    def read(self, rank: int, start: int, into: memoryview) -> None:
+        """Bytes of a rank's file."""
+        self._files[rank].read(into, start)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _read_all(folder: Path) -> dict[int, Index]:
+    paths: Sequence[Path] = sorted(folder.glob("__*.index.json"))
+    found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
+    indexes = {index.rank: index for index in found}
+    missing = sorted({rank for index in found for rank in index.ranks} - set(indexes))
+    if missing or not indexes:
+        names = ", ".join(index_name(rank) for rank in missing) or "every index"
+        raise CheckpointError(f"{folder}: {names} missing")
+    return indexes
+
+
+def _read(folder: Path, rank: int) -> Index:
+    return read_index((folder / index_name(rank)).read_text(), f"{folder}, rank {rank}")
+
+
+def _retire(folder: Path) -> None:
+    retired = folder.with_name(f".{folder.name}.retired")
+    shutil.rmtree(retired, ignore_errors=True)
+    os.rename(folder, retired)
+
+
+def _is_read_elsewhere(path: Path) -> bool:
+    """Whether somebody has the file open: the kernel grants a write lease only if nobody has.
+
+    A reader that opened it before it was retired must not see it change. The signal that breaks a
+    lease is set to one that is ignored.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except (OSError, AttributeError):
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,119 @@
+"""Host memory: the newest checkpoints stay in the buffers that they were copied into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+
+from resihp.contracts import CheckpointError, ContractError
+
+from ..filling import Filling
+from ..index import Index
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """The file of a rank in memory: the tensors' part, what comes after it, and the index."""
+
+    index: Index
+    tensors: memoryview
+    section: bytes
+    release: Callable[[], None]
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Copy out what a read of the file would give."""
+        split, stop = self.index.tensor_bytes, start + len(into)
+        if start < split:
+            into[: min(stop, split) - start] = self.tensors[start : min(stop, split)]
+        if stop > split:
+            section = memoryview(self.section)
+            into[max(start, split) - start :] = section[max(start - split, 0) : stop - split]
+
+
+class ImageStore:
+    """Images by rank and step; of every rank the newest `keep` stay."""
+
+    def __init__(self, keep: int) -> None:
+        if keep < 1:
+            raise ContractError("keep", "at least one checkpoint must stay")
+        self.keep = keep
+        self._images: dict[tuple[int, int], Image] = {}
+        self._lock = Lock()
+
+    def add(self, image: Image) -> None:
+        """Take an image and let the oldest of its rank go, or one of the same step."""
+        rank, step = image.index.rank, image.index.step
+        with self._lock:
+            dropped = [self._images.pop((rank, step), None)]
+            self._images[rank, step] = image
+            held = sorted(key for key in self._images if key[0] == rank)
+            dropped += [self._images.pop(key) for key in held[: -self.keep]]
+        for old in dropped:
+            if old is not None:
+                old.release()
+
+    def get(self, rank: int, step: int) -> Image:
+        """Raises `CheckpointError` where it is not held."""
+        with self._lock:
+            image = self._images.get((rank, step))
+        if image is None:
+            raise CheckpointError(f"rank {rank} of step {step} is not in memory")
+        return image
+
+    def indexes(self) -> list[Index]:
+        """Of all images."""
+        with self._lock:
+            return [image.index for image in self._images.values()]
+
+
+class HostMemory:
+    """This process's own checkpoints, without another copy: the buffer itself is held.
+
+    keep  how many stay; each takes a buffer of the size of the state
+    """
+
+    name = "host memory"
+    after_disk = False
+    patience = 1
+
+    def __init__(self, *, keep: int = 1) -> None:
+        self.store = ImageStore(keep)
+        self.keep = keep
+
+    def put(self, filling: Filling) -> None:
+        """Wait for the copy and hold the buffer until newer checkpoints are complete."""
+        filling.take(filling.count - 1)
+        index, buffer = filling.index(), filling.slot.buffer.view
+
+        def release() -> None:
+            filling.done_with(self.name)
+
+        filling.keep_for(self.name)
+        self.store.add(Image(index, buffer, filling.section, release))
+
+    def steps(self) -> list[int]:
+        """Steps that this process holds."""
+        return sorted(index.step for index in self.store.indexes())
+
+    def open(self, step: int) -> MemorySource:
+        """Raises `CheckpointError` where it is gone."""
+        found = [index for index in self.store.indexes() if index.step == step]
+        return MemorySource(self.store, {index.rank: index for index in found})
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class MemorySource:
+    """A checkpoint in this process's memory."""
+
+    def __init__(self, store: ImageStore, indexes: Mapping[int, Index]) -> None:
+        self._store, self.indexes = store, indexes
+
+    def read(self, rank: int, start: int, into: memoryview) -> None:
+        """Bytes of a rank's file."""
+        self._store.get(rank, self.indexes[rank].step).read(start, into)
+
+    def close(self) -> None:
+        """Nothing to let go of."""

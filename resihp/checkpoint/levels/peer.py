@@ -1,0 +1,175 @@
+"""A peer's memory: when a node is lost, its newest state is still in the memory of another."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from datetime import timedelta
+from threading import Lock
+
+import torch.distributed as dist
+
+from resihp.contracts import CheckpointError
+
+from ..filling import Filling
+from ..index import Index, read_index
+from .memory import HostMemory, ImageStore
+from .peer_server import PeerServer
+from .wire import Address, Line
+
+
+class PeerMemory:
+    """Sends each checkpoint of this rank to a peer, and keeps those of the ranks that send here.
+
+    own      this process's own level; its checkpoints are handed out as well
+    listen   address to listen on; port 0: any free one. Whoever connects must know `token`.
+    keep     checkpoints kept for each sender; their memory is one more
+    timeout  of every wait on a peer
+
+    `connect` says where all ranks listen; `connect_group` finds that out by itself. The peer of a
+    rank is the one `distance` after it: with as many ranks on each node, a rank of another node.
+    """
+
+    name = "peer memory"
+    after_disk = False
+    patience = 0
+
+    def __init__(
+        self,
+        own: HostMemory,
+        *,
+        listen: Address = ("127.0.0.1", 0),
+        token: str = "",
+        keep: int = 1,
+        timeout: timedelta = timedelta(seconds=30),
+    ) -> None:
+        self.token = token or secrets.token_hex(16)
+        self._timeout_s = timeout.total_seconds()
+        self._server = PeerServer(
+            ImageStore(keep), own.store, listen, self.token, 1000 * self._timeout_s
+        )
+        self._addresses: Mapping[int, Address] = {}
+        self._target: Address | None = None
+        self._line: Line | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where this rank listens."""
+        return self._server.address
+
+    def connect(self, rank: int, addresses: Mapping[int, Address], *, distance: int = 1) -> None:
+        """Say where every rank listens (this one included). No rank is its own peer."""
+        self._hang_up()
+        ranks = sorted(addresses)
+        peer = ranks[(ranks.index(rank) + distance) % len(ranks)]
+        self._addresses = dict(addresses)
+        self._target = addresses[peer] if peer != rank else None
+
+    def connect_group(self, group: dist.ProcessGroup | None = None, *, distance: int = 1) -> None:
+        """The same for all ranks of a group at once; a collective call of its CPU backend."""
+        told: list[tuple[int, Address, str]] = [(0, ("", 0), "")] * dist.get_world_size(group)
+        dist.all_gather_object(told, (dist.get_rank(), self.address, self.token), group=group)
+        self.token = self._server._token = told[0][2]
+        addresses = {rank: (host, port) for rank, (host, port), _ in told}
+        self.connect(dist.get_rank(), addresses, distance=distance)
+
+    def put(self, filling: Filling) -> None:
+        """Send each chunk as soon as it is copied; the peer verifies what arrived."""
+        if self._target is None:
+            raise CheckpointError("no peer to send to")
+        try:
+            if self._line is None:
+                self._line = Line.to(self._target, self.token, self._timeout_s)
+            self._send(filling, self._line)
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def _send(self, filling: Filling, line: Line) -> None:
+        filling.take(0 if filling.count else -1)
+        line.send(do="put", tensor_bytes=filling.file.nbytes)
+        for number in range(filling.count):
+            filling.take(number)
+            line.send_bytes(filling.chunk(number))
+            filling.checksum(number)
+            filling.done_with(self.name, number + 1)
+        line.send(index=filling.index().to_json())
+        line.send_bytes(memoryview(filling.section))
+        line.receive()
+
+    def steps(self) -> list[int]:
+        """Steps of which the reachable ranks together hold every file."""
+        found: dict[int, set[int]] = {}
+        wanted: dict[int, set[int]] = {}
+        for index, _ in self._inventory():
+            found.setdefault(index.step, set()).add(index.rank)
+            wanted.setdefault(index.step, set()).update(index.ranks)
+        return sorted(step for step, ranks in wanted.items() if ranks <= found[step])
+
+    def open(self, step: int) -> PeerSource:
+        """Raises `CheckpointError` where no reachable rank holds any of it."""
+        held = {i.rank: (i, address) for i, address in self._inventory() if i.step == step}
+        if not held:
+            raise CheckpointError(f"no reachable rank holds step {step}")
+        return PeerSource(held, self.token, self._timeout_s)
+
+    def close(self) -> None:
+        """Stop sending and serving."""
+        self._hang_up()
+        self._server.close()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    def _inventory(self) -> list[tuple[Index, Address]]:
+        found: list[tuple[Index, Address]] = []
+        for address in self._addresses.values():
+            with contextlib.suppress(OSError), _call(address, self.token, self._timeout_s) as line:
+                line.send(do="list")
+                texts = line.receive()["indexes"]
+                found += [(read_index(text, f"memory at {address}"), address) for text in texts]
+        return found
+
+
+class PeerSource:
+    """A checkpoint in the memory of several processes."""
+
+    def __init__(
+        self, held: Mapping[int, tuple[Index, Address]], token: str, timeout_s: float
+    ) -> None:
+        self.indexes = {rank: index for rank, (index, _) in held.items()}
+        self._addresses = {rank: address for rank, (_, address) in held.items()}
+        self._token, self._timeout_s = token, timeout_s
+        self._idle: dict[Address, list[Line]] = {}
+        self._lock = Lock()
+
+    def read(self, rank: int, start: int, into: memoryview) -> None:
+        """Bytes of a rank's file, over a connection that no other thread uses meanwhile."""
+        address, step = self._addresses[rank], self.indexes[rank].step
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            line = idle.pop() if idle else None
+        line = line or Line.to(address, self._token, self._timeout_s)
+        line.send(do="get", rank=rank, step=step, start=start, count=len(into))
+        line.receive()
+        line.receive_into(into)
+        with self._lock:
+            idle.append(line)
+
+    def close(self) -> None:
+        """Hang up."""
+        for lines in self._idle.values():
+            for line in lines:
+                line.close()
+
+
+@contextlib.contextmanager
+def _call(address: Address, token: str, timeout_s: float):  # type: ignore[no-untyped-def]
+    line = Line.to(address, token, timeout_s)
+    try:
+        yield line
+    finally:
+        line.close()

@@ -1,0 +1,138 @@
+"""Shared storage at any fsspec URL: a bucket, a network file system, a folder.
+
+Object stores cannot rename, so a checkpoint is complete when its `.metadata` is there, and that is
+written last, by whichever rank finds the index of every rank in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+import fsspec
+
+from resihp.contracts import CheckpointError, ContractError
+
+from ..filling import Filling
+from ..index import CHUNK_BYTES, Index, read_index
+from ..metadata import METADATA, data_name, index_name, to_metadata
+from .folder import step_name, step_of
+
+
+class SharedStorage:
+    """Checkpoints below a URL, in torch's distributed format.
+
+    keep     how many complete ones stay
+    options  for the file system, as fsspec takes them
+
+    It takes a checkpoint from the disk level before it where there is one, and so holds no host
+    buffer; a checkpoint that comes while it is busy is skipped.
+    """
+
+    after_disk = True
+    patience = 1
+
+    def __init__(self, url: str, *, keep: int = 2, **options: Any) -> None:
+        if keep < 1:
+            raise ContractError("keep", "at least one checkpoint must stay")
+        self.name, self._keep = url, keep
+        self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+
+    def put(self, filling: Filling) -> None:
+        """Upload file and index; the rank that comes last writes `.metadata` and drops old ones."""
+        me = filling.identity
+        folder = f"{self._root}/{step_name(me.step)}"
+        self._fs.makedirs(folder, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{folder}/{METADATA}")
+        with self._fs.open(f"{folder}/{data_name(me.rank)}", "wb") as file:
+            index = self._send(filling, file)
+        self._fs.pipe_file(f"{folder}/{index_name(me.rank)}", index.to_json().encode())
+        if self._publish(folder, index):
+            self._drop_old()
+
+    def _send(self, filling: Filling, file: IO[bytes]) -> Index:
+        if filling.stored is not None:
+            with filling.stored as source:
+                while content := source.read(CHUNK_BYTES):
+                    file.write(content)
+            return filling.index()
+        for number in range(filling.count):
+            filling.take(number)
+            file.write(filling.chunk(number))
+        file.write(filling.section)
+        return filling.index()
+
+    def _publish(self, folder: str, own: Index) -> bool:
+        indexes = []
+        for rank in own.ranks:
+            try:
+                indexes.append(self._index(folder, rank))
+            except FileNotFoundError:
+                return False
+        if any(index.run != own.run for index in indexes):
+            return False  # a file of a former run of the job, soon to be written anew
+        self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes))
+        return True
+
+    def steps(self) -> list[int]:
+        """Steps of which the storage holds a complete checkpoint."""
+        return [step for step, is_whole in self._folders() if is_whole]
+
+    def open(self, step: int) -> SharedSource:
+        """Raises `OSError` or `CheckpointError` where it cannot be read."""
+        folder = f"{self._root}/{step_name(step)}"
+        names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
+        ranks = [int(name[2:].split(".")[0]) for name in names if name.endswith(".index.json")]
+        indexes = {rank: self._index(folder, rank) for rank in sorted(ranks)}
+        wanted = {rank for index in indexes.values() for rank in index.ranks}
+        if not indexes or wanted - set(indexes):
+            raise CheckpointError(f"{self.name}, step {step}: an index is missing")
+        return SharedSource(self._fs, folder, {rank: indexes[rank] for rank in sorted(wanted)})
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _index(self, folder: str, rank: int) -> Index:
+        path = f"{folder}/{index_name(rank)}"
+        return read_index(self._fs.cat_file(path).decode(), path)
+
+    def _folders(self) -> Iterator[tuple[int, bool]]:
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return
+        for path in sorted(str(path).rstrip("/") for path in paths):
+            step = step_of(path.rsplit("/", 1)[-1])
+            if step is not None:
+                yield step, self._fs.exists(f"{path}/{METADATA}")
+
+    def _drop_old(self) -> None:
+        whole = self.steps()
+        for step, _ in list(self._folders()):
+            if step < whole[-self._keep :][0]:
+                folder = f"{self._root}/{step_name(step)}"
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{folder}/{METADATA}")
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm(folder, recursive=True)
+
+
+class SharedSource:
+    """A checkpoint on shared storage, read by ranges."""
+
+    def __init__(self, fs: Any, folder: str, indexes: Mapping[int, Index]) -> None:
+        self._fs, self._folder, self.indexes = fs, folder, indexes
+
+    def read(self, rank: int, start: int, into: memoryview) -> None:
+        """Bytes of a rank's file."""
+        path = f"{self._folder}/{data_name(rank)}"
+        content = self._fs.cat_file(path, start=start, end=start + len(into))
+        if len(content) < len(into):
+            raise OSError(f"{path} ends too early")
+        into[:] = content
+
+    def close(self) -> None:
+        """Nothing to let go of."""

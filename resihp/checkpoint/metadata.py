@@ -1,0 +1,77 @@
+"""torch's own metadata, built from the indexes of all ranks.
+
+Nothing in it is of a class of ours, so that `torch.distributed.checkpoint` reads it in a process
+that knows nothing of us.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .index import Entry, Index
+from .parts import Path
+
+METADATA = ".metadata"
+"""Its presence says that a checkpoint is complete."""
+
+
+def data_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"__{rank}_0.distcp"
+
+
+def index_name(rank: int) -> str:
+    """The index of a rank's file."""
+    return f"__{rank}.index.json"
+
+
+def to_metadata(indexes: Sequence[Index]) -> bytes:
+    """The content of `.metadata`."""
+    return _pickled(tuple((i.rank, i.tensors, i.things) for i in indexes))
+
+
+@lru_cache(maxsize=2)
+def _pickled(ranks: tuple[tuple[int, tuple[Entry, ...], tuple[Entry, ...]], ...]) -> bytes:
+    """Most checkpoints of a job have the same; only lengths of things may change it."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for rank, tensors, things in ranks:
+        for entry in tensors + things:
+            where = _StorageInfo(data_name(rank), entry.start, entry.length)
+            places[_describe(entry, described)] = where
+            paths[entry.key] = _torch_path(entry.path)
+    meta = Metadata(described, paths, places, StorageMeta(), CURRENT_DCP_VERSION)
+    return pickle.dumps(meta)
+
+
+def _describe(
+    entry: Entry, described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+) -> MetadataIndex:
+    if entry.dtype is None:
+        described[entry.key] = BytesStorageMetadata()
+        return MetadataIndex(entry.key)
+    properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+    whole = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+    known = described.setdefault(entry.key, whole)
+    assert isinstance(known, TensorStorageMetadata)
+    known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+    return MetadataIndex(entry.key, entry.offsets, len(known.chunks) - 1)
+
+
+def _torch_path(path: Path) -> tuple[str | int, ...]:
+    return tuple(str(step[0]) if isinstance(step, tuple) else step for step in path)

@@ -1,0 +1,205 @@
+"""Reads parts of tensors from a checkpoint: chunk by chunk, verified, by several threads."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from resihp.contracts import CheckpointDamagedError
+
+from .checksum import checksum
+from .host_buffer import HostBuffer
+from .index import CHUNK_BYTES, Entry, Index
+from .levels.contract import Source
+from .parts import Box, overlap
+from .shard_file import flat_bytes
+
+READERS = 4
+_BATCH_BYTES = 32 << 20
+
+Located = tuple[Index, Entry]
+"""An entry, and the file that it is in."""
+
+
+@dataclass(frozen=True, eq=False)
+class Want:
+    """A part of a tensor to be filled."""
+
+    key: str
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """The bytes of an entry from `start` to `stop` hold what a want shares with it."""
+
+    want: Want
+    index: Index
+    entry: Entry
+    shared: Box
+    start: int
+    stop: int
+
+
+def missing_of(wants: Sequence[Want], entries: Sequence[Located]) -> list[str]:
+    """What is wanted and not there, by name and place."""
+    have: dict[int, int] = defaultdict(int)
+    for job in _jobs(wants, entries):
+        have[id(job.want)] += math.prod(job.shared[1])
+    return [
+        f"{want.key}{[f'{a}:{a + n}' for a, n in zip(*want.box, strict=True)]}"
+        for want in wants
+        if have[id(want)] < want.tensor.numel()
+    ]
+
+
+def read_parts(source: Source, wants: Sequence[Want], entries: Sequence[Located]) -> None:
+    """Fill every want. Raises `CheckpointDamagedError` naming all bad shards that were met."""
+    jobs = sorted(_jobs(wants, entries), key=lambda job: (job.index.rank, job.start))
+    with ThreadPoolExecutor(READERS, "resihp-checkpoint-read") as pool:
+        batches = [pool.submit(_read_batch, source, batch) for batch in _batches(jobs)]
+    damaged = []
+    for batch in batches:
+        try:
+            batch.result()
+        except CheckpointDamagedError as problem:
+            damaged.append(problem)
+    if damaged:
+        shards = sorted({shard for problem in damaged for shard in problem.shards})
+        raise CheckpointDamagedError("its data", tuple(shards), damaged[0].problem)
+
+
+def read_thing(source: Source, index: Index, entry: Entry) -> object:
+    """A value that is no tensor. Like torch's reader, it trusts what the checkpoint pickles."""
+    content = torch.empty(entry.length, dtype=torch.uint8)
+    _Chunks(source).copy(index, entry.start, content)
+    return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)
+
+
+class _Chunks:
+    """Reads and verifies chunks; keeps the last one, which neighbours ask for again."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._buffer = HostBuffer(CHUNK_BYTES)
+        self._held: tuple[int, int] | None = None
+
+    def copy(self, index: Index, start: int, goal: Tensor) -> None:
+        """Fill `goal` (uint8, on the host) from byte `start` of the file on."""
+        stop = start + goal.numel()
+        number = _chunk_at(index, start)
+        while start < stop:
+            first, last = index.chunks[number]
+            self._load(index, number)
+            end = min(stop, last)
+            filled = goal.numel() - (stop - start)
+            goal[filled : filled + end - start].copy_(
+                self._buffer.tensor[start - first : end - first]
+            )
+            start, number = end, number + 1
+
+    def _load(self, index: Index, number: int) -> None:
+        if self._held == (index.rank, number):
+            return
+        self._held = None
+        start, stop = index.chunks[number]
+        view = self._buffer.view[: stop - start]
+        try:
+            self._source.read(index.rank, start, view)
+        except OSError as problem:
+            raise _damaged(index, number, f"cannot be read ({problem})") from problem
+        if checksum(view) != index.checksums[number]:
+            raise _damaged(index, number, "checksum differs")
+        self._held = (index.rank, number)
+
+
+def _damaged(index: Index, number: int, problem: str) -> CheckpointDamagedError:
+    start, stop = index.chunks[number]
+    shards = tuple(
+        f"{entry.key} (file of rank {index.rank})"
+        for entry in index.entries
+        if entry.start < stop and entry.start + entry.length > start
+    )
+    return CheckpointDamagedError(f"bytes {start}:{stop}", shards, problem)
+
+
+def _chunk_at(index: Index, at: int) -> int:
+    if at < index.tensor_bytes:
+        return at // CHUNK_BYTES
+    before = -(-index.tensor_bytes // CHUNK_BYTES)
+    return before + (at - index.tensor_bytes) // CHUNK_BYTES
+
+
+def _jobs(wants: Sequence[Want], entries: Sequence[Located]) -> Iterator[_Job]:
+    by_key: dict[str, dict[Box, Located]] = defaultdict(dict)
+    for index, entry in entries:
+        if entry.dtype is not None:
+            by_key[entry.key].setdefault(entry.box, (index, entry))
+    for want in wants:
+        for index, entry in by_key[want.key].values():
+            shared = overlap(want.box, entry.box) if len(want.box[0]) == len(entry.shape) else None
+            if shared is not None:
+                yield _job(want, index, entry, shared)
+
+
+def _job(want: Want, index: Index, entry: Entry, shared: Box) -> _Job:
+    """The shortest range of bytes that holds the shared box."""
+    assert entry.dtype is not None
+    width = getattr(torch, entry.dtype).itemsize
+    inside = [a - b for a, b in zip(shared[0], entry.offsets, strict=True)]
+    strides = _strides(entry.sizes)
+    low = sum(at * stride for at, stride in zip(inside, strides, strict=True))
+    high = low + sum((n - 1) * stride for n, stride in zip(shared[1], strides, strict=True)) + 1
+    return _Job(want, index, entry, shared, entry.data + low * width, entry.data + high * width)
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+
+
+def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Neighbours together, so that a chunk is read once or twice at most."""
+    batch: list[_Job] = []
+    held = 0
+    for job in jobs:
+        batch.append(job)
+        held += job.stop - job.start
+        if held >= _BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _read_batch(source: Source, batch: Sequence[_Job]) -> None:
+    chunks = _Chunks(source)
+    for job in batch:
+        _read(chunks, job)
+
+
+def _read(chunks: _Chunks, job: _Job) -> None:
+    dtype: torch.dtype = getattr(torch, job.entry.dtype or "uint8")
+    goal = _within(job.want, job.shared)
+    is_dense = job.stop - job.start == goal.numel() * dtype.itemsize
+    if is_dense and goal.is_contiguous() and goal.dtype == dtype and not goal.is_cuda:
+        chunks.copy(job.index, job.start, flat_bytes(goal))
+        return
+    content = torch.empty(job.stop - job.start, dtype=torch.uint8)
+    chunks.copy(job.index, job.start, content)
+    typed = content.view(dtype).as_strided(job.shared[1], _strides(job.entry.sizes))
+    goal.copy_(typed)
+
+
+def _within(want: Want, shared: Box) -> Tensor:
+    goal = want.tensor.detach()
+    for dim, (start, size) in enumerate(zip(*shared, strict=True)):
+        goal = goal.narrow(dim, start - want.box[0][dim], size)
+    return goal

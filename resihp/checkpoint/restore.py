@@ -1,0 +1,135 @@
+"""Back from a checkpoint, into any layout: the newest that is whole, from the nearest level.
+
+The ranks agree on the step before each attempt and on its success after it. An attempt that meets
+bytes other than those saved names the shards and gives way to the next-best checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from resihp.contracts import CheckpointError, ContractError
+
+from .levels.contract import Level, Source
+from .parts import State, collect, opened
+from .plan import extra_key
+from .ranks import Ranks
+from .read import Want, missing_of, read_parts, read_thing
+from .rebuild import absent_parts, absent_things, give_back, set_at
+
+log = logging.getLogger("resihp.checkpoint")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What came back.
+
+    extra    what this rank gave as `extra`; that of the lowest rank where it gave none
+    level    where it was read from, by name
+    skipped  better checkpoints that could not be used, and why, one line each
+    """
+
+    step: int
+    level: str
+    extra: Mapping[str, object]
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass
+class _Offers:
+    """Which level holds which step, as far as it can be asked."""
+
+    by_step: dict[int, list[Level]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def restore(
+    levels: Sequence[Level], into: State, ranks: Ranks, *, step: int | None = None
+) -> Restored:
+    """Fill every tensor of `into` in place and put every other value back; a collective call.
+
+    into  as for `save`, in the layout that is wanted now; `Stateful` values (modules, optimizers)
+          get a state of theirs, an optimizer without state yet all of it
+    step  only this one; None: the newest
+
+    Raises `CheckpointError` where no level holds a usable checkpoint; tensors that an attempt has
+    begun to fill may then hold anything.
+    """
+    offers = _ask(levels)
+    skipped = offers.problems
+    while (chosen := _newest(offers, ranks, step)) is not None:
+        found = _try(offers.by_step.pop(chosen, []), chosen, into, ranks, skipped)
+        if all(ranks.gather(found is not None)) and found is not None:
+            for line in skipped:
+                log.warning("%s; used step %d from %s", line, chosen, found.level)
+            return Restored(chosen, found.level, found.extra, tuple(skipped))
+    told = "; ".join(skipped) or ", ".join(level.name for level in levels) + ": nothing there"
+    raise CheckpointError(
+        f"no usable checkpoint{'' if step is None else f' of step {step}'}: {told}"
+    )
+
+
+def _ask(levels: Sequence[Level]) -> _Offers:
+    offers = _Offers()
+    for level in levels:
+        try:
+            for step in level.steps():
+                offers.by_step.setdefault(step, []).append(level)
+        except Exception as problem:  # noqa: BLE001 - any storage may fail in its own way
+            offers.problems.append(f"{level.name} cannot be asked: {problem}")
+    return offers
+
+
+def _newest(offers: _Offers, ranks: Ranks, only: int | None) -> int | None:
+    """The newest step that every rank can still try."""
+    mine = set(offers.by_step) if only is None else set(offers.by_step) & {only}
+    return max(set.intersection(*ranks.gather(mine)), default=None)
+
+
+def _try(
+    levels: Sequence[Level], step: int, into: State, ranks: Ranks, skipped: list[str]
+) -> Restored | None:
+    for level in levels:
+        try:
+            source = level.open(step)
+            try:
+                return Restored(step, level.name, _fill(source, into, ranks.rank))
+            finally:
+                source.close()
+        except ContractError:
+            raise
+        except Exception as problem:  # noqa: BLE001 - as above; the next-best is tried
+            skipped.append(f"step {step} on {level.name} is unusable: {problem}")
+    return None
+
+
+def _fill(source: Source, into: State, rank: int) -> Mapping[str, object]:
+    """Everything of `into`, and the extra of this rank."""
+    state = opened(into)
+    parts, things = collect(state)
+    entries = [(index, entry) for index in source.indexes.values() for entry in index.entries]
+    created = absent_parts(into, entries, {part.key for part in parts})
+    wants = [Want(part.key, part.box, part.tensor) for part in (*parts, *created)]
+    paths = {thing.key: thing.path for thing in things}
+    missing = sorted(set(paths) - {entry.key for _, entry in entries}) + missing_of(wants, entries)
+    if missing:
+        raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
+    read_parts(source, wants, entries)
+    for part in created:
+        set_at(state, part.path, part.tensor)
+    paths |= absent_things(into, entries)
+    for index, entry in entries:
+        if entry.dtype is None and entry.key in paths:
+            set_at(state, paths[entry.key], read_thing(source, index, entry))
+    give_back(into, state)
+    return _extra(source, rank)
+
+
+def _extra(source: Source, rank: int) -> Mapping[str, object]:
+    chosen = source.indexes.get(rank) or source.indexes[min(source.indexes)]
+    entry = next((e for e in chosen.things if e.key == extra_key(chosen.rank)), None)
+    extra = {} if entry is None else read_thing(source, chosen, entry)
+    assert isinstance(extra, dict)
+    return extra

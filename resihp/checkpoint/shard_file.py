@@ -1,0 +1,130 @@
+"""How the file of one rank is laid out, and how a host buffer becomes that file.
+
+The buffer is an image of the file, frames and all. What stands between tensors is put there once;
+a checkpoint changes only the tensors' own memory, and large aligned writes take it to disk as it
+is, whatever the sizes of the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .archive import ALIGN, Frame, frame
+from .checksum import ROW_BYTES
+from .index import Entry, spans
+from .parts import Part, Path, Thing
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part of a tensor goes: shape and type, without its memory."""
+
+    key: str
+    path: Path
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, part: Part) -> Place:
+        """The place that a part needs."""
+        sizes = tuple(part.tensor.shape)
+        return cls(part.key, part.path, part.shape, part.offsets, sizes, part.tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's memory."""
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Bytes [start, stop) of a tensor's memory belong at byte `at` of the file."""
+
+    tensor: int
+    start: int
+    stop: int
+    at: int
+
+
+class ShardFile:
+    """The fixed section of a rank's file: one archive for each place, in the order given."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = tuple(places)
+        self.frames: list[Frame] = []
+        entries, at = [], 0
+        for place in self.places:
+            around = frame(place.dtype, place.sizes, place.nbytes, at)
+            data = at + len(around.head)
+            length = len(around.head) + place.nbytes + len(around.tail)
+            kind = str(place.dtype).removeprefix("torch.")
+            shape = (place.shape, place.offsets, place.sizes)
+            entries.append(Entry(place.key, place.path, at, length, kind, *shape, data))
+            self.frames.append(around)
+            at = _up(at + length, ALIGN)
+        self.entries = tuple(entries)
+        self.nbytes = _up(at, ROW_BYTES)
+        self.chunks = spans(0, self.nbytes)
+        self.cuts = self._cuts()
+
+    def _cuts(self) -> list[list[Cut]]:
+        """For each chunk, what of the tensors lies in it."""
+        found: dict[int, list[Cut]] = defaultdict(list)
+        chunk = 0
+        for index, (entry, place) in enumerate(zip(self.entries, self.places, strict=True)):
+            begin, end = entry.data, entry.data + place.nbytes
+            while chunk and self.chunks[chunk][0] > begin:
+                chunk -= 1
+            while begin < end:
+                while self.chunks[chunk][1] <= begin:
+                    chunk += 1
+                stop = min(end, self.chunks[chunk][1])
+                found[chunk].append(Cut(index, begin - entry.data, stop - entry.data, begin))
+                begin = stop
+        return [found[number] for number in range(len(self.chunks))]
+
+    def put_frames(self, image: Tensor, chunk: int | None = None) -> None:
+        """Write what stands between tensors into an image (uint8) of the file or of one chunk."""
+        first, last = (0, self.nbytes) if chunk is None else self.chunks[chunk]
+        for entry, place, around in zip(self.entries, self.places, self.frames, strict=True):
+            if entry.start >= last or entry.start + entry.length <= first:
+                continue
+            for at, content in (
+                (entry.start, around.head),
+                (entry.data + place.nbytes, around.tail),
+            ):
+                low, high = max(at, first), min(at + len(content), last)
+                if low < high:
+                    part = bytearray(content[low - at : high - at])
+                    image[low - first : high - first] = torch.frombuffer(part, dtype=torch.uint8)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as bytes; a copy only where it has gaps."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def encode_things(things: Iterable[Thing], start: int) -> tuple[tuple[Entry, ...], bytes]:
+    """The section after the tensors: each value as `torch.save` gives it, padded to whole rows."""
+    section, entries = bytearray(), []
+    for thing in things:
+        file = io.BytesIO()
+        torch.save(thing.value, file)
+        content = file.getbuffer()
+        entries.append(Entry(thing.key, thing.path, start + len(section), len(content)))
+        section += content
+    section += bytes(-len(section) % ROW_BYTES)
+    return tuple(entries), bytes(section)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,53 @@
+"""The host buffers: allocated once for a layout of the file, lent to one checkpoint at a time."""
+
+from __future__ import annotations
+
+from .filling import Filling, Slot
+from .host_buffer import HostBuffer
+from .shard_file import ShardFile
+
+
+class Slots:
+    """A fixed number of buffers, each an image of the same file."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._slots: list[Slot] = []
+        self._file: ShardFile | None = None
+
+    def fit(self, file: ShardFile, *, pinned: bool) -> bool:
+        """Make every buffer an image of `file`; False while one of another layout is in use."""
+        if file is self._file:
+            return True
+        if any(slot.last is not None and not slot.last.is_idle for slot in self._slots):
+            return False
+        if self._file is None or self._file.nbytes != file.nbytes:
+            self._slots = []
+            self._slots = [Slot(HostBuffer(file.nbytes, pinned=pinned)) for _ in range(self._count)]
+        for slot in self._slots:
+            slot.last = None
+            file.put_frames(slot.buffer.tensor)
+        self._file = file
+        return True
+
+    def lend(self, window_s: float) -> tuple[Slot, Filling | None] | None:
+        """A free buffer; or one that, at its pace, will be free chunk by chunk within the window.
+
+        With the latter comes the checkpoint that is still read there. None: no buffer.
+        """
+        for slot in self._slots:
+            if slot.last is None or slot.last.is_idle:
+                return slot, _reader(slot)
+        for slot in self._slots:
+            reader = _reader(slot)
+            if reader is not None and reader.released_within(window_s):
+                return slot, reader
+        return None
+
+
+def _reader(slot: Slot) -> Filling | None:
+    """Whoever's bytes in the slot are still wanted: checkpoints given up do not count."""
+    last = slot.last
+    if last is not None and last.problem is not None and not last.taken:
+        last = last.previous
+    return last if last is not None and last.problem is None and last.taken else None
