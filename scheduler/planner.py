@@ -9,9 +9,12 @@ from resihp.contracts import Job, Layout, Plan, Replica, Stage
 
 from .costs import layer_cost
 from .reasons import reasons
+from .rental import Decision, Rental
 from .search import Found, bound_ms, search
 from .simulator import Speeds, speed_map
-from .switching import choose
+from .switching import decide
+
+_NOTHING_LOST = Rental()
 
 
 def make_plan(
@@ -60,16 +63,20 @@ def replan(
     speeds: Speeds,
     *,
     step: int,
-    horizon_steps: int = 1000,
+    rental: Rental = _NOTHING_LOST,
+    horizon_steps: int | None = None,
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Plan | None:
-    """A plan better than `current` under `speeds`; None where the change does not pay.
+) -> Decision:
+    """What to change under `speeds`, now and if they last.
 
-    A new layout pays if what it saves over `horizon_steps` is more than what the migration costs,
-    and if it is no mere flicker between two nearly equal plans; where it does not, other quotas
-    may, which move nothing. A dead rank in the current layout always leads to a plan. Raises
-    `InfeasibleError`.
+    rental         what staying has cost so far: that of the last decision, with the steps since
+    horizon_steps  how long these speeds last, where that is known; else `rental` decides
+
+    A change that moves nothing (quotas, schedule) is made for a small gain. A new layout pays if it
+    saves more than what its moves cost, and if it is no mere flicker between two nearly equal
+    plans; until then it stands in the decision's `rental`. A dead rank in the current layout always
+    leads to a plan. Raises `InfeasibleError`.
     """
     known = speed_map(speeds)
     plan = make_plan(
@@ -82,8 +89,8 @@ def replan(
         clock=clock,
     )
     if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
-        return plan
-    return choose(job, current, plan, known, horizon_steps)
+        return Decision(plan=plan)
+    return decide(job, current, plan, known, rental, horizon_steps=horizon_steps)
 
 
 def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:

@@ -1,4 +1,4 @@
-"""Whether a change of plan pays: what it saves over a horizon against what the migration costs."""
+"""Whether a change of plan pays: what it saves against what the moves cost."""
 
 from __future__ import annotations
 
@@ -11,40 +11,62 @@ from resihp.contracts import Job, Layout, Plan, Schedule
 from .fleet import layout_bound
 from .memory import fits
 from .reasons import reasons
+from .rental import Decision, Offer, Rental
 from .requota import Replicas
 from .search import plan_schedules
 
 _LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
-_LEAST_GAIN_QUOTAS = 0.005  # where nothing but quotas changes, which costs nothing
+_LEAST_GAIN_IN_PLACE = 0.005  # where nothing moves
 
 
-def choose(
-    job: Job, current: Plan, plan: Plan, speeds: Mapping[int, float], horizon_steps: int
-) -> Plan | None:
-    """`plan`, or other quotas for the current layout, or None; all current ranks are alive.
+def decide(
+    job: Job,
+    current: Plan,
+    plan: Plan,
+    speeds: Mapping[int, float],
+    rental: Rental,
+    *,
+    horizon_steps: int | None,
+) -> Decision:
+    """`plan`, or what moves nothing, or None; all ranks of the current layout are alive.
 
     Other quotas and another schedule cost nothing, so they are taken for a small gain. A new layout
-    must gain more than what the speeds are known to, beyond what those alone gain, and must earn
-    back within `horizon_steps` what its moves cost.
+    must gain more than what the speeds are known to, beyond what those alone gain, and must pay for
+    its moves: within `horizon_steps`, or by the rule of `Rental` where that is not known.
     """
     now_ms, cheap_ms, quotas, schedule = _in_place(job, current, speeds)
-    saved_ms = cheap_ms - plan.step_ms
-    clear = plan.layout != current.layout and saved_ms > _LEAST_GAIN * cheap_ms
-    if clear and saved_ms * horizon_steps > migration_ms(job, current.layout, plan.layout):
-        return plan
-    if now_ms - cheap_ms <= _LEAST_GAIN_QUOTAS * now_ms:
-        return None
-    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds)
+    offer = None
+    if plan.layout != current.layout and cheap_ms - plan.step_ms > _LEAST_GAIN * cheap_ms:
+        saved_ms = cheap_ms - plan.step_ms
+        cost_ms = migration_ms(job, current.layout, plan.layout)
+        offer = Offer(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
+        known = horizon_steps is not None
+        if saved_ms * (horizon_steps or 0) > cost_ms or (not known and rental.offered(offer).due):
+            return Decision(plan=plan)
+    account = rental.offered(offer)
+    if now_ms - cheap_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
+        return Decision(plan=None, rental=account)
     told = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
-    return replace(
+    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds)
+    in_place = replace(
         plan,
         layout=current.layout,
         quotas=quotas,
         schedule=schedule,
         step_ms=cheap_ms,
         bound_ms=min(bound_ms, cheap_ms),
-        reason=(*told, "a new layout would not pay for its moves"),
+        reason=(*told, *_why_not(account)),
     )
+    return Decision(plan=in_place, rental=account)
+
+
+def _why_not(rental: Rental) -> Iterator[str]:
+    """Why the layout stays as it is."""
+    if rental.offer is None:
+        yield "a new layout would gain little more"
+    else:
+        saved_s, cost_s = rental.offer.saved_ms / 1e3, rental.offer.cost_ms / 1e3
+        yield f"a new layout would save {saved_s:.3g} s a step and cost {cost_s:.3g} s of moves"
 
 
 def _in_place(

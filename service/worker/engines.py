@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from resihp.contracts import Diagnosis, Job, Layout, Plan, TelemetryBatch, Verdict
+from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
+from scheduler.rental import Decision, Rental
 
 
 class DetectorLike(Protocol):
@@ -25,7 +26,7 @@ class DetectorLike(Protocol):
 
 
 class Replan(Protocol):
-    """`scheduler.replan`: a better plan, or None where a change is not worth it."""
+    """`scheduler.replan`: what to change now, and what once it pays."""
 
     def __call__(
         self,
@@ -34,44 +35,23 @@ class Replan(Protocol):
         speeds: Mapping[int, float],
         *,
         step: int,
+        rental: Rental,
         time_limit_s: float | None,
-    ) -> Plan | None: ...
-
-
-class MakePlan(Protocol):
-    """`scheduler.make_plan`: the best plan for these speeds. Raises `InfeasibleError`."""
-
-    def __call__(
-        self,
-        job: Job,
-        speeds: Mapping[int, float],
-        layout: Layout,
-        *,
-        from_step: int,
-        time_limit_s: float | None,
-    ) -> Plan: ...
+    ) -> Decision: ...
 
 
 @dataclass(frozen=True)
 class Engines:
-    """How a worker makes its detectors and plans; tests put small fakes here.
-
-    step_ms  predicted step time of the layout that a job starts with, all devices healthy
-    """
+    """How a worker makes its detectors and plans; tests put small fakes here."""
 
     detector: Callable[[Job], DetectorLike]
     restore: Callable[[Job, bytes], DetectorLike]
     replan: Replan
-    make_plan: MakePlan
-    step_ms: Callable[[Job], float]
 
 
 def load_engines() -> Engines:
     """The real detector and scheduler. Imports LightGBM, so it is called when a worker starts."""
     from detector import Detector
-    from scheduler import make_plan, replan, simulate
+    from scheduler import replan
 
-    def step_ms(job: Job) -> float:
-        return float(simulate(job, job.layout, job.quotas).step_ms)
-
-    return Engines(Detector, Detector.restore, replan, make_plan, step_ms)
+    return Engines(Detector, Detector.restore, replan)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
+from dataclasses import dataclass
 
 from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
+from scheduler.rental import Decision, Rental
 
 from .engines import Engines
 
 # A slowdown estimate that moves less than this (relative) is not a new situation.
 _TOLERANCE = 0.1
+_RETRY_S = 5.0
+_LONGEST_RETRY_S = 600.0
 
 
 def speeds_of(
@@ -40,6 +43,29 @@ def is_news(known: Mapping[int, float], speeds: Mapping[int, float]) -> bool:
     return any(abs(speeds[rank] - known[rank]) > _TOLERANCE * known[rank] for rank in known)
 
 
+def why_kept(rental: Rental) -> str:
+    """Why the layout stays as it is, in a sentence."""
+    if rental.offer is None:
+        return "no plan is worth its migration"
+    return (
+        f"a new layout would save {rental.offer.saved_ms:.0f} ms a step and cost "
+        f"{rental.offer.cost_ms:.0f} ms of moves: taken on if this lasts {rental.steps_left} steps"
+    )
+
+
+@dataclass(frozen=True)
+class Retry:
+    """When planning that failed is tried again though the speeds are the same: later each time."""
+
+    failures: int = 0
+    due_s: float = float("inf")
+
+    def failed(self, now_s: float) -> Retry:
+        """After one more failure."""
+        wait_s = min(_RETRY_S * 2.0**self.failures, _LONGEST_RETRY_S)
+        return Retry(self.failures + 1, now_s + wait_s)
+
+
 class Planner:
     """Runs the scheduler beside the caller, and gives up waiting after the time limit.
 
@@ -53,26 +79,26 @@ class Planner:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="plan")
 
     def replan(
-        self, job: Job, current: Plan, speeds: Mapping[int, float], *, version: int, step: int
-    ) -> Plan | None:
-        """A plan of that version from that step on; None where the current one is better kept.
+        self,
+        job: Job,
+        current: Plan,
+        speeds: Mapping[int, float],
+        *,
+        step: int,
+        rental: Rental,
+    ) -> Decision:
+        """What to change from that step on; `rental` as `scheduler.replan` has it.
 
         A dead rank in the current layout always leads to a plan. Raises `InfeasibleError`.
         """
         engines, soft_s = self._engines, self._time_limit_s / 2
-        plan = self._limited(
-            lambda: engines.replan(job, current, speeds, step=step, time_limit_s=soft_s)
-        )
-        dead = [rank for rank in current.layout.ranks if speeds.get(rank, 1.0) <= 0.0]
-        if plan is None and dead:
-            plan = self._limited(
-                lambda: engines.make_plan(
-                    job, speeds, current.layout, from_step=step, time_limit_s=soft_s
-                )
+        return self._limited(
+            lambda: engines.replan(
+                job, current, speeds, step=step, rental=rental, time_limit_s=soft_s
             )
-        return plan and replace(plan, version=version, from_step=step)
+        )
 
-    def _limited(self, work: Callable[[], Plan | None]) -> Plan | None:
+    def _limited(self, work: Callable[[], Decision]) -> Decision:
         try:
             return self._pool.submit(work).result(self._time_limit_s)
         except FutureTimeoutError:

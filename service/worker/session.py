@@ -8,19 +8,20 @@ in one transaction: so every entry takes effect exactly once, whoever dies in be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
 import structlog
 
 from resihp.contracts import ContractError, InfeasibleError, Job, Plan, Verdict, from_json, to_json
+from scheduler.rental import Rental
 
 from ..store.api import plan_json
 from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
 from .forecast import Forecast
-from .planning import Planner, is_news, speeds_of
+from .planning import Planner, Retry, is_news, speeds_of, why_kept
 from .rollout import Rollout
 from .steps import StepClock
 
@@ -51,9 +52,11 @@ class Session:
         self._detector: DetectorLike = engines.detector(job)
         self._rollout = Rollout(plan)
         self._steps = StepClock()
-        self._forecast = Forecast(engines.step_ms(job))
+        self._forecast = Forecast(job)
         self._verdicts: dict[int, Verdict] = {}
         self._known: dict[int, float] = {}
+        self._rental = Rental()
+        self._retry = Retry()
         self._clock_s = 0.0
 
     @property
@@ -99,6 +102,7 @@ class Session:
         if self._rollout.saw(batch.plan_version):
             self._switch(self._rollout.active)
         self._steps.add(batch)
+        self._forecast.add(batch)
         changed = self._detector.update(batch)
         self._close_steps()
         self._report(changed)
@@ -107,7 +111,7 @@ class Session:
         plan = self._rollout.active
         expected = [rank for rank in plan.layout.ranks if self._known.get(rank, 1.0) > 0.0]
         for step, observed_ms, ranks in self._steps.close(expected):
-            self._forecast.learn(plan.version, observed_ms)
+            self._forecast.learn(plan, step, observed_ms, healthy=not self._known)
             summary = {
                 "step": step,
                 "observed_ms": round(observed_ms, 4),
@@ -116,6 +120,7 @@ class Session:
                 "ranks": ranks,
             }
             self.outbox.steps.append(summary)
+            self._count_step(plan)
 
     def _heartbeat(self, entry: Entry) -> None:
         document = entry.document()
@@ -146,29 +151,49 @@ class Session:
         """Plan whenever the speeds are not those that the last plan was made for."""
         current = self._rollout.current
         speeds = speeds_of(self._detector.verdicts(), self._known, current.layout.ranks)
-        if not is_news(self._known, speeds):
+        if is_news(self._known, speeds):
+            self._known, self._retry = speeds, Retry()
+        elif self._clock_s < self._retry.due_s:
             return
-        self._known = speeds
-        version, step = self._rollout.newest.version + 1, self.last_step + 1
         try:
-            plan = self._planner.replan(self.job, current, speeds, version=version, step=step)
+            decision = self._planner.replan(
+                self._forecast.job, current, speeds, step=self.last_step + 1, rental=self._rental
+            )
         except InfeasibleError as error:
-            self.planning = {
-                "state": "infeasible",
-                "constraint": error.constraint,
-                "detail": error.detail,
-            }
-            self._say("planning", self.planning)
+            self._retry = self._retry.failed(self._clock_s)
+            state = {"constraint": error.constraint, "detail": error.detail}
+            self._tell_planning("infeasible", state)
             return
-        if plan is None:
-            self.planning = {"state": "kept", "detail": "no plan is worth its migration"}
-            self._say("planning", self.planning)
-            return
+        self._retry, self._rental = Retry(), decision.rental
+        if decision.plan is not None:
+            self._publish(decision.plan)
+        else:
+            self._tell_planning("kept", {"detail": why_kept(self._rental)})
+
+    def _publish(self, plan: Plan) -> None:
+        version = self._rollout.newest.version + 1
+        reason = (*plan.reason, *filter(None, [self._forecast.told()]))
+        plan = replace(plan, version=version, from_step=self.last_step + 1, reason=reason)
         self.planning = {"state": "planned", "version": version}
         self._rollout.publish(plan)
         self.outbox.plans.append(plan)
-        expected_ms = self._forecast.predict(plan)
-        self._say("plan", {"plan": plan_json(plan), "expected_ms": expected_ms})
+        self._say("plan", {"plan": plan_json(plan), "expected_ms": self._forecast.made(plan)})
+
+    def _tell_planning(self, state: str, told: dict[str, Any]) -> None:
+        """Once: what a further attempt finds again is no news."""
+        planning = {"state": state, **told}
+        if planning != self.planning:
+            self.planning = planning
+            self._say("planning", planning)
+
+    def _count_step(self, plan: Plan) -> None:
+        """Hold a step under the newest plan against the offer, and take that once it pays."""
+        if plan.version != self._rollout.newest.version:
+            return
+        self._rental = self._rental.stepped()
+        if self._rental.offer is not None and self._rental.due:
+            offer, self._rental = self._rental.offer, Rental()
+            self._publish(offer.plan)
 
     def _say(self, kind: str, document: dict[str, Any]) -> None:
         self.outbox.events.append((kind, document))
@@ -204,6 +229,7 @@ class Session:
             "verdicts": [to_json(verdict) for verdict in self._verdicts.values()],
             "known": {str(rank): speed for rank, speed in self._known.items()},
             "planning": self.planning,
+            "rental": to_json(self._rental),
             "clock_s": self._clock_s,
         }
         return self._detector.save(), msgpack.packb(rest)
@@ -217,9 +243,12 @@ class Session:
         self._detector = self._engines.restore(self.job, detector)
         self._rollout = Rollout.restore(saved["rollout"])
         self._steps = StepClock.restore(saved["steps"])
-        self._forecast = Forecast.restore(saved["forecast"])
+        self._forecast = Forecast.restore(self.job, saved["forecast"])
         verdicts = [from_json(Verdict, verdict) for verdict in saved["verdicts"]]
         self._verdicts = {verdict.rank: verdict for verdict in verdicts}
         self._known = {int(rank): speed for rank, speed in saved["known"].items()}
         self.planning = saved["planning"]
+        self._rental = from_json(Rental, saved["rental"])
+        if self.planning["state"] == "infeasible":
+            self._retry = Retry().failed(saved["clock_s"])
         self._clock_s = saved["clock_s"]

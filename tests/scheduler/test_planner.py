@@ -1,7 +1,6 @@
 """Plans conserve layers and microbatches, use no dead rank, are repeatable, and name what binds."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from resihp.contracts import (
     ModelShape,
     Schedule,
 )
-from scheduler import make_plan, replan, simulate
+from scheduler import make_plan, simulate
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
@@ -174,15 +173,6 @@ def test_memory_decides_which_schedule_is_taken(share_of_need, schedule):
     assert max(peak.values()) <= one.memory.budget_bytes
 
 
-def test_another_schedule_moves_nothing_and_so_is_taken_at_once():
-    one = job(dp=2, pp=4, tp=1, layers=8, microbatches=8, units=1)
-    current = make_plan(one, {})
-    change = replan(replace(one, schedules=PLANNED), current, {}, step=3)
-    assert change.schedule is Schedule.ZERO_BUBBLE
-    assert change.layout == current.layout
-    assert "split backward" in " ".join(change.reason)
-
-
 def test_plans_for_interleaved_stages_are_refused():
     with pytest.raises(ContractError, match="schedules"):
         job(schedules=(Schedule.INTERLEAVED,))
@@ -192,44 +182,6 @@ def test_a_replica_that_no_longer_fits_is_dropped():
     plan = make_plan(with_memory(1.05), {0: 0.0, 1: 0.0})
     assert plan.layout.dp == 1
     assert plan.quotas == (8,)
-
-
-def test_replan_leaves_a_good_plan_alone():
-    one = job(dp=2, pp=2, tp=2, layers=8, microbatches=16)
-    first = make_plan(one, {})
-    assert replan(one, first, {}, step=5) is None
-    assert replan(one, first, {3: 0.99}, step=5) is None
-    second = replan(one, first, {3: 0.5}, step=5)
-    assert second is not None
-    assert (second.version, second.from_step) == (2, 6)
-    assert replan(one, second, {3: 0.5}, step=9) is None
-
-
-def test_where_moving_is_too_dear_only_quotas_change():
-    one = Job(
-        name="test",
-        layout=Layout.grid(dp=2, pp=2, tp=1, layers=8, units=8),
-        microbatches=16,
-        model=SHAPE,
-        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
-    )
-    first = make_plan(one, {})
-    free = replan(one, first, {2: 0.4}, step=1)
-    assert free.layout != first.layout
-    dear = replan(one, first, {2: 0.4}, step=1, horizon_steps=0)
-    assert dear.layout == first.layout
-    assert dear.quotas != first.quotas
-    assert sum(dear.quotas) == 16
-    assert dear.step_ms == pytest.approx(simulate(one, dear.layout, dear.quotas, {2: 0.4}).step_ms)
-    assert free.step_ms < dear.step_ms
-    assert replan(one, dear, {2: 0.4}, step=2, horizon_steps=0) is None
-
-
-def test_replan_always_answers_a_death():
-    one = job()
-    plan = replan(one, make_plan(one, {}), {3: 0.0}, step=5)
-    assert plan is not None
-    assert 3 not in plan.layout.ranks
 
 
 def test_a_time_limit_still_gives_a_plan():

@@ -26,6 +26,7 @@ from resihp.contracts import (
     TelemetryBatch,
     Verdict,
 )
+from scheduler import Decision, Offer
 from service.worker.engines import Engines
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -135,12 +136,19 @@ def make_plan(
 
 def replan(
     job: Job, current: Plan, speeds: Mapping[int, float], *, step: int, **given: Any
-) -> Plan | None:
-    """Worth it only when a rank of the present layout is not at full speed."""
+) -> Decision:
+    """Worth it only when a rank of the present layout is not at full speed.
+
+    Moves are dear for a job whose device is called "dear": they cost five steps' gain.
+    """
     if all(speeds.get(rank, 1.0) >= 1.0 for rank in current.layout.ranks):
-        return None
-    return make_plan(job, speeds, from_step=step)
+        return Decision(plan=None)
+    plan = make_plan(job, speeds, from_step=step)
+    if job.device == "dear":
+        offer = Offer(plan=plan, saved_ms=10.0, cost_ms=50.0)
+        return Decision(plan=None, rental=given["rental"].offered(offer))
+    return Decision(plan=plan)
 
 
 def fake_engines() -> Engines:
-    return Engines(FakeDetector, FakeDetector.restore, replan, make_plan, lambda job: 64.0)
+    return Engines(FakeDetector, FakeDetector.restore, replan)

@@ -1,0 +1,68 @@
+"""The cost model of a job fitted to what its own healthy steps took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from resihp.contracts import Job, LayerCost, Schedule
+
+from .costs import layer_cost
+from .requota import Replicas
+from .simulator import simulate
+
+
+def compute_ms(job: Job) -> Mapping[int, tuple[float, float]]:
+    """What each rank of the first layout computes forward and backward in a healthy step.
+
+    Waiting, transfers and collectives do not count; a microbatch holds the mean work.
+    """
+    cost = layer_cost(job)
+    found = {}
+    for replica, quota in zip(job.layout.replicas, job.quotas, strict=True):
+        last = len(replica.stages) - 1
+        for index, stage in enumerate(replica.stages):
+            layers, units = stage.layers[1] - stage.layers[0], sum(stage.shares)
+            ends = (index == 0) * cost.embedding_ms + (index == last) * cost.head_ms
+            for rank, units_held in zip(stage.ranks, stage.shares, strict=True):
+                share = units_held / units
+                forward = layers * (cost.fixed_ms + share * cost.forward_ms) + share * ends
+                backward = layers * (cost.fixed_ms + share * cost.backward_ms) + 2 * share * ends
+                found[rank] = (quota * forward, quota * backward)
+    return found
+
+
+def calibrated(job: Job, *, forward: float, backward: float, step_ms: float) -> Job:
+    """The job with a cost model under which its first layout takes `step_ms`, all healthy.
+
+    forward, backward  computing that was measured over `compute_ms`
+
+    What a step takes beyond its computing (launches, transfers, collectives, contention, uneven
+    microbatches) counts as a cost of every step. Where computing alone would already take longer,
+    it is scaled down to the step.
+    """
+    scaled = replace(job, cost=_scaled(layer_cost(job), forward, backward))
+    simulated_ms = _step_ms(scaled)
+    if simulated_ms > step_ms:
+        ratio = step_ms / simulated_ms
+        return replace(job, cost=_scaled(layer_cost(job), forward * ratio, backward * ratio))
+    cost = layer_cost(scaled)
+    return replace(job, cost=replace(cost, step_ms=cost.step_ms + step_ms - simulated_ms))
+
+
+def _scaled(cost: LayerCost, forward: float, backward: float) -> LayerCost:
+    both = (forward + backward) / 2.0
+    return LayerCost(
+        forward_ms=forward * cost.forward_ms,
+        backward_ms=backward * cost.backward_ms,
+        fixed_ms=both * cost.fixed_ms,
+        embedding_ms=both * cost.embedding_ms,
+        head_ms=both * cost.head_ms,
+        step_ms=both * cost.step_ms,
+    )
+
+
+def _step_ms(job: Job) -> float:
+    if job.schedule is Schedule.INTERLEAVED:
+        return simulate(job, job.layout, job.quotas).step_ms
+    return Replicas(job, job.layout, job.schedule, {}).step_ms(job.quotas)

@@ -1,0 +1,136 @@
+"""When a plan replaces another one: at once, once it pays, or never."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Plan, Schedule
+from scheduler import Offer, Rental, make_plan, replan, simulate
+
+PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
+SHAPE = ModelShape(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
+
+
+def job(dp=2, pp=2, tp=2, microbatches=8, **given_):
+    return Job(
+        name="test",
+        layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=8, units=8),
+        microbatches=microbatches,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+        **given_,
+    )
+
+
+def slow_links(gbytes_per_s):
+    """A job whose moves take their time."""
+    links = Links(inter_gbytes_per_s=gbytes_per_s)
+    return job(tp=1, microbatches=16, model=SHAPE, links=links)
+
+
+def test_a_good_plan_is_left_alone():
+    one = job(microbatches=16)
+    first = make_plan(one, {})
+    assert replan(one, first, {}, step=5).plan is None
+    assert replan(one, first, {3: 0.99}, step=5).plan is None
+    second = replan(one, first, {3: 0.5}, step=5).plan
+    assert second is not None
+    assert (second.version, second.from_step) == (2, 6)
+    assert replan(one, second, {3: 0.5}, step=9).plan is None
+
+
+def test_another_schedule_moves_nothing_and_so_is_taken_at_once():
+    one = job(dp=2, pp=4, tp=1)
+    current = make_plan(one, {})
+    change = replan(replace(one, schedules=PLANNED), current, {}, step=3).plan
+    assert change.schedule is Schedule.ZERO_BUBBLE
+    assert change.layout == current.layout
+    assert "split backward" in " ".join(change.reason)
+
+
+def test_where_moving_is_too_dear_only_quotas_change():
+    one = slow_links(0.05)
+    first = make_plan(one, {})
+    free = replan(one, first, {2: 0.4}, step=1, horizon_steps=10**6).plan
+    assert free.layout != first.layout
+    decision = replan(one, first, {2: 0.4}, step=1)
+    dear = decision.plan
+    assert dear.layout == first.layout
+    assert dear.quotas != first.quotas
+    assert sum(dear.quotas) == 16
+    assert dear.step_ms == pytest.approx(simulate(one, dear.layout, dear.quotas, {2: 0.4}).step_ms)
+    assert free.step_ms < dear.step_ms
+    assert decision.rental.offer.saved_ms == pytest.approx(dear.step_ms - free.step_ms)
+    again = replan(one, dear, {2: 0.4}, step=2, rental=decision.rental)
+    assert again.plan is None
+    assert again.rental.offer.saved_ms == decision.rental.offer.saved_ms
+
+
+def test_what_goes_on_is_acted_on_once_it_has_cost_as_much_as_the_moves():
+    one = slow_links(0.05)
+    current = make_plan(one, {})
+    decision = replan(one, current, {2: 0.4}, step=0)
+    rental, steps = decision.rental, 0
+    while not rental.due:
+        rental, steps = rental.stepped(), steps + 1
+    assert steps == decision.rental.steps_left > 0
+    after = replan(one, decision.plan, {2: 0.4}, step=steps, rental=rental)
+    assert after.plan.layout == rental.offer.plan.layout
+    assert after.rental == Rental()
+
+
+def test_a_death_is_always_answered():
+    one = job()
+    plan = replan(one, make_plan(one, {}), {3: 0.0}, step=5).plan
+    assert plan is not None
+    assert 3 not in plan.layout.ranks
+
+
+SITUATIONS = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # steps that it lasts
+        st.sampled_from([0.0, 0.01, 0.3, 1.0, 4.0]),  # lost in each by staying
+        st.sampled_from([0.0, 0.5, 3.0, 20.0]),  # what the change costs
+    ),
+    min_size=1,
+    max_size=12,
+)
+ANY = Plan(version=1, layout=Layout.grid(dp=1, pp=1, tp=1, layers=1), quotas=(1,))
+
+
+def rented(situations, *, for_good=False):
+    """What the rule loses: steps in a worse layout, and moves; `for_good`: one change is enough."""
+    rental, lost = Rental(), 0.0
+    for steps, saved, cost in situations:
+        offer = Offer(plan=ANY, saved_ms=saved, cost_ms=cost) if saved else None
+        rental = rental.offered(offer)
+        for _ in range(steps):
+            if rental.due:
+                rental, lost = Rental(), lost + cost
+                if for_good:
+                    return lost
+            elif rental.offer:
+                rental, lost = rental.stepped(), lost + saved
+    return lost
+
+
+@settings(max_examples=500)
+@given(situations=SITUATIONS)
+def test_at_most_twice_what_a_clairvoyant_loses(situations):
+    """Who knows how long each situation lasts, and decides at its start whether to change."""
+    clairvoyant = sum(min(steps * saved, cost) for steps, saved, cost in situations if saved)
+    assert rented(situations) <= 2.0 * clairvoyant + 1e-9
+
+
+@settings(max_examples=300)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=60),
+    saved=st.sampled_from([0.1, 1.0, 3.0]),
+    cost=st.sampled_from([1.0, 10.0, 50.0]),
+)
+def test_a_fault_that_comes_and_goes_costs_twice_one_change_at_most(lengths, saved, cost):
+    """In a layout that serves as well without the fault, the clairvoyant changes once, or never."""
+    situations = [(steps, saved if slow else 0.0, cost) for steps, slow in lengths]
+    clairvoyant = min(sum(steps * lost for steps, lost, _ in situations), cost)
+    assert rented(situations, for_good=True) <= 2.0 * clairvoyant + 1e-9

@@ -1,0 +1,168 @@
+"""What a session makes of verdicts: plans at once, once they pay, or again after a failure."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import batch_of, job_of
+from fakes import fake_engines
+
+from resihp.contracts import InfeasibleError, Op, Plan, TelemetryBatch
+from resihp.contracts.codec import WireFormat, encode
+from scheduler import make_plan, replan, simulate
+from service.store.inbox import Entry, Kind
+from service.worker.forecast import Forecast
+from service.worker.planning import Planner, Retry
+from service.worker.session import Session
+
+RANKS = range(8)
+
+
+@pytest.fixture
+def sessions() -> Iterator[object]:
+    planners = []
+
+    def start(engines=None, **fields):
+        engines = engines or fake_engines()
+        planners.append(Planner(engines, time_limit_s=5.0))
+        job = job_of(**fields)
+        plan = Plan(version=0, layout=job.layout, quotas=job.quotas)
+        return Session(job, plan, engines, planners[-1])
+
+    yield start
+    for planner in planners:
+        planner.close()
+
+
+def tell(session, *steps, slow=(), version=0):
+    for step in steps:
+        batch = batch_of(step, slow=slow, plan_version=version)
+        session.apply(Entry(f"{step}-0", Kind.TELEMETRY, encode(batch, WireFormat.MSGPACK)))
+
+
+def test_a_plan_that_moves_little_is_published_at_once(sessions):
+    session = sessions()
+    tell(session, 0, 1, 2, slow=(3,))
+    assert [plan.version for plan in session.outbox.plans] == [1]
+
+
+def test_a_dear_plan_is_published_once_staying_has_cost_as_much(sessions):
+    session = sessions(device="dear")
+    tell(session, 0, slow=(3,))
+    assert session.planning["state"] == "kept"
+    assert "if this lasts 5 steps" in session.planning["detail"]
+    tell(session, 1, 2, 3, 4, slow=(3,))
+    assert not session.outbox.plans  # four steps are complete
+    tell(session, 5, slow=(3,))
+    (plan,) = session.outbox.plans
+    assert (plan.version, plan.from_step) == (1, 6)
+    assert 3 not in plan.layout.ranks
+
+
+def test_an_account_survives_a_restart(sessions):
+    session = sessions(device="dear")
+    tell(session, 0, 1, 2, 3, 4, slow=(3,))
+    other = sessions(device="dear")
+    other.resume(*session.save())
+    tell(other, 5, slow=(3,))
+    assert len(other.outbox.plans) == 1
+
+
+def test_what_recovers_in_time_is_not_acted_on(sessions):
+    session = sessions(device="dear")
+    tell(session, 0, 1, 2, slow=(3,))
+    tell(session, *range(3, 20))
+    assert not session.outbox.plans
+
+
+def test_planning_that_failed_is_tried_again_after_a_while(sessions):
+    tries = []
+
+    def fails_twice(*given, **more):
+        tries.append(more["step"])
+        if len(tries) <= 2:
+            raise InfeasibleError("time", "planning took longer than 5 s")
+        return fake_engines().replan(*given, **more)
+
+    session = sessions(replace(fake_engines(), replan=fails_twice))
+    tell(session, 0, slow=(3,))
+    assert session.planning["constraint"] == "time"
+    for _ in range(4):
+        session.tick(1.0)
+    assert len(tries) == 1
+    session.tick(1.0)
+    assert len(tries) == 2
+    for _ in range(9):
+        session.tick(1.0)
+    assert len(tries) == 2
+    session.tick(1.0)
+    assert len(tries) == 3
+    assert [plan.version for plan in session.outbox.plans] == [1]
+    told = [event for kind, event in session.outbox.events if kind == "planning"]
+    assert len(told) == 1
+
+
+def test_the_wait_before_another_try_doubles_up_to_ten_minutes():
+    retry, waits = Retry(), []
+    for _ in range(9):
+        retry = retry.failed(100.0)
+        waits.append(retry.due_s - 100.0)
+    assert waits[:3] == [5.0, 10.0, 20.0]
+    assert waits[-1] == 600.0
+
+
+def healthy_steps(job, per_layer, besides_ms):
+    """Records of a fleet that computes 1.1 times what the model says, and the steps' times."""
+    for step in range(20):
+        place = [job.layout.place_of(rank) for rank in RANKS]
+        layers = np.array([np.diff(job.layout.stage_at(p).layers)[0] for p in place])
+        forward = np.repeat(1.1 * per_layer * layers / 2.0, 4)
+        yield (
+            step,
+            TelemetryBatch(
+                rank=np.tile(np.repeat(RANKS, 4), 2),
+                step=np.full(64, step),
+                microbatch=np.tile(np.arange(4), 16),
+                op=np.repeat([Op.FORWARD, Op.BACKWARD], 32),
+                compute_ms=np.concatenate([forward, 2.0 * forward]),
+            ),
+            1.1 * simulate(job, job.layout, job.quotas).step_ms + besides_ms,
+        )
+
+
+def test_predictions_are_fitted_to_the_first_healthy_steps():
+    job = job_of()  # without a cost: a layer is taken to need 1 ms forward
+    forecast = Forecast(job)
+    first = Plan(version=0, layout=job.layout, quotas=job.quotas)
+    assert forecast.predict(first) is None
+    assert forecast.told() is None
+    for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
+        forecast.add(batch)
+        forecast.learn(first, step, observed_ms, healthy=True)
+    assert simulate(forecast.job, job.layout, job.quotas).step_ms == pytest.approx(observed_ms)
+    assert "12 healthy steps" in forecast.told()
+    slow = {3: 0.5}
+    plan = replan(forecast.job, first, slow, step=20).plan
+    truth = 1.1 * simulate(job, plan.layout, plan.quotas, slow).step_ms + 7.0
+    assert forecast.made(plan) == pytest.approx(truth)
+    again = Forecast.restore(job, forecast.save())
+    assert again.predict(plan) == forecast.predict(plan)
+    assert again.told() == forecast.told()
+
+
+def test_steps_of_a_slow_fleet_are_no_baseline():
+    job = job_of()
+    forecast = Forecast(job)
+    first = Plan(version=0, layout=job.layout, quotas=job.quotas)
+    for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
+        forecast.add(batch)
+        forecast.learn(first, step, observed_ms, healthy=False)
+    assert forecast.predict(first) is None
+    early = make_plan(job, {3: 0.5})
+    assert forecast.made(early) is None
+    for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
+        forecast.add(batch)
+        forecast.learn(first, step, observed_ms, healthy=True)
+    assert forecast.predict(early) is None
+    assert forecast.made(replace(early, version=2)) is not None
