@@ -8,18 +8,24 @@ from dataclasses import dataclass, field
 from resihp.contracts import Plan
 
 from .engine import Reduced
+from .instep.ledger import Spans
 from .membership.phases import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A change of layout, as one rank saw it."""
+    """A change of layout, as one rank saw it.
+
+    step  the one in progress, or the next one between two steps
+    kept  microbatches of that step whose gradients stay; the others are computed from here on
+    """
 
     plan: Plan
     step: int
     pause_ms: float
     received_bytes: int
     lost: tuple[int, ...] = ()
+    kept: Spans = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..engine.replicated import carry_over
 from ..engine.shard import Shard, build_shard, initial_shard
 from ..engine.sums import Rest
 from ..events import Switch
-from ..instep.ledger import Kept
+from ..instep.ledger import Kept, indices, spans
 from ..membership.phases import Phase
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
@@ -123,6 +123,7 @@ class Switching:
             pause_ms=(time.perf_counter() - start) * 1e3 if was_training else 0.0,
             received_bytes=received,
             lost=lost,
+            kept=spans(index for one in kept or () for index in indices(one.finished)),
         )
 
     def adopt(self, prepared: Prepared) -> None:

@@ -1,0 +1,247 @@
+"""A job whose ranks are killed at given points of a step, and the record of what they computed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pkgutil
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from resihp.contracts import InfeasibleError, Layout, Op, Plan, Replica, Stage, even_quotas
+from resihp.elastic.engine import Setup
+from resihp.elastic.events import Hooks, Switch
+from resihp.elastic.instep.ledger import indices
+from resihp.elastic.local import LocalRanks
+from resihp.elastic.membership.phases import Phase
+from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.models import Llama, Packed
+from resihp.elastic.trainer import Trainer
+from resihp.layout import split
+from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, assemble, batch, save
+
+TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
+
+# Functions of the runtime that a rank enters at certain points of a step.
+ENTERED = {
+    "bucket": "resihp.elastic.engine.reduction.BucketedReduction._start",
+    "reduction": "resihp.elastic.engine.ordered.OrderedReduction._sum",
+    "account": "resihp.elastic.engine.engine.account",
+    "vote": "resihp.elastic.engine.engine.squared_norms",
+    "clip": "resihp.elastic.engine.engine.clip",
+    "optimizer": "resihp.elastic.optim.Optimizer.set_rate",
+    "inheritance": "resihp.elastic.handoff.inherit.Succession._hand_over",
+}
+
+
+@dataclass(frozen=True)
+class Strike:
+    """`rank` is killed when it comes to a point of step `step` for the `count`-th time.
+
+    Points: `data` (before the first pass), `forward` and `backward` (behind such a pass), those of
+    `ENTERED`, `after` (behind the update), and the names of phases.
+    """
+
+    rank: int
+    at: str
+    step: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job on `layout`; `shrink`: a replica that loses a rank lives on with a smaller group."""
+
+    layout: Layout
+    steps: int = 3
+    strikes: tuple[Strike, ...] = ()
+    deterministic: bool = False
+    shrink: bool = False
+    quotas: tuple[int, ...] = ()
+
+
+@dataclass
+class Record:
+    """What the ranks of a job wrote down.
+
+    losses    by step
+    passes    backward passes by (step, epoch): microbatch -> ranks that ran it
+    kept      by (step, epoch): microbatches whose sums that epoch took over
+    state     parameters and moments at the end; holders agree to the last bit
+    """
+
+    exit_codes: dict[int, int]
+    logs: str
+    losses: dict[int, float] = field(default_factory=dict)
+    passes: dict[tuple[int, int], dict[int, set[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(set))
+    )
+    kept: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    state: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def dead(self) -> set[int]:
+        """Ranks that did not end well."""
+        return {rank for rank, code in self.exit_codes.items() if code != 0}
+
+    def epochs(self, step: int) -> list[int]:
+        """The worlds that worked on a step, in order."""
+        seen = {e for s, e in self.passes if s == step} | {e for s, e in self.kept if s == step}
+        return sorted(seen)
+
+    def counted(self, step: int) -> list[int]:
+        """The microbatches that the completed step is made of: taken over, or computed last."""
+        last = self.epochs(step)[-1]
+        return sorted([*self.kept.get((step, last), ()), *self.passes[step, last]])
+
+    def redone(self, step: int) -> set[int]:
+        """Microbatches of which some stage has run backward in more than one world."""
+        times: dict[int, set[int]] = defaultdict(set)
+        for (at, epoch), ran in self.passes.items():
+            for microbatch in ran if at == step else ():
+                times[microbatch].add(epoch)
+        return {microbatch for microbatch, epochs in times.items() if len(epochs) > 1}
+
+
+def play(job: Job, folder: Path, *, timeout_s: float = 60.0) -> Record:
+    """Run a job to its end. Raises `TimeoutError` with every rank's log."""
+    with LocalRanks("strikes", folder) as processes:
+        processes.start(job.layout.ranks, run_rank, job, folder)
+        processes.wait(timeout_s)
+        record = Record(dict(processes.exit_codes), processes.logs())
+    for rank in job.layout.ranks:
+        path = folder / f"events-{rank}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            _take(record, rank, json.loads(line))
+    record.state = assemble([torch.load(path) for path in folder.glob("final-*.pt")])
+    return record
+
+
+def _take(record: Record, rank: int, event: dict[str, Any]) -> None:
+    where = (event["step"], event["epoch"])
+    if event["what"] == "pass":
+        record.passes[where][event["microbatch"]].add(rank)
+    elif event["what"] == "switch":
+        kept = set(indices(event["kept"]))
+        assert record.kept.setdefault(where, kept) == kept, record.logs
+    else:
+        loss = record.losses.setdefault(event["step"], event["loss"])
+        assert loss == event["loss"], f"ranks disagree on step {where}\n{record.logs}"
+
+
+class Survivors:
+    """After a loss, keeps the whole replicas, and if it may the others with smaller groups."""
+
+    def __init__(self, shrink: bool) -> None:
+        self._shrink = shrink
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        return None
+
+    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
+        replicas = [_rest(r, survivors, self._shrink) for r in current.layout.replicas]
+        left = [replica for replica in replicas if replica is not None]
+        if not left:
+            raise InfeasibleError("replicas", "no replica is whole")
+        quotas = even_quotas(MICROBATCHES, len(left))
+        return Plan(version=current.version + 1, layout=Layout(tuple(left)), quotas=quotas)
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        pass
+
+
+def _rest(replica: Replica, survivors: Collection[int], shrink: bool) -> Replica | None:
+    if set(replica.ranks) <= set(survivors):
+        return replica
+    stages = []
+    for stage in replica.stages:
+        ranks = tuple(rank for rank in stage.ranks if rank in survivors)
+        if not ranks or not shrink:
+            return None
+        shares = tuple(stop - start for start, stop in split(4, (1,) * len(ranks)))
+        stages.append(Stage(ranks, stage.layers, shares))
+    return Replica(tuple(stages))
+
+
+def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
+    """One rank's process."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
+    left = {(s.at, s.step): s.count for s in job.strikes if s.rank == rank}
+
+    def come_to(point: str, step: int) -> None:
+        if (point, step) in left:
+            left[point, step] -= 1
+            if left[point, step] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(what: str, step: int, **told: Any) -> None:
+        events.write(
+            json.dumps({"what": what, "step": step, "epoch": trainer.epoch, **told}) + "\n"
+        )
+
+    def data(step: int, index: int) -> Packed:
+        come_to("data", step)
+        return batch(step, index)
+
+    def on_record(**seen: Any) -> None:
+        if seen["op"] is Op.BACKWARD:
+            write("pass", seen["step"], microbatch=seen["microbatch"])
+        points = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.OPTIMIZER: "after"}
+        come_to(points.get(seen["op"], ""), seen["step"])
+
+    def on_switch(switch: Switch) -> None:
+        write("switch", switch.step, kept=switch.kept)
+
+    def on_phase(phase: Phase, completed: int) -> None:
+        come_to(phase.value, completed)
+
+    hooks = Hooks(
+        on_phase=on_phase,
+        on_step=lambda reduced, ms, plan: write("step", reduced.step, loss=reduced.loss),
+        on_switch=on_switch,
+    )
+    quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
+    trainer = Trainer(
+        Setup(
+            Llama(SHAPE),
+            OPTIMIZER,
+            data,
+            on_record,
+            deterministic=job.deterministic,
+            bucket_bytes=4096,
+        ),
+        Plan(version=0, layout=job.layout, quotas=quotas),
+        Rendezvous(
+            lambda: connect(host, port, "strikes", TIMEOUTS), rank, job.layout.ranks, TIMEOUTS
+        ),
+        Survivors(job.shrink),
+        hooks=hooks,
+        limit_bytes=4096,
+    )
+    for point, place in ENTERED.items():
+        _watch(place, lambda point=point: come_to(point, trainer.completed))
+    trainer.run(job.steps)
+    save(trainer, folder / f"final-{rank}.pt")
+
+
+def _watch(place: str, tell: Callable[[], None]) -> None:
+    """Have `tell` called whenever the function at `place` is."""
+    owner, _, name = place.rpartition(".")
+    original = getattr(pkgutil.resolve_name(owner), name)
+
+    def entered(*arguments: Any, **keywords: Any) -> Any:
+        tell()
+        return original(*arguments, **keywords)
+
+    mock.patch(place, entered).start()

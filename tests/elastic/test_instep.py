@@ -1,0 +1,135 @@
+"""A loss in mid-step costs the lost replica's share, and changes nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from resihp.contracts import Layout
+from tests.elastic.job import ALONE, MICROBATCHES
+from tests.elastic.strikes import Job, Record, Strike, play
+
+STEPS, AT = 3, 1
+THREE = Layout.grid(dp=3, pp=2, tp=1, layers=4, units=4)  # replica d: ranks d and d + 3
+GROUPS = Layout.grid(dp=2, pp=1, tp=2, layers=4, units=4)  # replicas (0, 1) and (2, 3)
+SHARES = {0: {0, 1}, 1: {2, 3}, 2: {4, 5}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The undisturbed run."""
+    return play(Job(ALONE), tmp_path_factory.mktemp("alone"))
+
+
+def assert_same_training(record: Record, alone: Record, dead: set[int]) -> None:
+    """Survivors finish, every sample counts once in each step, and the training is the same."""
+    assert record.dead == dead, record.logs
+    for step in range(STEPS):
+        assert record.counted(step) == list(range(MICROBATCHES)), record.logs
+        assert record.losses[step] == pytest.approx(alone.losses[step], abs=2e-5), record.logs
+    for key, tensors in record.state.items():
+        for tensor, expected in zip(tensors, alone.state[key], strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-4)
+
+
+FIRST, LAST = 1, 4  # stages of replica 1
+POINTS = {
+    "before the first pass": Strike(FIRST, "data", AT),
+    "between two forward passes": Strike(FIRST, "forward", AT),
+    "in mid-pipeline": Strike(LAST, "backward", AT),
+    "behind its last pass": Strike(FIRST, "backward", AT, 2),
+    "in the first bucket": Strike(FIRST, "bucket", AT),
+    "in a middle bucket": Strike(LAST, "bucket", AT, 4),
+    "in the last bucket": Strike(FIRST, "bucket", AT, 10),
+    "in the account": Strike(LAST, "account", AT),
+    "in the vote": Strike(FIRST, "vote", AT),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_only_the_lost_share_is_redone(point: str, alone: Record, tmp_path: Path) -> None:
+    strike = POINTS[point]
+    record = play(Job(THREE, strikes=(strike,)), tmp_path)
+    assert_same_training(record, alone, {strike.rank})
+    assert record.redone(AT) <= SHARES[1], record.logs
+    assert not any(record.redone(step) for step in range(STEPS) if step != AT), record.logs
+
+
+@pytest.mark.parametrize("at", ["clip", "optimizer", "after"])
+def test_a_step_that_is_whole_is_completed(at: str, alone: Record, tmp_path: Path) -> None:
+    record = play(Job(THREE, strikes=(Strike(1, at, AT),)), tmp_path)
+    assert_same_training(record, alone, {1})
+    assert not any(record.redone(step) for step in range(AT + 1)), record.logs
+    assert record.redone(AT + 1) <= SHARES[1], record.logs
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The undisturbed run of one process, summed in the fixed order."""
+    return play(Job(ALONE, deterministic=True), tmp_path_factory.mktemp("exact"))
+
+
+def assert_bit_equal(record: Record, exact: Record) -> None:
+    assert record.losses == exact.losses, record.logs
+    for key, tensors in record.state.items():
+        assert all(map(torch.equal, tensors, exact.state[key])), f"{key} differs\n{record.logs}"
+
+
+EXACT = {
+    "undisturbed": (),
+    "in mid-pipeline": (Strike(4, "backward", AT),),
+    "in the reduction": (Strike(2, "reduction", AT),),
+    "in the vote": (Strike(0, "vote", AT),),
+    "down to the last replica": (Strike(4, "backward", AT), Strike(2, "vote", AT)),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_fixed_order_makes_a_loss_change_no_bit(case: str, exact: Record, tmp_path: Path) -> None:
+    strikes = EXACT[case]
+    record = play(Job(THREE, strikes=strikes, deterministic=True, quotas=(1, 3, 2)), tmp_path)
+    assert_same_training(record, exact, {strike.rank for strike in strikes})
+    assert_bit_equal(record, exact)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_replica_lives_on_with_a_smaller_group(
+    deterministic: bool, alone: Record, tmp_path: Path
+) -> None:
+    """Its shares are cut anew, so its own sum is lost; the other one's is not."""
+    strikes = (Strike(1, "backward", AT, 2),)
+    job = Job(GROUPS, strikes=strikes, shrink=True, deterministic=deterministic)
+    record = play(job, tmp_path)
+    assert_same_training(record, alone, {1})
+    assert record.redone(AT) == {0, 1}, record.logs
+
+
+def test_two_at_once(alone: Record, tmp_path: Path) -> None:
+    record = play(Job(THREE, strikes=(Strike(3, "bucket", AT), Strike(1, "bucket", AT))), tmp_path)
+    assert_same_training(record, alone, {1, 3})
+    assert record.redone(AT) <= SHARES[0] | SHARES[1]
+
+
+RECOVERY = {
+    "while agreeing": "recovering",
+    "while state moves": "streaming",
+    "while sums move": "inheritance",
+    "in the vote for the new world": "voting",
+}
+
+
+@pytest.mark.parametrize("point", RECOVERY)
+def test_another_is_lost_during_the_recovery(point: str, alone: Record, tmp_path: Path) -> None:
+    strikes = (Strike(4, "backward", AT, 2), Strike(2, RECOVERY[point], AT))
+    record = play(Job(THREE, strikes=strikes), tmp_path)
+    assert_same_training(record, alone, {2, 4})
+
+
+def test_another_is_lost_while_the_share_is_redone(alone: Record, tmp_path: Path) -> None:
+    """Its own share, what it took over, and what it has redone: all of it is done again."""
+    strikes = (Strike(4, "backward", AT, 2), Strike(2, "backward", AT, 3))
+    record = play(Job(THREE, strikes=strikes), tmp_path)
+    assert_same_training(record, alone, {2, 4})
+    assert record.redone(AT) <= SHARES[1] | SHARES[2], record.logs
