@@ -3,8 +3,9 @@
 The time of a microbatch on one stage is, to about 1%, an affine function of its time on any other
 stage. So a rank's time is predicted from a few witnesses, ranks of other stages that computed the
 same microbatch, through affine maps shared by all replicas; the median over the witnesses keeps
-one slow witness from spoiling the prediction of all the others. Where a replica has one stage only,
-the other members of its tensor-parallel group are the witnesses.
+one slow witness from spoiling the prediction of all the others. Where few other stages make an even
+number of witnesses, a member of the rank's own tensor-parallel group breaks the tie, for the median
+of two is no protection. Where a replica has one stage only, those members are the witnesses.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def witnesses_of(layout: Layout, places: Places) -> Ints:
             for place, rank in enumerate(stage.ranks):
                 row = int(places.index(np.array([rank]))[0])
                 chosen = _around(place, [other.ranks for other in others], rank)
+                if len(chosen) % 2 == 0 and stage not in others:
+                    chosen += _around(place, [stage.ranks], rank)[:1]
                 table[row, : len(chosen)] = places.index(np.array(chosen, np.int64))
     return table
 
