@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from .contracts import ContractError, Layout, Stage, StateLostError
+from .contracts import ContractError, Layout, Replica, Stage, StateLostError
 
 Range = tuple[int, int]
 """Half-open."""
@@ -53,24 +53,50 @@ class Param:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All parameters of a model by where they live: `layers[i]`, first stage, last stage."""
+    """All parameters of a model by where they live: first stage, `layers[i]`, last stage.
+
+    A tied parameter stands in `first` and in `last`: the two stages hold equal copies, whose
+    gradients are summed. Raises `ContractError` for one that is tied in any other way.
+    """
 
     layers: tuple[tuple[Param, ...], ...]
     first: tuple[Param, ...] = ()
     last: tuple[Param, ...] = ()
 
+    def __post_init__(self) -> None:
+        inner = [param for layer in self.layers for param in layer]
+        once = {param.key for param in (*inner, *self.first)} | {p.key for p in self._last_alone}
+        if len(once) < len(inner) + len(self.first) + len(self._last_alone):
+            raise ContractError("parameters", "only first and last stage may share a parameter")
+        for param in set(self.first) & set(self.last):
+            if param.dim is None:
+                raise ContractError(param.key, "a tied parameter needs a dimension to split")
+
     @property
     def all(self) -> tuple[Param, ...]:
         """Every parameter once, in the order in which they are used."""
         inner = tuple(param for layer in self.layers for param in layer)
-        return tuple(dict.fromkeys(self.first + inner + self.last))
+        return self.first + inner + self._last_alone
 
-    def of_stage(self, stage: Stage) -> tuple[Param, ...]:
-        """The parameters of a stage, in the order in which they are used."""
-        start, stop = stage.layers
-        inner = tuple(param for layer in self.layers[start:stop] for param in layer)
-        is_first, is_last = start == 0, stop == len(self.layers)
-        return (self.first if is_first else ()) + inner + (self.last if is_last else ())
+    def parts(self, replica: Replica, index: int) -> dict[str, tuple[Param, ...]]:
+        """The parts of a replica's stage, in the order in which they run, and their parameters.
+
+        A part is "first", "layers.N" or "last"; the first stage may hold no layers, or the last.
+        """
+        start, stop = replica.stages[index].layers
+        first = {"first": self.first} if index == 0 else {}
+        inner = {f"layers.{number}": self.layers[number] for number in range(start, stop)}
+        last = {"last": self.last} if index + 1 == len(replica.stages) else {}
+        return first | inner | last
+
+    def of_stage(self, replica: Replica, index: int) -> tuple[Param, ...]:
+        """The parameters of a replica's stage, each once, in the order in which they are used."""
+        parts = self.parts(replica, index).values()
+        return tuple(dict.fromkeys(param for params in parts for param in params))
+
+    @property
+    def _last_alone(self) -> tuple[Param, ...]:
+        return tuple(param for param in self.last if param not in self.first)
 
 
 @dataclass(frozen=True)
@@ -111,8 +137,8 @@ def holdings(layout: Layout, parameters: Parameters) -> dict[int, dict[Param, Ra
     """For every working rank, the range of each parameter that it holds."""
     held: dict[int, dict[Param, Range]] = {}
     for replica in layout.replicas:
-        for stage in replica.stages:
-            ranges = [(p, p.ranges(stage.shares)) for p in parameters.of_stage(stage)]
+        for place, stage in enumerate(replica.stages):
+            ranges = [(p, p.ranges(stage.shares)) for p in parameters.of_stage(replica, place)]
             for index, rank in enumerate(stage.ranks):
                 held[rank] = {param: r[index] for param, r in ranges if r[index][0] < r[index][1]}
     return held
@@ -168,32 +194,32 @@ def least_numel(
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradient ranges that one set of ranks, one of each replica, sums among themselves."""
+    """Gradient ranges that one set of ranks, one for each copy of them, sums among themselves."""
 
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Param, Range], ...]
 
 
 def reductions(layout: Layout, parameters: Parameters) -> tuple[Reduction, ...]:
-    """How replicas whose shards differ sum their gradients: over the common refinement.
+    """How copies whose shards differ sum their gradients: over the common refinement.
 
-    Parameters that are not split are summed by the first rank of each stage alone; the ranks
-    beside it take the sum from there, so that all of them hold the same bits. Sorted by ranks,
-    the order in which every rank has to start them.
+    A replica holds one copy of a parameter, two of a tied one whose stages differ. Parameters
+    that are not split are summed by the first rank of each stage alone; the ranks beside it take
+    the sum from there, so that all of them hold the same bits. Sorted by ranks, the order in
+    which every rank has to start them.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[Param, Range]]] = defaultdict(list)
-    holders: dict[Param, list[list[tuple[Range, int]]]] = {}
-    for index, replica in enumerate(layout.replicas):
-        for stage in replica.stages:
-            for param in parameters.of_stage(stage):
-                places = holders.setdefault(param, [[] for _ in layout.replicas])[index]
-                spans = zip(param.ranges(stage.shares), stage.ranks, strict=True)
-                places += list(spans)[: 1 if param.dim is None else None]
-    for param, replicas in holders.items():
-        for span in _refine((0, param.size), (r for places in replicas for r, _ in places)):
+    copies: dict[Param, list[list[tuple[Range, int]]]] = defaultdict(list)
+    for replica in layout.replicas:
+        for place, stage in enumerate(replica.stages):
+            for param in parameters.of_stage(replica, place):
+                spans = list(zip(param.ranges(stage.shares), stage.ranks, strict=True))
+                copies[param].append(spans[: 1 if param.dim is None else None])
+    for param, held in copies.items():
+        for span in _refine((0, param.size), (r for places in held for r, _ in places)):
             owners = tuple(
                 next(rank for r, rank in places if r[0] <= span[0] and span[1] <= r[1])
-                for places in replicas
+                for places in held
             )
             by_ranks[owners].append((param, span))
     return tuple(Reduction(ranks, tuple(pieces)) for ranks, pieces in sorted(by_ranks.items()))

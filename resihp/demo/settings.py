@@ -86,7 +86,7 @@ class DemoSettings:
         """Time of one mean microbatch on one healthy device, from the operations it takes."""
         model, data = self.model(), self.data()
         whole = {p.key.split(".")[-1]: (0, p.size) for p in model.parameters.layers[0]}
-        head = {"norm": (0, 1), "head": (0, self.shape.vocab)}
+        head = {"norm": (0, 1), "table": (0, self.shape.vocab)}
         samples = [data(step, 0) for step in range(64)]
         layer = sum(model.flops("layers.0", whole, packed) for packed in samples) / len(samples)
         rate = self.flops_per_ms or 1e7

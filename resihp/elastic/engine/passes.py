@@ -21,7 +21,8 @@ class Passes:
 
     def __init__(self, model: Model, world: World, shard: Shard) -> None:
         self._model, self._world, self._parts = model, world, shard.parts
-        self._ranges = {part: part_ranges(part, shard.ranges) for part in shard.parts}
+        params = model.parameters.parts(world.layout.replicas[world.place.dp], world.place.pp)
+        self._ranges = {part: part_ranges(held, shard.ranges) for part, held in params.items()}
         self._running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._box = exchange.Mailbox()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from resihp.contracts import Stage
+from resihp.contracts import ContractError
 from resihp.layout import Param, Range
 
 from ..models import Model
@@ -101,21 +102,32 @@ def build_shard(
     """This rank's shard of a world, its memory in place but its values still to come.
 
     What `present` holds in the very same range is shared with it, not copied: neither changes
-    before one of the two is let go.
+    before one of the two is let go. Raises `ContractError` for a part that is not as the model
+    says.
     """
-    stage, index = world.stage, world.place.tp
-    ranges = {p: p.ranges(stage.shares)[index] for p in model.parameters.of_stage(stage)}
-    names = part_names(model, stage)
-    parts = {part: model.build(part, part_ranges(part, ranges), world.tp) for part in names}
+    place, parameters = world.place, model.parameters
+    parts = parameters.parts(world.layout.replicas[place.dp], place.pp)
+    ranges = {
+        param: param.ranges(world.stage.shares)[place.tp]
+        for params in parts.values()
+        for param in params
+    }
+    modules: dict[str, nn.Module] = {}
     tensors: dict[Param, nn.Parameter] = {}
-    for param, span in ranges.items():
-        part = next(part for part in names if param.key.startswith(f"{part}."))
-        owner, name = _owner(parts[part], param.key.removeprefix(f"{part}."))
-        if present is not None and present.ranges.get(param) == span:
-            owner.register_parameter(name, present.tensors[param])
-        tensors[param] = owner.get_parameter(name)
-    optimizer = settings.build(model.parameters, tensors)
-    shard = Shard(parts, ranges, tensors, optimizer, settings)
+    if present is not None:
+        held = present.ranges.items() & ranges.items()
+        tensors = {param: present.tensors[param] for param, _ in held}
+    for part, params in parts.items():
+        spans = part_ranges(params, ranges)
+        modules[part] = model.build(part, spans, world.tp)
+        check_part(modules[part], part, params, ranges)
+        for param in params:
+            owner, name = _owner(modules[part], name_in_part(param))
+            tensors.setdefault(param, owner.get_parameter(name))
+            owner.register_parameter(name, tensors[param])
+    tensors = {param: tensors[param] for param in ranges}
+    optimizer = settings.build(parameters, tensors)
+    shard = Shard(modules, ranges, tensors, optimizer, settings)
     for param, tensor in tensors.items():
         if present is not None and present.tensors.get(param) is tensor:
             shard.optimizer.state[tensor] = present.optimizer.state[tensor]
@@ -125,27 +137,47 @@ def build_shard(
     return shard
 
 
+def check_part(
+    module: nn.Module, part: str, params: tuple[Param, ...], ranges: Mapping[Param, Range]
+) -> None:
+    """Whether a model has built a part as it said. Raises `ContractError`."""
+    found = module.state_dict()
+    for param in params:
+        tensor = found.pop(name_in_part(param), None)
+        if tensor is None:
+            raise ContractError(part, f"has no parameter {name_in_part(param)!r}")
+        start, stop = ranges[param]
+        due = list(param.shape)
+        due[param.dim or 0] = stop - start
+        if list(tensor.shape) != due or tensor.dtype != torch.float32:
+            raise ContractError(
+                param.key, f"must be built as float32 {due}, not {tensor.dtype} {[*tensor.shape]}"
+            )
+    if found:
+        raise ContractError(part, f"holds {next(iter(found))!r}, which the model does not name")
+
+
 def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     """The submodule that owns the parameter at `path`, and its name there."""
     parent, _, name = path.rpartition(".")
     return module.get_submodule(parent), name
 
 
-def part_names(model: Model, stage: Stage) -> list[str]:
-    """The parts of a stage in the order in which they are run."""
-    start, stop = stage.layers
-    first = ["first"] if start == 0 else []
-    last = ["last"] if stop == len(model.parameters.layers) else []
-    return first + [f"layers.{index}" for index in range(start, stop)] + last
+def name_in_part(param: Param) -> str:
+    """The parameter's name in the modules that hold it: its key without the part before it."""
+    return param.key.removeprefix(f"{home(param)}.")
 
 
-def part_ranges(part: str, ranges: dict[Param, Range]) -> dict[str, Range]:
+def home(param: Param) -> str:
+    """The part that a parameter's key names; a tied one lives in the last part as well."""
+    if param.key.startswith("layers."):
+        return ".".join(param.key.split(".", 2)[:2])
+    return param.key.split(".", 1)[0]
+
+
+def part_ranges(params: tuple[Param, ...], ranges: Mapping[Param, Range]) -> dict[str, Range]:
     """The ranges of one part's parameters, by parameter name."""
-    return {
-        param.key.removeprefix(f"{part}."): span
-        for param, span in ranges.items()
-        if param.key.startswith(f"{part}.")
-    }
+    return {name_in_part(param): ranges[param] for param in params}
 
 
 def rows(tensor: torch.Tensor, param: Param, span: Range, origin: int = 0) -> torch.Tensor:

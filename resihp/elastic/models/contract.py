@@ -2,7 +2,13 @@
 
 A model is a first part (embedding), a list of layers, and a last part (norm, head and loss). The
 runtime builds the parts of a stage with the ranges of the parameters that the rank holds. A part is
-an `nn.Module` whose parameter `name` belongs to the `Param` with key `"{part}.{name}"`.
+an `nn.Module`; the `Param` with key `"{part}.{name}"` is its parameter `name`. A parameter that is
+tied stands among the parameters of the first and of the last part: both build it under the same
+name, and the runtime keeps the copies equal.
+
+Parameters are float32; under `Setup.compute_dtype` torch's autocast gives the operators lower
+precision. Whatever else a module keeps between microbatches would be lost with a change of layout,
+so that parts have no buffers. Random numbers come from `random_bits`.
 """
 
 from __future__ import annotations
@@ -29,11 +35,14 @@ class Packed:
     tokens   [T] ids
     targets  [T] ids of the next token; -100 where there is none (end of a document)
     seq_lens lengths of the documents, in order; they sum to T
+    step, index  which microbatch of which step this is; filled in by the runtime
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     seq_lens: tuple[int, ...]
+    step: int = 0
+    index: int = 0
 
     @property
     def sum_sq_len(self) -> int:

@@ -6,7 +6,6 @@ H head dim, F FFN columns held here, V vocabulary rows held here.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
@@ -18,13 +17,18 @@ from resihp.contracts import ModelShape
 from resihp.layout import Param, Parameters, Range
 
 from ..worlds.comm import Group
+from .attention import attend
 from .contract import Packed, Part
 from .tensor_parallel import enter_parallel, leave_parallel
-from .vocabulary import VocabularyEmbedding, sharded_cross_entropy
+from .vocabulary import VocabularyEmbedding, VocabularyHead
+from .weights import empty, normal, positions, width
+
+Entry = tuple[str, tuple[int, ...], int | None, int]
+"""Name within the layer, unsharded shape, dimension that is split, unit."""
 
 
 class Llama:
-    """`resihp.elastic.models.Model` for a `ModelShape`. Untied embeddings."""
+    """`resihp.elastic.models.Model` for a `ModelShape`; embedding and head tied if it says so."""
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
         self.shape = shape
@@ -39,25 +43,38 @@ class Llama:
     def parameters(self) -> Parameters:
         """Every parameter and how it may be cut: heads by KV group, FFN by column, vocabulary."""
         s = self.shape
-        group = s.head_dim * s.heads // s.kv_heads
-        layer = (
-            ("attention_norm", (s.hidden,), None, 1),
-            ("wq", (s.heads * s.head_dim, s.hidden), 0, group),
-            ("wk", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
-            ("wv", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
-            ("wo", (s.hidden, s.heads * s.head_dim), 1, group),
-            ("ffn_norm", (s.hidden,), None, 1),
-            ("w_gate", (s.ffn, s.hidden), 0, 1),
-            ("w_up", (s.ffn, s.hidden), 0, 1),
-            ("w_down", (s.hidden, s.ffn), 1, 1),
-        )
+        layer = self.attention_entries() + self.ffn_entries()
+        table = Param("first.table", (s.vocab, s.hidden), 0)
+        head = table if s.tied_embeddings else Param("last.table", (s.vocab, s.hidden), 0)
         return Parameters(
             tuple(
                 tuple(Param(f"layers.{i}.{name}", shape, dim, u) for name, shape, dim, u in layer)
                 for i in range(s.layers)
             ),
-            (Param("first.table", (s.vocab, s.hidden), 0),),
-            (Param("last.norm", (s.hidden,)), Param("last.head", (s.vocab, s.hidden), 0)),
+            (table,),
+            (Param("last.norm", (s.hidden,)), head),
+        )
+
+    def attention_entries(self) -> tuple[Entry, ...]:
+        """Parameters of the attention of one layer."""
+        s = self.shape
+        group = s.head_dim * s.heads // s.kv_heads
+        return (
+            ("attention_norm", (s.hidden,), None, 1),
+            ("wq", (s.heads * s.head_dim, s.hidden), 0, group),
+            ("wk", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
+            ("wv", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
+            ("wo", (s.hidden, s.heads * s.head_dim), 1, group),
+        )
+
+    def ffn_entries(self) -> tuple[Entry, ...]:
+        """Parameters of the feed-forward network of one layer."""
+        s = self.shape
+        return (
+            ("ffn_norm", (s.hidden,), None, 1),
+            ("w_gate", (s.ffn, s.hidden), 0, 1),
+            ("w_up", (s.ffn, s.hidden), 0, 1),
+            ("w_down", (s.hidden, s.ffn), 1, 1),
         )
 
     def build(self, part: Part, ranges: Mapping[str, Range], group: Group) -> nn.Module:
@@ -65,18 +82,20 @@ class Llama:
         if part == "first":
             return VocabularyEmbedding(ranges["table"], self.shape.hidden, group)
         if part == "last":
-            return Head(ranges["head"], self.shape.hidden, group)
+            return Head(ranges["table"], self.shape.hidden, group)
+        return self.layer(ranges, group)
+
+    def layer(self, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+        """One decoder layer."""
         return DecoderLayer(self.shape, ranges, group)
 
     def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Ones for norms, else normal with deviation 0.02 (0.02 / sqrt(2 L) into the residual)."""
         if key.endswith("norm"):
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
-        scale = 0.02
-        if key.endswith(("wo", "w_down")):
-            scale /= (2 * self.shape.layers) ** 0.5
-        return torch.randn(shape, generator=generator) * scale
+        into_residual = key.endswith(("wo", "w_down"))
+        scale = 0.02 / (2 * self.shape.layers) ** 0.5 if into_residual else 0.02
+        return normal(key, shape, seed=self.seed, scale=scale)
 
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
         """2 per parameter and token, plus causal attention over each document."""
@@ -84,9 +103,14 @@ class Llama:
         if part == "first":
             return 0.0
         if part == "last":
-            return 2.0 * tokens * hidden * _width(ranges["head"])
-        rows = sum(_width(span) for name, span in ranges.items() if not name.endswith("norm"))
-        return 2.0 * tokens * hidden * rows + 2.0 * packed.sum_sq_len * _width(ranges["wq"])
+            return 2.0 * tokens * hidden * width(ranges["table"])
+        attention = sum(width(ranges[name]) for name in ("wq", "wk", "wv", "wo"))
+        columns = attention + self.ffn_columns(ranges)
+        return 2.0 * tokens * hidden * columns + 2.0 * packed.sum_sq_len * width(ranges["wq"])
+
+    def ffn_columns(self, ranges: Mapping[str, Range]) -> float:
+        """Columns of the FFN's matrices that each token passes on this rank."""
+        return sum(width(ranges[name]) for name in ("w_gate", "w_up", "w_down"))
 
 
 class DecoderLayer(nn.Module):
@@ -95,49 +119,35 @@ class DecoderLayer(nn.Module):
     def __init__(self, shape: ModelShape, ranges: Mapping[str, Range], group: Group) -> None:
         super().__init__()
         D, self.head_dim, self.group = shape.hidden, shape.head_dim, group
-        self.attention_norm = _empty(D)
-        self.wq = _empty(_width(ranges["wq"]), D)
-        self.wk = _empty(_width(ranges["wk"]), D)
-        self.wv = _empty(_width(ranges["wv"]), D)
-        self.wo = _empty(D, _width(ranges["wo"]))
-        self.ffn_norm = _empty(D)
-        self.w_gate = _empty(_width(ranges["w_gate"]), D)
-        self.w_up = _empty(_width(ranges["w_up"]), D)
-        self.w_down = _empty(D, _width(ranges["w_down"]))
+        self.attention_norm = empty(D)
+        self.wq = empty(width(ranges["wq"]), D)
+        self.wk = empty(width(ranges["wk"]), D)
+        self.wv = empty(width(ranges["wv"]), D)
+        self.wo = empty(D, width(ranges["wo"]))
+        self.ffn_norm = empty(D)
+        self.make_ffn(D, ranges)
+
+    def make_ffn(self, D: int, ranges: Mapping[str, Range]) -> None:
+        """The weights of the feed-forward network."""
+        self.w_gate = empty(width(ranges["w_gate"]), D)
+        self.w_up = empty(width(ranges["w_up"]), D)
+        self.w_down = empty(D, width(ranges["w_down"]))
 
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """One layer forward, [T, D] -> [T, D]."""
-        h_TD = x_TD + self.attention(_rms_norm(x_TD, self.attention_norm), packed)
-        return h_TD + self.ffn(_rms_norm(h_TD, self.ffn_norm))
+        h_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm), packed)
+        return h_TD + self.ffn(rms_norm(h_TD, self.ffn_norm))
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document."""
         x_TD = enter_parallel(x_TD, self.group)
         cos, sin = _rotary(packed.seq_lens, self.head_dim)
-        q_TNH = _rotate(
-            functional.linear(x_TD, self.wq).unflatten(-1, (-1, self.head_dim)), cos, sin
-        )
-        k_TKH = _rotate(
-            functional.linear(x_TD, self.wk).unflatten(-1, (-1, self.head_dim)), cos, sin
-        )
+        q_TNH = functional.linear(x_TD, self.wq).unflatten(-1, (-1, self.head_dim))
+        k_TKH = functional.linear(x_TD, self.wk).unflatten(-1, (-1, self.head_dim))
         v_TKH = functional.linear(x_TD, self.wv).unflatten(-1, (-1, self.head_dim))
-        per_document = [
-            functional.scaled_dot_product_attention(
-                q.transpose(0, 1),
-                k.transpose(0, 1),
-                v.transpose(0, 1),
-                is_causal=True,
-                enable_gqa=True,
-            ).transpose(0, 1)
-            for q, k, v in zip(
-                q_TNH.split(packed.seq_lens),
-                k_TKH.split(packed.seq_lens),
-                v_TKH.split(packed.seq_lens),
-                strict=True,
-            )
-        ]
-        out_TD = functional.linear(torch.cat(per_document).flatten(1), self.wo)
-        return leave_parallel(out_TD, self.group)
+        q_TNH, k_TKH = _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
+        out_TNH = attend(q_TNH, k_TKH, v_TKH, packed.seq_lens)
+        return leave_parallel(functional.linear(out_TNH.flatten(1), self.wo), self.group)
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """SwiGLU."""
@@ -147,43 +157,31 @@ class DecoderLayer(nn.Module):
         return leave_parallel(functional.linear(h_TF, self.w_down), self.group)
 
 
-class Head(nn.Module):
+class Head(VocabularyHead):
     """Final norm, vocabulary-sharded projection, and the sum of the token losses."""
 
     def __init__(self, rows: Range, hidden: int, group: Group) -> None:
-        super().__init__()
-        self.rows, self.group = rows, group
-        self.norm = _empty(hidden)
-        self.head = _empty(_width(rows), hidden)
+        super().__init__(rows, hidden, group)
+        self.norm = empty(hidden)
 
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets."""
-        x_TD = enter_parallel(_rms_norm(x_TD, self.norm), self.group)
-        logits_TV = functional.linear(x_TD, self.head)
-        return sharded_cross_entropy(logits_TV, packed.targets, self.rows, self.group)
+        return self.loss(rms_norm(x_TD, self.norm), packed)
 
 
-def _empty(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape))
-
-
-def _width(span: Range) -> int:
-    return span[1] - span[0]
-
-
-def _rms_norm(x_TD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def rms_norm(x_TD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) over the last dimension."""
     return functional.rms_norm(x_TD, (x_TD.shape[-1],), weight, 1e-5)
 
 
 def _rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     left, right = x_TNH.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_TNH.dtype)
 
 
 @lru_cache(maxsize=64)
 def _rotary(seq_lens: tuple[int, ...], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine [T, 1, H/2]; positions restart with each document (RoFormer, eq. 34)."""
-    positions = torch.cat([torch.arange(length) for length in seq_lens])
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.outer(positions, frequencies).unsqueeze(1)
+    angles = torch.outer(positions(seq_lens), frequencies).unsqueeze(1)
     return angles.cos(), angles.sin()

@@ -38,7 +38,11 @@ def enter_parallel(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def leave_parallel(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Out of a sharded region: sum over the group forward, identity backward."""
+    """Out of a sharded region: sum over the group forward, identity backward.
+
+    Summed in float32 whatever the precision of the operators, as a single rank's matrix product
+    would be.
+    """
     if len(group) == 1:
         return tensor
-    return cast(torch.Tensor, _Leave.apply(tensor, group))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Leave.apply(tensor.float(), group))  # type: ignore[no-untyped-call]

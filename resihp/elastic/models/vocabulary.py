@@ -1,4 +1,4 @@
-"""Embedding and cross entropy over a vocabulary whose rows are spread over a group."""
+"""Embedding, head and cross entropy over a vocabulary whose rows are spread over a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from resihp.layout import Range
 
 from ..worlds.comm import Group
 from .contract import Packed
-from .tensor_parallel import leave_parallel
+from .tensor_parallel import enter_parallel, leave_parallel
 
 
 class VocabularyEmbedding(nn.Module):
@@ -25,9 +25,25 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, packed: Packed) -> torch.Tensor:
         """[T] ids -> [T, D]."""
+        if len(self.group) == 1:
+            return functional.embedding(packed.tokens, self.table)
         local, outside = _localise(packed.tokens, self.rows)
         embedded_TD = functional.embedding(local, self.table)
         return leave_parallel(embedded_TD.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+
+
+class VocabularyHead(nn.Module):
+    """Projection on the rows [start, stop) of a vocabulary, and the loss over all of it."""
+
+    def __init__(self, rows: Range, hidden: int, group: Group) -> None:
+        super().__init__()
+        self.rows, self.group = rows, group
+        self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
+
+    def loss(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Scalar sum of the cross entropy over the T targets, of normalised activations."""
+        logits_TV = functional.linear(enter_parallel(x_TD, self.group), self.table)
+        return sharded_cross_entropy(logits_TV.float(), packed.targets, self.rows, self.group)
 
 
 def sharded_cross_entropy(
@@ -38,6 +54,8 @@ def sharded_cross_entropy(
     No rank ever holds a row of logits whole: maximum, normaliser and the target's logit are
     reduced over the group (Megatron-LM, arXiv 1909.08053, section 3).
     """
+    if len(group) == 1:
+        return functional.cross_entropy(logits_TV, targets_T, reduction="sum")
     loss = _CrossEntropy.apply(logits_TV, targets_T, rows, group)  # type: ignore[no-untyped-call]
     return cast(torch.Tensor, loss)
 
@@ -64,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         softmax_TV, local_T, outside_T, counts_T = ctx.saved_tensors
         hit_T1 = (~outside_T).to(softmax_TV.dtype).unsqueeze(-1)
         grad_TV = softmax_TV.scatter_add(-1, local_T.unsqueeze(-1), -hit_T1)
-        return grad_TV * (counts_T.unsqueeze(-1) * grad), None, None, None
+        return grad_TV.mul_(counts_T.unsqueeze(-1) * grad), None, None, None
 
 
 def _localise(ids: torch.Tensor, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
