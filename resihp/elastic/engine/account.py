@@ -58,7 +58,8 @@ def squared_norms(gradients: Gradients, world: World, parameters: Parameters) ->
     if world.place.dp == 0:
         places = {param: index for index, param in enumerate(parameters.all)}
         for param, gradient in gradients.items():
-            if param.dim is not None or world.place.tp == 0:
+            is_second_copy = world.place.pp > 0 and param in parameters.first  # it is tied
+            if not is_second_copy and (param.dim is not None or world.place.tp == 0):
                 squares[places[param], world.place.tp] = gradient.double().square().sum()
     return squares.flatten()
 

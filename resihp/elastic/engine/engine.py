@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -188,7 +188,8 @@ class Engine:
 
     def _load(self, step: int) -> list[Packed]:
         timing = _Timing(self._waited)
-        batches = [self.setup.data(step, index) for index in self._share.todo]
+        data, todo = self.setup.data, self._share.todo
+        batches = [replace(data(step, index), step=step, index=index) for index in todo]
         self._record(Op.DATA, step, -1, timing)
         return batches
 

@@ -12,7 +12,7 @@ from ..instep.ledger import Spans, indices
 from ..instep.tree import Node, nodes, put
 from ..worlds.comm import Group
 from ..worlds.world import World
-from .reduction import piece_views, share_unsplit, unpack
+from .reduction import completed, piece_views, unpack
 from .shard import Shard
 from .sums import Gradients, Sums
 
@@ -37,13 +37,11 @@ class OrderedReduction:
 
     def finish(self) -> Gradients:
         """Exchange and add up."""
-        if self._world.layout.dp == 1:
-            return self._sums.whole()
         total: Gradients = {}
         for summed, group in self._world.sums:
             unpack(self._shard, summed.pieces, self._sum(summed, group), total)
-        share_unsplit(self._shard, self._world, total)
-        return total
+        local = self._sums.whole() if self._world.layout.dp == 1 else {}
+        return completed(self._shard, self._world, total, local)
 
     def _sum(self, summed: Summed, group: Group) -> torch.Tensor:
         """The whole sum of the pieces of one group, flat."""
@@ -55,22 +53,32 @@ class OrderedReduction:
         width = -(-size // len(group))
         slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
         sent = [flat[part.start : part.stop] for part in slices for flat in flats]
-        mine = len(slices[self._world.place.dp])
-        received = torch.empty(mine * sum(map(len, self._nodes)))
+        mine = len(slices[group.ranks.index(self._world.place.rank)])
+        nodes_of_ranks = [self._nodes[self._replica(rank)] for rank in group.ranks]
+        received = torch.empty(mine * sum(map(len, nodes_of_ranks)))
         group.all_to_all(
             received,
             torch.cat(sent) if sent else torch.empty(0),
-            [mine * len(held) for held in self._nodes],
+            [mine * len(held) for held in nodes_of_ranks],
             [len(part) * len(flats) for part in slices],
         )
         own = torch.zeros(width)
-        own[:mine] = self._added(received.split(mine) if mine else [])
+        order = [node for held in nodes_of_ranks for node in held]
+        own[:mine] = self._added(order, received.split(mine)) if mine else torch.empty(0)
         return torch.cat(group.all_gather(own))[:size]
 
-    def _added(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Node sums of one slice, replica after replica, added up along the tree."""
+    def _added(self, order: Sequence[Node], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Node sums of one slice, rank after rank, added up along the tree."""
+        by_node: dict[Node, torch.Tensor] = {}
+        for node, part in zip(order, parts, strict=True):
+            # The two copies of a tied parameter hold different parts of the same microbatches.
+            by_node[node] = by_node[node].add_(part) if node in by_node else part
         held: dict[Node, torch.Tensor] = {}
-        order = [node for of_replica in self._nodes for node in of_replica]
-        for node, part in zip(order, parts, strict=bool(parts)):
+        for node, part in by_node.items():
             put(held, node, part, self._leaves, torch.Tensor.add_)
-        return held[0, self._leaves] if parts else torch.empty(0)
+        return held[0, self._leaves]
+
+    def _replica(self, rank: int) -> int:
+        place = self._world.layout.place_of(rank)
+        assert place is not None, "only ranks of the layout sum"
+        return place.dp

@@ -72,8 +72,6 @@ class BucketedReduction:
         """Start what has not been started, wait for all, and put the sums together."""
         self._remove_hooks()
         local = self._sums.whole()
-        if self._world.layout.dp == 1:
-            return local
         for queue in self._queues:
             while queue:
                 self._start(queue.popleft(), local)
@@ -82,8 +80,7 @@ class BucketedReduction:
             assert bucket.work is not None
             bucket.group.complete(bucket.work)
             self._unpack(bucket, total)
-        share_unsplit(self._shard, self._world, total)
-        return total
+        return completed(self._shard, self._world, total, local)
 
     def _on_gradient(self, param: Param) -> Callable[[torch.Tensor], None]:
         def ready(tensor: torch.Tensor) -> None:
@@ -144,7 +141,14 @@ def unpack(shard: Shard, pieces: Iterable[Piece], flat: torch.Tensor, total: Gra
         rows(total[param], param, span, origin=shard.ranges[param][0]).copy_(part)
 
 
-def share_unsplit(shard: Shard, world: World, total: Gradients) -> None:
+def completed(shard: Shard, world: World, total: Gradients, local: Gradients) -> Gradients:
+    """`total` with what needs no sum: all in a single replica but tied parameters."""
+    if world.layout.dp > 1:
+        _share_unsplit(shard, world, total)
+    return local | total
+
+
+def _share_unsplit(shard: Shard, world: World, total: Gradients) -> None:
     """Take the sums of unsplit parameters from the stage's first rank, to the last bit."""
     unsplit = {param: tensor for param, tensor in shard.tensors.items() if param.dim is None}
     if len(world.tp) == 1 or not unsplit:

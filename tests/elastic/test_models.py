@@ -1,0 +1,77 @@
+"""Every model of the contract trains alike in every layout, uneven ones included."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
+from resihp.elastic.engine import Setup
+from resihp.elastic.models import Gpt2, Llama, Mixture, Model, Packed
+from resihp.elastic.optim import Optimizer
+from tests.elastic.threads import Run, train
+
+SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=2, ffn=22, vocab=61)
+TIED = dataclasses.replace(SHAPE, tied_embeddings=True)
+PLAIN = dataclasses.replace(TIED, kv_heads=4, gated=False)
+MODELS: dict[str, Model] = {
+    "llama": Llama(SHAPE),
+    "tied": Llama(TIED),
+    "gpt2": Gpt2(PLAIN, context=24, dropout=0.1),
+    "mixture": Mixture(SHAPE, experts=5, top_k=2),
+}
+ALONE = Layout((Replica((Stage((0,), (0, 4), (2,)),)),))
+LAYOUTS = {
+    "grid": Layout.grid(dp=2, pp=2, tp=2, layers=4, units=4),
+    "uneven": Layout(
+        (
+            Replica((Stage((0, 1, 2), (0, 3), (3, 4, 5)), Stage((5, 4), (3, 4), (3, 1)))),
+            Replica((Stage((3, 6), (0, 1), (1, 3)), Stage((7,), (1, 4), (4,)))),
+        )
+    ),
+    "deep": Layout((Replica(tuple(Stage((i,), (i, i + 1), (4,)) for i in range(4))),)),
+    "ends apart": Layout(
+        (Replica((Stage((0,), (0, 0)), Stage((1, 2), (0, 4), (1, 2)), Stage((3, 4), (4, 4)))),)
+    ),
+}
+MICROBATCHES, TOKENS, STEPS = 5, 21, 4
+OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-6, weight_decay=0.1)
+
+
+def batch(step: int, index: int) -> Packed:
+    """Predictable text in two documents."""
+    chosen = torch.Generator().manual_seed(1000 * step + index)
+    ids = torch.randint(0, 8, (TOKENS + 1,), generator=chosen).cumsum(0) % SHAPE.vocab
+    cut = int(torch.randint(5, TOKENS - 5, (1,), generator=chosen))
+    targets = ids[1:].clone()
+    targets[cut - 1] = -100
+    return Packed(ids[:-1], targets, (cut, TOKENS - cut))
+
+
+def run(model: Model, layout: Layout) -> Run:
+    plan = Plan(version=0, layout=layout, quotas=even_quotas(MICROBATCHES, layout.dp))
+    return train(Setup(model, OPTIMIZER, batch), plan, STEPS)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> Run:
+    """The single rank that every layout must follow."""
+    return run(model, ALONE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_trains_alike(model: Model, layout: Layout, alone: Run) -> None:
+    found = run(model, layout)
+    assert found.losses == pytest.approx(alone.losses, abs=2e-5)
+    assert found.norms == pytest.approx(alone.norms, rel=1e-4)
+    assert found.losses[-1] < found.losses[0]
+    reference = alone.state()
+    for param, tensors in found.state().items():
+        torch.testing.assert_close(tensors[0], reference[param][0], rtol=2e-2, atol=2e-4)
