@@ -7,16 +7,12 @@ from collections.abc import Mapping
 
 import torch
 
-from resihp.contracts import Layout, ResiHPError
+from resihp.contracts import Layout
 from resihp.layout import Parameters
 
-from ..instep.ledger import Spans, indices
+from ..instep.ledger import MiscountError, Spans, indices
 from ..worlds.world import World
 from .sums import Gradients
-
-
-class MiscountError(ResiHPError):
-    """A microbatch is not in the sum exactly once. A bug of ours; the step must not be used."""
 
 
 def account(

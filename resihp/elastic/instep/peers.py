@@ -1,0 +1,109 @@
+"""The groups over which replicas of a user's loop sum their gradients and count microbatches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..worlds.comm import Group, Network, WorldBrokenError
+from .ledger import MiscountError
+
+
+class Member(Protocol):
+    """Where a process stands in its replica."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def members(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Peers:
+    """`everyone` alive, and the `mirrors`: one process of each replica, with the same shards."""
+
+    everyone: Group
+    mirrors: Group
+
+    def sum_buckets(self, local: Sequence[torch.Tensor], bucket_bytes: int) -> list[torch.Tensor]:
+        """The sums over the replicas, out of place, in the shapes of `local`."""
+        if len(self.mirrors) == 1:
+            return list(local)
+        started = []
+        for bucket in _buckets(local[::-1], bucket_bytes):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            started.append((bucket, flat, self.mirrors.start_all_reduce(flat)))
+        total: list[torch.Tensor] = []
+        for bucket, flat, work in started:
+            self.mirrors.complete(work)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            total += [part.view_as(t) for part, t in zip(parts, bucket, strict=True)]
+        return total[::-1]
+
+    def count(self, losses: Mapping[int, float], microbatches: int, seat: Member) -> list[float]:
+        """The loss of each microbatch. Raises `MiscountError` unless each is summed once."""
+        line = torch.zeros(2, microbatches, dtype=torch.float64)
+        for index, loss in losses.items():
+            line[0, index] = loss / seat.members
+            line[1, index] = 1.0 / seat.members
+        summed = self.everyone.all_reduce(line)
+        if bool(((summed[1] - 1.0).abs() > 1e-6).any()):
+            raise MiscountError(f"microbatches do not count once: {summed[1].tolist()}")
+        told: list[float] = summed[0].tolist()
+        return told
+
+
+def connect_peers(
+    network: Network,
+    name: str,
+    everyone: Sequence[int],
+    mirrors: Sequence[int],
+    broken: Callable[[Sequence[int], float], str | None],
+) -> Peers:
+    """Build both groups. Raises `WorldBrokenError` if they will never be complete.
+
+    Building cannot be interrupted, so it has a thread of its own, which is abandoned.
+    """
+    built: list[Peers] = []
+    failed: list[Exception] = []
+
+    def build() -> None:
+        try:
+            all_ = network.group(f"{name}/everyone", everyone)
+            built.append(Peers(all_, network.group(f"{name}/mirrors", mirrors)))
+        except (RuntimeError, dist.DistError) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=build, name="resihp-peers", daemon=True)
+    thread.start()
+    waited_s = 0.0
+    while thread.is_alive():
+        thread.join(0.01)
+        waited_s += 0.01
+        reason = broken(everyone, waited_s)
+        if reason is not None:
+            raise WorldBrokenError(reason)
+    if failed:
+        raise WorldBrokenError(f"the groups could not be built: {failed[0]}")
+    return built[0]
+
+
+def _buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
+    """In order, one type each, cut where a bucket would grow beyond `bucket_bytes`."""
+    buckets: list[list[torch.Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        added = tensor.numel() * tensor.element_size()
+        fits = buckets and size + added <= bucket_bytes and buckets[-1][0].dtype == tensor.dtype
+        if not fits:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
+        size += added
+    return buckets
