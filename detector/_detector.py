@@ -161,9 +161,16 @@ class Detector:
                 kinds = (ProbeKind.GEMM, ProbeKind.MEMORY)
                 requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in kinds]
         for link in self.links():
-            if self._ration.allow(link.rank, 1, now):
+            like = self._epoch.links.like(link)
+            if like is not None and self._ration.allow(link.rank, 1, now):
                 requests.append(
-                    ProbeRequest(rank=link.rank, reference=link.peer, kind=ProbeKind.LINK)
+                    ProbeRequest(
+                        rank=link.rank,
+                        reference=like[0],
+                        kind=ProbeKind.LINK,
+                        peer=link.peer,
+                        reference_peer=like[1],
+                    )
                 )
         return requests
 

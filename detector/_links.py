@@ -41,6 +41,7 @@ class Links:
     def __init__(self, places: Places, settings: DetectorSettings) -> None:
         self._places, self._settings = places, settings
         self._keys = np.empty(0, np.int64)
+        self._classes = np.empty(0, np.int64)
         self._test: LevelTest | None = None
 
     def observe(self, step: TelemetryBatch, index: Ints, number: int) -> None:
@@ -66,8 +67,8 @@ class Links:
         own, peer = keys >> 32, keys & 0xFFFF_FFFF
         kind = np.stack([places.peers[own], places.peers[peer]], axis=1)
         _, classes = np.unique(kind, axis=0, return_inverse=True)
-        classes = classes.reshape(-1).astype(np.int64)
-        self._test = LevelTest(classes, self._settings, least=1.25, error=0.02)
+        self._classes = classes.reshape(-1).astype(np.int64)
+        self._test = LevelTest(self._classes, self._settings, least=1.25, error=0.02)
         return self._test
 
     @property
@@ -97,6 +98,16 @@ class Links:
                 )
             )
         return found
+
+    def like(self, link: LinkVerdict) -> tuple[int, int] | None:
+        """Ends of a healthy link of the same kind; None where there is none."""
+        test, ranks = self._test, self._places.ranks
+        if test is None:
+            return None
+        own, peer = ranks[self._keys >> 32], ranks[self._keys & 0xFFFF_FFFF]
+        here = np.flatnonzero((own == link.rank) & (peer == link.peer))[0]
+        healthy = np.flatnonzero((self._classes == self._classes[here]) & ~test.slow)
+        return (int(own[healthy[0]]), int(peer[healthy[0]])) if healthy.size else None
 
     def state(self) -> State:
         """What `load` needs."""

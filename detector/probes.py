@@ -34,16 +34,19 @@ class ProbeKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """Please run `kind` on `rank` and on `reference` at once (for LINK: between the two)."""
+    """Please run `kind` on `rank` and on `reference`; for LINK, on the links between `rank` and
+    `peer` and between `reference` and `reference_peer` (-1: no link)."""
 
     rank: int
     reference: int
     kind: ProbeKind
+    peer: int = -1
+    reference_peer: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """Best time in ms of a probe on both ends; for LINK, `reference_ms` is that of a like link."""
+    """Best time in ms of a probe on the suspect and on its reference."""
 
     rank: int
     reference: int
@@ -64,8 +67,9 @@ class ProbeResult:
     @property
     def words(self) -> str:
         """The result as evidence."""
+        where = "that of" if self.kind is ProbeKind.LINK else "on"
         return (
-            f"a {self.kind.value} probe took {self.slowdown:.2f} times as long as on rank "
+            f"a {self.kind.value} probe took {self.slowdown:.2f} times as long as {where} rank "
             f"{self.reference}"
         )
 

@@ -50,13 +50,27 @@ class Client:
 
     def send_telemetry(
         self, job: str, message: bytes, form: WireFormat, key: str | None = None
-    ) -> None:
-        """Hand over an encoded batch. A repetition with the same `key` is applied once."""
+    ) -> dict[str, Any]:
+        """Hand over an encoded batch. A repetition with the same `key` is applied once.
+
+        Returns the answer: what was `accepted`, and the `probes` that the sidecar asks for.
+        """
         headers = {"Content-Type": form.value}
         if key is not None:
             headers["Idempotency-Key"] = key
         path = _path(job, "telemetry")
-        self._transport.request("POST", path, body=message, headers=headers)
+        answer = self._transport.request("POST", path, body=message, headers=headers)
+        try:
+            document = json.loads(answer.data)
+        except ValueError:  # it was taken, which is what counts
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def answer_probe(
+        self, job: str, *, probe: str, rank: int, ms: float | None, detail: str = ""
+    ) -> None:
+        """Say how long a probe took, or with `ms` None why it was not run."""
+        self._send("POST", _path(job, "probes", probe), {"rank": rank, "ms": ms, "detail": detail})
 
     def heartbeat(self, job: str, *, ranks: Iterable[int], step: int | None = None) -> None:
         """Say that these ranks live. One that has said so and falls silent counts as stopped."""

@@ -2,6 +2,7 @@
 
 from ._clocks import CudaClock, HostClock
 from ._hook import hook
-from .monitor import Monitor, Stats
+from ._stats import Stats
+from .monitor import Monitor
 
 __all__ = ["CudaClock", "HostClock", "Monitor", "Stats", "hook"]

@@ -16,6 +16,7 @@ from resihp.contracts.codec import WireFormat, encode
 from ._buffer import Buffer, Row
 from ._clocks import CudaClock
 from ._failures import Failures
+from ._probes import Probes
 from ._rows import Batcher, ready, version_of
 from ._spans import Span
 
@@ -25,12 +26,18 @@ _POLL_S = 0.002
 
 
 class Telemetry(Protocol):
-    """Where messages go; `resihp.Client` is one."""
+    """Where messages go; `resihp.Client` is one. Its methods raise `ServiceError`."""
 
     def send_telemetry(
         self, job: str, message: bytes, form: WireFormat, key: str | None = None
+    ) -> object:
+        """What the sidecar answers, with the probes that it asks for."""
+        ...
+
+    def answer_probe(
+        self, job: str, *, probe: str, rank: int, ms: float | None, detail: str
     ) -> None:
-        """Raises `ServiceError`."""
+        """The outcome of a probe."""
         ...
 
 
@@ -64,9 +71,10 @@ class Sender:
         interval_s: float,
         seed: int,
         device: Callable[[], CudaClock | None],
+        probes: Probes,
     ) -> None:
         self._telemetry, self._job, self._rank = telemetry, job, rank
-        self._failures = failures
+        self._failures, self._probes = failures, probes
         self._batch_records, self._interval_s = batch_records, interval_s
         self._seed, self._device = seed, device
         self.buffer = Buffer(capacity, self._start)
@@ -122,6 +130,7 @@ class Sender:
         device = self._device()
         if device is not None:
             device.adopt_thread()
+        self._answer_probes()
         while rows := self._take():
             taken = 0
             try:
@@ -162,14 +171,26 @@ class Sender:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                self._telemetry.send_telemetry(self._job, message, WireFormat.MSGPACK, key)
+                answer = self._telemetry.send_telemetry(self._job, message, WireFormat.MSGPACK, key)
             except ServiceError as error:
                 if not self._may_repeat(error) or not self._pause(delay_s):
                     return False
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
                 self.counts.retries += 1
             else:
+                self._probes.take(answer)
                 return True
+
+    def _answer_probes(self) -> None:
+        """An answer that does not get through is lost: the sidecar does not wait for it."""
+        while self._probes.answers:
+            answer = self._probes.answers.popleft()
+            try:
+                self._telemetry.answer_probe(
+                    self._job, probe=answer.id, rank=self._rank, ms=answer.ms, detail=answer.detail
+                )
+            except ServiceError as error:
+                self._failures.say_once("probe", f"the answer to a probe was lost: {error}")
 
     def _may_repeat(self, error: ServiceError) -> bool:
         status = error.status

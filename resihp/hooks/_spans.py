@@ -222,3 +222,5 @@ class Step:
             span.microbatch = 0
             span.__exit__(kind, error, trace)
         monitor.current_step += 1
+        if kind is None:
+            monitor.between_steps()

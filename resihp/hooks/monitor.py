@@ -6,7 +6,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import nan
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
@@ -16,37 +15,19 @@ from resihp.contracts import Op
 
 from ._clocks import CudaClock, HostClock, running_cuda
 from ._failures import Failures
+from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._sender import Sender, Telemetry
 from ._setup import check, device_of, rank_of_process, start_afresh_in_children
 from ._spans import DeviceSpan, Exchange, HostSpan, Span, Step, Waiting
+from ._stats import Stats
 from ._work import Work, snapshot
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_PROBE_BUDGET_MS = 5.0
 DEFAULT_URL = "http://127.0.0.1:8700"
 _FORWARD, _BACKWARD, _OPTIMIZER, _P2P, _COLLECTIVE, _DATA = (int(op) for op in Op)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Of one monitor in one process.
-
-    queued    records that wait to be sent
-    sent      records that the sidecar took, in `batches` messages
-    dropped   records lost: the buffer was full, the sidecar refused them, or a hook failed
-    retries   repetitions of messages that the sidecar could not take
-    refused   messages that it refused (status 4xx)
-    failures  times that a hook failed
-    """
-
-    queued: int
-    sent: int
-    batches: int
-    dropped: int
-    retries: int
-    refused: int
-    failures: int
 
 
 class Monitor:
@@ -68,6 +49,9 @@ class Monitor:
     batch_records  most records in one message
     interval_s     time between messages
     seed           of the jitter between retries; default the rank
+    probes         False forbids short probes between two steps, which the sidecar asks a suspect
+                   and a healthy rank for; default RESIHP_PROBES, else allowed
+    link_probe     times a transfer with a peer, for probes of links; it bounds its own waiting
     """
 
     def __init__(
@@ -83,6 +67,8 @@ class Monitor:
         batch_records: int = 8_192,
         interval_s: float = 0.5,
         seed: int | None = None,
+        probes: bool | None = None,
+        link_probe: LinkProbe | None = None,
     ) -> None:
         self.rank = rank_of_process(rank)
         check(job, capacity, batch_records, interval_s)
@@ -96,12 +82,16 @@ class Monitor:
         self._open: Span | None = None
         self._recorded = False
         self._next_index: dict[int, int] = {}
+        allowed = allowed_by_environment() if probes is None else probes
+        self._probes = Probes(
+            self._failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
+        )
         self._sender = Sender(
             client or Client(url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
                              token or os.environ.get("RESIHP_TOKEN")),
             job, self.rank, self._failures, capacity=capacity, batch_records=batch_records,
             interval_s=interval_s, seed=self.rank if seed is None else seed,
-            device=device_of(self),
+            device=device_of(self), probes=self._probes,
         )  # fmt: skip
         self._put = self._sender.buffer.put
         self._finalizer = weakref.finalize(self, self._sender.close, 2.0)
@@ -216,6 +206,11 @@ class Monitor:
             compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer,
         ))  # fmt: skip
 
+    def between_steps(self) -> None:
+        """Run what the sidecar asks for, if anything; `step` does it by itself as it ends."""
+        if self._probes.orders:
+            self._probes.run()
+
     @property
     def stats(self) -> Stats:
         """What became of the records so far."""
@@ -294,4 +289,5 @@ class Monitor:
         if self._device is not None:
             self._use(None)
         self._open = None
+        self._probes.reset()
         self._sender.reset()

@@ -53,6 +53,14 @@ class Failure(_Strict):
     detail: Detail = ""
 
 
+class ProbeAnswer(_Strict):
+    """Best time of a probe on one rank; null, with a reason, if it was not run."""
+
+    rank: Rank
+    ms: Annotated[float, Field(gt=0)] | None
+    detail: Detail = ""
+
+
 async def read(request: Request, shape: type[_Body]) -> _Body:
     """A JSON body of a shape. Raises what the problem table knows, naming the field."""
     _require_json(request)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from resihp.contracts import ContractError, Job, Plan, from_json, to_json
+from resihp.contracts import ContractError, Job, Plan, TelemetryBatch, from_json, to_json
 from resihp.contracts.codec import WireFormat, decode, encode
 
 from ..store.inbox import Kind
@@ -88,7 +89,8 @@ async def post_telemetry(
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> dict[str, Any]:
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
-    `Idempotency-Key` is applied once."""
+    `Idempotency-Key` is applied once. The answer asks the rank of the records for `probes`, if
+    one is wanted: `{"id", "kind", "peer"}`."""
     form = bodies.wire_format(request)
     body = await request.body()
     limit = ctx.settings.max_records
@@ -99,7 +101,17 @@ async def post_telemetry(
         job, Kind.TELEMETRY, body,
         records=len(batch), dropped=batch.dropped, retry_key=_retry_key(idempotency_key),
     )  # fmt: skip
-    return {"accepted": len(batch), "duplicate": not new}
+    sender = _only_rank(batch)
+    probes = [] if sender is None else (await ctx.store.probes(job)).get(str(sender), [])
+    answer = {"accepted": len(batch), "duplicate": not new}
+    return {**answer, "probes": probes} if probes else answer
+
+
+def _only_rank(batch: TelemetryBatch) -> int | None:
+    """The rank of all records; None where they are of several: nobody there could be asked."""
+    if not len(batch) or int(batch.rank.min()) != int(batch.rank.max()):
+        return None
+    return int(batch.rank[0])
 
 
 def _retry_key(given: str | None) -> str | None:
@@ -130,6 +142,17 @@ async def post_failure(
         retry_key=_retry_key(idempotency_key),
     )  # fmt: skip
     return {"accepted": len(failure.ranks)}
+
+
+@router.post(
+    "/{job}/probes/{probe}", status_code=202, openapi_extra=bodies.documented(bodies.ProbeAnswer)
+)
+async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[str, Any]:
+    """What a rank measured that telemetry's answer asked it for. An unknown probe is forgotten."""
+    answer = await bodies.read(request, bodies.ProbeAnswer)
+    document = {"probe": probe[:64], **answer.model_dump()}
+    await ctx.store.put(job, Kind.PROBE, json.dumps(document).encode())
+    return {"accepted": answer.ms is not None}
 
 
 @router.get("/{job}/verdicts")

@@ -27,6 +27,10 @@ function words(event) {
       return ["fail_stop", "failure", `Ranks ${ranges(event.ranks)} reported lost${event.reported_by === null ? "" : ` by rank ${event.reported_by}`}`, event.detail];
     case "error":
       return ["error", "error", `A message was skipped (${event.during})`, event.detail];
+    case "probe":
+      return ["", "probe", `A ${event.probe} probe of rank ${event.rank} and rank ${event.reference}`, ""];
+    case "probe_result":
+      return ["", "probe", `Rank ${event.rank}: ${event.detail}`, ""];
     case "registered":
       return ["", "job", `Registered as ${event.job}`, ""];
     default:

@@ -88,6 +88,11 @@ class ApiStore:
         fields = await self._redis.hgetall(JobKeys(name).status)
         return {key.decode(): json.loads(value) for key, value in fields.items()}
 
+    async def probes(self, name: str) -> dict[str, list[dict[str, Any]]]:
+        """What each rank, by its number as a string, is asked to measure."""
+        orders = await self._redis.hget(JobKeys(name).status, "probes")
+        return _loads(orders) if orders else {}
+
     async def backlog(self, name: str) -> int:
         """Messages that no saved state contains yet."""
         return int(await self._redis.xlen(JobKeys(name).inbox))

@@ -1,4 +1,4 @@
-"""What arrives for a job, in order of arrival: telemetry, heartbeats, acks and failures."""
+"""What arrives for a job, in order of arrival: telemetry, heartbeats, acks, failures, answers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Kind(StrEnum):
     HEARTBEAT = "heartbeat"
     ACK = "ack"
     FAILURE = "failure"
+    PROBE = "probe"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from detector.probes import ProbeRequest, ProbeResult
 from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
 from scheduler.rental import Decision, Rental
 
@@ -22,6 +23,8 @@ class DetectorLike(Protocol):
     def report_failure(
         self, ranks: Iterable[int], *, step: int | None, detail: str
     ) -> list[Verdict]: ...
+    def probe_requests(self, now: float) -> list[ProbeRequest]: ...
+    def probe_result(self, result: ProbeResult) -> list[Verdict]: ...
     def save(self) -> bytes: ...
 
 

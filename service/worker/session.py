@@ -22,6 +22,7 @@ from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
 from .forecast import Forecast
 from .planning import Planner, Retry, is_news, speeds_of, why_kept
+from .probes import Probes
 from .rollout import Rollout
 from .steps import StepClock
 
@@ -57,6 +58,7 @@ class Session:
         self._known: dict[int, float] = {}
         self._rental = Rental()
         self._retry = Retry()
+        self._probes = Probes()
         self._clock_s = 0.0
 
     @property
@@ -78,6 +80,7 @@ class Session:
             Kind.HEARTBEAT: self._heartbeat,
             Kind.ACK: self._ack,
             Kind.FAILURE: self._failure,
+            Kind.PROBE: self._probe,
         }[entry.kind]
         self._guarded(entry.kind.value, lambda: handler(entry))
 
@@ -95,6 +98,22 @@ class Session:
         self._clock_s += elapsed_s
         alive = self._detector.check_alive
         self._guarded("check_alive", lambda: self._report(alive(self._clock_s)))
+        self._guarded("probe_requests", self._ask)
+
+    def _ask(self) -> None:
+        """Ask for the probes that would settle a suspicion."""
+        wanted = self._detector.probe_requests(self._clock_s)
+        for request in self._probes.ask(wanted, self._clock_s):
+            kind, rank, reference = request.kind.value, request.rank, request.reference
+            self._say("probe", {"probe": kind, "rank": rank, "reference": reference})
+
+    def _probe(self, entry: Entry) -> None:
+        document = entry.document()
+        result = self._probes.answer(document["probe"], document["rank"], document["ms"])
+        if result is None:
+            return
+        self._say("probe_result", {"rank": result.rank, "detail": result.words})
+        self._report(self._detector.probe_result(result))
 
     def _telemetry(self, entry: Entry) -> None:
         batch = entry.batch()
@@ -207,6 +226,7 @@ class Session:
             "planning": self.planning,
             "last_step": self.last_step,
             "rollout": self._rollout.describe(),
+            "probes": self._probes.orders(),
         }
 
     def diagnosis(self) -> dict[str, Any] | None:
@@ -230,6 +250,7 @@ class Session:
             "known": {str(rank): speed for rank, speed in self._known.items()},
             "planning": self.planning,
             "rental": to_json(self._rental),
+            "probes": self._probes.save(),
             "clock_s": self._clock_s,
         }
         return self._detector.save(), msgpack.packb(rest)
@@ -251,4 +272,5 @@ class Session:
         self._rental = from_json(Rental, saved["rental"])
         if self.planning["state"] == "infeasible":
             self._retry = Retry().failed(saved["clock_s"])
+        self._probes = Probes.restore(saved["probes"])
         self._clock_s = saved["clock_s"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from detector.probes import ProbeRequest, ProbeResult
 from resihp.contracts import (
     Cause,
     Diagnosis,
@@ -97,6 +98,12 @@ class FakeDetector:
             self.beats.pop(rank, None)
             changed += self._set(rank, Status.FAIL_STOP, 1.0, step)
         return changed
+
+    def probe_requests(self, now: float) -> list[ProbeRequest]:
+        return []
+
+    def probe_result(self, result: ProbeResult) -> list[Verdict]:
+        return []
 
     def save(self) -> bytes:
         known = {str(r): [v.status.value, v.slowdown, v.step] for r, v in self.known.items()}

@@ -1,0 +1,108 @@
+"""Probes never disturb training: bounded, refused where forbidden, their trouble counted."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from resihp.hooks import _probe_work
+from resihp.hooks._failures import Failures
+from resihp.hooks._probes import Probes, allowed_by_environment
+
+
+def probes_of(*, allowed: bool = True, link=None) -> Probes:
+    return Probes(Failures(), allowed=allowed, link=link, budget_ms=2.0)
+
+
+def ask(probes: Probes, *kinds: str, peer: int = -1) -> None:
+    orders = [{"id": f"{i}{k}", "kind": k, "peer": peer} for i, k in enumerate(kinds)]
+    probes.take({"accepted": 1, "probes": orders})
+
+
+@pytest.mark.parametrize("kind", ["gemm", "memory"])
+def test_a_probe_is_timed_between_two_steps(kind):
+    probes = probes_of()
+    ask(probes, kind)
+    assert not probes.answers
+    probes.run()
+    (answer,) = probes.answers
+    assert answer.id == f"0{kind}"
+    assert answer.ms is not None
+    assert 0 < answer.ms < 1000
+
+
+def test_an_order_is_taken_once_and_probes_are_spaced():
+    probes = probes_of()
+    ask(probes, "gemm", "memory")
+    ask(probes, "gemm", "memory")
+    assert len(probes.orders) == 2
+    probes.run()
+    probes.run()  # at once: too soon for another
+    assert (len(probes.orders), len(probes.answers)) == (1, 1)
+
+
+def test_where_probes_are_forbidden_the_sidecar_is_told():
+    probes = probes_of(allowed=False)
+    ask(probes, "gemm")
+    assert not probes.orders
+    assert probes.answers[0].ms is None
+    assert "forbidden" in probes.answers[0].detail
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"), [("0", False), ("false", False), ("OFF", False), ("1", True), ("", True)]
+)
+def test_the_environment_forbids(monkeypatch, value, allowed):
+    monkeypatch.setenv("RESIHP_PROBES", value)
+    assert allowed_by_environment() is allowed
+
+
+def test_a_link_is_measured_by_what_the_trainer_gives():
+    probes = probes_of(link=lambda peer: 2.5 if peer == 7 else None)
+    ask(probes, "link", peer=7)
+    probes.run()
+    assert probes.answers.popleft().ms == 2.5
+    probes = probes_of()
+    ask(probes, "link", peer=7)
+    probes.run()
+    assert "no link probe" in probes.answers.popleft().detail
+
+
+def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, caplog):
+    def broken(budget_ms: float) -> float:
+        raise MemoryError("no room")
+
+    monkeypatch.setitem(_probe_work.TIMED, "gemm", broken)
+    failures = Failures()
+    probes = Probes(failures, allowed=True, link=None, budget_ms=2.0)
+    for round_ in range(2):
+        probes.take({"probes": [{"id": str(round_), "kind": "gemm"}]})
+        probes._last_s = float("-inf")
+        probes.run()
+    assert failures.count == 2
+    assert [answer.ms for answer in probes.answers] == [None, None]
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [], {"probes": 3}, {"probes": [3, {"id": 1}, {"kind": "gemm"}]}]
+)
+def test_what_a_sidecar_may_answer_otherwise_is_passed_over(answer):
+    probes = probes_of()
+    probes.take(answer)
+    assert not probes.orders
+    assert not probes.answers
+
+
+def test_a_step_runs_what_is_asked_for_as_it_ends(make_monitor, sidecar, wait_until):
+    said = []
+    sidecar.answer_probe = lambda job, **answer: said.append((job, answer["probe"], answer["ms"]))
+    monitor = make_monitor()
+    ask(monitor._probes, "gemm")
+    with monitor.step():
+        pass
+    wait_until(lambda: said)
+    assert said[0][1] == "0gemm"
+    assert said[0][2] > 0
+    assert monitor.stats.failures == 0
