@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +49,7 @@ class Doubting(FakeDetector):
 
 
 def doubting_engines() -> Engines:
-    usual = fake_engines()
-    return Engines(Doubting, Doubting.restore, usual.replan, usual.make_plan, usual.step_ms)
+    return replace(fake_engines(), detector=Doubting, restore=Doubting.restore)
 
 
 @pytest.fixture
