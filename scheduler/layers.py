@@ -26,7 +26,6 @@ Ints = NDArray[np.int64]
 
 _SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35)
 _FEWER_SLACK = (0.0, 0.03, 0.1)
-_BISECTIONS = 20
 _FEW = 60  # partitions of a chain up to which all of them are timed
 
 
@@ -75,9 +74,9 @@ def candidates(
     """Layer partitions [candidate, chain, stage] and their bounds [candidate, chain].
 
     For a bottleneck W every stage could take `(W - extra) / w` layers; the least W that places all
-    layers, found by bisection, is the exact optimum for many microbatches. A little more than it
-    frees slow stages and shortens filling and draining. What is surplus goes from the slowest
-    stages, or from the fullest ones. Infeasible chains have the bound inf. `few`: fewer candidates.
+    layers is the exact optimum for many microbatches. A little more than it frees slow stages and
+    shortens filling and draining. What is surplus goes from the slowest stages, or from the fullest
+    ones. Infeasible chains have the bound inf. `few`: fewer candidates.
     """
     each = (setting.fleet.forward_ms + setting.fleet.backward_ms)[chains]
     extra = 3.0 * _extra(setting, chains)
@@ -85,14 +84,11 @@ def candidates(
     possible = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= setting.layers)
     most = np.maximum(most, 1)
     least = _least_bottleneck(each, extra, most, setting.layers)
-    found = []
-    for slack in _FEWER_SLACK if few else _SLACK:
-        room = _room(least * (1.0 + slack), each, extra, most)
-        found.append(_without_surplus(room, -each, setting.layers))
-        if slack == 0.0:
-            full = -(room * each + extra)
-            found.append(_without_surplus(room, full, setting.layers, one_each=True))
-    layers = np.stack(found)
+    slack = 1.0 + np.array(_FEWER_SLACK if few else _SLACK)
+    room = _room(least * slack[:, None], each, extra, most)
+    slow = _without_surplus(room, -each, setting.layers)
+    full = _without_surplus(room[:1], -(room[0] * each + extra), setting.layers, one_each=True)
+    layers = np.concatenate([slow[:1], full, slow[1:]])
     bounds = _bounds(setting, chains, layers, microbatches)
     return layers, np.asarray(np.where(possible, bounds, np.inf))
 
@@ -114,36 +110,43 @@ def _bounds(setting: Setting, chains: Ints, layers: Ints, microbatches: Ints) ->
 
 
 def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
-    """From what whole layers cannot beat, up to one layer more, or anything where memory binds."""
+    """What fractional layers cannot beat, and then one whole layer more after the other.
+
+    A layer goes where it ends first; inf where memory cannot hold them all.
+    """
     low = (total + (extra / each).sum(axis=1)) / (1.0 / each).sum(axis=1)
-    near = low + (each + extra).max(axis=1)
-    far: Floats = (extra + each * np.minimum(most, total)).max(axis=1)
-    high = np.where(_room(near, each, extra, most).sum(axis=1) >= total, near, far)
-    low = np.minimum(low, high)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2.0
-        enough = _room(middle, each, extra, most).sum(axis=1) >= total
-        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-    return np.asarray(high)
+    held = _room(low, each, extra, most)
+    missing = total - held.sum(axis=1)
+    further = min(int(missing.max(initial=0)), total)
+    if further <= 0:
+        return np.asarray(low)
+    count = held[:, None, :] + np.arange(1, further + 1)[:, None]
+    ends = np.where(count <= most[:, None, :], count * each[:, None, :] + extra[:, None, :], np.inf)
+    ends = np.sort(ends.reshape(len(each), -1), axis=1)
+    last = ends[np.arange(len(each)), np.maximum(missing, 1) - 1]
+    return np.asarray(np.where(missing > 0, last, low))
 
 
 def _room(bottleneck: Floats, each: Floats, extra: Floats, most: Ints) -> Ints:
-    fits = np.floor((bottleneck[:, None] - extra) / each + 1e-9)
-    return np.asarray(np.clip(fits, 1, most), np.int64)
+    """Layers that every stage can take, [..., chain, stage]."""
+    fits = np.floor((bottleneck[..., None] - extra) / each + 1e-9)
+    return np.maximum(np.minimum(fits, most), 1.0).astype(np.int64)
 
 
 def _without_surplus(room: Ints, key: Floats, total: int, *, one_each: bool = False) -> Ints:
-    """Takes layers away in the order of `key` (least first, later stages first) down to `total`."""
-    stages = room.shape[1]
-    order = stages - 1 - np.argsort(key[:, ::-1], axis=1, kind="stable")
-    held = np.take_along_axis(room, order, axis=1)
-    surplus = np.maximum(held.sum(axis=1, keepdims=True) - total, 0)
-    rounds = -(-surplus // stages)
-    takes = np.minimum(held - 1, rounds) if one_each else held - 1
-    before = np.cumsum(takes, axis=1) - takes
-    held = held - np.clip(surplus - before, 0, takes)
+    """Takes layers away in the order of `key` (least first, later stages first) down to `total`.
+
+    room [candidate, chain, stage]; key [chain, stage]
+    """
+    stages = room.shape[-1]
+    order = (stages - 1 - np.argsort(key[:, ::-1], axis=1, kind="stable"))[None]
+    held = np.take_along_axis(room, order, axis=-1)
+    surplus = np.maximum(held.sum(axis=-1, keepdims=True) - total, 0)
+    takes = np.minimum(held - 1, -(-surplus // stages)) if one_each else held - 1
+    before = np.cumsum(takes, axis=-1) - takes
+    held = held - np.minimum(np.maximum(surplus - before, 0), takes)
     result = np.empty_like(room)
-    np.put_along_axis(result, order, held, axis=1)
+    np.put_along_axis(result, order, held, axis=-1)
     return result
 
 
@@ -193,13 +196,11 @@ def polish(
         take = np.arange(len(active))
         trial = np.maximum(moved[pick, take], 1)
         hopeful = bounds[pick, take] < present[active] * (1 - 1e-9)
-        exact = spans(
-            setting,
-            np.tile(rows, (len(pick), 1)),
-            trial.reshape(-1, stages),
-            np.tile(counts, len(pick)),
-        ).reshape(len(pick), -1)
-        exact = np.where(hopeful, exact, np.inf)
+        if not hopeful.any():
+            break
+        _, at = np.nonzero(hopeful)
+        exact = np.full(hopeful.shape, np.inf)
+        exact[hopeful] = spans(setting, rows[at], trial[hopeful], counts[at])
         choice = exact.argmin(axis=0)
         better = exact[choice, take] < present[active] * (1 - 1e-9)
         layers[active[better]] = trial[choice, take][better]

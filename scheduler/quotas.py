@@ -44,15 +44,15 @@ class Evaluator:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._kinds = setting.fleet.kind.tolist()
+        self.columns = [group.column for group in setting.fleet.groups]
+        self.kinds: list[int] = setting.fleet.kind.tolist()
         self._speed = 1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)
         self._best: dict[tuple[Chain, int], tuple[tuple[int, ...], float]] = {}
         self._slowest: dict[tuple[Chain, int], float] = {}
 
     def signature(self, chain: Chain) -> Chain:
         """Equal for chains that cost the same."""
-        kinds = self._kinds
-        return tuple([kinds[group] for group in chain])
+        return tuple(map(self.kinds.__getitem__, chain))
 
     def speed(self, chain: Chain) -> float:
         """Layers per millisecond of all stages together."""
@@ -120,18 +120,21 @@ class Evaluator:
         span_ms: float,
         *,
         whole: bool = False,
+        known: dict[Chain, float] | None = None,
     ) -> list[float]:
         """Microbatches (fractions allowed) that each chain can finish in `span_ms`, nearly.
 
         Extrapolated from the bound for `microbatches` with the bottleneck stage's time for each
         further one, over the best of the candidate partitions. 0 where a chain is infeasible.
-        `whole` weighs complete microbatches more than parts of one.
+        `whole` weighs complete microbatches more than parts of one. `known`: what earlier calls
+        with the same arguments found, by signature; it is added to.
         """
+        known = {} if known is None else known
         signatures = [self.signature(chain) for chain in chains]
         by_length: dict[int, dict[Chain, Chain]] = defaultdict(dict)
         for signature, chain in zip(signatures, chains, strict=True):
-            by_length[len(chain)].setdefault(signature, chain)
-        known: dict[Chain, float] = {}
+            if signature not in known:
+                by_length[len(chain)].setdefault(signature, chain)
         for stages, distinct in by_length.items():
             rows = np.array(list(distinct.values()), np.int64).reshape(-1, stages)
             counts = np.full(len(rows), microbatches)
@@ -151,13 +154,16 @@ def divide(
     chains: Sequence[Chain],
     microbatches: int,
     expired: Callable[[], bool] = lambda: False,
+    near: Sequence[int] | None = None,
 ) -> Division:
     """Quotas (at least 1 each) by exchange until the last chain to end cannot be relieved.
 
-    Starts in proportion to speed; gives each microbatch where it ends first; then moves one at a
-    time from the latest chain to the one that would end first with it.
+    Starts in proportion to speed, or from quotas of the same sum that are `near`; gives each
+    microbatch where it ends first; then moves one at a time from the latest chain to the one that
+    would end first with it.
     """
-    quotas = _by_rate(evaluator, chains, _in_proportion(evaluator, chains, microbatches))
+    start = near or _in_proportion(evaluator, chains, microbatches)
+    quotas = _by_rate(evaluator, chains, start)
     for _ in range(3):
         if expired():
             break

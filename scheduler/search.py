@@ -225,7 +225,9 @@ def _refined(found: Found, microbatches: int, expired: Callable[[], bool]) -> Fo
         evaluator, aim_ms = found.evaluator, aim * found.division.span_ms
         whole = aim < 1.0
         chains = traded(evaluator, found.chains, microbatches, aim_ms, expired, whole=whole)
-        division = divide(evaluator, chains, microbatches, expired)
+        if chains == list(found.chains):
+            continue
+        division = divide(evaluator, chains, microbatches, expired, near=found.division.quotas)
         if division.span_ms < found.division.span_ms:
             found = Found(evaluator, tuple(chains), division)
     return found

@@ -7,6 +7,7 @@ chains whose layers divide with less left over.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -55,7 +56,8 @@ def traded(
     """
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
-    capacity = evaluator.capacities(current, typical, span_ms, whole=whole)
+    known: dict[Chain, float] = {}
+    capacity = evaluator.capacities(current, typical, span_ms, whole=whole, known=known)
     columns = {group.column for group in evaluator.setting.fleet.groups}
     least = min(len(columns) - 1, *map(len, chains))
     looked_at = 0
@@ -65,7 +67,7 @@ def traded(
         if not options:
             break
         flat = [chain for _, _, one, other in options for chain in (one, other)]
-        after = evaluator.capacities(flat, typical, span_ms, whole=whole)
+        after = evaluator.capacities(flat, typical, span_ms, whole=whole, known=known)
         gains = [
             (after[2 * k] + after[2 * k + 1] - capacity[a] - capacity[b], k)
             for k, (a, b, _, _) in enumerate(options)
@@ -90,29 +92,29 @@ def _trades(evaluator: Evaluator, chains: Sequence[Chain], least: int) -> list[_
 
     No replica gets fewer than `least` stages.
     """
-    columns = [group.column for group in evaluator.setting.fleet.groups]
-    kinds = evaluator.setting.fleet.kind.tolist()
+    columns, kinds = evaluator.columns, evaluator.kinds
     firsts: dict[Chain, int] = {}
     for index, chain in enumerate(chains):
         firsts.setdefault(evaluator.signature(chain), index)
     rows = list(firsts.values())
     at = [{columns[g]: g for g in chains[row]} for row in rows]
-    deep = len(set(columns)) >= _DEEP
-    full = [len(chains[row]) - len(set(columns)) for row in rows]
+    count = len(set(columns))
+    full = [len(chains[row]) - count for row in rows]
     found: list[_Trade] = []
     for distance in range(1, len(rows)):
         for i in range(len(rows) - distance):
             j = i + distance
+            one, other = chains[rows[i]], chains[rows[j]]
+            leave = (
+                full[i] >= 0 >= full[j] and count >= _DEEP and len(one) > least,
+                full[j] >= 0 >= full[i] and count >= _DEEP and len(other) > least,
+            )
             for column in sorted({*at[i], *at[j]}):
                 given, taken = at[i].get(column), at[j].get(column)
-                leave = (full[i] >= 0 >= full[j] and deep, full[j] >= 0 >= full[i] and deep)
-                for one, other in _exchanges(kinds, given, taken, leave=leave):
-                    pair = (
-                        _replaced(chains[rows[i]], one, other, columns),
-                        _replaced(chains[rows[j]], other, one, columns),
-                    )
-                    if min(map(len, pair)) >= max(least, 1):
-                        found.append((rows[i], rows[j], *pair))
+                for out, into in _exchanges(kinds, given, taken, leave=leave):
+                    fresh = _replaced(one, out, into, columns), _replaced(other, into, out, columns)
+                    if min(map(len, fresh)) >= max(least, 1):
+                        found.append((rows[i], rows[j], *fresh))
             if len(found) > _TRIES:
                 return found
     return found
@@ -139,12 +141,13 @@ def _exchanges(
 
 
 def _replaced(chain: Chain, old: int | None, new: int | None, columns: Sequence[int]) -> Chain:
-    if old is not None and new is not None:  # of one column: the order stays
+    """The chain with another group, or one more, or one less."""
+    if new is None:
+        return tuple([g for g in chain if g != old])
+    if old is not None:  # of one column: the order stays
         return tuple([new if g == old else g for g in chain])
-    kept = [g for g in chain if g != old]
-    if new is not None:
-        kept.append(new)
-    return tuple(sorted(kept, key=lambda g: (columns[g], g)))
+    place = bisect(chain, columns[new], key=columns.__getitem__)
+    return (*chain[:place], new, *chain[place:])
 
 
 def inserted(

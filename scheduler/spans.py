@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -10,6 +12,7 @@ from resihp.pipeline.orders import most_ahead, most_in_flight
 from resihp.pipeline.replay import WEIGHT_PART
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.integer]
 
 
 def pipeline_spans(
@@ -35,36 +38,93 @@ def pipeline_spans(
     """
     f, b = np.asarray(forward, float), np.asarray(backward, float)
     counts = np.asarray(microbatches)[:, None]
-    stages = f.shape[1]
-    weight = b * (WEIGHT_PART if schedule is Schedule.ZERO_BUBBLE else 0.0)
-    b = b - weight
-    owed = np.array(most_ahead(schedule, stages, max_in_flight))
-    put_off = np.array(most_in_flight(schedule, stages, max_in_flight)) - owed
-    ahead = owed - 1
-    lag = ahead - np.append(ahead[1:], 0)  # rounds since the stage behind ran the same backward
-    same, long_ago = np.flatnonzero(lag[:-1] == 0)[::-1], np.flatnonzero(lag[:-1] == 2)
-    reach = np.cumsum(f, axis=1) + p2p * np.arange(stages)
-    before = reach - f
-    free = np.zeros_like(f)  # end of the last pass of each stage
-    returned = np.zeros_like(f)  # end of its last backward
-    earlier = returned.copy()  # end of the one before
-    for round_ in range(int(counts.max(initial=0)) + int(ahead[0])):
-        ends = reach + np.maximum.accumulate(free - before, axis=1)
-        np.copyto(free, ends, where=round_ < counts)
-        turn = round_ - ahead
+    rounds = _Rounds(f, b, counts, p2p, _Lead.of(schedule, f.shape[1], max_in_flight))
+    steady = rounds.steady()
+    for number in range(int(counts.max(initial=0)) + int(rounds.lead.ahead[0])):
+        if number in steady:
+            rounds.run_steady()
+        else:
+            rounds.run(number)
+    return rounds.last()
+
+
+class _Lead(NamedTuple):
+    """How far each stage of a schedule runs ahead, in rounds."""
+
+    ahead: NDArray[np.intp]  # forwards before the first backward
+    put_off: NDArray[np.intp]  # backwards before the first weight half
+    weight_part: float
+    lag: NDArray[np.intp]  # since the stage behind ran the same backward
+
+    @classmethod
+    def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> _Lead:
+        owed = np.array(most_ahead(schedule, stages, max_in_flight))
+        put_off = np.array(most_in_flight(schedule, stages, max_in_flight)) - owed
+        part = WEIGHT_PART if schedule is Schedule.ZERO_BUBBLE else 0.0
+        return cls(owed - 1, put_off, part, owed[:-1] - owed[1:])
+
+
+class _Rounds:
+    """All pipelines after some rounds: when each stage ended its last pass and last backwards."""
+
+    def __init__(
+        self, forward: Floats, backward: Floats, counts: Counts, p2p: float, lead: _Lead
+    ) -> None:
+        self.lead, self._counts, self._p2p = lead, counts, p2p
+        self._weight = backward * lead.weight_part
+        self._inputs = backward - self._weight
+        self._reach = np.cumsum(forward, axis=1) + p2p * np.arange(forward.shape[1])
+        self._before = self._reach - forward
+        self._free = np.zeros_like(forward)  # end of the last pass of each stage
+        self._returned = np.zeros_like(forward)  # end of its last backward
+        self._earlier = np.zeros_like(forward)  # end of the one before
+        self._most = max(counts.ravel().tolist(), default=0)
+        self._same = np.flatnonzero(lead.lag == 0)[::-1]
+        self._long_ago = np.flatnonzero(lead.lag == 2)
+
+    def steady(self) -> range:
+        """Rounds in which every stage of every pipeline runs all kinds of passes."""
+        first = int((self.lead.ahead + self.lead.put_off).max())
+        alike = (self.lead.lag == 1).all() or (self.lead.lag == 2).all()
+        return range(first, min(self._counts.ravel().tolist(), default=0) if alike else first)
+
+    def run_steady(self) -> None:
+        """One of those rounds; the same as `run`, in fewer operations."""
+        free = self._reach + np.maximum.accumulate(self._free - self._before, axis=1)
+        source = self._earlier if self._long_ago.size else self._returned
+        returned = free + self._inputs
+        arrival = source[:, 1:] + (self._inputs[:, :-1] + self._p2p)
+        np.maximum(returned[:, :-1], arrival, out=returned[:, :-1])
+        self._earlier, self._returned = self._returned, returned
+        self._free = returned + self._weight
+
+    def run(self, number: int) -> None:
+        """Any round."""
+        free, counts = self._free, self._counts
+        if number < self._most:
+            ends = self._reach + np.maximum.accumulate(free - self._before, axis=1)
+            np.copyto(free, ends, where=number < counts)
+        turn = number - self.lead.ahead
         runs = (turn >= 0) & (turn < counts)
-        arrival = returned + p2p
-        arrival[:, :-1] = arrival[:, 1:]
-        arrival[:, -1] = 0.0
-        if long_ago.size:
-            arrival[:, long_ago] = earlier[:, long_ago + 1] + p2p
-            earlier = returned.copy()
-        ends = np.maximum(free, arrival) + b
-        for stage in same:
-            ends[:, stage] = np.maximum(free[:, stage], ends[:, stage + 1] + p2p) + b[:, stage]
-        np.copyto(returned, ends, where=runs)
-        if schedule is Schedule.ZERO_BUBBLE:
-            ends += weight * (turn >= put_off)
+        ends = np.maximum(free, self._arrivals()) + self._inputs
+        for stage in self._same:
+            arrived = np.maximum(free[:, stage], ends[:, stage + 1] + self._p2p)
+            ends[:, stage] = arrived + self._inputs[:, stage]
+        self._earlier = self._returned
+        self._returned = np.where(runs, ends, self._returned)
+        if self.lead.weight_part:
+            ends += self._weight * (turn >= self.lead.put_off)
         np.copyto(free, ends, where=runs)
-    free += weight * np.minimum(put_off, counts)
-    return np.asarray(free.max(axis=1))
+
+    def _arrivals(self) -> Floats:
+        """When the backwards of the stages behind are there; 0 where none is waited for."""
+        arrival = np.zeros_like(self._free)
+        arrival[:, :-1] = self._returned[:, 1:] + self._p2p
+        if self._long_ago.size:
+            arrival[:, self._long_ago] = self._earlier[:, self._long_ago + 1] + self._p2p
+        return arrival
+
+    def last(self) -> Floats:
+        """When every pipeline ends: with the weight halves that are left."""
+        left = self._weight * np.minimum(self.lead.put_off, self._counts)
+        return np.asarray((self._free + left).max(axis=1))
