@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from resihp.contracts import Op, Plan
-from resihp.pipeline.orders import Pass, stage_order
+from resihp.contracts import ContractError, Op, Plan, Schedule
+from resihp.pipeline.orders import Part, Pass, stage_order
 
 from ..instep.ledger import Holding, Kept, Spans, indices
 from ..instep.shares import full_shares
@@ -63,7 +63,15 @@ class Engine:
     ) -> None:
         self.setup, self.world, self.shard, self.plan = setup, world, shard, plan
         self._waited = waited
-        self._passes = Passes(setup.model, world, shard)
+        if plan.schedule is Schedule.INTERLEAVED:
+            raise ContractError("schedule", "interleaved needs several layer ranges per stage")
+        self._passes = Passes(
+            setup.model,
+            world,
+            shard,
+            split=plan.schedule is Schedule.ZERO_BUBBLE,
+            compute_dtype=setup.compute_dtype,
+        )
         kind = OrderedSums if setup.deterministic else Sums
         self._sums = kind(shard.tensors, plan.microbatches)
         self._total: Gradients | None = None
@@ -98,6 +106,7 @@ class Engine:
         """All passes of this rank's microbatches; no other replica takes part."""
         batches, order = self._load(step), self._order()
         last_of = {item.microbatch: item for item in order}
+        first_halves: dict[int, tuple[float, float]] = {}
         for item in order:
             packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
             timing, loss_weight = _Timing(self._waited), self._loss_weight(packed)
@@ -113,6 +122,10 @@ class Engine:
                 flops = self._passes.flops(item, packed)
                 self.setup.pacer.hold(flops, step, timing.compute_s)
             self._passes.send(item, outgoing)
+            if item.part is Part.INPUT:
+                first_halves[index] = timing.stop_ms()
+                continue
+            timing.earlier = first_halves.pop(index, (0.0, 0.0))
             self._record(item.op, step, index, timing, packed)
         self._passes.drain()
 
@@ -226,9 +239,10 @@ def holding(world: World, epoch: int, finished: Spans, *, summed: bool = False) 
 
 
 class _Timing:
-    """Time since it was made, split into computing and waiting."""
+    """Time since it was made, split into computing and waiting; `earlier` is added to it."""
 
     def __init__(self, waited: WaitClock) -> None:
+        self.earlier = (0.0, 0.0)
         self._waited, self._waited_before = waited, waited.seconds
         self._start = time.perf_counter()
 
@@ -237,5 +251,7 @@ class _Timing:
         return time.perf_counter() - self._start - (self._waited.seconds - self._waited_before)
 
     def stop_ms(self) -> tuple[float, float]:
-        """Computing and waiting so far, in milliseconds."""
-        return max(self.compute_s, 0.0) * 1e3, (self._waited.seconds - self._waited_before) * 1e3
+        """Computing and waiting so far, in milliseconds, and what was `earlier`."""
+        waited_s = self._waited.seconds - self._waited_before
+        compute_ms = max(self.compute_s, 0.0) * 1e3
+        return self.earlier[0] + compute_ms, self.earlier[1] + waited_s * 1e3

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from resihp.contracts import Op
 
 from ..models import Model
@@ -39,6 +41,8 @@ def record_nothing(**fields: Any) -> None:
 class Setup:
     """What stays the same in every world.
 
+    compute_dtype  precision of the operators under torch's autocast, e.g. `torch.bfloat16`;
+                   parameters, gradients and sums between ranks stay float32. None: all float32
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; costs memory and some speed (`OrderedSums`)
     bucket_bytes   how much of a gradient travels at once while backward still runs
@@ -49,5 +53,6 @@ class Setup:
     data: DataSource
     record: Recorder = record_nothing
     pacer: Pacer | None = None
+    compute_dtype: torch.dtype | None = None
     deterministic: bool = False
     bucket_bytes: int = 25 << 20
