@@ -7,6 +7,7 @@ from .parts import ShardedTensorPiece
 from .policy import Every, EveryStep, FaultRate, LeastLoss, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored
+from .torch_writer import LazyWriter
 
 __all__ = [
     "Alone",
@@ -17,6 +18,7 @@ __all__ = [
     "FaultRate",
     "Group",
     "HostMemory",
+    "LazyWriter",
     "LeastLoss",
     "Level",
     "LevelCounters",

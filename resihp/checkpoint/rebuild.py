@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
-from .parts import Part, Path, State
+from .parts import Part, Path, State, is_stateful
 from .read import Located
 
 
@@ -54,7 +53,7 @@ def give_back(into: State, state: Mapping[str, object]) -> None:
     if not isinstance(into, Mapping):
         return
     for key, value in into.items():
-        if isinstance(value, Stateful):
+        if is_stateful(value):
             loaded: Any = state[key]
             value.load_state_dict(loaded)
         elif isinstance(into, MutableMapping):
@@ -62,7 +61,7 @@ def give_back(into: State, state: Mapping[str, object]) -> None:
 
 
 def _is_owned(into: State, path: Path) -> bool:
-    return isinstance(into, Mapping) and isinstance(into.get(str(path[0])), Stateful)
+    return isinstance(into, Mapping) and is_stateful(into.get(str(path[0])))
 
 
 def _get(container: Any, step: str | int | tuple[int]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .archive import ALIGN, Frame, frame
 from .checksum import ROW_BYTES
-from .index import Entry, spans
+from .index import CHUNK_BYTES, Entry, spans
 from .parts import Part, Path, Thing
 
 
@@ -59,7 +59,7 @@ class ShardFile:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = tuple(places)
-        self.frames: list[Frame] = []
+        frames: list[Frame] = []
         entries, at = [], 0
         for place in self.places:
             around = frame(place.dtype, place.sizes, place.nbytes, at)
@@ -68,43 +68,43 @@ class ShardFile:
             kind = str(place.dtype).removeprefix("torch.")
             shape = (place.shape, place.offsets, place.sizes)
             entries.append(Entry(place.key, place.path, at, length, kind, *shape, data))
-            self.frames.append(around)
+            frames.append(around)
             at = _up(at + length, ALIGN)
         self.entries = tuple(entries)
         self.nbytes = _up(at, ROW_BYTES)
         self.chunks = spans(0, self.nbytes)
         self.cuts = self._cuts()
+        self._frames = self._framing(frames)
 
     def _cuts(self) -> list[list[Cut]]:
         """For each chunk, what of the tensors lies in it."""
         found: dict[int, list[Cut]] = defaultdict(list)
-        chunk = 0
         for index, (entry, place) in enumerate(zip(self.entries, self.places, strict=True)):
-            begin, end = entry.data, entry.data + place.nbytes
-            while chunk and self.chunks[chunk][0] > begin:
-                chunk -= 1
-            while begin < end:
-                while self.chunks[chunk][1] <= begin:
-                    chunk += 1
-                stop = min(end, self.chunks[chunk][1])
-                found[chunk].append(Cut(index, begin - entry.data, stop - entry.data, begin))
-                begin = stop
+            at, end = entry.data, entry.data + place.nbytes
+            while at < end:
+                chunk = at // CHUNK_BYTES
+                stop = min(end, (chunk + 1) * CHUNK_BYTES)
+                found[chunk].append(Cut(index, at - entry.data, stop - entry.data, at))
+                at = stop
         return [found[number] for number in range(len(self.chunks))]
 
-    def put_frames(self, image: Tensor, chunk: int | None = None) -> None:
-        """Write what stands between tensors into an image (uint8) of the file or of one chunk."""
-        first, last = (0, self.nbytes) if chunk is None else self.chunks[chunk]
-        for entry, place, around in zip(self.entries, self.places, self.frames, strict=True):
-            if entry.start >= last or entry.start + entry.length <= first:
-                continue
-            for at, content in (
-                (entry.start, around.head),
-                (entry.data + place.nbytes, around.tail),
-            ):
-                low, high = max(at, first), min(at + len(content), last)
-                if low < high:
-                    part = bytearray(content[low - at : high - at])
-                    image[low - first : high - first] = torch.frombuffer(part, dtype=torch.uint8)
+    def put_frames(self, chunk: int, goal: Tensor) -> None:
+        """Write what stands between tensors in a chunk into the chunk's bytes (uint8)."""
+        first, last = self.chunks[chunk]
+        for at, content in self._frames[chunk]:
+            low, high = max(at, first), min(at + len(content), last)
+            part = bytearray(content[low - at : high - at])
+            goal[low - first : high - first] = torch.frombuffer(part, dtype=torch.uint8)
+
+    def _framing(self, frames: Sequence[Frame]) -> list[list[tuple[int, bytes]]]:
+        """For each chunk, the frames that reach into it, and where they start."""
+        found: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        for entry, place, around in zip(self.entries, self.places, frames, strict=True):
+            ends = entry.data + place.nbytes
+            for at, content in ((entry.start, around.head), (ends, around.tail)):
+                for chunk in range(at // CHUNK_BYTES, (at + len(content) - 1) // CHUNK_BYTES + 1):
+                    found[chunk].append((at, content))
+        return [found[number] for number in range(len(self.chunks))]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

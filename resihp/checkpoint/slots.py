@@ -26,7 +26,8 @@ class Slots:
             self._slots = [Slot(HostBuffer(file.nbytes, pinned=pinned)) for _ in range(self._count)]
         for slot in self._slots:
             slot.last = None
-            file.put_frames(slot.buffer.tensor)
+            for number, (start, stop) in enumerate(file.chunks):
+                file.put_frames(number, slot.buffer.tensor[start:stop])
         self._file = file
         return True
 

@@ -81,6 +81,11 @@ class Staging:
             previous=lent[1],
         )
 
+    @property
+    def picks(self) -> tuple[int, ...]:
+        """Positions of the parts that are copied, in the order of the buffer."""
+        return self._plan.picks if self._plan is not None else ()
+
     def start(self, filling: Filling) -> None:
         """Begin to copy."""
         assert self._copier is not None

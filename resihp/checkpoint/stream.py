@@ -1,0 +1,80 @@
+"""Writes a file straight from tensors that stay as they are: no copy but of chunks in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from .checksum import checksum
+from .host_buffer import HostBuffer
+from .index import CHUNK_BYTES, Index, spans
+from .levels.direct_file import DirectFile, sync_folder, write_whole
+from .metadata import data_name, index_name
+from .shard_file import ShardFile, flat_bytes
+
+WRITERS = 2
+"""Threads, each with one chunk of its own."""
+
+
+def write_stream(
+    folder: Path, index: Index, file: ShardFile, tensor: Callable[[int], Tensor], section: bytes
+) -> None:
+    """Write the file of `index` and the index itself, both on the medium when this returns.
+
+    tensor   gives the tensor of a place of `file`; it must not change meanwhile
+    section  what comes after the tensors
+    """
+    target = DirectFile.create(folder / data_name(index.rank))
+    try:
+        work = _Stream(file, tensor, target)
+        with ThreadPoolExecutor(WRITERS, "resihp-checkpoint-stream") as pool:
+            for future in [pool.submit(work.run) for _ in range(WRITERS)]:
+                future.result()
+        target.write(memoryview(section), file.nbytes)
+        target.truncate(index.file_bytes)
+        target.sync()
+    finally:
+        target.close()
+    after = [checksum(memoryview(section)[a:b]) for a, b in spans(0, len(section))]
+    sums = [work.sums[number] for number in range(len(file.chunks))]
+    summed = replace(index, checksums=(*sums, *after))
+    write_whole(folder / index_name(index.rank), summed.to_json().encode())
+    sync_folder(folder)
+
+
+class _Stream:
+    """Chunks that several threads fill, sum and write."""
+
+    def __init__(
+        self, file: ShardFile, tensor: Callable[[int], Tensor], target: DirectFile
+    ) -> None:
+        self._file, self._tensor, self._target = file, tensor, target
+        self._numbers: Iterator[int] = iter(range(len(file.chunks)))
+        self._lock = Lock()
+        self.sums: dict[int, int] = {}
+
+    def run(self) -> None:
+        """Until no chunk is left."""
+        buffer = HostBuffer(CHUNK_BYTES)
+        held, source = -1, torch.empty(0)
+        while (number := self._claim()) is not None:
+            start, stop = self._file.chunks[number]
+            view = buffer.view[: stop - start]
+            self._file.put_frames(number, buffer.tensor)
+            for cut in self._file.cuts[number]:
+                if cut.tensor != held:
+                    held, source = cut.tensor, flat_bytes(self._tensor(cut.tensor))
+                goal = buffer.tensor[cut.at - start : cut.at - start + cut.stop - cut.start]
+                goal.copy_(source[cut.start : cut.stop])
+            self.sums[number] = checksum(view)
+            self._target.write(view, start)
+
+    def _claim(self) -> int | None:
+        with self._lock:
+            return next(self._numbers, None)

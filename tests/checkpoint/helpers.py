@@ -1,0 +1,64 @@
+"""What the tests of checkpoints share: states whose values tell their step, and slow levels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from resihp.checkpoint import Alone, LocalDisk, Restored
+from resihp.checkpoint.filling import Filling
+from resihp.checkpoint.levels import Level
+from resihp.checkpoint.restore import restore
+
+SIZES = ((3,), (700, 401), (1,), (), (1025, 1030), (0, 4), (2, 3, 5))
+"""More than one chunk in all, with tensors that end inside a chunk and some that are tiny."""
+
+
+def stamped(step: int) -> dict[str, Tensor]:
+    """A state in which every element is the step."""
+    return {f"t{i}": torch.full(size, float(step)) for i, size in enumerate(SIZES)}
+
+
+def stamp(state: Mapping[str, Tensor], step: int) -> None:
+    """What an optimizer does: overwrite everything."""
+    for tensor in state.values():
+        tensor.fill_(float(step))
+
+
+def assert_stamped(state: Mapping[str, Tensor], step: int) -> None:
+    """Every element is of the step."""
+    for key, tensor in state.items():
+        assert torch.equal(tensor, torch.full_like(tensor, float(step))), key
+
+
+def back_from(*levels: Level, step: int | None = None) -> tuple[Restored, dict[str, Tensor]]:
+    """The newest state that the levels give."""
+    into = stamped(-1)
+    return restore(levels, into, Alone(), step=step), into
+
+
+class SlowDisk(LocalDisk):
+    """Takes at least `delay_s` for each checkpoint, before it reads the first chunk of it."""
+
+    def __init__(self, folder: Path, delay_s: float, keep: int = 2) -> None:
+        super().__init__(folder, keep=keep)
+        self.delay_s = delay_s
+
+    def put(self, filling: Filling) -> None:
+        """Sleep, then write."""
+        time.sleep(self.delay_s)
+        super().put(filling)
+
+
+def run_python(script: str, *arguments: object) -> str:
+    """What a new process prints that runs a script; it imports only what the script does."""
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,120 @@
+"""The bytes are those of the step they claim, whatever training does right after the fence."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.checkpoint import Checkpointer, HostMemory, LocalDisk
+from resihp.checkpoint.copier import write_order
+from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, stamp, stamped
+
+naps = st.sampled_from([0.0, 0.0, 0.0002, 0.001, 0.004])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    compute=st.lists(naps, min_size=3, max_size=8),
+    storage=st.lists(naps, min_size=1, max_size=3),
+    buffers=st.integers(1, 2),
+    in_memory=st.booleans(),
+)
+def test_every_checkpoint_holds_one_step_alone(
+    compute: list[float], storage: list[float], buffers: int, in_memory: bool
+) -> None:
+    state = stamped(-2)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = SlowDisk(Path(folder), 0.0, keep=20)
+        levels = [HostMemory(keep=1), disk] if in_memory else [disk]
+        with Checkpointer(levels, buffers=buffers) as saver:
+            saver.prepare(state)
+            for step, nap in enumerate(compute):
+                disk.delay_s = storage[step % len(storage)]
+                stamp(state, step)  # the optimizer
+                saver.save(step, state, extra={"step": step})
+                time.sleep(nap)  # forward and backward
+                saver.fence()
+            stamp(state, 99)
+            assert saver.wait(60)
+            assert not saver.counters.failures
+            steps = disk.steps()
+            assert len(steps) == saver.counters.levels[disk.name].saved
+            if in_memory:
+                restored, into = back_from(levels[0])
+                assert_stamped(into, restored.step)
+        for step in steps:
+            restored, into = back_from(LocalDisk(Path(folder)), step=step)
+            assert_stamped(into, step)
+            assert restored.extra == {"step": step}
+        assert steps, "the first one always finds a free buffer"
+
+
+def test_a_fence_for_some_tensors_lets_only_those_change(tmp_path: Path) -> None:
+    state = stamped(5)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.prepare(state)
+        saver.save(5, state)
+        for tensor in state.values():
+            saver.fence([tensor])
+            tensor.fill_(-1.0)
+        saver.wait()
+    assert_stamped(back_from(LocalDisk(tmp_path))[1], 5)
+
+
+def test_an_attached_optimizer_is_fenced_and_gives_the_order(tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2_000_000)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters[::-1], lr=1.0, momentum=0.5)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moments = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
+    tensors = [parameters[0].detach(), *moments, parameters[1].detach()]
+    assert write_order(tensors, [optimizer]) == [3, 2, 0, 1]
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.attach(optimizer)
+        for step in range(4):
+            saver.save(step, {"p": [p.detach() for p in parameters], "optimizer": optimizer})
+            optimizer.step()  # fences first
+            saver.wait()
+    into = {"p": [torch.zeros(2_000_000) for _ in range(2)]}
+    restored = Checkpointer([LocalDisk(tmp_path)]).restore(into)
+    assert restored.step == 3
+    lr_sum = sum(2.0 - 0.5**k for k in range(4))  # what the steps before it have subtracted
+    assert all(torch.equal(p, torch.full_like(p, -lr_sum)) for p in into["p"])
+
+
+def test_statistics_that_the_forward_pass_changes_are_those_of_the_save(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(300_000)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        for step in range(3):
+            before = model.running_mean.clone()
+            saver.save(step, {"model": model})
+            model(torch.full((2, 300_000), 1.0 + step))
+            saver.wait()
+    again = torch.nn.BatchNorm1d(300_000)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.restore({"model": again})
+    assert torch.equal(again.running_mean, before)
+
+
+def test_tensors_with_gaps_and_of_all_kinds_come_back(tmp_path: Path) -> None:
+    wide = torch.arange(60.0).reshape(3, 4, 5)
+    state = {
+        "transposed": wide.transpose(0, 2),
+        "every second": wide[:, ::2],
+        "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "bits": torch.tensor([True, False]),
+    }
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, state)
+        saver.wait()
+        into = {key: torch.zeros_like(value) for key, value in state.items()}
+        saver.restore(into)
+    for key, value in state.items():
+        assert torch.equal(into[key], value), key
