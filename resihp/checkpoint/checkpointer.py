@@ -153,7 +153,7 @@ class Checkpointer:
         if filling is None:
             self.counters.no_buffer += 1
             return None
-        filling.is_wanted_later = len(first) < len(self._runners)
+        filling.uploads = len(self._runners) - len(first)
         filling.taken = {runner.level.name: 0 for runner in able}
         self._staging.start(filling)
         for runner in first:
@@ -184,18 +184,29 @@ class Checkpointer:
         """Hand a checkpoint from the disk on to the levels after it; also one that it failed on."""
 
         def hand_on(filling: Filling, is_put: bool) -> None:
-            if level is not self._disk() or (not is_put and filling.problem is not None):
+            if level is not self._disk():
+                if level.after_disk and self._disk() is not None:
+                    filling.uploaded()
                 return
             for runner in filter(self._is_fed_by_disk, self._runners):
-                if not is_put and filling.released:
-                    runner.counters.skipped += 1  # parts of the buffer hold newer bytes already
-                    continue
-                if not is_put:
-                    filling.done_with(runner.level.name, 0)
-                if not runner.offer(filling):
-                    filling.leave(runner.level.name)
+                if not self._passes(filling, is_put, runner):
+                    filling.uploaded()
 
         return hand_on
+
+    def _passes(self, filling: Filling, is_put: bool, runner: Runner) -> bool:
+        """Whether a checkpoint goes on from the disk, or from the buffer where the disk failed."""
+        if not is_put:
+            if filling.problem is not None:
+                return False
+            if filling.released:
+                runner.counters.skipped += 1  # parts of the buffer may hold newer bytes already
+                return False
+            filling.done_with(runner.level.name, 0)
+        is_taken = runner.offer(filling)
+        if not is_taken:
+            filling.leave(runner.level.name)
+        return is_taken
 
     def _disk(self) -> Level | None:
         """The level whose files feed those that come after it."""

@@ -7,11 +7,11 @@ level has taken it. So a single buffer is enough while the disk keeps up.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import BinaryIO
 
 from torch import Tensor
 
@@ -49,7 +49,8 @@ class Filling:
 
     copied     chunks whose copy has ended; `enqueued` chunks whose copy has been ordered
     taken      for each level, chunks that it needs no more (a prefix of them all)
-    stored     the file that a disk level has written, open for a level that comes after it
+    uploads    levels that take the checkpoint from the disk level's file
+    stored     descriptor of that file, open while one of them needs it
     previous   the checkpoint that was in the slot before and may still be read there
     """
 
@@ -66,8 +67,8 @@ class Filling:
     is_blocked: bool = False
     problem: BaseException | None = None
     taken: dict[str, int] = field(default_factory=dict)
-    is_wanted_later: bool = False
-    stored: BinaryIO | None = None
+    uploads: int = 0
+    stored: int | None = None
 
     def __post_init__(self) -> None:
         self._sums: dict[int, int] = {}
@@ -141,6 +142,14 @@ class Filling:
         """The level's `put` has returned."""
         if level not in self._kept:
             self.done_with(level)
+
+    def uploaded(self) -> None:
+        """One of the levels that read the disk level's file has ended, or will not begin."""
+        with self.changed:
+            self.uploads -= 1
+            if not self.uploads and self.stored is not None:
+                os.close(self.stored)
+                self.stored = None
 
     def chunk(self, number: int) -> memoryview:
         """The bytes of a chunk, as they go into the file."""

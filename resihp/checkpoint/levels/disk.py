@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -61,10 +62,11 @@ class LocalDisk:
         reuse(self.folder, target)
         try:
             self._write(filling, target)
-            if filling.is_wanted_later:
-                filling.stored = open(target, "rb", buffering=0)  # noqa: SIM115 - the uploader's
-            if publish(self.folder, part, replace(filling.index(), ranks=ranks)):
-                drop_old(self.folder, self._keep)
+            if filling.uploads:
+                filling.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+            index = replace(filling.index(), ranks=ranks)
+            if publish(self.folder, part, index):
+                drop_old(self.folder, self._keep, index)
         except BaseException:
             _discard(target)
             raise

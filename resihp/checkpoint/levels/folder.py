@@ -1,7 +1,8 @@
 """A folder of checkpoints: how one becomes visible as a whole, and how old ones go.
 
     step-000000042/            complete: `.metadata`, and for each rank a file and its index
-    .step-000000043.RUN.part/  being written; RUN keeps a restarted job apart from its former self
+    .step-000000043.RUN.part/  being written; RUN keeps a restarted job apart from its former self.
+                               As .ready.part it is complete and about to be published.
     .step-000000040.retired/   dropped; its files serve the next checkpoint as room on disk
 
 Whichever rank finds the index of every rank in place writes `.metadata` and renames the folder, so
@@ -56,13 +57,15 @@ def publish(root: Path, part: Path, own: Index) -> bool:
     """Put this rank's index in place, and publish if it is the last one. Whether it was."""
     write_whole(part / index_name(own.rank), own.to_json().encode())
     sync_folder(part)
+    if not all((part / index_name(rank)).exists() for rank in own.ranks):
+        return False
+    claimed = part.with_suffix(".ready.part")
     try:
-        if not all((part / index_name(rank)).exists() for rank in own.ranks):
-            return False
-        indexes = [own if rank == own.rank else _read(part, rank) for rank in own.ranks]
-        reveal(part, root / step_name(own.step), to_metadata(indexes))
+        os.rename(part, claimed)
     except FileNotFoundError:
-        return False  # another rank, as late as this one, has just published
+        return False  # another rank, as late as this one, is about to publish
+    indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
+    reveal(claimed, root / step_name(own.step), to_metadata(indexes))
     return True
 
 
@@ -76,12 +79,20 @@ def reveal(part: Path, final: Path, metadata: bytes) -> None:
     sync_folder(final.parent)
 
 
-def drop_old(root: Path, keep: int) -> None:
-    """Retire all but the newest `keep`; delete what was retired before."""
+def drop_old(root: Path, keep: int, published: Index) -> None:
+    """Retire all but the newest `keep` up to the one published; delete what was retired before.
+
+    Later ones, of a job that has gone back, stay. What this run left unfinished before the
+    published one goes, too: every rank is past it.
+    """
     for path in root.glob(".step-*.retired"):
         shutil.rmtree(path, ignore_errors=True)
-    for step in steps_in(root)[:-keep]:
+    for step in [step for step in steps_in(root) if step <= published.step][:-keep]:
         _retire(root / step_name(step))
+    for path in root.glob(f".step-*.{published.run}.part"):
+        step_of_part = step_of(path.name.split(".")[1])
+        if step_of_part is not None and step_of_part < published.step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep(root: Path, run: str) -> None:

@@ -61,6 +61,13 @@ class ImageStore:
             raise CheckpointError(f"rank {rank} of step {step} is not in memory")
         return image
 
+    def forget(self) -> None:
+        """Let everything go."""
+        with self._lock:
+            dropped, self._images = self._images, {}
+        for image in dropped.values():
+            image.release()
+
     def indexes(self) -> list[Index]:
         """Of all images."""
         with self._lock:

@@ -7,6 +7,7 @@ written last, by whichever rank finds the index of every rank in place.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -50,14 +51,14 @@ class SharedStorage:
             index = self._send(filling, file)
         self._fs.pipe_file(f"{folder}/{index_name(me.rank)}", index.to_json().encode())
         if self._publish(folder, index):
-            self._drop_old()
+            self._drop_old(me.step)
 
     def _send(self, filling: Filling, file: IO[bytes]) -> Index:
         if filling.stored is not None:
-            with filling.stored as source:
-                while content := source.read(CHUNK_BYTES):
-                    file.write(content)
-            return filling.index()
+            index = filling.index()
+            for start in range(0, index.file_bytes, CHUNK_BYTES):
+                file.write(os.pread(filling.stored, CHUNK_BYTES, start))
+            return index
         for number in range(filling.count):
             filling.take(number)
             file.write(filling.chunk(number))
@@ -109,8 +110,9 @@ class SharedStorage:
             if step is not None:
                 yield step, self._fs.exists(f"{path}/{METADATA}")
 
-    def _drop_old(self) -> None:
-        whole = self.steps()
+    def _drop_old(self, published: int) -> None:
+        """Up to the one published; later ones, of a job that has gone back, stay."""
+        whole = [step for step in self.steps() if step <= published]
         for step, _ in list(self._folders()):
             if step < whole[-self._keep :][0]:
                 folder = f"{self._root}/{step_name(step)}"

@@ -1,0 +1,116 @@
+"""Damage is named, and the next-best complete checkpoint is used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
+from resihp.contracts import CheckpointError
+from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
+
+DATA, INDEX = "__0_0.distcp", "__0.index.json"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> LocalDisk:
+    """Three checkpoints, of steps 0 to 2."""
+    level, state = LocalDisk(tmp_path, keep=3), stamped(-1)
+    with Checkpointer([level]) as saver:
+        for step in range(3):
+            stamp(state, step)
+            saver.save(step, state)
+            saver.wait()
+    return level
+
+
+def newest(disk: LocalDisk) -> Path:
+    return disk.folder / "step-000000002"
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_a_flipped_bit_names_its_shard(disk: LocalDisk, caplog: pytest.LogCaptureFixture) -> None:
+    flip(newest(disk) / DATA, 5 << 20)
+    with caplog.at_level(logging.WARNING):
+        restored, into = back_from(disk)
+    assert restored.step == 1
+    assert_stamped(into, 1)
+    (line,) = restored.skipped
+    assert "checksum differs" in line
+    assert "t4 (file of rank 0)" in line
+    assert "t0" not in line
+    assert "used step 1" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_bit_flips_the_state_is_right(disk: LocalDisk, seed: int) -> None:
+    chosen = random.Random(seed)
+    path = newest(disk) / chosen.choice([DATA, DATA, INDEX])
+    flip(path, chosen.randrange(path.stat().st_size))
+    restored, into = back_from(disk)
+    assert_stamped(into, restored.step)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_torn_file(disk: LocalDisk, share: float) -> None:
+    path = newest(disk) / DATA
+    os.truncate(path, int(path.stat().st_size * share))
+    restored, into = back_from(disk)
+    assert restored.step == 1
+    assert_stamped(into, 1)
+    assert "cannot be read" in restored.skipped[0]
+
+
+@pytest.mark.parametrize("name", [DATA, INDEX])
+def test_a_missing_file_is_named(disk: LocalDisk, name: str) -> None:
+    (newest(disk) / name).unlink()
+    restored, into = back_from(disk)
+    assert restored.step == 1
+    assert name in restored.skipped[0] or "every index" in restored.skipped[0]
+    assert_stamped(into, 1)
+
+
+def test_without_its_metadata_a_folder_is_no_checkpoint(disk: LocalDisk) -> None:
+    (newest(disk) / ".metadata").unlink()
+    assert back_from(disk)[0].step == 1
+
+
+def test_the_same_step_of_another_level_comes_before_an_older_one(tmp_path: Path) -> None:
+    disk, shared = LocalDisk(tmp_path / "d"), SharedStorage(f"file://{tmp_path}/s")
+    state = stamped(4)
+    with Checkpointer([disk, shared]) as saver:
+        saver.save(4, state)
+        saver.wait()
+    flip(tmp_path / "d" / "step-000000004" / DATA, 1 << 20)
+    restored, into = back_from(disk, shared)
+    assert (restored.step, restored.level) == (4, shared.name)
+    assert_stamped(into, 4)
+
+
+def test_with_nothing_left_the_error_says_what_was_wrong_with_each(disk: LocalDisk) -> None:
+    for step in range(3):
+        flip(disk.folder / f"step-{step:09d}" / DATA, 1 << 20)
+    with pytest.raises(CheckpointError, match=r"step 2 .* step 1 .* step 0"):
+        back_from(disk)
+
+
+def test_what_the_checkpoint_lacks_is_named(disk: LocalDisk) -> None:
+    with Checkpointer([disk]) as saver:
+        with pytest.raises(CheckpointError, match="it lacks more"):
+            saver.restore({**stamped(0), "more": torch.zeros(3)})
+        with pytest.raises(CheckpointError, match=r"it lacks t0\['0:4'\]"):
+            saver.restore({"t0": torch.zeros(4)})
+        with pytest.raises(CheckpointError, match="of step 17"):
+            saver.restore(stamped(0), step=17)

@@ -1,0 +1,259 @@
+"""A slow, full, read-only or vanishing level costs checkpoints there and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from resihp.checkpoint import (
+    Checkpointer,
+    Every,
+    HostMemory,
+    LocalDisk,
+    SharedStorage,
+)
+from resihp.checkpoint.filling import Filling
+from resihp.checkpoint.levels.direct_file import DirectFile
+from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
+
+
+def train(saver: Checkpointer, steps: range) -> None:
+    """Steps that wait for storage, so that which checkpoints exist does not depend on timing."""
+    state = stamped(-1)
+    for step in steps:
+        saver.fence()
+        stamp(state, step)
+        saver.save(step, state)
+        assert saver.wait(60)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "resihp.checkpoint"]
+
+
+def test_each_level_keeps_as_many_as_told(tmp_path: Path) -> None:
+    shared = SharedStorage(f"file://{tmp_path}/shared", keep=3)
+    memory, disk = HostMemory(keep=2), LocalDisk(tmp_path / "disk", keep=1)
+    with Checkpointer([memory, disk, shared], Every(2)) as saver:
+        train(saver, range(12))
+        assert memory.steps() == [8, 10]
+        assert disk.steps() == [10]
+        assert shared.steps() == [6, 8, 10]
+        for level in (memory, disk, shared):
+            restored, into = back_from(level)
+            assert (restored.step, restored.level) == (10, level.name)
+            assert_stamped(into, 10)
+
+
+def test_a_retired_file_is_written_anew_unless_somebody_reads_it(tmp_path: Path) -> None:
+    name, disk = "__0_0.distcp", LocalDisk(tmp_path, keep=1)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(1))
+        file = tmp_path / "step-000000000" / name
+        inode = file.stat().st_ino
+        train(saver, range(1, 3))
+        assert (tmp_path / "step-000000002" / name).stat().st_ino == inode
+        with open(tmp_path / "step-000000002" / name, "rb") as reader:
+            before = reader.read()
+            train(saver, range(3, 7))
+            reader.seek(0)
+            assert reader.read() == before
+
+
+def test_shared_storage_of_any_kind(tmp_path: Path) -> None:
+    shared = SharedStorage("memory://bucket/run")
+    try:
+        with Checkpointer([LocalDisk(tmp_path), shared]) as saver:
+            train(saver, range(3))
+        restored, into = back_from(shared)
+        assert restored.step == 2
+        assert_stamped(into, 2)
+    finally:
+        fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
+    going, entered = threading.Event(), threading.Event()
+
+    class Hanging(LocalDisk):
+        def put(self, filling: Filling) -> None:
+            entered.set()
+            assert going.wait(60)
+            super().put(filling)
+
+    state, disk, memory = stamped(0), Hanging(tmp_path), HostMemory()
+    saver = Checkpointer([memory, disk], buffers=2)
+    for step in range(20):
+        saver.fence()
+        stamp(state, step)
+        saver.save(step, state)
+        assert entered.wait(60)
+    assert saver.counters.no_buffer
+    assert saver.counters.levels[memory.name].saved >= 1
+    going.set()
+    saver.close()
+    assert not saver.counters.failures
+    restored, into = back_from(disk)
+    assert_stamped(into, restored.step)
+
+
+def test_a_disk_that_cannot_be_written_leaves_shared_storage_its_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    disk, shared = LocalDisk(tmp_path / "file" / "run"), SharedStorage(f"file://{tmp_path}/shared")
+    with Checkpointer([disk, shared]) as saver:
+        train(saver, range(4))
+        assert saver.counters.levels[disk.name].failed == 4
+        assert saver.counters.levels[shared.name].saved == 4
+    assert_stamped(back_from(shared)[1], 3)
+    assert len([line for line in said(caplog) if "NotADirectoryError" in line]) == 1
+
+
+def test_shared_storage_that_vanishes_is_said_once_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, away = tmp_path / "shared", tmp_path / "away"
+    disk, shared = LocalDisk(tmp_path / "disk"), SharedStorage(f"file://{root}")
+    with caplog.at_level(logging.WARNING), Checkpointer([disk, shared]) as saver:
+        train(saver, range(2))
+        os.rename(root, away)
+        root.write_text("no folder any more")
+        train(saver, range(2, 5))
+        assert saver.counters.levels[shared.name].failed == 3
+        restored, into = back_from(shared, disk)
+        assert (restored.step, restored.level) == (4, disk.name)
+        assert_stamped(into, 4)
+        root.unlink()
+        os.rename(away, root)
+        train(saver, range(5, 6))
+    assert back_from(shared)[0].step == 5
+    about = [line for line in said(caplog) if line.startswith(shared.name)]
+    assert len(about) == 2
+    assert about[1].endswith("works again")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "resihp-test", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before_whole(small_disk: Path) -> None:
+    disk = LocalDisk(small_disk, keep=1)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(1))
+        (small_disk / "others").write_bytes(bytes(16 << 20))
+        train(saver, range(1, 3))
+        assert saver.counters.levels[disk.name].failed == 2
+        restored, into = back_from(disk)
+        assert restored.step == 0
+        assert_stamped(into, 0)
+        (small_disk / "others").unlink()
+        train(saver, range(3, 5))
+        assert disk.steps() == [4]
+        assert_stamped(back_from(disk)[1], 4)
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_like_any_other(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    disk = LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, limits[1]))
+        try:
+            train(saver, range(1, 3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert saver.counters.levels[disk.name].failed == 2
+        assert_stamped(back_from(disk)[1], 0)
+        assert not list(tmp_path.glob("*.part")), "what is unfinished gives its room back"
+
+
+def test_a_folder_that_turns_read_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(2))
+        os.chmod(tmp_path, 0o500)
+        lock = ["chattr", "+i", str(tmp_path)]
+        if not os.geteuid() and subprocess.run(lock, capture_output=True, check=False).returncode:
+            pytest.skip("root may write everywhere here")
+        try:
+            train(saver, range(2, 4))
+        finally:
+            subprocess.run(["chattr", "-i", str(tmp_path)], capture_output=True, check=False)
+            os.chmod(tmp_path, 0o700)
+        assert saver.counters.levels[disk.name].failed == 2
+        assert_stamped(back_from(disk)[1], 1)
+    assert len([line for line in said(caplog) if line.startswith(disk.name)]) == 1
+
+
+def test_without_direct_io_files_go_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+
+    def refusing(fd: int, data: memoryview, at: int) -> int:
+        import fcntl
+
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return real(fd, data[: 1 << 20], at)  # and only short writes
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        train(saver, range(2))
+        assert not saver.counters.failures
+    assert_stamped(back_from(LocalDisk(tmp_path))[1], 1)
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(bytes(4096))
+    file = DirectFile.existing(tmp_path / "short")
+    with pytest.raises(OSError, match="ends too early"):
+        file.read(memoryview(bytearray(8192)), 0)
+    file.close()
+
+
+def test_nothing_is_left_of_a_run_that_died(tmp_path: Path) -> None:
+    leftover = tmp_path / ".step-000000007.formerrun.part"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        train(saver, range(1))
+    assert not leftover.exists()
+    shutil.rmtree(tmp_path)
+
+
+def test_a_job_that_goes_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    disk, shared = LocalDisk(tmp_path / "d", keep=1), SharedStorage(f"file://{tmp_path}/s", keep=1)
+    with Checkpointer([disk, shared]) as saver:
+        train(saver, range(8, 10))
+        train(saver, range(3, 6))
+    assert disk.steps() == shared.steps() == [5, 9]
+
+
+def test_problems_in_the_loop_are_counted_and_never_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        for _ in range(3):
+            assert not saver.save(0, {"generator": (one for one in ())})
+        assert sum(saver.counters.failures.values()) == 3
+    assert len(said(caplog)) == 1

@@ -1,0 +1,224 @@
+"""Two processes over gloo: DDP, FSDP2, a peer's memory, and agreement on what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from resihp.checkpoint import (
+    Alone,
+    Checkpointer,
+    HostMemory,
+    LocalDisk,
+    PeerMemory,
+    SharedStorage,
+)
+from resihp.checkpoint.restore import restore
+from resihp.elastic.local import LocalRanks
+from tests.checkpoint.helpers import SlowDisk, run_python
+
+WORLD, STEPS = 2, 3
+
+
+def on_two_ranks(folder: Path, target: Callable[..., None], *arguments: object) -> None:
+    with LocalRanks(target.__name__, folder / "logs") as ranks:
+        ranks.start(range(WORLD), _joined, target, *arguments)
+        codes = ranks.wait(100)
+        assert set(codes.values()) == {0}, ranks.logs()
+
+
+def _joined(rank: int, host: str, port: int, target: Callable[..., None], *rest: object) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore(host, port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(target.__name__, store), rank=rank, world_size=WORLD
+    )
+    try:
+        target(rank, *rest)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.GELU(), torch.nn.Linear(33, 3))
+
+
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range
+) -> None:
+    for step in steps:
+        torch.manual_seed(100 * step + rank)
+        model(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All of the parameters on every rank."""
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def ddp(rank: int, folder: Path) -> None:
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer([LocalDisk(folder)]) as saver:
+        saver.attach(optimizer)
+        for step in range(STEPS):
+            train(wrapped, optimizer, rank, range(step, step + 1))
+            saver.save(step, {"model": model, "optimizer": optimizer}, extra={"rank": rank})
+            assert saver.wait()
+            dist.barrier()
+        assert not saver.counters.failures
+        expected = whole(model)
+        train(wrapped, optimizer, rank, range(STEPS, STEPS + 2))
+        after = whole(model)
+        again = network()
+        other = torch.optim.AdamW(again.parameters())
+        restored = saver.restore({"model": again, "optimizer": other})
+        assert (restored.step, restored.extra) == (STEPS - 1, {"rank": rank})
+        assert all(torch.equal(p, expected[n]) for n, p in whole(again).items())
+        train(DistributedDataParallel(again), other, rank, range(STEPS, STEPS + 2))
+        assert all(torch.equal(p, after[n]) for n, p in whole(again).items())
+    if rank == 0:
+        torch.save(expected, folder / "expected.pt")
+
+
+def test_ddp_writes_everything_once_and_resumes_bit_equal(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, ddp, tmp_path)
+    sizes = [(tmp_path / f"step-000000002/__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert min(sizes) > 0.3 * max(sizes), "both ranks write a share"
+    into = {"model": network()}
+    restore([LocalDisk(tmp_path)], into, Alone())
+    expected = torch.load(tmp_path / "expected.pt")
+    assert all(torch.equal(p, expected[n]) for n, p in whole(into["model"]).items())
+
+
+def fsdp(rank: int, folder: Path) -> None:
+    model = network()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    levels = [LocalDisk(folder / "disk"), SharedStorage(f"file://{folder}/shared")]
+    with Checkpointer(levels) as saver:
+        saver.attach(optimizer)
+        for step in range(STEPS):
+            train(model, optimizer, rank, range(step, step + 1))
+            parameters, moments = get_state_dict(model, optimizer)
+            saver.save(step, {"model": parameters, "optimizer": moments})
+            assert saver.wait()
+            dist.barrier()
+        assert not saver.counters.failures
+        expected = whole(model)
+        train(model, optimizer, rank, range(STEPS, STEPS + 2))
+        after = whole(model)
+        parameters, moments = get_state_dict(model, optimizer)
+        into = {"model": parameters, "optimizer": moments}
+        assert saver.restore(into).step == STEPS - 1
+        set_state_dict(
+            model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+        )
+        assert all(torch.equal(p, expected[n]) for n, p in whole(model).items())
+        train(model, optimizer, rank, range(STEPS, STEPS + 2))
+        assert all(torch.equal(p, after[n]) for n, p in whole(model).items())
+    if rank == 0:
+        torch.save(expected, folder / "expected.pt")
+
+
+LOAD = """
+import sys, torch, torch.distributed.checkpoint as dcp
+folder, expected = sys.argv[1:]
+expected = torch.load(expected)
+state = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
+print("read")
+"""
+
+
+def test_fsdp_resumes_bit_equal_and_torch_reads_it_unsharded(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, fsdp, tmp_path)
+    for level in ("disk", "shared"):
+        folder = tmp_path / level / "step-000000002"
+        assert run_python(LOAD, folder, tmp_path / "expected.pt") == "read\n"
+
+
+def survivor(rank: int, folder: Path) -> None:
+    """Rank 1 loses all that it has; its state comes back from the memory of rank 0."""
+    own = HostMemory()
+    peers = PeerMemory(own)
+    peers.connect_group()
+    mine = {f"part{rank}": torch.full((3_000_000,), float(rank)), "both": torch.arange(9.0)}
+    saver = Checkpointer([own, peers])
+    saver.prepare(mine)
+    for step in range(3):
+        saver.fence()
+        mine[f"part{rank}"].add_(10.0)
+        saver.save(step, mine, extra={"rank": rank})
+        assert saver.wait()
+        dist.barrier()
+    assert not saver.counters.failures
+    assert saver.counters.levels[peers.name].saved == 3
+    if rank == 1:
+        own.store.forget()
+    dist.barrier()
+    into = {f"part{rank}": torch.zeros(3_000_000), "both": torch.zeros(9)}
+    restored = saver.restore(into)
+    assert (restored.step, restored.extra) == (2, {"rank": rank})
+    assert restored.level == (peers.name if rank == 1 or "both" not in _held(own) else own.name)
+    assert torch.equal(into[f"part{rank}"], torch.full((3_000_000,), 30.0 + rank))
+    assert torch.equal(into["both"], torch.arange(9.0))
+    dist.barrier()
+    saver.close()
+
+
+def _held(own: HostMemory) -> set[str]:
+    return {entry.key for index in own.store.indexes() for entry in index.entries}
+
+
+def test_a_lost_state_comes_back_from_a_peers_memory(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, survivor, tmp_path)
+
+
+def uneven(rank: int, folder: Path) -> None:
+    """Rank 1 is slow; what it cannot take part in, rank 0 gives up as well."""
+    state = {f"part{rank}": torch.zeros(2_000_000)}
+    disk = SlowDisk(folder, 0.05 if rank else 0.0, keep=500)
+    saver = Checkpointer([disk])
+    saver.prepare(state)
+    for step in range(1000):
+        saver.fence()
+        state[f"part{rank}"].fill_(step)
+        saver.save(step, state)
+        enough = [len(disk.steps()) >= 4]
+        dist.broadcast_object_list(enough)
+        if enough[0]:
+            break
+    saver.close()
+    assert not saver.counters.failures
+    for step in disk.steps():
+        into = {f"part{r}": torch.zeros(2_000_000) for r in range(WORLD)}
+        restore([LocalDisk(folder)], into, Alone(), step=step)
+        assert all(bool((tensor == step).all()) for tensor in into.values())
+    assert len(disk.steps()) >= 4
+
+
+def test_ranks_skip_the_same_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    on_two_ranks(tmp_path, uneven, folder)
+    newest = max(LocalDisk(folder).steps())
+    unfinished = [int(path.name.split(".")[1][5:]) for path in folder.glob(".*.part")]
+    assert all(step > newest for step in unfinished), "what was given up leaves nothing behind"

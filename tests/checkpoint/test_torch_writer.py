@@ -1,0 +1,92 @@
+"""One line changes for users of torch's own `save` and `async_save`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from resihp.checkpoint import LazyWriter, LocalDisk
+from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    into = stamped(-1)
+    dcp.load(into, storage_reader=dcp.FileSystemReader(folder))
+    return into
+
+
+def test_save_is_atomic_and_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "step-000000005"
+    state = {**stamped(5), "lr": 0.5, "nested": [{"w": torch.ones(3)}]}
+    dcp.save(state, storage_writer=LazyWriter(folder))
+    assert_stamped(load(folder), 5)
+    restored, into = back_from(LocalDisk(tmp_path))
+    assert restored.step == 5
+    assert_stamped(into, 5)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_save_in_place_of_another(tmp_path: Path) -> None:
+    writer = LazyWriter(tmp_path / "first")
+    for step in range(3):
+        dcp.save(stamped(step), checkpoint_id=tmp_path / "latest", storage_writer=writer)
+        assert_stamped(load(tmp_path / "latest"), step)
+
+
+def test_a_save_that_fails_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = LazyWriter(tmp_path / "latest")
+    dcp.save(stamped(1), storage_writer=writer)
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointException, match="no room"):
+        dcp.save(stamped(2), storage_writer=writer)
+    assert_stamped(load(tmp_path / "latest"), 1)
+
+
+def test_async_save_holds_the_step_it_was_called_at(tmp_path: Path) -> None:
+    state, writer = stamped(0), LazyWriter(tmp_path / "none")
+    nested = {"state": {0: {"moment": state["t1"]}}, "lr": 0.5, "list": [state["t4"]]}
+    for step in range(4):
+        stamp(state, step)
+        folder = tmp_path / f"step-{step:09d}"
+        response = dcp.async_save(
+            {**state, "nested": nested}, checkpoint_id=folder, storage_writer=writer
+        )
+        writer.fence()
+        stamp(state, -9)
+        response.upload_completion.result(timeout=60)
+        assert_stamped(load(folder), step)
+        assert_stamped(back_from(LocalDisk(tmp_path), step=step)[1], step)
+    writer.close()
+
+
+def test_async_save_fenced_by_the_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    writer = LazyWriter(tmp_path / "none")
+    writer.attach(optimizer, model)
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    expected = [tensor.clone() for tensor in model.state_dict().values()]
+    response = dcp.async_save(state, checkpoint_id=tmp_path / "c", storage_writer=writer)
+    optimizer.step()
+    response.upload_completion.result(timeout=60)
+    into = {"model": {key: torch.zeros_like(v) for key, v in model.state_dict().items()}}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "c"))
+    for loaded, tensor in zip(into["model"].values(), expected, strict=True):
+        assert torch.equal(loaded, tensor)
+    writer.close()
