@@ -30,8 +30,14 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Called by the training thread; for progress displays and scripted faults."""
+    """For progress displays and scripted faults.
+
+    Called by the training thread, but `on_parcel` by the one that fills the next world, before
+    each parcel that this rank sends or receives. `on_switch` comes before the update that the
+    new world makes.
+    """
 
     on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
     on_step: Callable[[Reduced, float, Plan], None] = field(default=lambda step, ms, plan: None)
+    on_parcel: Callable[[int], None] = field(default=lambda number: None)
     on_switch: Callable[[Switch], None] = field(default=lambda switch: None)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 from resihp.contracts import InfeasibleError, Plan, StateLostError
 from resihp.layout import moves
 
 from .engine import Engine, Setup
 from .engine.engine import holding
-from .events import Hooks
+from .events import Hooks, Switch
 from .handoff.switching import Switching
-from .instep.ledger import Kept
 from .membership.agent import PlanAgent
 from .membership.agreement import Decision, Report
 from .membership.phases import Phase, PhaseMachine
@@ -49,9 +48,16 @@ class Trainer:
         self._rendezvous, self._plans = rendezvous, plans
         self._hooks = hooks or Hooks()
         self._machine = PhaseMachine()
+        self._steps = 0
         self._norm: tuple[int, float] | None = None
         self._switching = Switching(
-            setup, self._present, rendezvous, WaitClock(), self._enter, limit_bytes=limit_bytes
+            setup,
+            self._present,
+            rendezvous,
+            WaitClock(),
+            self._enter,
+            replace(self._hooks, on_switch=self._switched),
+            limit_bytes=limit_bytes,
         )
         self._agent = PlanAgent(
             plans, rendezvous, lambda: (self.epoch, self.plan.version), self._is_settled
@@ -88,6 +94,7 @@ class Trainer:
 
     def run(self, steps: int) -> None:
         """Train until `steps` updates have been made."""
+        self._steps = steps
         self._rendezvous.start()
         try:
             self._switching.begin()
@@ -105,6 +112,7 @@ class Trainer:
             if self.engine is not None:
                 self._rendezvous.finish(len(self.plan.layout.ranks))
         finally:
+            self._switching.forget()
             self._enter(Phase.STOPPED)
             self._agent.close()
             self._rendezvous.close()
@@ -128,16 +136,19 @@ class Trainer:
             self.engine.accumulate(step)
         self._enter(Phase.REDUCING)
         reduced = self.engine.reduce(step, self._switching.ready_epoch(step + 1))
-        self._norm = (step, reduced.norm)
-        self._enter(Phase.UPDATING)
+        self._norm, plan = (step, reduced.norm), self.plan
+        if self._switching.is_filling:
+            self._switching.switch(norm=reduced.norm)
+        self._enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         self._complete(step, reduced.norm)
-        self._hooks.on_step(reduced, (time.perf_counter() - start) * 1e3, self.plan)
-        if self._switching.everyone_ready(reduced):
-            self._switch()
+        self._hooks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
+        if self._switching.everyone_ready(reduced) and self.completed < self._steps:
+            self._switching.proceed()
 
     def _complete(self, step: int, norm: float) -> None:
-        assert self.engine is not None
-        self.engine.update(norm, step)
+        """Make the update of a step whose gradients are whole everywhere."""
+        if self.engine is not None:
+            self.engine.update(norm, step)
         self._present.completed = step + 1
 
     def _idle(self) -> None:
@@ -147,12 +158,14 @@ class Trainer:
         reason = self._rendezvous.broken((), 0.0)
         if reason is not None:
             raise WorldBrokenError(reason)
-        self._switching.look_for_plan()
-        if self._switching.pending is not None:
-            self._switch()
+        if self._switching.follow():
+            norm = self._switching.switch()
+            if norm is not None and self.engine is not None:
+                self._enter(Phase.UPDATING)
+            if norm is not None:
+                self._complete(self.completed, norm)
 
-    def _switch(self, lost: tuple[int, ...] = (), kept: Sequence[Kept] | None = None) -> None:
-        switch = self._switching.switch(lost, kept)
+    def _switched(self, switch: Switch) -> None:
         self._hooks.on_switch(switch)
         self._agent.acknowledge(switch)
 
@@ -170,8 +183,8 @@ class Trainer:
         if self.rank == decision.survivors[0]:
             self._publish_after_loss(decision)
         plan = self._rendezvous.await_plan(decision.next_epoch)
-        self._switching.prepare(decision.next_epoch, plan)
-        self._switch(lost, decision.kept)
+        self._switching.prepare(decision.next_epoch, plan, lost)
+        self._switching.switch(lost, decision.kept)
 
     def _leaves(self) -> list[str]:
         """The passes that the other ranks of this one's replica cannot finish without it."""
@@ -188,14 +201,15 @@ class Trainer:
         holdings = [] if self.engine is None else [self.engine.holding(self.epoch)]
         if doubt is not None and doubt.world is not None:
             begun = doubt.rest.shares[doubt.world.place.dp].begun if doubt.rest else ()
-            holdings.append(holding(doubt.world, doubt.epoch, begun))
+            summed = self._switching.is_handed_over
+            holdings.append(holding(doubt.world, doubt.epoch, begun, summed=summed))
         return Report(
             epoch=self.epoch,
             completed=self.completed,
             holdings=tuple(holdings),
             norm=self._norm,
             doubt=doubt.epoch if doubt is not None else None,
-            seen=pending.epoch if pending is not None else self.epoch,
+            seen=pending.target.epoch if pending is not None else self.epoch,
             idle=self.engine is None,
         )
 
@@ -205,6 +219,7 @@ class Trainer:
         if doubt is not None and decision.epoch == doubt.epoch:
             self._switching.adopt(doubt)
             self._switching.paused_at = time.perf_counter()
+        self._switching.catch_up(decision.epoch)
         if self.engine is not None and decision.completed > self.completed:
             assert decision.norm is not None
             self._complete(self.completed, decision.norm)

@@ -24,6 +24,7 @@ from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
+from resihp.layout import Param
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
 OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -37,6 +38,15 @@ UNEVEN = Layout(
         Replica((Stage((3, 6), (0, 1), (1, 3)), Stage((7,), (1, 4), (4,)))),
     )
 )
+SHIFTED = Layout(
+    tuple(
+        Replica(
+            (Stage(r.stages[0].ranks, (0, 1), (3, 1)), Stage(r.stages[1].ranks, (1, 4), (1, 3)))
+        )
+        for r in reversed(GRID.replicas)
+    )
+)
+"""As GRID, with everything changed that can be without leaving a replica."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,15 @@ class Fault:
     rank: int
     phase: Phase
     step: int
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class ParcelFault:
+    """`rank` gets a signal before it exchanges the parcel with this number."""
+
+    rank: int
+    number: int
     signal: int = signal.SIGKILL
 
 
@@ -60,6 +79,7 @@ class Case:
     steps: int
     plans: tuple[Plan, ...] = ()
     faults: tuple[Fault, ...] = ()
+    parcel_fault: ParcelFault | None = None
     ranks: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
     timeouts: Timeouts = field(
@@ -177,6 +197,11 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             if (fault.rank, fault.phase, fault.step) == (rank, phase, completed):
                 os.kill(os.getpid(), fault.signal)
 
+    def on_parcel(number: int) -> None:
+        fault = case.parcel_fault
+        if fault is not None and (fault.rank, fault.number) == (rank, number):
+            os.kill(os.getpid(), fault.signal)
+
     def on_switch(switch: Any) -> None:
         save(trainer, folder / f"after{trainer.epoch}-{rank}.pt")
         event = {
@@ -184,6 +209,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             "at": switch.step,
             "version": switch.plan.version,
             "lost": switch.lost,
+            "received": switch.received_bytes,
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
         }
@@ -204,7 +230,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         plan(0, case.layout),
         Rendezvous(lambda: connect(host, port, "test", case.timeouts), rank, ranks, case.timeouts),
         Scripted(case.plans),
-        hooks=Hooks(on_phase=on_phase, on_step=on_step, on_switch=on_switch),
+        hooks=Hooks(on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch),
         limit_bytes=4096,
     )
     trainer.run(case.steps)
@@ -212,12 +238,16 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Write what this rank holds."""
+    """Write what this rank holds: parameters, moments, and whole gradients if there are any."""
     if trainer.engine is None:
         return
-    shard = trainer.engine.shard
+    shard, total = trainer.engine.shard, trainer.engine.total
+
+    def tensors(param: Param) -> list[torch.Tensor]:
+        return [*shard.state(param), *([total[param]] if total is not None else [])]
+
     held = {
-        param.key: (param.shape, param.dim or 0, span[0], [t.clone() for t in shard.state(param)])
+        param.key: (param.shape, param.dim or 0, span[0], [t.clone() for t in tensors(param)])
         for param, span in shard.ranges.items()
     }
     torch.save(held, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from resihp.elastic.membership.phases import Phase
-from tests.elastic.job import ALONE, GRID, UNEVEN, Case, Fault, Outcome, plan, run
+from tests.elastic.job import ALONE, GRID, SHIFTED, UNEVEN, Case, Fault, Outcome, plan, run
 
 STEPS = 6
 
@@ -41,8 +41,7 @@ def test_killed_in_a_step(phase: Phase, rank: int, alone: Outcome, tmp_path: Pat
 @pytest.mark.parametrize("phase", [Phase.STREAMING, Phase.VOTING])
 def test_killed_in_a_switch(phase: Phase, rank: int, alone: Outcome, tmp_path: Path) -> None:
     """The switch keeps a replica whole whichever world holds, so the survivors can go on."""
-    swapped = type(GRID)((GRID.replicas[1], GRID.replicas[0]))
-    plans = (plan(1, swapped, quotas=(4, 2), from_step=2),)
+    plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     faults = tuple(Fault(rank, phase, completed) for completed in range(1, STEPS))
     outcome = run(Case(GRID, STEPS, plans, faults), tmp_path)
     assert_survived(outcome, alone, {rank})

@@ -48,8 +48,9 @@ class Engine:
     """Runs steps of one rank in one world.
 
     A step is `accumulate`, `reduce`, `update`. Until `update` the local sums stay as they are, so
-    whatever happens before it loses no other replica's work. `rest` is what remains of a step
-    that another world has begun; None: the next step is a whole one.
+    whatever happens before it loses no other replica's work. Before it, `total` holds the whole
+    gradients, summed here or handed over by another world. `rest` is what remains of a step that
+    another world has begun; None: the next step is a whole one.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Engine:
         )
         kind = OrderedSums if setup.deterministic else Sums
         self._sums = kind(shard.tensors, plan.microbatches)
-        self._total: Gradients | None = None
+        self.total: Gradients | None = None
         self._losses: dict[int, float] = {}
         self._start(rest or Rest(full_shares(plan)))
 
@@ -85,14 +86,14 @@ class Engine:
 
     def holding(self, epoch: int) -> Holding:
         """What this rank's gradients stand for now."""
-        summed = self._total is not None
+        summed = self.total is not None
         return holding(self.world, epoch, self._sums.finished, summed=summed)
 
     def parts_of(self, kept: Kept) -> Parts:
         """This rank's ranges of a sum that its replica holds."""
         if kept.total:
-            assert self._total is not None
-            return [((0, self.plan.microbatches), self._total)]
+            assert self.total is not None
+            return [((0, self.plan.microbatches), self.total)]
         return self._sums.parts()
 
     def losses_of(self, kept: Kept) -> Mapping[int, float]:
@@ -140,7 +141,7 @@ class Engine:
         total = self._reduction.finish()
         mine = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
         self._losses = losses_of(everyone.all_reduce(mine))
-        self._total = total
+        self.total = total
         squares = squared_norms(total, self.world, self.setup.model.parameters)
         votes = torch.tensor([float(ready_epoch > 0), float(ready_epoch)], dtype=torch.float64)
         summed = everyone.all_reduce(torch.cat((votes, squares)))
@@ -152,9 +153,9 @@ class Engine:
         """Clip the summed gradients and make the update. No communication."""
         timing = _Timing(self._waited)
         optimizer, data = self.setup.optimizer, self.setup.data
-        assert self._total is not None, "only a gradient that is whole everywhere may be used"
+        assert self.total is not None, "only a gradient that is whole everywhere may be used"
         for param, tensor in self.shard.tensors.items():
-            tensor.grad = self._total[param]
+            tensor.grad = self.total[param]
         if optimizer.max_norm is not None:
             clip(self.shard, norm, optimizer.max_norm)
         optimizer.set_rate(self.shard.optimizer, step)
@@ -177,7 +178,7 @@ class Engine:
         """Begin a step, or what is left of one."""
         self._share = rest.shares[self.world.place.dp]
         self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
-        self._total, self._losses = None, {}
+        self.total, self._losses = None, {}
         self._reduction: Reduction
         if self.setup.deterministic:
             held = [share.whole for share in rest.shares]

@@ -1,1 +1,1 @@
-"""The next world: built and filled in the background, taken on between two steps."""
+"""The next world: built and filled in the background, taken on before an update."""

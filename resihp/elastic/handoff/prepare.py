@@ -3,62 +3,105 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from resihp.contracts import Plan
-from resihp.layout import Parameters
+from resihp.contracts import Layout, Plan
+from resihp.layout import Move, Parameters, moves
 
 from ..engine.shard import Shard
-from ..engine.sums import Rest
+from ..engine.sums import Gradients, Rest
 from ..worlds.comm import Group, Network, WorldBrokenError
 from ..worlds.world import World, build_world
+from .courier import Pair, pairs_of
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A world that is connected but not yet taken on.
 
-    transit  all ranks of the old and the new world; state moves over it
-    world    None for a rank that has no place in the new layout
-    shard    what the rank will hold, its memory in place
-    rest     of the step that the old world has begun; None between two steps
+    transit    all ranks of the old and the new world; they agree over it. None if the layout
+               stays the same: the old world's groups and shard then serve the new one
+    pairs      the groups over which state moves, `planned` says which
+    source     a rank that knows what all ranks of the old world hold alike
+    world      None for a rank that has no place in the new layout
+    shard      what the rank will hold, its memory in place
+    cancelled  set when this world is given up
+    rest       of the step that the old world has begun; None between two steps
+    total      whole gradients of a step whose update the new world is to make
     """
 
     epoch: int
     plan: Plan
-    transit: Group
+    transit: Group | None
+    pairs: dict[Pair, Group]
+    planned: tuple[Move, ...]
+    source: int
     world: World | None
     shard: Shard | None
+    cancelled: threading.Event
     rest: Rest | None = None
+    total: Gradients | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The world to build.
+
+    old           layout that holds the state now; None at the start of a job
+    lost          ranks of `old` that can send nothing any more
+    participants  every rank that takes part in the switch
+    name          unique to the attempt
+    """
+
+    epoch: int
+    plan: Plan
+    old: Layout | None
+    lost: Collection[int]
+    participants: Sequence[int]
+    name: str
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether only quotas change: no group, no memory, no state."""
+        return self.old == self.plan.layout and not self.lost
+
+    @property
+    def source(self) -> int:
+        """The first rank that holds state of the old world."""
+        holders = self.plan.layout.ranks if self.old is None else self.old.ranks
+        return min(set(holders) - set(self.lost))
 
 
 class Preparation:
     """Builds one world in a thread of its own; `result` is there when all ranks are connected.
 
-    The thread is abandoned with the preparation: building a group cannot be interrupted, but it
-    ends by itself when the store's time-out has passed.
+    `network` makes one that gives up when the event is set; `build` makes what this rank will
+    hold in a world; `present` is what it holds now, if it has a place.
+
+    The thread is abandoned with the preparation: building a group cannot be interrupted,
+    but it ends by itself when the store's time-out has passed.
     """
 
     def __init__(
         self,
-        network: Callable[[], Network],
-        plan: Plan,
+        target: Target,
         parameters: Parameters,
-        participants: Sequence[int],
+        network: Callable[[threading.Event], Network],
         build: Callable[[World], Shard],
-        *,
-        epoch: int,
-        name: str,
+        present: tuple[World, Shard] | None,
     ) -> None:
-        self.epoch, self.name = epoch, name
+        self.target = target
         self.result: Prepared | None = None
         self.error: Exception | None = None
-        self._participants = tuple(sorted(participants))
-        self._arguments = (network, plan, parameters, build)
+        self.took_s = 0.0
+        self.cancelled = threading.Event()
+        self._parameters, self._make_network = parameters, network
+        self._build, self._present = build, present
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
         self._thread.start()
 
@@ -69,7 +112,7 @@ class Preparation:
         while self._thread.is_alive():
             self._thread.join(slice_.total_seconds())
             waited += slice_
-            reason = broken(self._participants, waited.total_seconds())
+            reason = broken(self.target.participants, waited.total_seconds())
             if reason is not None:
                 raise WorldBrokenError(reason)
         if self.result is None:
@@ -77,14 +120,56 @@ class Preparation:
         return self.result
 
     def _run(self) -> None:
-        make_network, plan, parameters, build = self._arguments
+        start = time.perf_counter()
         try:
-            network = make_network()
-            transit = network.group(f"{self.name}/transit", self._participants)
-            world = shard = None
-            if network.rank in plan.layout.ranks:
-                world = build_world(network, plan.layout, parameters, name=self.name)
-                shard = build(world)
-            self.result = Prepared(self.epoch, plan, transit, world, shard)
+            self.result = self._connect(self.target)
         except (RuntimeError, dist.DistError) as error:
             self.error = error
+        self.took_s = time.perf_counter() - start
+
+    def _connect(self, target: Target) -> Prepared:
+        """Every rank builds and warms up its groups in one global order, so none waits in a circle.
+
+        A group connects when it is first used; that belongs here, not into the first step.
+        """
+        planned: tuple[Move, ...] = ()
+        if target.keeps_layout:
+            world, shard = self._present or (None, None)
+            return self._prepared(None, {}, planned, world, shard)
+        layout = target.plan.layout
+        if target.old is not None:
+            planned = moves(target.old, layout, self._parameters, lost=target.lost)
+        network = self._make_network(self.cancelled)
+        transit = network.group(f"{target.name}/transit", target.participants)
+        pairs = {
+            pair: network.group(f"{target.name}/pair", pair)
+            for pair in pairs_of(planned, network.rank)
+        }
+        world = shard = None
+        if network.rank in layout.ranks:
+            world = build_world(network, layout, self._parameters, name=target.name)
+            shard = self._build(world)
+        for group in (transit, *pairs.values(), *(world.groups if world else ())):
+            group.warm_up()
+        return self._prepared(transit, pairs, planned, world, shard)
+
+    def _prepared(
+        self,
+        transit: Group | None,
+        pairs: dict[Pair, Group],
+        planned: tuple[Move, ...],
+        world: World | None,
+        shard: Shard | None,
+    ) -> Prepared:
+        target = self.target
+        return Prepared(
+            target.epoch,
+            target.plan,
+            transit,
+            pairs,
+            planned,
+            target.source,
+            world,
+            shard,
+            self.cancelled,
+        )

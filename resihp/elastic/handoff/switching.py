@@ -1,4 +1,4 @@
-"""One rank's side of a change of layout: prepare, stream, vote, take on, let go."""
+"""One rank's side of a change of layout: prepare, fill, hand over, vote, take on, let go."""
 
 from __future__ import annotations
 
@@ -6,36 +6,33 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 
 from resihp.contracts import Plan
-from resihp.layout import moves
 
-from ..engine import Engine, Reduced, Setup
-from ..engine.replicated import carry_over
-from ..engine.shard import Shard, build_shard, initial_shard
+from ..engine import Reduced, Setup
 from ..engine.sums import Rest
-from ..events import Switch
+from ..events import Hooks, Switch
 from ..instep.ledger import Kept, indices, spans
 from ..membership.phases import Phase
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
-from ..worlds.comm import Network, WaitClock
-from ..worlds.world import World
+from ..worlds.comm import WaitClock
+from .builder import Builder
 from .disposal import dispose
 from .inherit import Succession
 from .prepare import Preparation, Prepared
-from .stream import keep_own, stream
+from .staging import Staging
 
 
 class Switching:
     """Takes a rank from its present world to the next one.
 
-    The next world is `pending` from its plan's appearance on; it is in `doubt` from the vote on
-    until this rank knows that all have taken it on. `paused_at` (`time.perf_counter`) is when
-    training stopped because a world broke; None while all is well.
+    The next world is `pending` from its plan's appearance on. Once all ranks stand ready, a step
+    runs during which it is filled (`is_filling`), and it is taken on before that step's update.
+    It is in `doubt` from the vote on until this rank knows that all have taken it on. `paused_at`
+    (`time.perf_counter`) is when training stopped because a world broke; None while all is well.
     """
 
     def __init__(
@@ -45,6 +42,7 @@ class Switching:
         rendezvous: Rendezvous,
         waited: WaitClock,
         enter: Callable[[Phase], None],
+        hooks: Hooks,
         *,
         limit_bytes: int,
     ) -> None:
@@ -52,8 +50,10 @@ class Switching:
         self.doubt: Prepared | None = None
         self.paused_at: float | None = None
         self._setup, self._present, self._rendezvous = setup, present, rendezvous
-        self._waited, self._enter = waited, enter
+        self._builder = Builder(setup, present, rendezvous, waited)
+        self._enter, self._hooks = enter, hooks
         self._limit_bytes = limit_bytes
+        self._staging: Staging | None = None
 
     # Before a switch.
 
@@ -62,14 +62,24 @@ class Switching:
         """Whether the next world stands ready to be taken on."""
         return self.pending is not None and self.pending.result is not None
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether the next world is taken on before the update of the present step."""
+        return self._staging is not None
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether this rank could make the update of the present step in the doubtful world."""
+        doubt, engine = self.doubt, self._present.engine
+        if doubt is None or doubt.transit is not None:
+            return doubt is not None and doubt.total is not None
+        return engine is not None and engine.total is not None
+
     def begin(self) -> None:
         """Build the first world, fill it with the model's initial values, take it on."""
-        fill = partial(initial_shard, self._setup.model, self._setup.optimizer)
         # Processes start at their own pace, so silence means nothing yet; connecting times out.
-        prepared = self._preparation(0, self._present.plan, fill).wait(
-            lambda ranks, _: self._rendezvous.broken(ranks, 0.0)
-        )
-        self.adopt(prepared)
+        first = self._builder.first()
+        self.adopt(first.wait(lambda ranks, _: self._rendezvous.broken(ranks, 0.0)))
 
     def look_for_plan(self) -> None:
         """Begin to prepare the next epoch's world if its plan has been published."""
@@ -79,132 +89,173 @@ class Switching:
             if plan is not None:
                 self.prepare(epoch, plan)
 
-    def prepare(self, epoch: int, plan: Plan) -> None:
-        """Begin to build the world of `plan` in the background."""
-        self.pending = self._preparation(epoch, plan, self._build)
+    def prepare(self, epoch: int, plan: Plan, lost: tuple[int, ...] = ()) -> None:
+        """Begin to build the world of `plan` in the background; `lost` can send nothing more."""
+        self.pending = self._builder.next(epoch, plan, lost)
 
     def ready_epoch(self, next_step: int) -> int:
-        """The epoch that this rank could take on before `next_step`; 0 if there is none."""
+        """The epoch that this rank could fill during `next_step`; 0 if there is none."""
+        if self.is_filling:
+            return 0
         self.look_for_plan()
         if self.pending is None or self.pending.result is None:
             return 0
-        return self.pending.epoch if next_step >= self.pending.result.plan.from_step else 0
+        target = self.pending.target
+        keeps_layout = self.pending.result.transit is None
+        if next_step + (not keeps_layout) < target.plan.from_step:
+            return 0
+        if keeps_layout:
+            # Others may take it on at the end of this step without this rank's knowledge.
+            self.doubt = self.pending.result
+        return target.epoch
 
     def everyone_ready(self, reduced: Reduced) -> bool:
         """Whether all ranks of the present world said that they are ready for the next one."""
         ranks = len(self._present.plan.layout.ranks)
-        return reduced.ready == (ranks, ranks * (self._present.epoch + 1))
+        agreed = reduced.ready == (ranks, ranks * (self._present.epoch + 1))
+        if not agreed:
+            self.doubt = None
+        return agreed
+
+    def proceed(self) -> None:
+        """Go on towards the next world, for which all ranks stand ready, after an update.
+
+        New quotas are taken on at once. Another layout is filled while the coming step runs.
+        """
+        assert self.pending is not None
+        prepared = self.pending.result
+        assert prepared is not None
+        if self._rendezvous.rank == min(self._present.plan.layout.ranks):
+            self._rendezvous.go(prepared.epoch)
+        if prepared.transit is None:
+            self._requota(prepared)
+        else:
+            self._staging = self._stage(prepared)
+            self._staging.start()
+
+    def follow(self) -> bool:
+        """On an idle rank: keep up with the others; whether it is to take part in a switch now."""
+        self.look_for_plan()
+        if not self.is_prepared or not self._rendezvous.may_go(self._present.epoch + 1):
+            return False
+        assert self.pending is not None
+        assert self.pending.result is not None
+        if self.pending.result.transit is not None:
+            return True
+        self._requota(self.pending.result)
+        return False
+
+    def catch_up(self, epoch: int) -> None:
+        """On an idle rank: learn the plans up to `epoch`, which it missed before a recovery."""
+        while self._present.engine is None and self._present.epoch < epoch:
+            plan = self._rendezvous.published(self._present.epoch + 1, recoveries_ago=1)
+            assert plan is not None, "what others have taken on was published"
+            self._present.epoch, self._present.plan = self._present.epoch + 1, plan
 
     # The switch.
 
-    def switch(self, lost: tuple[int, ...] = (), kept: Sequence[Kept] | None = None) -> Switch:
-        """Move the state to the pending world and take it on: all ranks, or none.
+    def switch(
+        self,
+        lost: tuple[int, ...] = (),
+        kept: Sequence[Kept] | None = None,
+        norm: float | None = None,
+    ) -> float | None:
+        """Bring the state to the pending world and take it on: all ranks, or none.
 
-        Collective over the ranks alive; `lost` can send nothing any more, and `kept` are the
-        gradient sums of the step that they left (None between two steps). Raises
-        `WorldBrokenError` if another one is lost on the way: the survivors then agree on which
-        world holds.
+        Collective over the ranks alive. After a loss, `lost` can send nothing any more and `kept`
+        are the gradient sums of the step that they left. Otherwise the gradients of the present
+        step are whole: they are handed over, `norm` is theirs, and it is returned on every rank,
+        for the update in the new world. Raises `WorldBrokenError` if a rank is lost on the way:
+        the survivors then agree on which world holds.
         """
         assert self.pending is not None
         prepared = self.pending.wait(self._rendezvous.broken)
         start = self.paused_at or time.perf_counter()
         was_training = self._present.engine is not None
         self._enter(Phase.STREAMING)
-        received = self._stream(prepared, lost)
+        staging = self._filled(prepared)
+        self._present.completed = staging.completed
         if kept is not None:
             prepared = replace(prepared, rest=self._succession(prepared, kept))
+        else:
+            engine = self._present.engine
+            total = staging.hand_over(engine.total if engine is not None else None)
+            prepared = replace(prepared, total=total)
         self._enter(Phase.VOTING)
         self.doubt = prepared
-        prepared.transit.all_reduce(torch.ones(1))
+        assert prepared.transit is not None
+        vote = torch.tensor([-1.0, -1.0] if norm is None else [1.0, norm], dtype=torch.float64)
+        is_owed, norm = prepared.transit.all_reduce_max(vote).tolist()
         self.adopt(prepared)
-        return Switch(
+        switch = Switch(
             plan=prepared.plan,
-            step=self._present.completed,
+            step=self._present.completed + (is_owed > 0),
             pause_ms=(time.perf_counter() - start) * 1e3 if was_training else 0.0,
-            received_bytes=received,
+            received_bytes=staging.received_bytes,
             lost=lost,
             kept=spans(index for one in kept or () for index in indices(one.finished)),
         )
+        self._hooks.on_switch(switch)
+        return norm if is_owed > 0 else None
 
     def adopt(self, prepared: Prepared) -> None:
         """Take on a world; only now is the old state let go."""
         present = self._present
         present.epoch, present.plan = prepared.epoch, prepared.plan
         old, present.engine = present.engine, None
-        if old is not None:
-            old.release()
-        self._let_go(old, was_broken=self.paused_at is not None)
+        if prepared.transit is None and old is not None:
+            prepared = replace(prepared, total=old.total)
+        if prepared.transit is not None:
+            if old is not None:
+                old.release()
+            self._let_go(old, prepared, was_broken=self.paused_at is not None)
         if prepared.world is not None:
-            assert prepared.shard is not None
-            present.engine = Engine(
-                self._setup,
-                prepared.world,
-                prepared.shard,
-                prepared.plan,
-                self._waited,
-                prepared.rest,
-            )
-        self.pending = self.doubt = self.paused_at = None
+            present.engine = self._builder.engine(prepared)
+        self.pending = self.doubt = self.paused_at = self._staging = None
 
     def forget(self) -> None:
         """Let go of a next world that was given up."""
-        self._let_go(self.pending, self.doubt, was_broken=True)
-        self.pending = self.doubt = None
+        if self.pending is None and self.doubt is None:
+            return
+        if self.pending is not None:
+            self.pending.cancelled.set()
+        if self._staging is not None:
+            self._staging.stop()
+        self._let_go(self.pending, self.doubt, self._staging, was_broken=True)
+        self.pending = self.doubt = self._staging = None
 
     # Inside.
 
-    def _preparation(self, epoch: int, plan: Plan, build: Callable[[World], Shard]) -> Preparation:
-        return Preparation(
-            self._network,
-            plan,
-            self._setup.model.parameters,
-            self._rendezvous.alive,
-            build,
-            epoch=epoch,
-            name=f"world{self._rendezvous.recovery}.{epoch}",
+    def _requota(self, prepared: Prepared) -> None:
+        start = time.perf_counter()
+        was_training = self._present.engine is not None
+        self.adopt(prepared)
+        pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
+        self._hooks.on_switch(
+            Switch(
+                plan=prepared.plan,
+                step=self._present.completed,
+                pause_ms=pause_ms,
+                received_bytes=0,
+            )
         )
 
-    def _network(self) -> Network:
-        rendezvous = self._rendezvous
-        return Network(
-            rendezvous.open_store(),
-            rendezvous.rank,
-            broken=rendezvous.broken,
-            timeout=rendezvous.timeouts.exchange,
-            waited=self._waited,
-        )
-
-    def _build(self, world: World) -> Shard:
+    def _stage(self, prepared: Prepared) -> Staging:
         engine = self._present.engine
-        present = engine.shard if engine is not None else None
-        return build_shard(self._setup.model, self._setup.optimizer, world, present=present)
-
-    def _stream(self, prepared: Prepared, lost: tuple[int, ...]) -> int:
-        """Bring the prepared shard to the present state; the bytes that this rank received."""
-        present = self._present
-        old = present.engine.shard if present.engine is not None else None
-        new = prepared.shard
-        source = min(set(present.plan.layout.ranks) - set(lost))
-        present.completed = carry_over(
-            prepared.transit, self._setup, present.completed, old=old, new=new, source=source
-        )
-        if old is not None and new is not None:
-            keep_own(old, new)
-        parameters = self._setup.model.parameters
-        planned = moves(present.plan.layout, prepared.plan.layout, parameters, lost=lost)
-        return stream(
-            prepared.transit,
+        return Staging(
+            self._setup,
+            prepared,
+            engine.shard if engine is not None else None,
             self._rendezvous.rank,
-            planned,
-            old,
-            new,
-            copies=self._setup.optimizer.copies,
+            self._present.completed,
             limit_bytes=self._limit_bytes,
+            on_parcel=self._hooks.on_parcel,
         )
 
     def _succession(self, prepared: Prepared, kept: Sequence[Kept]) -> Rest:
         """Bring the sums of the step in progress to those who go on with them."""
         present = self._present
+        assert prepared.transit is not None
         succession = Succession(
             self._setup,
             prepared.transit,
@@ -214,6 +265,17 @@ class Switching:
             self._limit_bytes,
         )
         return succession.settle(kept, present.engine, prepared.shard)
+
+    def _filled(self, prepared: Prepared) -> Staging:
+        """What was filled in the background, or else what is filled now."""
+        if self._staging is not None:
+            self._staging.wait()
+            return self._staging
+        staging = self._stage(prepared)
+        if self.paused_at is None:
+            staging.make_room_for_gradients()
+        staging.fill()
+        return staging
 
     def _let_go(self, *old: object, was_broken: bool) -> None:
         """Drop worlds; one that was broken may have exchanges under way that nobody will end."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from resihp.contracts import StateLostError
+from resihp.contracts import StateLostError, from_json
 
 from ..instep.ledger import Holding, Kept, salvage
 
@@ -73,7 +74,7 @@ def decide(
         if epoch not in (report.epoch, report.doubt):
             raise StateLostError(f"rank {rank} holds no state of epoch {epoch}")
         behind = completed - report.completed
-        held = report.holding(report.epoch)
+        held = report.holding(epoch)
         can_complete = held is not None and held.summed and norm is not None
         if behind > 1 or (behind == 1 and not can_complete):
             raise StateLostError(f"rank {rank} cannot complete step {completed - 1}")
@@ -82,3 +83,19 @@ def decide(
     held_now = [held for report in present if (held := report.holding(epoch)) is not None]
     kept = salvage(held_now, microbatches)
     return Decision(tuple(sorted(alive)), epoch, completed, norm, seen + 1, kept)
+
+
+def read_report(raw: bytes) -> Report:
+    """A report as it stands in the store."""
+    document = json.loads(raw)
+    if document["norm"] is not None:
+        document["norm"] = tuple(document["norm"])
+    holdings = tuple(from_json(Holding, held) for held in document["holdings"])
+    return Report(**{**document, "holdings": holdings})
+
+
+def read_decision(raw: bytes) -> Decision:
+    """A decision as it stands in the store."""
+    document = json.loads(raw)
+    kept = tuple(from_json(Kept, one) for one in document["kept"])
+    return Decision(**{**document, "survivors": tuple(document["survivors"]), "kept": kept})

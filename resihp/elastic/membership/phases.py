@@ -22,11 +22,13 @@ class Phase(StrEnum):
 ALLOWED: dict[Phase, frozenset[Phase]] = {
     Phase.STARTING: frozenset({Phase.ACCUMULATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}),
     Phase.ACCUMULATING: frozenset({Phase.REDUCING, Phase.RECOVERING, Phase.STOPPED}),
-    Phase.REDUCING: frozenset({Phase.UPDATING, Phase.RECOVERING, Phase.STOPPED}),
-    Phase.UPDATING: frozenset({Phase.ACCUMULATING, Phase.STREAMING, Phase.STOPPED}),
+    Phase.REDUCING: frozenset({Phase.UPDATING, Phase.STREAMING, Phase.RECOVERING, Phase.STOPPED}),
+    Phase.UPDATING: frozenset({Phase.ACCUMULATING, Phase.IDLE, Phase.STOPPED}),
     Phase.IDLE: frozenset({Phase.STREAMING, Phase.RECOVERING, Phase.STOPPED}),
     Phase.STREAMING: frozenset({Phase.VOTING, Phase.RECOVERING, Phase.STOPPED}),
-    Phase.VOTING: frozenset({Phase.ACCUMULATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}),
+    Phase.VOTING: frozenset(
+        {Phase.ACCUMULATING, Phase.UPDATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}
+    ),
     Phase.RECOVERING: frozenset({Phase.STREAMING, Phase.RECOVERING, Phase.STOPPED}),
     Phase.STOPPED: frozenset(),
 }

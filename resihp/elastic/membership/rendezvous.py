@@ -2,10 +2,10 @@
 
 Keys (under the job's prefix): `signal` counts events, so that a rank polls one key and looks
 closer only when it moved; `plan/K/E` is the plan of epoch E after K recoveries, first writer
-wins; `broken/K` calls for recovery K; `left/K/W` tells that a rank has left the work W, which the
-others of its replica cannot finish without it; `report/K/R` and `decision/K` are that recovery's
-reports and outcome; `dead/R` and `beat/R` are a rank's death notice and heartbeat; `finished` and
-`done` end the job.
+wins, and `go/K/E` tells idle ranks that the switch to it begins; `broken/K` calls for recovery K;
+`left/K/W` tells that a rank has left the work W, which the others of its replica cannot finish
+without it; `report/K/R` and `decision/K` are that recovery's reports and outcome; `dead/R` and
+`beat/R` are a rank's death notice and heartbeat; `finished` and `done` end the job.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from resihp.contracts import Plan, ResiHPError, from_json, to_json
 
-from ..instep.ledger import Holding, Kept
 from ..worlds.comm import WorldBrokenError
-from .agreement import Decision, Report, decide
+from .agreement import Decision, Report, decide, read_decision, read_report
 
 # Looks at a peer's heartbeat within the time-out after which it is given up.
 _LOOKS = 10
@@ -72,6 +71,15 @@ def announce_death(store: dist.Store, rank: int) -> None:
     store.add("signal", 1)
 
 
+@dataclass(frozen=True)
+class _Among:
+    """One thread's work that concerns some ranks alone."""
+
+    work: str
+    ranks: tuple[int, ...]
+    thread: int
+
+
 class Rendezvous:
     """One rank's view of the others. `start` begins to watch the store in a thread."""
 
@@ -84,10 +92,11 @@ class Rendezvous:
         self._open = open_store
         self._store = open_store()
         self._broken: str | None = None
-        self._among: tuple[str, tuple[int, ...]] | None = None
+        self._among: _Among | None = None
         self._hurt: str | None = None
         self._next_look = 0.0
         self._beats: dict[int, tuple[int, int]] = {}
+        self._looking = threading.Lock()
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
@@ -108,24 +117,28 @@ class Rendezvous:
     # The present world.
 
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
-        """Why the present world is to be given up, if it is; asked by every wait."""
-        now = time.monotonic()
-        if self._reason() is None and waited_s > 1.0 and now > self._next_look:
-            self._next_look = now + self.timeouts.heartbeat.total_seconds() / _LOOKS
-            silent = self._silent(ranks if self._among is None else self._among[1], waited_s)
-            if silent:
-                self._hurt = f"ranks {silent} do not answer"
-                self.call_recovery(self._hurt)
-        return self._reason()
+        """Why the present world is to be given up, if it is; asked by every wait of any thread."""
+        with self._looking:
+            among, now = self._scope(), time.monotonic()
+            if self._reason(among) is None and waited_s > 1.0 and now > self._next_look:
+                self._next_look = now + self.timeouts.heartbeat.total_seconds() / _LOOKS
+                silent = self._silent(ranks if among is None else among.ranks, waited_s)
+                if silent:
+                    reason = f"ranks {silent} do not answer"
+                    if among is not None:
+                        self._hurt = reason
+                    self.call_recovery(reason)
+            return self._reason(among)
 
     @contextmanager
     def among(self, work: str, ranks: Sequence[int]) -> Iterator[None]:
         """Work that concerns `ranks` alone, which a loss elsewhere does not disturb.
 
-        Inside, waits end only when one of these ranks is lost or has left this `work`. What else
-        has broken the world shows when the work is done.
+        Inside, waits of the calling thread end only when one of these ranks is lost or has left
+        this `work`. What else has broken the world shows when the work is done.
         """
-        self._hurt, self._among = None, (work, tuple(ranks))
+        self._hurt = None
+        self._among = _Among(work, tuple(ranks), threading.get_ident())
         try:
             yield
         finally:
@@ -151,7 +164,7 @@ class Rendezvous:
         if not self._store.check([key]):
             proposal = json.dumps(asdict(decide(reports, microbatches)))
             self._store.compare_set(key, "", proposal)
-        decision = _decision(self._store.get(key))
+        decision = read_decision(self._store.get(key))
         if self.rank not in decision.survivors:
             raise FencedOutError(f"rank {self.rank} was given up by the others")
         with self._changed:
@@ -165,18 +178,28 @@ class Rendezvous:
     def publish(self, epoch: int, plan: Plan | str) -> None:
         """Make `plan` that of `epoch` (a string: the reason to stop). The first writer wins."""
         document = {"stop": plan} if isinstance(plan, str) else {"plan": to_json(plan)}
-        self._store.compare_set(self._plan_key(epoch), "", json.dumps(document))
+        key = f"plan/{self.recovery}/{epoch}"
+        self._store.compare_set(key, "", json.dumps(document))
         self._store.add("signal", 1)
 
-    def published(self, epoch: int) -> Plan | None:
+    def published(self, epoch: int, *, recoveries_ago: int = 0) -> Plan | None:
         """The plan of `epoch`, if there is one yet. Raises `StopError` if it is to stop."""
-        key = self._plan_key(epoch)
+        key = f"plan/{self.recovery - recoveries_ago}/{epoch}"
         if not self._store.check([key]):
             return None
         document = json.loads(self._store.get(key))
         if "stop" in document:
             raise StopError(document["stop"])
         return from_json(Plan, document["plan"])
+
+    def go(self, epoch: int) -> None:
+        """Tell idle ranks that the switch to `epoch` begins."""
+        self._store.set(f"go/{self.recovery}/{epoch}", "1")
+        self._store.add("signal", 1)
+
+    def may_go(self, epoch: int) -> bool:
+        """Whether the switch to `epoch` has begun."""
+        return bool(self._store.check([f"go/{self.recovery}/{epoch}"]))
 
     def await_plan(self, epoch: int) -> Plan:
         """Wait for the plan of `epoch`. Raises `WorldBrokenError` if another rank is lost."""
@@ -211,12 +234,14 @@ class Rendezvous:
 
     # Inside.
 
-    def _reason(self) -> str | None:
-        """Why to give up the present work."""
-        return self._broken if self._among is None else self._hurt
+    def _scope(self) -> _Among | None:
+        """To what the calling thread's waits are confined."""
+        among = self._among
+        return among if among is not None and among.thread == threading.get_ident() else None
 
-    def _plan_key(self, epoch: int) -> str:
-        return f"plan/{self.recovery}/{epoch}"
+    def _reason(self, among: _Among | None) -> str | None:
+        """Why to give up the present work."""
+        return self._broken if among is None else self._hurt
 
     def _watch(self) -> None:
         store = self._open()
@@ -233,7 +258,7 @@ class Rendezvous:
                 if self._broken is None and store.check([key]):
                     self._broken = store.get(key).decode()
                 among = self._among
-                if among is not None and store.check([f"left/{self.recovery}/{among[0]}"]):
+                if among is not None and store.check([f"left/{self.recovery}/{among.work}"]):
                     self._hurt = self._broken
                 self._changed.notify_all()
 
@@ -268,7 +293,7 @@ class Rendezvous:
         while missing and not self._store.check([decided]):
             for rank in sorted(missing):
                 if self._store.check([f"{prefix}/{rank}"]):
-                    reports[rank] = _report(self._store.get(f"{prefix}/{rank}"))
+                    reports[rank] = read_report(self._store.get(f"{prefix}/{rank}"))
                     missing.discard(rank)
                 elif self._store.check([f"dead/{rank}"]):
                     missing.discard(rank)
@@ -277,17 +302,3 @@ class Rendezvous:
                 missing -= set(self._silent(sorted(missing), now - start))
             time.sleep(0.005 if missing else 0.0)
         return reports
-
-
-def _report(raw: bytes) -> Report:
-    document = json.loads(raw)
-    if document["norm"] is not None:
-        document["norm"] = tuple(document["norm"])
-    holdings = tuple(from_json(Holding, held) for held in document["holdings"])
-    return Report(**{**document, "holdings": holdings})
-
-
-def _decision(raw: bytes) -> Decision:
-    document = json.loads(raw)
-    kept = tuple(from_json(Kept, one) for one in document["kept"])
-    return Decision(**{**document, "survivors": tuple(document["survivors"]), "kept": kept})

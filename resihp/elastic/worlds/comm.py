@@ -8,6 +8,7 @@ dropped; the next world is built over store prefixes of its own.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,12 @@ class Network:
         backend = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, index, len(ranks), options))
         return Group(self, tuple(ranks), backend)
 
+    def uncounted(self) -> Network:
+        """The same network for a thread beside training, whose waits are not training's."""
+        other = copy.copy(self)
+        other.waited = WaitClock()
+        return other
+
     def complete(self, work: dist.Work, ranks: Sequence[int]) -> None:
         """Wait until `work` is done. Raises `WorldBrokenError` if it will never be."""
         start = time.perf_counter()
@@ -113,6 +120,12 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    def warm_up(self) -> None:
+        """Connect now, in a thread beside training, not at the first use."""
+        if len(self.ranks) > 1:
+            work = self.start_all_reduce(torch.zeros(1))
+            self._network.uncounted().complete(work, self.ranks)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the group, in place."""

@@ -55,6 +55,15 @@ class World:
         """The stage in which this rank stands."""
         return self.layout.stage_at(self.place)
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All of them, in the order in which every rank builds its own."""
+        sides = (side for side in (self.before, self.after) if side is not None)
+        links = [link for side in sides for link in side.links]
+        between = [group for link in links for group in (link.forward, link.backward)]
+        sums = [group for _, group in self.sums]
+        return (self.everyone, self.tp, *between, *sums)
+
 
 def build_world(network: Network, layout: Layout, parameters: Parameters, *, name: str) -> World:
     """Build this rank's groups for `layout`. Collective over the ranks of the layout.

@@ -1,0 +1,160 @@
+"""Fills the next world's shard while the present one trains."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from resihp.layout import Param, Range
+
+from ..engine import Setup
+from ..engine.replicated import carry_over
+from ..engine.shard import Shard, rows
+from ..engine.sums import Gradients
+from ..worlds.comm import WorldBrokenError
+from .courier import Courier, gradient_view, state_view
+from .prepare import Prepared
+
+_NICENESS = 5
+
+
+class Staging:
+    """Brings a prepared shard to the state of the present step, leaving the old one whole.
+
+    Parameters and moments do not change between two updates, so they can be copied while the
+    passes of a step run (LiveR, arXiv 2605.22014; DataStates-LLM, arXiv 2601.16956). The update
+    at the step's end is not copied: `hand_over` gives each new holder the summed
+    gradients of its ranges, and it makes the same elementwise update itself. Collective over
+    the ranks alive: all call `start` (or `fill`) before the same step.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        prepared: Prepared,
+        old: Shard | None,
+        rank: int,
+        completed: int,
+        *,
+        limit_bytes: int,
+        on_parcel: Callable[[int], None],
+    ) -> None:
+        self.completed = completed
+        self.received_bytes = 0
+        self._setup, self._prepared = setup, prepared
+        self._old, self._new = old, prepared.shard
+        self._rank, self._limit_bytes, self._on_parcel = rank, limit_bytes, on_parcel
+        self._courier: Courier | None = None
+        self._gradients: Gradients = {}
+        self._error: WorldBrokenError | None = None
+        self._thread = threading.Thread(target=self._run, name="resihp-staging", daemon=True)
+
+    def start(self) -> None:
+        """Fill in the background; `wait` for it before the update."""
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the shard is filled. Raises `WorldBrokenError` if it will never be."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Give it up; no state is read or written any more afterwards."""
+        self._prepared.cancelled.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def fill(self) -> None:
+        """Bring parameters, moments and the count of updates to where the old world is."""
+        old, new = self._old, self._new
+        assert self._prepared.transit is not None
+        self.completed = carry_over(
+            self._prepared.transit,
+            self._setup,
+            self.completed,
+            old=old,
+            new=new,
+            source=self._prepared.source,
+        )
+        self._courier = Courier(
+            self._prepared.pairs,
+            self._rank,
+            limit_bytes=self._limit_bytes,
+            on_parcel=self._on_parcel,
+        )
+        for param, span, origin in self._kept():
+            assert old is not None
+            assert new is not None
+            for source, target in zip(old.state(param), new.state(param), strict=True):
+                _copy(source, target, param, span, origin)
+        copies = self._setup.optimizer.copies
+        self.received_bytes += self._courier.carry(
+            self._prepared.planned, copies, state_view(old), state_view(new)
+        )
+
+    def make_room_for_gradients(self) -> None:
+        """Memory for the gradients of ranges that change, touched before the pause."""
+        if self._new is not None:
+            for param in _changed(self._old, self._new):
+                self._gradients[param] = torch.zeros_like(self._new.tensors[param])
+
+    def hand_over(self, total: Gradients | None) -> Gradients | None:
+        """Give the new holders the whole gradients of this step; the old world keeps its own.
+
+        `total` is what this rank has in the old world; returns what it has in the new one.
+        """
+        assert self._courier is not None
+        old, new = self._old, self._new
+        for param, span, origin in self._kept():
+            assert total is not None
+            _copy(total[param], self._gradients[param], param, span, origin)
+        self.received_bytes += self._courier.carry(
+            self._prepared.planned,
+            1,
+            gradient_view(old, total),
+            gradient_view(new, self._gradients),
+        )
+        if new is None:
+            return None
+        return {
+            p: self._gradients[p] if p in self._gradients else (total or {})[p] for p in new.tensors
+        }
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            self.make_room_for_gradients()
+            self.fill()
+        except WorldBrokenError as error:
+            self._error = error
+
+    def _kept(self) -> list[tuple[Param, Range, tuple[int, int]]]:
+        """What this rank holds in both layouts, but in different ranges; where these begin."""
+        old, new = self._old, self._new
+        if old is None or new is None:
+            return []
+        kept = []
+        for param in _changed(old, new):
+            if param in old.ranges:
+                before, after = old.ranges[param], new.ranges[param]
+                span = (max(before[0], after[0]), min(before[1], after[1]))
+                if span[0] < span[1]:
+                    kept.append((param, span, (before[0], after[0])))
+        return kept
+
+
+def _changed(old: Shard | None, new: Shard) -> Sequence[Param]:
+    """Parameters of the new shard that it does not share with the old one."""
+    if old is None:
+        return list(new.tensors)
+    return [p for p, tensor in new.tensors.items() if old.tensors.get(p) is not tensor]
+
+
+def _copy(
+    source: torch.Tensor, target: torch.Tensor, param: Param, span: Range, origin: tuple[int, int]
+) -> None:
+    rows(target, param, span, origin[1]).copy_(rows(source, param, span, origin[0]))
