@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,14 +56,21 @@ def pass_durations(
 
 
 def replay(
-    orders: Sequence[Order], durations: Sequence[Sequence[float]], *, p2p: ArrayLike = 0.0
+    orders: Sequence[Order],
+    durations: Sequence[Sequence[float]],
+    *,
+    p2p: ArrayLike = 0.0,
+    blocking: bool = False,
 ) -> Replay:
     """Runs every stage's `orders` as soon as the stages before and behind it allow.
 
     durations  of every pass, aligned with `orders`
     p2p        delay of a transfer; broadcasts to [direction, link, microbatch], where direction 0
                is forward and link s joins stages s and s + 1 (the last one, the last stage and
-               the first, between two chunks). A transfer delays its receiver, not its sender.
+               the first, between two chunks)
+    blocking   a transfer holds its sender as well, until the receiver has ended what it ran before
+               and the transfer is over (Megatron-LM without overlapped transfers); else it delays
+               its receiver only
 
     Raises `ContractError` for orders that wait for each other for ever.
     """
@@ -70,59 +78,93 @@ def replay(
     links = np.broadcast_to(
         p2p, (2, stages, 1 + max((p.microbatch for order in orders for p in order), default=-1))
     ).tolist()
-    plan = [_dependencies(order, stage, stages, links) for stage, order in enumerate(orders)]
-    done: dict[tuple[int, int, int], float] = {}
+    needs = _needs(orders, links, blocking=blocking)
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
-    waiting: dict[tuple[int, int, int], int] = {}
+    waiting: dict[_Place, list[int]] = defaultdict(list)
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
-        now = ends[stage][-1] if ends[stage] else 0.0
-        for own, needs, delay in plan[stage][len(starts[stage]) :]:
-            if needs is not None:
-                arrival = done.get(needs)
-                if arrival is None:
-                    waiting[needs] = stage
+        own = ends[stage]
+        while (index := len(own)) < len(orders[stage]):
+            now = own[-1] if own else 0.0
+            for other, at, delay in needs[stage][index]:
+                if len(ends[other]) <= at:
+                    waiting[other, at].append(stage)
                     break
-                now = max(now, arrival + delay)
-            starts[stage].append(now)
-            now += durations[stage][len(ends[stage])]
-            ends[stage].append(now)
-            if own is not None:
-                done[own] = now
-                if own in waiting:
-                    ready.append(waiting.pop(own))
+                now = max(now, ends[other][at] + delay)
+            else:
+                starts[stage].append(now)
+                own.append(now + durations[stage][index])
+                ready += waiting.pop((stage, index), ())
+                continue
+            break
     if waiting:
-        stuck = sorted(waiting.values())
+        stuck = sorted({stage for stages in waiting.values() for stage in stages})
         raise ContractError("orders", f"the passes of stages {stuck} wait for each other for ever")
     return Replay(tuple(map(np.asarray, starts)), tuple(map(np.asarray, ends)))
 
 
-_Key = tuple[int, int, int]  # direction, virtual stage, microbatch
+_Place = tuple[int, int]  # stage, index in its order
+_Need = tuple[int, int, float]  # stage, index and the delay after that pass has ended
+_Needs = list[list[list[_Need]]]  # of every pass of every stage
+_Links = Sequence[Sequence[Sequence[float]]]
 
 
-def _dependencies(
-    order: Order, stage: int, stages: int, links: list[list[list[float]]]
-) -> list[tuple[_Key | None, _Key | None, float]]:
-    """For every pass: what it provides, what it needs from another stage, and the delay of that.
+def _needs(orders: Sequence[Order], links: _Links, *, blocking: bool) -> _Needs:
+    """What every pass waits for besides the one before it in its stage."""
+    needs: _Needs = [[[] for _ in order] for order in orders]
+    for stage, row in enumerate(_sources(orders)):
+        for index, source in enumerate(row):
+            if source is not None:
+                delay = _delay(links, orders[stage][index], stage)
+                needs[stage][index].append((*source, delay))
+                if blocking:
+                    _hold_both(needs, source, (stage, index), delay)
+    return needs
 
-    The end of its own forward needs no entry: a stage runs in order, and the order is checked.
+
+def _hold_both(needs: _Needs, sender: _Place, receiver: _Place, delay: float) -> None:
+    """A transfer begins when both ends are ready, and neither goes on before it is over."""
+    stage, index = receiver
+    resumed = [(*sender, delay)]
+    if index:
+        needs[stage][index].append((stage, index - 1, delay))
+        resumed.append((stage, index - 1, delay))
+    if sender[1] + 1 < len(needs[sender[0]]):
+        needs[sender[0]][sender[1] + 1] += resumed
+
+
+def _sources(orders: Sequence[Order]) -> list[list[_Place | None]]:
+    """The pass of another stage whose result every pass takes in; None where there is none.
+
+    A stage runs in order, so that its own forward needs no entry: that it comes first is checked.
     """
-    last = stages * (1 + max((p.chunk for p in order), default=0)) - 1
-    plan: list[tuple[_Key | None, _Key | None, float]] = []
-    forwarded = set()
-    for item in order:
-        here, index = item.chunk * stages + stage, item.microbatch
-        if item.part is Part.WEIGHT:
-            plan.append((None, None, 0.0))
-        elif item.op is Op.FORWARD:
-            forwarded.add((here, index))
-            needs = (0, here - 1, index) if here else None
-            plan.append(((0, here, index), needs, links[0][stage - 1][index]))
-        else:
-            if (here, index) not in forwarded:
+    stages = len(orders)
+    last = stages * (1 + max((p.chunk for order in orders for p in order), default=0)) - 1
+    made: dict[tuple[Op, int, int], _Place] = {}
+    for stage, order in enumerate(orders):
+        for index, item in enumerate(order):
+            if item.part is not Part.WEIGHT:
+                made[item.op, item.chunk * stages + stage, item.microbatch] = stage, index
+    sources: list[list[_Place | None]] = []
+    for stage, order in enumerate(orders):
+        row: list[_Place | None] = []
+        for index, item in enumerate(order):
+            here, step = item.chunk * stages + stage, -1 if item.op is Op.FORWARD else 1
+            if step > 0 and made.get((Op.FORWARD, here, item.microbatch), (0, index))[1] >= index:
                 raise ContractError("orders", f"stage {stage} runs {item} before its forward")
-            needs = (1, here + 1, index) if here < last else None
-            plan.append(((1, here, index), needs, links[1][stage][index]))
-    return plan
+            from_outside = item.part is not Part.WEIGHT and 0 <= here + step <= last
+            source = made.get((item.op, here + step, item.microbatch)) if from_outside else None
+            if from_outside and source is None:
+                raise ContractError("orders", f"stage {stage} waits for ever for what {item} needs")
+            row.append(source)
+        sources.append(row)
+    return sources
+
+
+def _delay(links: _Links, item: Pass, stage: int) -> float:
+    """Of the transfer that a pass of this stage waits for."""
+    if item.op is Op.FORWARD:
+        return links[0][stage - 1][item.microbatch]
+    return links[1][stage][item.microbatch]

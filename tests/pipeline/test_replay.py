@@ -24,6 +24,14 @@ def test_a_transfer_delays_its_receiver_and_not_its_sender():
     assert result.starts[0].tolist() == [0.0, 4.75]
 
 
+def test_a_blocking_transfer_holds_both_ends():
+    plan = orders(Schedule.ONE_F_ONE_B, 2, 2)
+    durations = pass_durations(plan, 1.0, 2.0)
+    result = replay(plan, durations, p2p=0.5, blocking=True)
+    assert result.starts[0].tolist() == [0.0, 1.5, 5.0, 8.5]  # F0 F1 B0 B1
+    assert result.starts[1].tolist() == [1.5, 2.5, 5.0, 6.0]  # F0 B0 F1 B1
+
+
 def test_unequal_stages_wait_for_the_slowest():
     plan = orders(Schedule.ONE_F_ONE_B, 2, 4)
     result = replay(plan, pass_durations(plan, [[1.0], [3.0]], [[1.0], [3.0]]))
@@ -39,6 +47,23 @@ def test_orders_that_wait_for_each_other_are_named():
         replay(plan, pass_durations(plan, 1.0, 1.0))
     with pytest.raises(ContractError, match="before its forward"):
         replay([[Pass(Op.BACKWARD, 0)]], [[1.0]])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    stages=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    p2p=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blocking_transfers_only_ever_delay(stages, microbatches, p2p, seed):
+    random = np.random.default_rng(seed)
+    plan = orders(Schedule.ONE_F_ONE_B, stages, microbatches)
+    forward, backward = random.uniform(0.1, 3.0, (2, stages, microbatches))
+    durations = pass_durations(plan, forward, backward)
+    free, held = (replay(plan, durations, p2p=p2p, blocking=b) for b in (False, True))
+    for early, late in zip(free.starts, held.starts, strict=True):
+        assert (late >= early - 1e-9).all()
 
 
 @settings(deadline=None, max_examples=100)
