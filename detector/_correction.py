@@ -31,8 +31,8 @@ class Correction:
         self._settings = settings
         self.predictor = predictor
         self.misfit = False
-        self._rows = np.empty((0, len(FEATURES)))
-        self._ratio = np.empty(0)
+        self._rows = np.empty((0, len(FEATURES)), np.float32)
+        self._ratio = np.empty(0, np.float32)
         self._steps = 0
         self._trained = 0
         self._spreads = np.zeros(2)
@@ -60,8 +60,10 @@ class Correction:
         limit = max(self._settings.train_rows // (4 * self._settings.train_after_steps), 64)
         rows = np.flatnonzero(usable)
         rows = rows[:: max(1, -(-rows.size // limit))]
-        self._rows = np.concatenate([self._rows, features[rows]])[-self._settings.train_rows :]
-        self._ratio = np.concatenate([self._ratio, plain[rows]])[-self._settings.train_rows :]
+        most = self._settings.train_rows
+        fresh = features[rows].astype(np.float32), plain[rows].astype(np.float32)
+        self._rows = np.concatenate([self._rows, fresh[0]])[-most:]
+        self._ratio = np.concatenate([self._ratio, fresh[1]])[-most:]
         due = self._settings.train_after_steps * 4**self._trained
         if self._steps >= due and self._ratio.size >= _LEAST_ROWS:
             self._train()
@@ -76,8 +78,11 @@ class Correction:
 
     def _train(self) -> None:
         predictor = Predictor(seed=self._settings.seed)
-        self.predictor = predictor.fit_correction(self._rows, self._ratio)
+        rows, ratio = self._rows.astype(np.float64), self._ratio.astype(np.float64)
+        self.predictor = predictor.fit_correction(rows, ratio)
         self._trained += 1
+        if self._trained >= _ROUNDS:
+            self._rows, self._ratio = self._rows[:0], self._ratio[:0]
         self.misfit = False
         self._spreads = np.zeros(2)
 

@@ -25,6 +25,7 @@ from ._correction import Correction
 from ._epoch import Epoch
 from ._judge import FAIL_SLOW, FAIL_STOP
 from ._links import LinkVerdict
+from ._recent import Recent
 from ._state import pack, unpack
 from ._words import verdict_of
 from .heartbeat import Heartbeats
@@ -32,8 +33,6 @@ from .predictor import Predictor
 from .probes import ProbeKind, ProbeRation, ProbeRequest, ProbeResult
 from .settings import DetectorSettings
 
-_RECENT_RECORDS = 2_000_000
-_RECENT_STEPS = 64
 _AHEAD = 64
 _SILENCE = "its heartbeats have stopped"
 
@@ -66,7 +65,7 @@ class Detector:
         self._ration = ProbeRation(self.settings.probes_per_minute)
         self._pending: dict[int, Verdict] = {}
         self._notes: dict[int, tuple[str, ...]] = {}
-        self._recent: deque[TelemetryBatch] = deque(maxlen=_RECENT_STEPS)
+        self._recent = Recent()
         self._ahead: deque[TelemetryBatch] = deque(maxlen=_AHEAD)
 
     @property
@@ -85,7 +84,8 @@ class Detector:
             return []
         before = self._epoch.snapshot()
         for step in self._epoch.intake.add(batch):
-            self._remember(step)
+            if len(step):
+                self._recent.add(step, self._epoch.places)
             self._epoch.decide(step)
         changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
         self._pending = {}
@@ -99,7 +99,7 @@ class Detector:
         """Why the job is slow, from the last steps; nothing is named before the first."""
         from .diagnosis import diagnose
 
-        return diagnose(self.job, self.job.layout, tuple(self._recent))
+        return diagnose(self.job, self.job.layout, self._recent.batches())
 
     def apply_plan(self, plan: Plan) -> None:
         """Starts afresh on the layout of a newer plan.
@@ -192,7 +192,7 @@ class Detector:
                 "epoch": self._epoch.state(),
                 "heartbeats": self._heartbeats.state(),
                 "notes": {str(rank): list(note) for rank, note in self._notes.items()},
-                "recent": [_columns(batch) for batch in self._recent],
+                "recent": self._recent.state(),
                 "ahead": [_columns(batch) for batch in self._ahead],
             }
         )
@@ -222,14 +222,9 @@ class Detector:
         detector._epoch.load(saved["epoch"])
         detector._heartbeats.load(saved["heartbeats"])
         detector._notes = {int(rank): tuple(note) for rank, note in saved["notes"].items()}
-        detector._recent.extend(TelemetryBatch(**columns) for columns in saved["recent"])
+        detector._recent.load(saved["recent"])
         detector._ahead.extend(TelemetryBatch(**columns) for columns in saved["ahead"])
         return detector
-
-    def _remember(self, step: TelemetryBatch) -> None:
-        self._recent.append(step)
-        while len(self._recent) > 1 and sum(map(len, self._recent)) > _RECENT_RECORDS:
-            self._recent.popleft()
 
     def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
         status, factor = before

@@ -60,8 +60,10 @@ class LevelTest:
         self.factor = np.where(self.slow, np.exp(np.nan_to_num(level)), 1.0)
         return self.slow
 
-    def state(self) -> State:
-        """What `load` needs."""
+    def state(self) -> State | None:
+        """What `load` needs; None before the first step."""
+        if not self.watch.count:
+            return None
         return {
             "watch": self.watch.state(),
             "slow": self.slow,
@@ -70,8 +72,10 @@ class LevelTest:
             "since": self.since,
         }
 
-    def load(self, state: State) -> None:
+    def load(self, state: State | None) -> None:
         """Takes up what `state` returned."""
+        if state is None:
+            return
         self.watch.load(state["watch"])
         self.scale = state["scale"]
         self.slow, self.factor, self.since = state["slow"], state["factor"], state["since"]

@@ -11,7 +11,7 @@ from resihp.contracts import ContractError
 
 from ._arrays import State
 
-FORMAT = 1
+FORMAT = 2
 
 
 def pack(state: State) -> bytes:

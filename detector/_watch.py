@@ -67,8 +67,8 @@ class Watch:
         self._bound = NormalDist().inv_cdf(1.0 - 0.005 / max(size, 8))
         peers = places.class_sizes[places.peers]
         self._majority, self._pair = peers >= 3, peers == 2
-        self.window = np.full((settings.window_steps, size), np.nan)
-        self.innovations = np.full((settings.window_steps, size), np.nan)
+        self.window = np.full((settings.window_steps, size), np.nan, np.float32)
+        self.innovations = np.full((settings.window_steps, size), np.nan, np.float32)
         self.steps = np.full(settings.window_steps, -1, np.int64)
         self.count = 0
         self._wider = 1.0
@@ -137,7 +137,7 @@ class Watch:
         known = np.isfinite(self.innovations)
         if np.count_nonzero(known) < max(16, 2 * self._places.size):
             return np.maximum(residual.error, self._early_scale(deviation))
-        pooled = mad_sigma(self.innovations, 0.0)
+        pooled = mad_sigma(self.innovations.astype(np.float64), 0.0)
         counts = known.sum(axis=0)
         own = np.full(self._places.size, pooled)
         enough = counts >= 6
