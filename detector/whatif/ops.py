@@ -119,6 +119,10 @@ class Recording:
         """Number of pipeline stages."""
         return int(self.rank.shape[1])
 
+    def step_of(self, cell: Ints) -> Ints:
+        """Position of the step of flat cells."""
+        return cell % self.steps.size
+
     def of_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
         """Mask [N] of the operations of these kinds."""
         return np.isin(self.kind, kinds)
@@ -126,35 +130,54 @@ class Recording:
     @classmethod
     def of(cls, ops: OpTable) -> Recording:
         """The grid of a table. A cell that was recorded twice keeps the longer duration."""
-        steps, step = _index(ops.step)
+        keys, op = _index(_keys(ops))
+        first = np.full(keys.size, op.size, np.intp)
+        np.minimum.at(first, op, np.arange(op.size, dtype=np.int32))
         replicas, dp = _index(ops.dp)
-        width = int(ops.seq.max()) + 1
-        key = ops.stage.astype(np.int64)
-        key *= len(Kind)
-        key += ops.kind
-        key *= width
-        key += ops.seq
-        keys, op = _index(key)
-        first = np.empty(keys.size, np.intp)
-        first[op[::-1]] = np.arange(op.size - 1, -1, -1)
+        rank = _ranks(dp, ops, replicas.size)
+        steps, step = _index(ops.step)
         shape = (keys.size, replicas.size, steps.size)
-        cell = np.ravel_multi_index((op, dp, step), shape)
+        cell: Ints = op.astype(_width(float(np.prod(shape, dtype=float))))
+        for position, size in ((dp, replicas.size), (step, steps.size)):
+            cell *= size
+            cell += position
+        del op, dp
         origin = np.full(steps.size, np.inf)
         np.minimum.at(origin, step, ops.start_s)
+        start = origin[step]
+        np.subtract(ops.start_s, start, out=start)
+        del step
         return cls(
             steps=steps,
             replicas=replicas,
-            rank=_ranks(dp, ops, replicas.size),
+            rank=rank,
             kind=ops.kind[first],
             stage=ops.stage[first],
             seq=ops.seq[first],
             chunk=ops.chunk[first],
             global_chunk=ops.global_chunk[first],
             microbatch=ops.microbatch[first],
-            start_s=_scatter(cell, ops.start_s - origin[step], shape),
+            start_s=_scatter(cell, start, shape),
             duration_s=_scatter(cell, ops.duration_s, shape),
             cell=cell,
         )
+
+
+def _keys(ops: OpTable) -> Ints:
+    """One number for every (stage, kind, seq), in that order."""
+    width = int(ops.seq.max()) + 1
+    most = (int(ops.stage.max()) + 1) * len(Kind) * width
+    key: Ints = ops.stage.astype(_width(most))
+    key *= len(Kind)
+    key += ops.kind
+    key *= width
+    key += ops.seq
+    return key
+
+
+def _width(most: float) -> type[np.int32] | type[np.int64]:
+    """Whole numbers wide enough for all up to `most`."""
+    return np.int64 if most > 2**31 - 1 else np.int32
 
 
 def _index(values: Ints) -> tuple[Ints, Ints]:
@@ -171,10 +194,9 @@ def _index(values: Ints) -> tuple[Ints, Ints]:
 
 def _scatter(cell: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
     grid = np.full(shape, np.nan)
-    if (np.bincount(cell, minlength=grid.size) > 1).any():
+    grid.reshape(-1)[cell] = values
+    if np.count_nonzero(~np.isnan(grid)) < cell.size:
         np.fmax.at(grid.reshape(-1), cell, values)
-    else:
-        grid.put(cell, values)
     return grid
 
 

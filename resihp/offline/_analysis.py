@@ -94,7 +94,7 @@ def analyze(trace: Trace) -> Analysis:
     try:
         verdicts, changes = _judge(trace)
         whatif = None
-        if trace.ops is not None:
+        if trace.grid is not None:
             whatif = WhatIf.of(trace.recording, trace.dependencies, trace.own_s)
         costs = _costs(trace) if whatif is None else _replayed_costs(whatif)
     except ContractError as error:

@@ -31,6 +31,12 @@ class ParquetColumns:
             self.metadata.update(file.metadata.metadata or {})
         self.rows = sum(file.metadata.num_rows for file in self._files)
 
+    def release(self) -> None:
+        """Give back what reading took; columns that were read stay good."""
+        import pyarrow as pa
+
+        pa.default_memory_pool().release_unused()
+
     def read(self, name: str) -> Any:
         """A column as an Arrow chunked array."""
         import pyarrow as pa

@@ -47,8 +47,9 @@ def _parquet_trace(path: Path, files: list[Path]) -> Trace:
     import pyarrow as pa
 
     try:
-        trace = _trace_of_columns(path, ParquetColumns(files))
-        pa.default_memory_pool().release_unused()
+        columns = ParquetColumns(files)
+        trace = _trace_of_columns(path, columns)
+        columns.release()
         return trace
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split()) or "unknown reason"

@@ -14,6 +14,7 @@ stops the host and not the device, which is what DATA records stand for.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,46 +35,75 @@ _OP = {
 _CODES = np.array([_OP[kind] for kind in Kind], np.uint8)
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a `Recording` does not hold of the rows of its table.
+
+    ranks       global ranks that were recorded, in ascending order
+    rank        of every row; None where one rank was recorded at each place
+    duration_s  of every row; None where each cell was recorded once
+    """
+
+    ranks: tuple[int, ...]
+    rank: NDArray[np.integer] | None
+    duration_s: Floats | None
+
+    @classmethod
+    def of(cls, ops: OpTable, recording: Recording) -> Rows:
+        """Of the table that the recording was made of."""
+        ranks = tuple(np.unique(ops.rank).tolist())
+        places = int(np.count_nonzero(recording.rank >= 0))
+        alone = len(ranks) == places == np.unique(recording.rank[recording.rank >= 0]).size
+        once = np.count_nonzero(~np.isnan(recording.duration_s)) == len(ops)
+        return cls(ranks, None if alone else ops.rank, None if once else ops.duration_s)
+
+
 class RecordMaker:
-    """Turns rows of a table of operations into records. `own_s` [N, D, T] is without waiting."""
+    """Turns recorded operations into records. `own_s` [N, D, T] is without waiting."""
 
     def __init__(
-        self, ops: OpTable, recording: Recording, found: Dependencies, own_s: Floats
+        self, rows: Rows, recording: Recording, found: Dependencies, own_s: Floats
     ) -> None:
-        self._ops, self._recording, self._found = ops, recording, found
+        self._rows, self._recording, self._found = rows, recording, found
         self._own_s = own_s.reshape(-1)
+        self._duration_s = recording.duration_s.reshape(-1)
         self._waits = found.waits()
         served = found.serves
         self._microbatch = np.where(
             served >= 0, recording.microbatch[served], recording.microbatch
         )  # a transfer has that of the pass it serves
 
-    def columns(self, rows: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
+    def columns(self, rows: NDArray[np.intp] | slice) -> dict[str, NDArray[Any]]:
         """The records of some rows, with `plan_version` 0 throughout."""
-        op, replica, _ = np.unravel_index(self._recording.cell[rows], self._recording.start_s.shape)
-        real = ~(self._found.idle | self._found.lone)[op]
-        rows, op, replica = rows[real], op[real], replica[real]
-        ops = self._ops.select(rows)
-        own = self._own_s[self._recording.cell[rows]]
+        recording, cell = self._recording, self._recording.cell[rows]
+        op, replica, step = np.unravel_index(cell, recording.start_s.shape)
+        whole = self._duration_s[cell]
+        if self._rows.duration_s is not None:
+            whole = self._rows.duration_s[rows]
+        rank = recording.rank[replica, recording.stage[op]]
+        if self._rows.rank is not None:
+            rank = self._rows.rank[rows]
+        own = self._own_s[cell]
         known = self._waits[op] & np.isfinite(own)
-        own = np.where(known, np.clip(own, 0.0, ops.duration_s), ops.duration_s)
+        own = np.where(known, np.clip(own, 0.0, whole), whole)
         columns = {
-            "rank": ops.rank,
-            "step": ops.step,
+            "rank": rank,
+            "step": recording.steps[step],
             "microbatch": self._microbatch[op],
-            "chunk": np.maximum(ops.chunk, 0),
-            "op": _CODES[ops.kind],
+            "chunk": np.maximum(recording.chunk[op], 0),
+            "op": _CODES[recording.kind[op]],
             "compute_ms": own * 1e3,
-            "wait_ms": np.where(known, (ops.duration_s - own) * 1e3, np.nan),
+            "wait_ms": np.where(known, (whole - own) * 1e3, np.nan),
             "peer": self._peers(op, replica),
         }
+        real = ~(self._found.idle | self._found.lone)[op]
         found: dict[str, NDArray[Any]] = {
-            name: columns[name].astype(dtype, copy=False)
+            name: columns[name][real].astype(dtype, copy=False)
             if name in columns
-            else np.full(rows.size, -1, dtype)
+            else np.full(np.count_nonzero(real), -1, dtype)
             for name, (dtype, _) in COLUMNS.items()
         }
-        found["plan_version"] = np.zeros(rows.size, np.int64)
+        found["plan_version"] = np.zeros(np.count_nonzero(real), np.int64)
         return found
 
     def _peers(self, op: NDArray[np.intp], replica: NDArray[np.intp]) -> NDArray[np.integer]:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
-from detector.whatif.ops import Floats, OpTable, Recording
+from detector.whatif.ops import Floats, Recording
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 
-from ._telemetry import RecordMaker
+from ._telemetry import RecordMaker, Rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +31,8 @@ class Trace:
     format   "whatif-parquet", "resihp-parquet" or "kineto-json"
     job      shape of the job; ranks that were not recorded may be missing from its layout
     tp       tensor-parallel degree of the job, of which perhaps one rank in a group was recorded
-    ops      every operation with its start, where the format has them; else None
+    grid     every operation with its start, where the format has them; else None
+    rows     what the grid does not hold of its rows
     columns  microbatch records by the names of `TelemetryBatch`, and `plan_version`, where the
              format holds records; else None
     plans    plans that took effect while the job was recorded
@@ -41,24 +42,25 @@ class Trace:
     format: str
     job: Job
     tp: int = 1
-    ops: OpTable | None = None
+    grid: Recording | None = None
+    rows: Rows | None = None
     columns: Columns | None = None
     plans: tuple[Plan, ...] = ()
 
-    @cached_property
+    @property
     def recording(self) -> Recording:
-        """The operations on a dense grid. Only where `ops` is there."""
-        assert self.ops is not None
-        return Recording.of(self.ops)
+        """The operations on a dense grid, of a trace that has one."""
+        assert self.grid is not None
+        return self.grid
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """What every operation waits for. Only where `ops` is there."""
+        """What every operation waits for. Only where `grid` is there."""
         return dependencies(self.recording)
 
     @cached_property
     def own_s(self) -> Floats:
-        """Durations [N, D, T] of the recording without the waiting. Only where `ops` is there."""
+        """Durations [N, D, T] of the recording without the waiting. Only where `grid` is there."""
         return transfer_seconds(self.recording, self.dependencies)
 
     @cached_property
@@ -70,13 +72,14 @@ class Trace:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that were recorded, in ascending order."""
-        ranks = self.ops.rank if self.ops is not None else self.records["rank"]
-        return tuple(int(rank) for rank in np.unique(ranks))
+        if self.rows is not None:
+            return self.rows.ranks
+        return tuple(int(rank) for rank in np.unique(self.records["rank"]))
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """Steps that were recorded, in ascending order."""
-        steps = self.ops.step if self.ops is not None else self.records["step"]
+        steps = self.grid.steps if self.grid is not None else self.records["step"]
         return tuple(int(step) for step in np.unique(steps))
 
     def batches(self) -> Iterator[TelemetryBatch]:
@@ -93,9 +96,9 @@ class Trace:
             for rows in _runs(columns["step"], columns["plan_version"]):
                 yield {name: column[rows] for name, column in columns.items()}
             return
-        assert self.ops is not None
-        maker = RecordMaker(self.ops, self.recording, self.dependencies, self.own_s)
-        for rows in _runs(self.ops.step):
+        assert self.rows is not None
+        maker = RecordMaker(self.rows, self.recording, self.dependencies, self.own_s)
+        for rows in _runs(self.recording.step_of(self.recording.cell)):
             yield maker.columns(rows)
 
     def frame(self) -> pd.DataFrame:
@@ -109,8 +112,12 @@ class Trace:
         return frame
 
 
-def _runs(*keys: NDArray[Any]) -> Iterator[NDArray[np.intp]]:
+def _runs(*keys: NDArray[Any]) -> Iterator[NDArray[np.intp] | slice]:
     """Rows with equal keys, in the order of the keys; their own order stays."""
+    if len(keys) == 1 and (keys[0][1:] >= keys[0][:-1]).all():
+        edges = [0, *(np.flatnonzero(np.diff(keys[0])) + 1).tolist(), keys[0].size]
+        yield from (slice(start, stop) for start, stop in pairwise(edges))
+        return
     order = np.lexsort(keys[::-1])
     change = np.zeros(max(order.size - 1, 0), bool)
     for key in keys:

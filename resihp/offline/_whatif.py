@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.ops import COMPUTE, LABELS, Kind, OpTable
+from detector.whatif.ops import COMPUTE, LABELS, Kind, OpTable, Recording
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
 from ._arrow import ParquetColumns, is_number, to_numpy
 from ._meta import read_meta, whole_number
+from ._telemetry import Rows
 from ._trace import Trace
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
@@ -25,6 +26,7 @@ def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
     if table.rows == 0:
         raise TraceError(f"{path}: holds no operations")
     ops = _operations(path, table)
+    table.release()
     meta = read_meta(path)
     layout = _layout(ops)
     microbatches = _microbatches(ops)
@@ -38,7 +40,9 @@ def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
         schedule=Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B,
     )
     tp = max(whole_number(meta, "tp_size"), layout.tp)
-    return Trace(path=path, format="whatif-parquet", job=job, tp=tp, ops=ops)
+    grid = Recording.of(ops)
+    rows = Rows.of(ops, grid)
+    return Trace(path=path, format="whatif-parquet", job=job, tp=tp, grid=grid, rows=rows)
 
 
 def _operations(path: Path, table: ParquetColumns) -> OpTable:
@@ -108,7 +112,13 @@ def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
         raise TraceError(f"{path}: {name}: holds {values.min()}, below {least}")
     if not decimal and int(values.max()) > np.iinfo(dtype).max:
         raise TraceError(f"{path}: {name}: holds {values.max()}, above {np.iinfo(dtype).max}")
-    return values.astype(dtype, copy=False)
+    return values.astype(dtype if decimal else _narrow(values, dtype), copy=False)
+
+
+def _narrow(values: NDArray[Any], dtype: Any) -> Any:
+    """The narrowest of the types up to `dtype`, from 16 bits on, that holds all values."""
+    most = int(values.max())
+    return next(t for t in (np.int16, np.int32, dtype) if most <= np.iinfo(t).max)
 
 
 def _whole(values: NDArray[Any], least: int) -> NDArray[Any]:
