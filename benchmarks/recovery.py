@@ -1,0 +1,244 @@
+"""What the loss of a replica costs a running job: `python -m benchmarks.recovery`.
+
+One job of four replicas loses one by SIGKILL about every 30 steps, in the middle of its share, and
+goes on with fewer. It is run with ResiHP's loop, with the same loop rolling the step back, with
+torchft (in a temporary environment that borrows this one's torch), and with checkpoint and restart
+at the interval of Young and Daly. Everybody keeps the number of microbatches of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _recovery_ours, _recovery_restart
+from benchmarks._recovery_job import HOLD_S, MICROBATCHES, PLACES, REPLICAS, STEPS
+from benchmarks._report import machine, print_table, write_json
+
+PEER = "torchft-nightly==2026.10.26"
+PEER_NEEDS = ("opentelemetry-exporter-otlp-proto-http>=1.39", "opentelemetry-sdk>=1.39")
+_WORKER = Path(__file__).with_name("_recovery_torchft.py")
+FREE_S = 30 * HOLD_S * MICROBATCHES / REPLICAS
+"""About the time between two faults."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of the job cost.
+
+    recovery_s  from each kill to the next completed step
+    extra_s     the part of it beyond what the survivors need for the rest of the step
+    again       microbatches computed more than once, for each kill
+    step_ms     of an undisturbed step of all replicas
+    goodput     time of as many undisturbed steps of those alive, over the time that it took
+    """
+
+    recovery_s: list[float]
+    extra_s: list[float]
+    again: float
+    step_ms: float
+    goodput: float
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--no-peer", dest="peer", action="store_false")
+    options = parser.parse_args()
+    contenders: dict[str, Callable[[Path], None]] = {
+        "ResiHP": lambda folder: _recovery_ours.play(folder, rolls_back=False),
+        "step rolled back": lambda folder: _recovery_ours.play(folder, rolls_back=True),
+    }
+    with tempfile.TemporaryDirectory(prefix="resihp-peer-") as environment:
+        note = f"{PEER}: left out"
+        if options.peer:
+            try:
+                python = _install_peer(Path(environment) / "venv")
+                for kind in ("tuned", "documented"):
+                    contenders[f"torchft, {kind}"] = _peer(python, kind)
+                note = f"{PEER}; tuned: 0.5 s heartbeat, 0.1 s join"
+            except (subprocess.SubprocessError, OSError, RuntimeError) as error:
+                note = f"torchft could not be measured here: {error}"
+        every = _best_interval()
+        restart = f"restart, checkpoint every {every}"
+        contenders[restart] = lambda folder: _recovery_restart.play(folder, every=every)
+        runs = {name: _measured(name, play, options.repeats) for name, play in contenders.items()}
+    _show(runs, restart)
+    print(f"\n{machine()}\nPeer: {note}")
+    if options.json:
+        write_json(options.json, {"peer": note, **{k: asdict(v) for k, v in runs.items()}})
+
+
+def _measured(name: str, play: Callable[[Path], None], repeats: int) -> Cost:
+    costs = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="resihp-recovery-") as folder:
+            play(Path(folder))
+            costs.append(_cost(_diaries(Path(folder))))
+    print(name, costs, flush=True)
+    return Cost(
+        [second for cost in costs for second in cost.recovery_s],
+        [second for cost in costs for second in cost.extra_s],
+        statistics.median(cost.again for cost in costs),
+        statistics.median(cost.step_ms for cost in costs),
+        statistics.median(cost.goodput for cost in costs),
+    )
+
+
+def _diaries(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for path in folder.glob("diary-*") for line in path.read_text().splitlines()]
+    return sorted((json.loads(line) for line in lines), key=lambda event: float(event["at"]))
+
+
+def _cost(events: list[dict[str, Any]]) -> Cost:
+    steps: dict[int, float] = {}
+    for event in events:
+        if event["what"] == "step":
+            steps.setdefault(event["step"], event["at"])
+    assert len(steps) == STEPS, f"only {len(steps)} of {STEPS} steps were completed"
+    kills = [event for event in events if event["what"] == "killed"]
+    assert len(kills) == len(PLACES), f"{len(kills)} kills instead of {len(PLACES)}"
+    computed = sum(event["what"] == "microbatch" for event in events)
+    undisturbed = _undisturbed(steps)
+    recovery = [steps[kill["step"]] - kill["at"] for kill in kills]
+    rest = [_least_rest_s(REPLICAS - i) for i in range(len(kills))]
+    least = sum(undisturbed[_alive(step)] for step in range(1, STEPS))
+    return Cost(
+        recovery,
+        [took - needed for took, needed in zip(recovery, rest, strict=True)],
+        (computed - STEPS * MICROBATCHES) / len(kills),
+        1e3 * undisturbed[REPLICAS],
+        least / (steps[STEPS - 1] - steps[0]),
+    )
+
+
+def _undisturbed(steps: dict[int, float]) -> dict[int, float]:
+    """Median seconds of the steps without a fault, by the number of replicas alive."""
+    taken: dict[int, list[float]] = {}
+    for step in range(1, STEPS):
+        if step not in PLACES:
+            taken.setdefault(_alive(step), []).append(steps[step] - steps[step - 1])
+    return {alive: statistics.median(seconds) for alive, seconds in taken.items()}
+
+
+def _alive(step: int) -> int:
+    """Replicas that complete a step."""
+    return REPLICAS - sum(step >= place for place in PLACES)
+
+
+def _step_s(alive: int) -> float:
+    return HOLD_S * MICROBATCHES / alive
+
+
+def _least_rest_s(alive: int) -> float:
+    """What the survivors need at least from a kill on: what they have not finished, and the lost
+    share, evenly."""
+    share = MICROBATCHES // alive
+    left = MICROBATCHES - (share // 2) * (alive - 1)
+    return HOLD_S * left / (alive - 1)
+
+
+def _best_interval() -> int:
+    """Steps between two checkpoints after Young (1974) and Daly (2006): sqrt(2 C M) apart."""
+    with tempfile.TemporaryDirectory(prefix="resihp-recovery-") as folder:
+        save_s = _recovery_restart.time_save(Path(folder))
+    return max(1, round(math.sqrt(2 * save_s * FREE_S) / _step_s(REPLICAS)))
+
+
+def _show(runs: dict[str, Cost], restart: str) -> None:
+    ours = runs["ResiHP"]
+    rows = [
+        [
+            name,
+            *(f"{s:.2f}" for s in (statistics.median(c.recovery_s), statistics.median(c.extra_s))),
+            f"{c.again:.1f}",
+            f"{c.step_ms:.0f}",
+            f"{c.goodput:.3f}",
+            f"{ours.goodput / c.goodput:.2f}x",
+        ]
+        for name, c in runs.items()
+    ]
+    columns = [
+        "",
+        "kill to step s",
+        "beyond least s",
+        "mb again",
+        "step ms",
+        "goodput",
+        "ResiHP better",
+    ]
+    print_table("SIGKILL of a replica about every 30 steps", columns, rows)
+    _show_rates(statistics.median(ours.extra_s), statistics.median(runs[restart].extra_s))
+
+
+def _show_rates(ours_s: float, restart_s: float) -> None:
+    """Goodput at other fault rates, from the measured costs of one fault and one checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="resihp-recovery-") as folder:
+        save_s = _recovery_restart.time_save(Path(folder))
+    rows = []
+    for restarts in (0.5, 1, 2, 5, 10):
+        between = restarts * restart_s
+        kept = 1 / (1 + ours_s / between)
+        interval = math.sqrt(2 * save_s * between)
+        lost = restart_s + interval / 2
+        other = 1 / ((1 + save_s / interval) * (1 + lost / between))
+        rows.append([f"{restarts:g}", f"{kept:.3f}", f"{other:.3f}", f"{kept / other:.2f}x"])
+    columns = ["MTBF in restarts", "ResiHP", "restart", "ratio"]
+    print_table("Goodput by mean time between faults, from the costs above", columns, rows)
+
+
+def _peer(python: Path, kind: str) -> Callable[[Path], None]:
+    """A run of the job with torchft."""
+
+    def play(folder: Path) -> None:
+        command = [str(python), str(_WORKER), "lighthouse", kind]
+        quiet = {"stderr": subprocess.DEVNULL}
+        server = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
+        replicas: list[subprocess.Popen[bytes]] = []
+        try:
+            address = server.stdout.readline().strip()
+            for rank in range(REPLICAS):
+                worker = [str(python), str(_WORKER), "replica", str(rank), address, str(folder)]
+                replicas.append(subprocess.Popen(worker, stdout=subprocess.DEVNULL, **quiet))  # type: ignore[call-overload]
+            end = time.monotonic() + 400
+            while any(p.poll() is None for p in replicas) and time.monotonic() < end:
+                time.sleep(0.05)
+        finally:
+            for process in (*replicas, server):
+                process.kill()
+                process.wait()
+
+    return play
+
+
+def _install_peer(folder: Path) -> Path:
+    """A virtual environment with the peer, which sees this one's torch behind its own packages."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    python = folder / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for packages in (PEER_NEEDS, ("--no-deps", PEER)):
+        done = subprocess.run(
+            [*pip, *packages], capture_output=True, text=True, timeout=300, check=False
+        )
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return python
+
+
+if __name__ == "__main__":
+    main()
