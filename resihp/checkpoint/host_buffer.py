@@ -20,9 +20,12 @@ class HostBuffer:
 
 
 def _mapped(nbytes: int) -> Tensor:
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    """Huge pages where there are any; kept from forked children, so that no write has to copy."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 

@@ -1,0 +1,186 @@
+"""Ways to checkpoint a training loop, each used as its own documentation says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from resihp.checkpoint import Checkpointer, LazyWriter, LocalDisk
+
+State = dict[str, Any]
+
+
+class Mode(Protocol):
+    """`save` right after the optimizer's step, `fence` right before the next one."""
+
+    durable_s: list[float]
+
+    def save(self, step: int, state: State) -> None:
+        """Begin, or do, a checkpoint."""
+
+    def fence(self) -> None:
+        """Wait until the state may change."""
+
+    def close(self) -> int:
+        """Finish all; how many checkpoints were skipped."""
+
+
+class Nothing:
+    """No checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.durable_s: list[float] = []
+
+    def save(self, step: int, state: State) -> None:
+        """Nothing."""
+
+    def fence(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> int:
+        """Nothing skipped."""
+        return 0
+
+
+class ResiHP(Nothing):
+    """One local disk, one buffer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._saver = Checkpointer([LocalDisk(folder, keep=1)])
+        self._counters = self._saver.counters.levels[str(folder)]
+
+    def save(self, step: int, state: State) -> None:
+        """Lazy."""
+        self._note()
+        self._saver.save(step, state)
+
+    def fence(self) -> None:
+        """Waits for copies alone."""
+        self._saver.fence()
+
+    def close(self) -> int:
+        """Finish."""
+        self._saver.close()
+        self._note()
+        counters = self._saver.counters
+        assert not counters.failures, counters.failures
+        return counters.no_buffer + self._counters.skipped + self._counters.failed
+
+    def _note(self) -> None:
+        durable_s = self._counters.durable_s
+        if durable_s is not None and durable_s not in self.durable_s[-1:]:
+            self.durable_s.append(durable_s)
+
+
+class TorchSave(Nothing):
+    """`torch.save`, made durable."""
+
+    def save(self, step: int, state: State) -> None:
+        """Blocks for all of it."""
+        begun = time.perf_counter()
+        with open(self.folder / f"{step % 2}.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self.durable_s.append(time.perf_counter() - begun)
+
+
+class PageCacheSave(Nothing):
+    """`torch.save` as most loops call it: nothing durable when it returns."""
+
+    def save(self, step: int, state: State) -> None:
+        """Blocks until the page cache has it."""
+        torch.save(state, self.folder / f"{step % 2}.pt")
+
+
+class DcpSave(Nothing):
+    """`dcp.save`."""
+
+    def save(self, step: int, state: State) -> None:
+        """Blocks for all of it."""
+        begun = time.perf_counter()
+        dcp.save(state, checkpoint_id=self.folder / str(step % 2))
+        self.durable_s.append(time.perf_counter() - begun)
+
+
+class DcpAsync(Nothing):
+    """`dcp.async_save`; before the next one it waits for the one before, as it has to."""
+
+    def __init__(self, folder: Path, kind: AsyncCheckpointerType, stager: bool = False) -> None:
+        super().__init__(folder)
+        self._options: dict[str, Any] = {"async_checkpointer_type": kind}
+        if stager:
+            chosen = StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False
+            )
+            self._options["async_stager"] = DefaultStager(chosen)
+        self._upload: Any = None
+        self._staging: Any = None
+
+    def save(self, step: int, state: State) -> None:
+        """Wait for the one before; begin."""
+        if self._upload is not None:
+            self._upload.result()
+        begun = time.perf_counter()
+        response = dcp.async_save(state, checkpoint_id=self.folder / str(step % 2), **self._options)
+        self._staging = getattr(response, "staging_completion", None)
+        self._upload = getattr(response, "upload_completion", response)
+        self._upload.add_done_callback(lambda _: self.durable_s.append(time.perf_counter() - begun))
+
+    def fence(self) -> None:
+        """Wait for the stager."""
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+
+    def close(self) -> int:
+        """Finish."""
+        if self._upload is not None:
+            self._upload.result()
+        return 0
+
+
+class DcpOurs(DcpAsync):
+    """`dcp.async_save` with our writer and stager: one line changed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, AsyncCheckpointerType.THREAD)
+        self._writer = LazyWriter(folder)
+        self._options = {"storage_writer": self._writer}
+
+    def fence(self) -> None:
+        """Waits for copies alone."""
+        self._writer.fence()
+
+
+MODES: dict[str, Callable[[Path], Mode]] = {
+    "none": Nothing,
+    "ResiHP": ResiHP,
+    "torch.save": PageCacheSave,
+    "torch.save + fsync": TorchSave,
+    "dcp.save": DcpSave,
+    "dcp.async_save, thread": lambda f: DcpAsync(f, AsyncCheckpointerType.THREAD),
+    "dcp.async_save, process": lambda f: DcpAsync(f, AsyncCheckpointerType.PROCESS),
+    "dcp.async_save, async stager": lambda f: DcpAsync(f, AsyncCheckpointerType.THREAD, True),
+    "dcp.async_save, ResiHP's writer": DcpOurs,
+}
+
+
+def open_mode(name: str, folder: Path) -> Mode:
+    """A fresh folder, and the mode that writes to it."""
+    warnings.filterwarnings("ignore")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return MODES[name](folder)

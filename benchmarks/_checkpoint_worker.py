@@ -1,0 +1,159 @@
+"""One process of the checkpoint benchmark: trains with one way to checkpoint, prints JSON.
+
+`python -m benchmarks._checkpoint_worker MODE FOLDER GIB STEP_S STEPS`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks._checkpoint_disk import limit_s
+from benchmarks._checkpoint_modes import Mode, Nothing, State, open_mode
+
+LAYERS = 24
+
+
+class Loop:
+    """A stack of linear layers under AdamW; state (parameters, moments) of the size asked for."""
+
+    def __init__(self, gib: float, step_s: float) -> None:
+        torch.manual_seed(0)
+        self.width = int((gib * 2**30 / 12 / LAYERS) ** 0.5)
+        layers = [nn.Linear(self.width, self.width, bias=False) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.batch = 8
+        self.step(Nothing(Path()))
+        begun = time.perf_counter()
+        self._update(Nothing(Path()))
+        update_s = time.perf_counter() - begun
+        begun = time.perf_counter()
+        self._gradients()
+        self.batch = max(1, round(8 * (step_s - update_s) / (time.perf_counter() - begun)))
+        self.step(Nothing(Path()))
+
+    @property
+    def state(self) -> State:
+        """Parameters and moments as they are."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state."""
+        return LAYERS * self.width**2 * 12
+
+    def step(self, mode: Mode) -> float:
+        """One step; seconds that the fence took."""
+        self._gradients()
+        return self._update(mode)
+
+    def _gradients(self) -> None:
+        self.model(torch.ones(self.batch, self.width)).square().mean().backward()
+
+    def _update(self, mode: Mode) -> float:
+        begun = time.perf_counter()
+        mode.fence()
+        waited = time.perf_counter() - begun
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return waited
+
+
+def phase(loop: Loop, mode: Mode, steps: int, every: int) -> dict[str, list[float]]:
+    """Train; seconds of each step, and what each checkpoint blocked."""
+    step_s: list[float] = []
+    blocking_s: list[float] = []
+    for step in range(steps):
+        begun = time.perf_counter()
+        waited = loop.step(mode)
+        if blocking_s and waited:
+            blocking_s[-1] += waited
+        if step % every == 0:
+            saving = time.perf_counter()
+            mode.save(step, loop.state)
+            blocking_s.append(time.perf_counter() - saving)
+        step_s.append(time.perf_counter() - begun)
+    return {"step_s": step_s, "blocking_s": blocking_s}
+
+
+def main(name: str, folder: Path, gib: float, step_s: float, steps: int) -> None:
+    """Without and with checkpoints in turn; the first of a mode, which allocates, apart."""
+    torch.set_num_threads(1)
+    if "process" in name:
+        _join_alone()
+    loop = Loop(gib, step_s)
+    found: dict[str, object] = {"state_bytes": loop.nbytes, "batch": loop.batch}
+    plain = Nothing(folder)
+    base = phase(loop, plain, steps, 1)["step_s"]
+    _reset_peak()
+    phase(loop, plain, 2, 1)
+    before = _peak()
+    mode = open_mode(name, folder / "run")
+    phase(loop, mode, 3, 1)  # allocates, starts threads and processes
+    mode.durable_s.clear()
+    for label, every in (("each", 1), ("fifth", 5)):
+        seen = phase(loop, mode, steps, every)
+        mode.fence()
+        again = phase(loop, plain, steps, 1)["step_s"]
+        around = statistics.mean([*base, *again])
+        found[label] = {**seen, "slowdown": statistics.mean(seen["step_s"]) / around}
+        base = again
+    found["base_s"] = statistics.median(base)
+    found["skipped"] = mode.close()
+    found["durable_s"] = mode.durable_s
+    found["extra_bytes"] = _peak() - before
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    found["limit_s"] = limit_s(folder, loop.nbytes)
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # torch's checkpoint process has no other end
+
+
+def _join_alone() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    """Largest resident size so far in bytes, with that of child processes."""
+    processes = [os.getpid(), *_children(os.getpid())]
+    return sum(_status(process, "VmHWM") for process in processes)
+
+
+def _children(process: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    found = [int(child) for child in text.split()]
+    return found + [below for child in found for below in _children(child)]
+
+
+def _status(process: int, field: str) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    mode_name, path, size, seconds, count = sys.argv[1:]
+    main(mode_name, Path(path), float(size), float(seconds), int(count))
