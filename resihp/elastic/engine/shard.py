@@ -53,6 +53,11 @@ class Shard:
             device = tensor.device if on_device else torch.device("cpu")
             self.settings.form.fill(held, tensor, device)
 
+    def forget_updates(self) -> None:
+        """Let the optimizer begin: what it makes before its first update only, it has."""
+        if not self.settings.form.eager:
+            self.optimizer.state.clear()
+
     def scalars(self) -> torch.Tensor:
         """The optimizer's scalars [groups, names], -inf where nothing is held that would tell."""
         names = self.settings.form.scalars
@@ -65,8 +70,8 @@ class Shard:
 
     def set_scalars(self, table: torch.Tensor, completed: int) -> None:
         """Take on the optimizer's scalars as they are after `completed` updates."""
-        if completed == 0 and not self.settings.form.eager:
-            self.optimizer.state.clear()
+        if completed == 0:
+            self.forget_updates()
             return
         for row, group in zip(table.tolist(), self.optimizer.param_groups, strict=True):
             for tensor in group["params"]:
@@ -93,6 +98,7 @@ def initial_shard(model: Model, settings: Optimizer, world: World) -> Shard:
     for param, tensor in shard.tensors.items():
         initial = model.initial(param.key, param.shape)
         tensor.data.copy_(rows(initial, param, shard.ranges[param]))
+    shard.forget_updates()
     return shard
 
 

@@ -76,6 +76,9 @@ class Optimizer:
                 for options, params in self.groups(parameters)
             ]
         )
+        if built.defaults.get("fused") and any(t.device.type == "cpu" for t in tensors.values()):
+            # Its vector loop and the loop for the rest round differently.
+            raise ContractError("fused", "on a CPU, copies that are cut differently would drift")
         for group in built.param_groups:
             group["initial_lr"] = float(group["lr"])
         return built

@@ -1,0 +1,194 @@
+"""Optimizers: which may be used, that their state moves to the last bit, and what rates say."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from resihp.contracts import ContractError, Layout, ModelShape
+from resihp.elastic.engine.shard import Shard, build_shard, initial_shard, rows
+from resihp.elastic.handoff.stream import keep_own
+from resihp.elastic.models import Gpt2, Llama, Mixture, Model
+from resihp.elastic.optim import (
+    Optimizer,
+    constant,
+    no_decay_on_vectors,
+    warmup,
+    warmup_cosine,
+)
+from resihp.elastic.worlds.comm import Group
+from resihp.elastic.worlds.world import World
+from resihp.layout import Param, moves
+from tests.elastic.threads import State, gathered
+from tests.test_layout import layouts
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"foreach": True}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rprop": (torch.optim.Rprop, {}),
+    "asgd": (torch.optim.ASGD, {"t0": 2.0}),
+}
+OPTIMIZERS = {
+    name: Optimizer(kind, options=no_decay_on_vectors, **keywords)
+    for name, (kind, keywords) in KINDS.items()
+}
+REFUSED = {
+    torch.optim.Adafactor: "row_var",
+    torch.optim.LBFGS: "closure",
+    torch.optim.Muon: "along dimension 0 depend on each other",
+    torch.optim.SparseAdam: "dense",
+}
+SHAPE = ModelShape(layers=4, hidden=8, heads=4, kv_heads=4, ffn=6, vocab=13)
+PLAIN = dataclasses.replace(SHAPE, gated=False, tied_embeddings=True)
+MODELS: dict[str, Model] = {
+    "llama": Llama(SHAPE),
+    "gpt2": Gpt2(PLAIN, context=5),
+    "mixture": Mixture(SHAPE, experts=3, top_k=1),
+}
+ALONE = Layout.grid(dp=1, pp=1, tp=1, layers=4)
+
+
+@settings(deadline=None, max_examples=120, phases=(Phase.reuse, Phase.generate))
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.lists(layouts(), min_size=2, max_size=4),
+    st.integers(0, 2),
+)
+def test_a_chain_of_resizes_and_updates_is_that_of_one_rank(
+    model_name: str, optimizer_name: str, chain: list[Layout], at_first: int
+) -> None:
+    model, optimizer = MODELS[model_name], OPTIMIZERS[optimizer_name]
+    alone = {0: initial_shard(model, optimizer, _world(ALONE, 0))}
+    shards = {r: initial_shard(model, optimizer, _world(chain[0], r)) for r in chain[0].ranks}
+    step = 0
+    for old, new in zip(chain, [*chain[1:], chain[0]], strict=True):
+        for _ in range(at_first if step == 0 else 1):
+            for held in (alone, shards):
+                _update(held, model, optimizer, step)
+            step += 1
+        before = _copy(gathered(shards))
+        shards = _resize(shards, old, new, model, optimizer, step)
+        _assert_equal(gathered(shards), before)
+    _update(alone, model, optimizer, step)
+    _update(shards, model, optimizer, step)
+    reference = gathered(alone)
+    for param, tensors in gathered(shards).items():
+        for tensor, expected in zip(tensors, reference[param], strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_state_that_cannot_be_cut_is_refused_with_the_reason(kind: type) -> None:
+    with pytest.raises(ContractError, match=f"{kind.__name__} cannot be cut.*{REFUSED[kind]}"):
+        Optimizer(kind)
+
+
+def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:
+    optimizer = Optimizer(torch.optim.AdamW, fused=True)
+    with pytest.raises(ContractError, match="fused"):
+        initial_shard(MODELS["llama"], optimizer, _world(ALONE, 0))
+
+
+def test_options_by_parameter_make_groups_that_all_ranks_agree_on() -> None:
+    def options(param: Param) -> dict[str, float]:
+        return {"lr": 0.5} if param.key == "first.table" else no_decay_on_vectors(param)
+
+    optimizer = Optimizer(torch.optim.AdamW, lr=0.1, rate=warmup(1), options=options)
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=4)
+    for rank, sizes in ((0, [1, 4, 14]), (1, [0, 5, 15])):
+        shard = initial_shard(MODELS["llama"], optimizer, _world(layout, rank))
+        optimizer.set_rate(shard.optimizer, 0)
+        groups = shard.optimizer.param_groups
+        assert [len(group["params"]) for group in groups] == sizes
+        assert [group["lr"] for group in groups] == [0.25, 0.05, 0.05]
+        assert [group["weight_decay"] for group in groups] == [0.01, 0.0, 0.01]
+
+
+def test_rates_are_functions_of_the_step_alone() -> None:
+    assert constant(10**9) == 1.0
+    assert [warmup(4)(step) for step in (0, 3, 4, 100)] == [0.2, 0.8, 1.0, 1.0]
+    rate = warmup_cosine(10, 110, floor=0.1)
+    assert rate(9) == pytest.approx(10 / 11)
+    assert rate(10) == 1.0
+    assert rate(60) == pytest.approx(0.55)
+    assert rate(110) == rate(10**6) == pytest.approx(0.1)
+    with pytest.raises(ContractError, match="warm-up"):
+        warmup_cosine(10, 10)
+    with pytest.raises(ContractError, match="max_norm"):
+        Optimizer(torch.optim.SGD, max_norm=0.0)
+
+
+def _world(layout: Layout, rank: int) -> World:
+    """A world without connections: enough to hold a shard."""
+    place = layout.place_of(rank)
+    assert place is not None
+    group = Group(None, layout.stage_at(place).ranks, None)
+    return World(layout, place, group, group, None, None)
+
+
+def _update(shards: dict[int, Shard], model: Model, optimizer: Optimizer, step: int) -> None:
+    """An update of every rank by its ranges of made-up gradients of the whole model."""
+    gradients = {}
+    for param in model.parameters.all:
+        chosen = torch.Generator().manual_seed(random.Random(f"{step}/{param.key}").getrandbits(32))
+        gradients[param] = torch.randn(param.shape, generator=chosen)
+    for shard in shards.values():
+        for param, tensor in shard.tensors.items():
+            tensor.grad = rows(gradients[param], param, shard.ranges[param]).clone()
+        optimizer.set_rate(shard.optimizer, step)
+        shard.optimizer.step()
+
+
+def _resize(
+    shards: dict[int, Shard],
+    old: Layout,
+    new: Layout,
+    model: Model,
+    optimizer: Optimizer,
+    completed: int,
+) -> dict[int, Shard]:
+    """The shards of `new`, filled from those of `old` as the runtime does it, without the wire."""
+    made = {
+        rank: build_shard(model, optimizer, _world(new, rank), present=shards.get(rank))
+        for rank in new.ranks
+    }
+    table = torch.stack([shard.scalars() for shard in shards.values()]).amax(0)
+    for rank, shard in made.items():
+        shard.set_scalars(table, completed)
+        if rank in shards:
+            keep_own(shards[rank], shard)
+    for move in moves(old, new, model.parameters):
+        source, target = shards[move.source], made[move.target]
+        span = (move.start, move.stop)
+        pairs = zip(source.state(move.param), target.state(move.param), strict=True)
+        for from_, to in pairs:
+            part = rows(from_, move.param, span, source.ranges[move.param][0])
+            rows(to, move.param, span, target.ranges[move.param][0]).copy_(part)
+    return made
+
+
+def _copy(state: State) -> State:
+    return {param: [tensor.clone() for tensor in tensors] for param, tensors in state.items()}
+
+
+def _assert_equal(state: State, before: State) -> None:
+    for param, tensors in before.items():
+        assert len(state[param]) == len(tensors)
+        for one, other in zip(state[param], tensors, strict=True):
+            assert torch.equal(one, other), param.key
