@@ -43,6 +43,11 @@ class Copier:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._queue.put(filling)
 
+    def help(self, filling: Filling, until: int) -> None:
+        """Copy in the caller's thread what nobody has begun yet, of the first `until` chunks."""
+        if self._stream is None:
+            _fill(filling, patient=False, until=until)
+
     def fence(self) -> None:
         """Let the caller's stream wait for every copy that has been ordered."""
         if self._stream is not None:
@@ -65,25 +70,56 @@ class Copier:
             del filling
 
     def _copy(self, filling: Filling) -> None:
-        flying: deque[tuple[int, torch.cuda.Event]] = deque()
-        image, current, source = filling.slot.buffer.tensor, -1, torch.empty(0)
-        for number, cuts in enumerate(filling.file.cuts):
-            if not _await_room(filling, number):
-                return
-            for cut in cuts:
-                if cut.tensor != current:
-                    current, source = cut.tensor, flat_bytes(filling.sources[cut.tensor])
-                goal = image[cut.at : cut.at + cut.stop - cut.start]
-                goal.copy_(source[cut.start : cut.stop], non_blocking=True)
-            if self._stream is None:
-                _advance(filling, enqueued=number + 1, copied=number + 1)
-                continue
-            flying.append((number, self._stream.record_event()))
-            _advance(filling, enqueued=number + 1)
-            if len(flying) >= IN_FLIGHT:
-                _land(filling, flying)
-        while flying:
+        if self._stream is None:
+            _fill(filling)
+        else:
+            _fill_from_device(filling, self._stream)
+
+
+def _fill(filling: Filling, *, patient: bool = True, until: int | None = None) -> None:
+    """Copy chunk by chunk; several threads may do so at once."""
+    put = _Put(filling)
+    while until is None or filling.copied < until:
+        number = filling.claim(patient=patient)
+        if number is None:
+            return
+        put(number)
+        filling.landed(number)
+
+
+def _fill_from_device(filling: Filling, stream: torch.cuda.Stream) -> None:
+    put = _Put(filling)
+    flying: deque[tuple[int, torch.cuda.Event]] = deque()
+    while (number := filling.claim()) is not None:
+        put(number)
+        flying.append((number, stream.record_event()))
+        filling.ordered(number)
+        if len(flying) >= IN_FLIGHT:
             _land(filling, flying)
+    while flying:
+        _land(filling, flying)
+
+
+def _land(filling: Filling, flying: deque[tuple[int, torch.cuda.Event]]) -> None:
+    number, event = flying.popleft()
+    event.synchronize()
+    filling.landed(number)
+
+
+class _Put:
+    """Copies what of the tensors lies in a chunk into the buffer."""
+
+    def __init__(self, filling: Filling) -> None:
+        self._file, self._sources = filling.file, filling.sources
+        self._image = filling.slot.buffer.tensor
+        self._held, self._source = -1, torch.empty(0)
+
+    def __call__(self, number: int) -> None:
+        for cut in self._file.cuts[number]:
+            if cut.tensor != self._held:
+                self._held, self._source = cut.tensor, flat_bytes(self._sources[cut.tensor])
+            goal = self._image[cut.at : cut.at + cut.stop - cut.start]
+            goal.copy_(self._source[cut.start : cut.stop], non_blocking=True)
 
 
 def chunks_until(filling: Filling, tensors: Sequence[Tensor]) -> int:
@@ -113,32 +149,3 @@ def write_order(
 def _address(tensor: Tensor) -> int:
     local = getattr(tensor, "to_local", None)
     return (tensor.detach() if local is None else local().detach()).data_ptr()
-
-
-def _await_room(filling: Filling, number: int) -> bool:
-    """Wait until the chunk's place is free; False where the checkpoint has been given up."""
-    with filling.changed:
-        while filling.problem is None:
-            previous = filling.previous
-            if previous is None or previous.released > number:
-                filling.is_blocked = False
-                return True
-            filling.is_blocked = True
-            filling.changed.notify_all()
-            filling.changed.wait()
-    return False
-
-
-def _land(filling: Filling, flying: deque[tuple[int, torch.cuda.Event]]) -> None:
-    number, event = flying.popleft()
-    event.synchronize()
-    _advance(filling, copied=number + 1)
-
-
-def _advance(filling: Filling, enqueued: int | None = None, copied: int | None = None) -> None:
-    with filling.changed:
-        filling.enqueued = enqueued or filling.enqueued
-        filling.copied = copied or filling.copied
-        if filling.is_copied:
-            filling.previous = None
-        filling.changed.notify_all()

@@ -73,6 +73,8 @@ class Filling:
     def __post_init__(self) -> None:
         self._sums: dict[int, int] = {}
         self._kept: set[str] = set()
+        self._landed: set[int] = set()
+        self._claimed = 0
         self._section: tuple[tuple[Entry, ...], bytes] | None = None
         self.slot.last = self
 
@@ -104,12 +106,37 @@ class Filling:
             return False
         return (time.monotonic() - self.begun_s) / taken * ahead <= window_s
 
-    def give_up(self, problem: BaseException) -> None:
-        """Stop copying and let every level know."""
+    def claim(self, *, patient: bool = True) -> int | None:
+        """The next chunk to copy, once its place is free; None where there is none (in time)."""
         with self.changed:
-            if not self.is_copied and self.problem is None:
-                self.problem = problem
+            while self.problem is None and self._claimed < self.count:
+                self.is_blocked = self.previous is not None
+                if self.previous is None or self.previous.released > self._claimed:
+                    self.is_blocked = False
+                    self._claimed += 1
+                    return self._claimed - 1
+                if not patient:
+                    break
                 self.changed.notify_all()
+                self.changed.wait()
+        return None
+
+    def ordered(self, chunk: int) -> None:
+        """The copy of a chunk, and of those before it, is under way on the device."""
+        with self.changed:
+            self.enqueued = chunk + 1
+            self.changed.notify_all()
+
+    def landed(self, chunk: int) -> None:
+        """A chunk is copied."""
+        with self.changed:
+            self._landed.add(chunk)
+            while self.copied in self._landed:
+                self.copied += 1
+            self.enqueued = max(self.enqueued, self.copied)
+            if self.is_copied:
+                self.previous = None
+            self.changed.notify_all()
 
     def veto(self, problem: BaseException) -> None:
         """Stop it whatever its state: another rank does not take part."""

@@ -36,11 +36,11 @@ class Slots:
 
         With the latter comes the checkpoint that is still read there. None: no buffer.
         """
-        for slot in self._slots:
-            if slot.last is None or slot.last.is_idle:
-                return slot, _reader(slot)
-        for slot in self._slots:
-            reader = _reader(slot)
+        readers = [(slot, _reader(slot)) for slot in self._slots]
+        for slot, reader in readers:
+            if reader is None and (slot.last is None or slot.last.is_idle):
+                return slot, None
+        for slot, reader in readers:
             if reader is not None and reader.released_within(window_s):
                 return slot, reader
         return None

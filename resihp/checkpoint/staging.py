@@ -97,7 +97,9 @@ class Staging:
         It waits for copies, never for storage: a copy that waits for room in the buffer is given
         up instead.
         """
+        assert self._copier is not None
         needed = filling.count if tensors is None else chunks_until(filling, tensors)
+        self._copier.help(filling, needed)
         with filling.changed:
             while filling.enqueued < needed and filling.problem is None:
                 if filling.is_blocked:
@@ -105,7 +107,6 @@ class Staging:
                     filling.changed.notify_all()
                     return False
                 filling.changed.wait()
-        assert self._copier is not None
         self._copier.fence()
         return True
 
