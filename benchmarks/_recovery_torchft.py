@@ -94,11 +94,16 @@ def _manager(rank: int, lighthouse: str, model: Any, optimizer: Any) -> Any:
 def _share(manager: Any) -> range:
     """This replica's microbatches; the quorum has to be known for that."""
     size, place = manager.num_participants(), manager.participating_rank()
+    if place is None:
+        return range(0)  # it came too late for this quorum and catches up
     return range(MICROBATCHES * place // size, MICROBATCHES * (place + 1) // size)
 
 
 def _reduced(manager: Any, model: Any) -> bool:
     """Sum the gradients; whether the step may be committed."""
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     manager.allreduce(flat).wait()

@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", action="append", help="contenders whose name begins so")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     options = parser.parse_args()
     contenders: dict[str, Callable[[Path], None]] = {
@@ -75,8 +76,13 @@ def main() -> None:
         every = _best_interval()
         restart = f"restart, checkpoint every {every}"
         contenders[restart] = lambda folder: _recovery_restart.play(folder, every=every)
-        runs = {name: _measured(name, play, options.repeats) for name, play in contenders.items()}
-    _show(runs, restart)
+        runs = {
+            name: _measured(name, play, options.repeats)
+            for name, play in contenders.items()
+            if not options.only or name.startswith(tuple(options.only))
+        }
+        if not options.only:
+            _show(runs, restart)
     print(f"\n{machine()}\nPeer: {note}")
     if options.json:
         write_json(options.json, {"peer": note, **{k: asdict(v) for k, v in runs.items()}})

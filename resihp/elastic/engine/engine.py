@@ -138,10 +138,11 @@ class Engine:
         `ready_epoch` is the next world for which this rank is ready, or 0.
         """
         timing, everyone = _Timing(self._waited), self.world.everyone
+        line = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
+        counting = everyone.start_all_reduce(line)  # on its way while the buckets are
         total = self._reduction.finish()
-        mine = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
-        self._losses = losses_of(everyone.all_reduce(mine))
-        self.total = total
+        everyone.complete(counting)
+        self._losses, self.total = losses_of(line), total
         squares = squared_norms(total, self.world, self.setup.model.parameters)
         votes = torch.tensor([float(ready_epoch > 0), float(ready_epoch)], dtype=torch.float64)
         summed = everyone.all_reduce(torch.cat((votes, squares)))
