@@ -59,7 +59,11 @@ class Strike:
 
 @dataclass(frozen=True)
 class Job:
-    """A job on `layout`; `shrink`: a replica that loses a rank lives on with a smaller group."""
+    """A job on `layout`.
+
+    shrink  a replica that loses a rank lives on with a smaller group
+    spares  idle ranks, the first of which takes the place of the next one that is lost
+    """
 
     layout: Layout
     steps: int = 3
@@ -67,6 +71,12 @@ class Job:
     deterministic: bool = False
     shrink: bool = False
     quotas: tuple[int, ...] = ()
+    spares: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All processes."""
+        return (*self.layout.ranks, *self.spares)
 
 
 @dataclass
@@ -115,10 +125,10 @@ class Record:
 def play(job: Job, folder: Path, *, timeout_s: float = 60.0) -> Record:
     """Run a job to its end. Raises `TimeoutError` with every rank's log."""
     with LocalRanks("strikes", folder) as processes:
-        processes.start(job.layout.ranks, run_rank, job, folder)
+        processes.start(job.ranks, run_rank, job, folder)
         processes.wait(timeout_s)
         record = Record(dict(processes.exit_codes), processes.logs())
-    for rank in job.layout.ranks:
+    for rank in job.ranks:
         path = folder / f"events-{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
             _take(record, rank, json.loads(line))
@@ -139,7 +149,8 @@ def _take(record: Record, rank: int, event: dict[str, Any]) -> None:
 
 
 class Survivors:
-    """After a loss, keeps the whole replicas, and if it may the others with smaller groups."""
+    """After a loss: spares in the places of the lost, else smaller groups if it may, else fewer
+    replicas."""
 
     def __init__(self, shrink: bool) -> None:
         self._shrink = shrink
@@ -148,7 +159,9 @@ class Survivors:
         return None
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        replicas = [_rest(r, survivors, self._shrink) for r in current.layout.replicas]
+        spares = [rank for rank in sorted(survivors) if rank not in current.layout.ranks]
+        filled = [_filled(replica, survivors, spares) for replica in current.layout.replicas]
+        replicas = [_rest(replica, survivors, self._shrink) for replica in filled]
         left = [replica for replica in replicas if replica is not None]
         if not left:
             raise InfeasibleError("replicas", "no replica is whole")
@@ -157,6 +170,15 @@ class Survivors:
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         pass
+
+
+def _filled(replica: Replica, survivors: Collection[int], spares: list[int]) -> Replica:
+    """`replica` with spares, as far as they go, in the places of those that are lost."""
+    stages = []
+    for stage in replica.stages:
+        ranks = [r if r in survivors or not spares else spares.pop(0) for r in stage.ranks]
+        stages.append(Stage(tuple(ranks), stage.layers, stage.shares))
+    return Replica(tuple(stages))
 
 
 def _rest(replica: Replica, survivors: Collection[int], shrink: bool) -> Replica | None:
@@ -222,9 +244,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
             bucket_bytes=4096,
         ),
         Plan(version=0, layout=job.layout, quotas=quotas),
-        Rendezvous(
-            lambda: connect(host, port, "strikes", TIMEOUTS), rank, job.layout.ranks, TIMEOUTS
-        ),
+        Rendezvous(lambda: connect(host, port, "strikes", TIMEOUTS), rank, job.ranks, TIMEOUTS),
         Survivors(job.shrink),
         hooks=hooks,
         limit_bytes=4096,

@@ -133,3 +133,12 @@ def test_another_is_lost_while_the_share_is_redone(alone: Record, tmp_path: Path
     record = play(Job(THREE, strikes=strikes), tmp_path)
     assert_same_training(record, alone, {2, 4})
     assert record.redone(AT) <= SHARES[1] | SHARES[2], record.logs
+
+
+def test_a_spare_takes_the_place_of_the_lost_one(alone: Record, tmp_path: Path) -> None:
+    """It comes in within the step, and so does its share of what is to be redone."""
+    strikes = (Strike(4, "backward", AT, 2), Strike(6, "bucket", AT + 1))
+    record = play(Job(THREE, strikes=strikes, spares=(6, 7)), tmp_path)
+    assert_same_training(record, alone, {4, 6})
+    assert record.redone(AT) <= SHARES[1]
+    assert record.redone(AT + 1) <= SHARES[1]

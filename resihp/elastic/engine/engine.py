@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,9 +111,7 @@ class Engine:
         for item in order:
             packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
             timing, loss_weight = _Timing(self._waited), self._loss_weight(packed)
-            if item is order[-1]:
-                self._reduction.expect()
-            with self._sums.adding(index) if item.op is Op.BACKWARD else nullcontext():
+            with self._adding(item, index, is_last=item is order[-1]):
                 outgoing = self._passes.run(item, packed, loss_weight)
             if item.op is Op.FORWARD and self.world.after is None:
                 self._losses[index] = outgoing.item() * loss_weight
@@ -174,6 +172,17 @@ class Engine:
         self.shard.tensors.clear()
         self.shard.optimizer.state.clear()
         self.shard.optimizer.param_groups.clear()
+
+    @contextmanager
+    def _adding(self, item: Pass, microbatch: int, *, is_last: bool) -> Iterator[None]:
+        """Around a pass, which may add to the gradients."""
+        # A split pass may come back to a parameter, so nothing of it is sent before its end.
+        sends_ahead = is_last and item.part is Part.WHOLE
+        with (
+            self._sums.adding(microbatch) if item.op is Op.BACKWARD else nullcontext(),
+            self._reduction.during_last_pass() if sends_ahead else nullcontext(),
+        ):
+            yield
 
     def _start(self, rest: Rest) -> None:
         """Begin a step, or what is left of one."""

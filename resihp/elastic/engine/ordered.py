@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -32,8 +33,9 @@ class OrderedReduction:
         self._shard, self._world, self._sums, self._leaves = shard, world, sums, microbatches
         self._nodes = [nodes(indices(finished), microbatches) for finished in held]
 
-    def expect(self) -> None:
+    def during_last_pass(self) -> AbstractContextManager[None]:
         """Nothing can be sent ahead: a node is whole only when its last microbatch is."""
+        return nullcontext()
 
     def finish(self) -> Gradients:
         """Exchange and add up."""

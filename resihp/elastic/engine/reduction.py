@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,8 +24,8 @@ Piece = tuple[Param, Range]
 class Reduction(Protocol):
     """Sums one step's gradients over the replicas. Made anew for every attempt."""
 
-    def expect(self) -> None:
-        """The last backward pass of the step is next; what it completes may be sent at once."""
+    def during_last_pass(self) -> AbstractContextManager[None]:
+        """Around the last backward pass of the step: what it completes may be sent at once."""
         ...
 
     def finish(self) -> Gradients:
@@ -57,20 +58,25 @@ class BucketedReduction:
             for reduction, group in world.sums
         ]
         self._started: list[_Bucket] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def expect(self) -> None:
+    @contextmanager
+    def during_last_pass(self) -> Iterator[None]:
         """Start each bucket as soon as backward has completed its last gradient."""
         for queue in self._queues:
             for bucket in queue:
                 bucket.missing = {param for param, _ in bucket.pieces}
-        for param, tensor in self._shard.tensors.items():
-            hook = tensor.register_post_accumulate_grad_hook(self._on_gradient(param))
-            self._hooks.append(hook)
+        hooks = [
+            tensor.register_post_accumulate_grad_hook(self._on_gradient(param))
+            for param, tensor in self._shard.tensors.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:  # the next world may share the tensors
+                hook.remove()
 
     def finish(self) -> Gradients:
         """Start what has not been started, wait for all, and put the sums together."""
-        self._remove_hooks()
         local = self._sums.whole()
         for queue in self._queues:
             while queue:
@@ -99,11 +105,6 @@ class BucketedReduction:
             if tensor.grad is not None:
                 found[param] = tensor.grad
         return found
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _start(self, bucket: _Bucket, local: Gradients) -> None:
         views = list(piece_views(self._shard, bucket.pieces, local))
