@@ -137,8 +137,10 @@ class WitnessModel:
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
         residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
         if not residual.size:
-            empty = np.full(size, np.nan)
-            return empty, StepResidual(empty, np.ones(size), np.zeros(size, np.int64), 0.0)
+            empty, none = np.full(size, np.nan), np.zeros(size)
+            told_by = FixedShare(none, none, none, 0.0)
+            counts = np.zeros(size, np.int64)
+            return empty, StepResidual(empty, np.ones(size), counts, 0.0, fixed=told_by)
         value, result = self._locate(residual, rank, plane, times, microbatch)
         where = plane, rank, microbatch
         shares = np.clip(fixed[where] / told[where], -2.0, 2.0)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .dependencies import Dependencies, dependencies, transfer_seconds
 from .ops import COLLECTIVE, LABELS, P2P, Floats, Kind, Recording
+from .order import median
 
 _PIPELINE_COMM = {
     Kind.FORWARD_SEND: "forward-pp-comm",
@@ -154,15 +155,19 @@ class WhatIf:
 
 
 def _without_gaps(own_s: Floats) -> Floats:
-    """Missing cells at the median of their operation and replica, or at 0 where it has none."""
+    """Missing cells at the median of their operation and replica; where that has none, at the
+    median of the other replicas at the same step, or at 0."""
     missing = np.isnan(own_s)
     if not missing.any():
         return own_s
-    rows = missing.any(axis=2)
-    some = rows & ~missing.all(axis=2)
+    rows = np.asarray(missing.any(axis=2))
+    some = rows & ~np.asarray(missing.all(axis=2))
     usual = np.zeros(own_s.shape[:2])
     usual[some] = np.nanmedian(own_s[some], axis=1)
-    return np.where(missing, usual[:, :, None], own_s)
+    filled = np.where(missing & some[:, :, None], usual[:, :, None], own_s)
+    if not some[rows].all():
+        filled = np.where(np.isnan(filled), median(own_s, 1), filled)
+    return np.nan_to_num(filled)
 
 
 def _ideal(recording: Recording, own_s: Floats) -> Floats:

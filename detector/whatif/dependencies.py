@@ -260,16 +260,19 @@ def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
 
     A transfer lasts from the last start of its group to its own end. A slightly negative value is
     clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0. NaN
-    where one of the ranks was not recorded in that step, although it was in others; 0 where the
-    other end of a transfer was never recorded.
+    where one of the ranks was not recorded in that step, although it was in others or in other
+    replicas; 0 where the other end of a transfer was recorded in no replica.
     """
     own = recording.duration_s.copy()
     start, end = recording.start_s, recording.start_s + recording.duration_s
     missing = np.isnan(start)
-    lost = missing & ~missing.all(axis=2, keepdims=True)
+    never = np.asarray(missing.all(axis=2, keepdims=True))
+    lost = missing & ~never
+    alone = missing & ~never.all(axis=1, keepdims=True)
     synced = set(found.synced)
     for index, group in enumerate(found.groups):
-        latest, gone = np.fmax.reduce(start[group], axis=0), lost[group].any(axis=0)
+        latest = np.fmax.reduce(start[group], axis=0)
+        gone = (lost if index in synced else alone)[group].any(axis=0)
         if index in synced:
             latest = np.fmax.reduce(latest, axis=0, keepdims=True)
             gone = gone.any(axis=0, keepdims=True)

@@ -67,7 +67,7 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
     return OpTable(
         dp=dp,
         stage=stage,
-        rank=column.get("rank", dp.astype(np.int64) + (int(dp.max()) + 1) * stage),
+        rank=column.get("rank", dp.astype(np.int64) + (int(dp.max()) + 1) * stage.astype(np.int64)),
         step=column["step"],
         kind=kind,
         start_s=column["start_ts"],
@@ -79,22 +79,24 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
     )
 
 
-_WANTED: dict[str, tuple[Any, int]] = {  # column -> dtype, least value allowed
-    "dp_rank": (np.int32, 0),
-    "stage": (np.int16, 0),
-    "rank": (np.int32, 0),
-    "step": (np.int64, 0),
-    "start_ts": (np.float64, -(2**62)),
-    "duration": (np.float64, 0),
-    "seq_id": (np.int32, 0),
-    "mc": (np.int16, -1),
-    "mb_id": (np.int32, -1),
-    "gmc": (np.int16, -1),
+# Column -> dtype, least and largest value allowed: numbers beyond are a mistake, and would be
+# answered with grids that no memory holds.
+_WANTED: dict[str, tuple[Any, int, int]] = {
+    "dp_rank": (np.int32, 0, 2**20),
+    "stage": (np.int16, 0, 2**12 - 1),
+    "rank": (np.int32, 0, 2**31 - 2),
+    "step": (np.int64, 0, 2**62),
+    "start_ts": (np.float64, -(2**62), 2**62),
+    "duration": (np.float64, 0, 2**62),
+    "seq_id": (np.int32, 0, 2**20),
+    "mc": (np.int16, -1, 2**12),
+    "mb_id": (np.int32, -1, 2**17),
+    "gmc": (np.int16, -1, 2**14),
 }
 
 
 def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
-    dtype, least = _WANTED[name]
+    dtype, least, most = _WANTED[name]
     decimal = dtype is np.float64
     if column.null_count and least == -1:
         column = column.fill_null(-1)
@@ -110,8 +112,8 @@ def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
         raise TraceError(f"{path}: {name}: holds a value that is not finite")
     if values.min() < least:
         raise TraceError(f"{path}: {name}: holds {values.min()}, below {least}")
-    if not decimal and int(values.max()) > np.iinfo(dtype).max:
-        raise TraceError(f"{path}: {name}: holds {values.max()}, above {np.iinfo(dtype).max}")
+    if values.max() > most:
+        raise TraceError(f"{path}: {name}: holds {values.max()}, above {most}")
     return values.astype(dtype if decimal else _narrow(values, dtype), copy=False)
 
 

@@ -102,7 +102,7 @@ def write_whatif(path: str | Path, ops: OpTable) -> None:
 
     names = pa.array([LABELS[kind] for kind in Kind])
     columns = {
-        "dp_rank": ops.dp.astype(np.int16),
+        "dp_rank": ops.dp.astype(np.int32),
         "stage": ops.stage.astype(np.int16),
         "rank": ops.rank.astype(np.int32),
         "step": ops.step.astype(np.int64),

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from resihp.contracts import TraceError
+from resihp.contracts import Cause, TraceError
 from resihp.offline import analyze, read_trace
 from resihp.offline.report import html
-from resihp.offline.synthetic import Recipe, record, write_whatif
+from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
 
 WHOLE = record(Recipe(dp=3, pp=3, microbatches=3, steps=4))
 ODD = {
@@ -39,6 +39,30 @@ def test_what_is_there_is_analyzed(name, tmp_path):
     assert {device["verdict"] for device in document["devices"]} == {"healthy"}
     assert len(document["devices"]) == len(set(ODD[name].rank.tolist()))
     assert "</html>" in html(analysis)
+
+
+def test_a_rank_that_was_not_recorded_is_taken_to_be_as_its_peers(tmp_path):
+    trouble = Trouble(replica=2, stage=1, factor=1.4)
+    whole = record(Recipe(dp=4, pp=3, steps=6, troubles=(trouble,)))
+    there = (whole.dp != 1) | (whole.stage != 2)
+    analysis = analysis_of(whole.select(there), tmp_path)
+    complete = analysis_of(whole, tmp_path)
+    assert analysis.diagnosis.root_cause is complete.diagnosis.root_cause is Cause.DEVICE
+    assert analysis.diagnosis.slowdown == pytest.approx(complete.diagnosis.slowdown, abs=0.02)
+
+
+def test_a_slow_replica_of_one_stage_is_inconclusive(tmp_path):
+    trouble = Trouble(replica=2, stage=0, factor=1.4, since=6)
+    devices = analysis_of(record(Recipe(dp=8, pp=1, troubles=(trouble,))), tmp_path).devices()
+    assert [d["dp"] for d in devices if d["verdict"] != "healthy"] == [2]
+    assert devices[2]["verdict"] == "inconclusive"
+
+
+@pytest.mark.parametrize("column", ["dp", "stage", "seq", "microbatch"])
+def test_numbers_beyond_all_reason_are_refused(column, tmp_path):
+    beyond = np.full(len(WHOLE), 30_000 if column == "stage" else 2_000_000_000)
+    with pytest.raises(TraceError, match="above"):
+        analysis_of(dataclasses.replace(WHOLE, **{column: beyond}), tmp_path)
 
 
 def test_all_ranks_of_a_tensor_parallel_group_may_be_recorded(tmp_path):
