@@ -1,4 +1,4 @@
-"""Slow links: transfers between two stages, one of them slowed."""
+"""Slow links: transfers between two stages, and collectives within a group, one of them slowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks._detector_cases import job_of, text_lengths
 from detector import Detector
-from detector.scenarios import steps_of
+from detector.scenarios import Fault, SlowGroup, collectives, steps_of
 from resihp.contracts import Job, Op, Status, TelemetryBatch
 
 Link = tuple[int, int]
@@ -66,6 +66,36 @@ def link_trials(factor: float, trials: int) -> LinkTally:
             found = {(link.rank, link.peer) for link in detector.links()}
             wrong |= found - {slow} if step >= onset else found
             if slow in found and delay is None and step >= onset:
+                delay = step - onset + 1
+        tally.delays.append(delay)
+        tally.wrong_links += len(wrong)
+    return tally
+
+
+def group_trials(factor: float, trials: int, *, device: bool = False) -> LinkTally:
+    """A link within one tensor-parallel group of a DP4 x PP2 x TP2 job is slowed from a random step
+    on; with `device`, one of its devices instead, which must be told from a link."""
+    job, lengths = job_of(4, 2, 2), text_lengths()
+    tally = LinkTally([])
+    for seed in range(trials):
+        rng = np.random.default_rng(seed)
+        onset = int(rng.integers(10, 20))
+        stage = job.layout.replicas[int(rng.integers(4))].stages[int(rng.integers(2))]
+        slow = SlowGroup(ranks=stage.ranks, factor=1.0 if device else factor, from_step=onset)
+        bad = stage.ranks[int(rng.integers(2))]
+        faults = [Fault(rank=bad, factor=factor, from_step=onset)] if device else []
+        detector, delay = Detector(job), None
+        wrong: set[tuple[int, ...]] = set()
+        for batch in steps_of(job, lengths, steps=30, seed=seed, faults=faults, coupled=True):
+            step = int(batch.step[0])
+            sent = collectives(job, batch, seed=seed, slow=slow)
+            changed = detector.update(TelemetryBatch.concat([batch, sent]))
+            named = {v.rank for v in changed if v.status is Status.FAIL_SLOW}
+            tally.wrong_devices += len(named - ({bad} if device else set()))
+            found = {link.group for link in detector.links()}
+            right = (bad in named) if device else (stage.ranks in found)
+            wrong |= found - (set() if device or step < onset else {stage.ranks})
+            if right and delay is None and step >= onset:
                 delay = step - onset + 1
         tally.delays.append(delay)
         tally.wrong_links += len(wrong)

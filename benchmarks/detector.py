@@ -14,8 +14,9 @@ from typing import Any
 
 from benchmarks import _detector_cases as cases
 from benchmarks._detector_cost import predictor_rows, throughput_rows
-from benchmarks._detector_links import link_trials
+from benchmarks._detector_links import LinkTally, group_trials, link_trials
 from benchmarks._detector_peers import peer_trials
+from benchmarks._detector_replicas import replica_rows
 from benchmarks._report import machine, print_table, write_json
 
 FACTORS = (1.03, 1.05, 1.10, 1.2, 1.5, 2.0)
@@ -89,17 +90,28 @@ def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
         clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
     columns = ("clean", "device-steps", "wrong names", "inconclusive")
     record_table(figures, "generated jobs, nothing injected", columns, clean)
-    links = []
-    for factor in (1.5, 2.0, 4.0):
-        tally_links = link_trials(factor, trials)
-        within = [
-            sum(d is not None and d <= limit for d in tally_links.delays) / trials
-            for limit in (5, 8, 10**6)
-        ]
-        wrong = [str(tally_links.wrong_links), str(tally_links.wrong_devices)]
-        links.append([f"{factor:.1f}x", str(trials), *(f"{w:.1%}" for w in within), *wrong])
+    rows = [link_row(name, run(), trials) for name, run in link_cases(trials)]
     names = ("slow link", "trials", "≤5 steps", "≤8", "ever", "wrong links", "wrong devices")
-    record_table(figures, "slow links", names, links)
+    record_table(figures, "slow links", names, rows)
+    kinds = ("without lengths", "runs", "with a wrong name", "inconclusive in the end")
+    record_table(figures, "a whole replica slower by 1.03 to 2", kinds, replica_rows(trials // 10))
+
+
+def link_cases(trials: int) -> list[tuple[str, Callable[[], LinkTally]]]:
+    """Every case of a slow link by name."""
+    between = [(f"{f:.1f}x", partial(link_trials, f, trials)) for f in (1.5, 2.0, 4.0)]
+    within = [(f"in a TP group, {f:.1f}x", partial(group_trials, f, trials)) for f in (1.5, 2.0)]
+    device = ("a device of a TP group, 1.2x", partial(group_trials, 1.2, trials, device=True))
+    return [*between, *within, device]
+
+
+def link_row(name: str, tally: LinkTally, trials: int) -> list[str]:
+    """A line of the table."""
+    within = [
+        sum(d is not None and d <= limit for d in tally.delays) / trials for limit in (5, 8, 10**6)
+    ]
+    wrong = [str(tally.wrong_links), str(tally.wrong_devices)]
+    return [name, str(trials), *(f"{w:.1%}" for w in within), *wrong]
 
 
 def main() -> None:

@@ -42,8 +42,9 @@ class Detector:
 
     Call `update` with each batch as it arrives; whole steps, single ranks, late, repeated and out
     of order records are all right, and the outcome is the same. Verdicts change when a step is
-    decided. Everything is deterministic: no clock, no thread, no randomness but `settings.seed`.
-    One object serves one job and is not thread-safe.
+    decided. A job that goes back to an earlier step, as from a checkpoint, is judged afresh; names
+    stay until records say otherwise. Everything is deterministic: no clock, no thread, no
+    randomness but `settings.seed`. One object serves one job and is not thread-safe.
 
     predictor   a fitted `detector.predictor.Predictor` of an earlier job of the same model and
                 device type; without one the job trains its own
@@ -59,7 +60,7 @@ class Detector:
         self.job = job
         self.settings = settings or DetectorSettings()
         self.plan_version = 0
-        self.counters = {"older_plan": 0, "ahead": 0}
+        self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0}
         self._epoch = Epoch(job, self.settings, Correction(self.settings, predictor))
         self._heartbeats = Heartbeats()
         self._ration = ProbeRation(self.settings.probes_per_minute)
@@ -83,13 +84,23 @@ class Detector:
             self._ahead.append(batch)
             return []
         before = self._epoch.snapshot()
+        self._take(batch)
+        restart = self._epoch.intake.restart()
+        if restart:
+            self.counters["restarts"] += 1
+            self._epoch = self._epoch.successor(self.job)
+            self._recent.clear()
+            for message in restart:
+                self._take(message)
+        changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
+        self._pending = {}
+        return [changed[rank] for rank in sorted(changed)]
+
+    def _take(self, batch: TelemetryBatch) -> None:
         for step in self._epoch.intake.add(batch):
             if len(step):
                 self._recent.add(step, self._epoch.places)
             self._epoch.decide(step)
-        changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
-        self._pending = {}
-        return [changed[rank] for rank in sorted(changed)]
 
     def verdicts(self) -> list[Verdict]:
         """The current verdict on every rank of the layout, in the order of ranks."""
@@ -150,8 +161,9 @@ class Detector:
         return self._changed(before)
 
     def links(self) -> list[LinkVerdict]:
-        """Links that transfer more slowly than those between the same stages."""
-        return self._epoch.links.verdicts()
+        """Links that transfer more slowly than those between the same stages, and groups whose
+        collectives are slower than those of their like."""
+        return self._epoch.slow_links()
 
     def probe_requests(self, now: float) -> list[ProbeRequest]:
         """Probes that would settle a suspicion; `now` in seconds of any monotonic clock."""
@@ -160,7 +172,7 @@ class Detector:
             if self._ration.allow(rank, 2, now):
                 kinds = (ProbeKind.GEMM, ProbeKind.MEMORY)
                 requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in kinds]
-        for link in self.links():
+        for link in self._epoch.links.verdicts():
             like = self._epoch.links.like(link)
             if like is not None and self._ration.allow(link.rank, 1, now):
                 requests.append(

@@ -9,12 +9,13 @@ import numpy as np
 from resihp.contracts import Job, Op, TelemetryBatch
 
 from ._arrays import Bools, Floats, Ints, State
+from ._collectives import CollectiveLinks, touching
 from ._correction import Correction
 from ._expected import LengthModel, StepResidual
 from ._hosts import Hosts
 from ._intake import Intake
 from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
-from ._links import Links
+from ._links import Links, LinkVerdict
 from ._places import places_of
 from ._replicas import Replicas
 from ._together import Shared, Together
@@ -47,6 +48,7 @@ class Epoch:
         self.replicas = Replicas(self.places, settings)
         self.hosts = Hosts(self.places, settings)
         self.links = Links(self.places, settings)
+        self.collectives = CollectiveLinks(self.places, settings)
         self._by_lengths: bool | None = None
         self.judge = Judge(self.places.size, settings)
         self.notes: dict[int, tuple[str, ...]] = {}
@@ -74,6 +76,7 @@ class Epoch:
         self.last_step = int(step.step[0])
         everyone = self.places.index(step.rank.astype(np.int64))
         self.links.observe(step, everyone, self.last_step)
+        self.collectives.observe(step, everyone, self.last_step)
         self._tell_hosts(self.hosts.observe(step, everyone, self.last_step))
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
         records = step if compute.all() else step.select(compute)
@@ -146,13 +149,14 @@ class Epoch:
     def words(self, at: int) -> tuple[str, ...]:
         """What is to be told of a rank beside its own slowness."""
         rank = int(self.places.ranks[at])
-        links = (
-            [f"its {link.evidence[0]}" for link in self.links.verdicts() if link.rank == rank]
-            if self.links.any_slow
-            else []
-        )
+        links = [f"its {link.evidence[0]}" for link in touching(self.slow_links(), rank)]
         aside = [self.asides[at]] if at in self.asides else []
         return (*self.notes.get(at, ()), *aside, *links)
+
+    def slow_links(self) -> list[LinkVerdict]:
+        """Links and groups whose transfers take longer than their like."""
+        one = self.links.verdicts() if self.links.any_slow else []
+        return [*one, *(self.collectives.verdicts() if self.collectives.any_slow else [])]
 
     def _note_blame(self, shared: Shared) -> None:
         for at in [at for at, note in self.notes.items() if note[0].startswith("waits for")]:
@@ -225,6 +229,7 @@ class Epoch:
             "replicas": self.replicas.state(),
             "hosts": self.hosts.test.state(),
             "links": self.links.state(),
+            "collectives": self.collectives.state(),
             "watch": self.watch.state(),
             "book": self.book.state(),
             "notes": {str(at): list(note) for at, note in self.notes.items()},
@@ -242,6 +247,7 @@ class Epoch:
         self.replicas.load(state["replicas"])
         self.hosts.test.load(state["hosts"])
         self.links.load(state["links"])
+        self.collectives.load(state["collectives"])
         self.watch.load(state["watch"])
         self.book.load(state["book"])
         self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from resihp.contracts import COLUMNS, Op, TelemetryBatch
 
-from ._arrays import Ints, State
+from ._arrays import Bools, Ints, State
 from ._places import Places
 from .settings import DetectorSettings
 
+_BEHIND = 64
+"""Messages from before the present steps that are kept, at least: two of every rank."""
 _COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
 
 
@@ -60,6 +63,10 @@ class Intake:
         self._messages = np.zeros(places.size, np.int64)
         self._silent = np.zeros(places.size, np.int64)
         self._decided = -1
+        self._newest = np.full(places.size, -1, np.int64)
+        self._back = np.zeros(places.size, bool)
+        self._back_at = np.full(places.size, -1, np.int64)
+        self._behind: deque[TelemetryBatch] = deque(maxlen=max(_BEHIND, 2 * places.size))
         self.counters = {"foreign": 0, "late": 0, "repeated": 0}
 
     @property
@@ -72,6 +79,7 @@ class Intake:
         index = self._places.index(batch.rank.astype(np.int64))
         usable = index >= 0
         self.counters["foreign"] += int(np.count_nonzero(~usable))
+        self._look_back(batch, index, usable)
         late = usable & (batch.step <= self._decided)
         self.counters["late"] += int(np.count_nonzero(late))
         usable &= ~late
@@ -83,6 +91,30 @@ class Intake:
             rows = batch.step == step
             self._put(step, batch if rows.all() else batch.select(rows), index[rows])
         return self._decide()
+
+    def _look_back(self, batch: TelemetryBatch, index: Ints, usable: Bools) -> None:
+        """Notes ranks that go on from further back than messages overtake each other: two of
+        theirs running, the second of a later step, since one may be a repetition."""
+        newest = np.full(self._places.size, -1, np.int64)
+        np.maximum.at(newest, index[usable], batch.step[usable])
+        there = newest >= 0
+        back = there & (newest + self._settings.lag_steps < self._newest)
+        goes_on = back & (self._back_at >= 0) & (newest > self._back_at)
+        self._back = np.where(there, back & (goes_on | self._back), self._back)
+        self._back_at = np.where(there, np.where(back, newest, -1), self._back_at)
+        self._newest = np.where(back, self._newest, np.maximum(self._newest, newest))
+        if not (self._back_at >= 0).any():
+            self._behind.clear()
+        rows = usable & back[np.maximum(index, 0)]
+        if rows.any():
+            self._behind.append(batch.select(rows))
+
+    def restart(self) -> list[TelemetryBatch]:
+        """What most of the ranks that report have sent since they went back to an earlier step,
+        as jobs do that start again from a checkpoint; empty if they have not."""
+        reporting = (self._newest >= 0) & (self._silent < self._settings.silent_steps)
+        most = 2 * np.count_nonzero(self._back & reporting) > np.count_nonzero(reporting)
+        return list(self._behind) if most and self._behind else []
 
     def _put(self, step: int, part: TelemetryBatch, index: Ints) -> None:
         opened = self._open.get(step)
@@ -158,6 +190,10 @@ class Intake:
             "messages": self._messages,
             "silent": self._silent,
             "decided": self._decided,
+            "newest": self._newest,
+            "back": self._back,
+            "back_at": self._back_at,
+            "behind": [batch.columns() for batch in self._behind],
             "counters": dict(self.counters),
         }
 
@@ -166,6 +202,10 @@ class Intake:
         self._habit, self._habit_known = state["habit"], state["habit_known"]
         self._messages, self._silent = state["messages"], state["silent"]
         self._decided, self.counters = state["decided"], dict(state["counters"])
+        self._newest, self._back = state["newest"], state["back"]
+        self._back_at = state["back_at"]
+        self._behind.clear()
+        self._behind.extend(TelemetryBatch(**columns) for columns in state["behind"])
         self._open = {}
         for item in state["open"]:
             columns = item["columns"]

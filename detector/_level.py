@@ -15,12 +15,14 @@ from .settings import DetectorSettings
 
 _STEPS = 3
 _QUIET = 3.0
+_MAJORITY = 3
 
 
 class LevelTest:
     """Which of several things, each with one number a step, have become slower than their like.
 
-    classes   things of one class are compared with each other
+    classes   things of one class are compared with each other, if there are three or more of
+              them; others with their own past only, for two of a kind may differ for good
     least     slowdown below which nothing is said
     error     standard error (log) of a number, at least
     """
@@ -30,6 +32,9 @@ class LevelTest:
     ) -> None:
         count = classes.size
         ids = np.arange(count, dtype=np.int64)
+        few = np.bincount(classes)[classes] < _MAJORITY
+        _, classes = np.unique(np.where(few, -1 - ids, classes), return_inverse=True)
+        classes = classes.reshape(-1).astype(np.int64)
         ones = np.ones(count)
         places = Places(ids, ids, ids, ids, classes, ones, ones, ones, ones)
         self._error, self._least = error, float(np.log(least))

@@ -1,4 +1,4 @@
-"""Slow links: told beside the verdicts, they name no device."""
+"""Slow links between two ranks: told beside the verdicts, they name no device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .settings import DetectorSettings
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict:
-    """What is said of the transfers that `rank` records with `peer`.
+    """What is said of the transfers that `rank` records with `peer`, or of a group's collectives.
 
+    peer        -1 for a group, of which `rank` is the first
+    group       ranks whose collectives are slow; empty for a link between two
     slowdown    transfer time over that of the links between the same two stages
     since_step  first slow step; None while healthy
     """
@@ -26,6 +28,7 @@ class LinkVerdict:
     rank: int
     peer: int
     status: Status
+    group: tuple[int, ...] = ()
     slowdown: float = 1.0
     since_step: int | None = None
     evidence: tuple[str, ...] = ()

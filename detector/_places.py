@@ -49,6 +49,15 @@ class Places:
         return np.where(self.ranks[found] == ranks, found, -1)
 
 
+def slots_of(places: Places) -> Ints:
+    """Place of each rank within its tensor-parallel group."""
+    order = np.lexsort((places.ranks, places.group))
+    first = np.searchsorted(places.group[order], places.group[order])
+    slot = np.empty(places.size, np.int64)
+    slot[order] = np.arange(places.size) - first
+    return slot
+
+
 def places_of(layout: Layout) -> Places:
     """The arrays of a layout."""
     rows: list[tuple[float, ...]] = []

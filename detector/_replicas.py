@@ -38,8 +38,7 @@ class Replicas:
         self._places = places
         self._count = int(places.dp.max()) + 1
         self._two_stages = int(places.pp.max()) == 1
-        few = self._count < _MAJORITY
-        classes = np.arange(self._count) if few else np.zeros(self._count, np.int64)
+        classes = np.zeros(self._count, np.int64)
         self.test = LevelTest(classes, settings, least=1.08, error=0.02)
         self._reference = np.full((int(places.peers.max()) + 1) * _CHUNKS * 2, np.nan)
         self._fixed = np.zeros(places.size)

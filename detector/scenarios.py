@@ -15,7 +15,7 @@ import numpy as np
 from resihp.contracts import Job, Op, TelemetryBatch
 
 from ._arrays import Floats, Ints
-from ._places import Places, places_of
+from ._places import Places, places_of, slots_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +225,46 @@ def _slowest(places: Places, rows: dict[str, Ints], times: Floats) -> Floats:
     longest = np.zeros(int(inverse.max()) + 1)
     np.maximum.at(longest, inverse, times)
     return longest[inverse]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowGroup:
+    """The collectives of a group take `factor` times as long from a step on.
+
+    within_step  those of the step (among replicas); else those within microbatches
+    """
+
+    ranks: tuple[int, ...]
+    factor: float
+    from_step: int
+    within_step: bool = False
+
+
+def collectives(
+    job: Job, computed: TelemetryBatch, *, seed: int, slow: SlowGroup | None = None
+) -> TelemetryBatch:
+    """The collectives that belong to a step's compute records: one for each, in which the group
+    waits for its slowest member, and one of each rank for the step; times vary by 5%."""
+    step = int(computed.step[0])
+    rng = np.random.default_rng((seed, step))
+    places = places_of(job.layout)
+    at = places.index(computed.rank.astype(np.int64))
+    group = (places.group[at] << 24) | (computed.microbatch.astype(np.int64) << 1) | computed.op
+    _, group = np.unique(group, return_inverse=True)
+    inner = (2.0 * rng.lognormal(0.0, 0.05, int(group.max()) + 1))[group]
+    place = np.unique(np.stack([places.pp, slots_of(places)]), axis=1, return_inverse=True)[1]
+    outer = (30.0 * rng.lognormal(0.0, 0.05, int(place.max()) + 1))[place.reshape(-1)]
+    if slow is not None and step >= slow.from_step:
+        times, ranks = (outer, places.ranks) if slow.within_step else (inner, computed.rank)
+        times[np.isin(ranks, slow.ranks)] *= slow.factor
+    wait = np.concatenate([np.nan_to_num(computed.wait_ms), rng.exponential(5.0, places.size)])
+    whole = np.full(places.size, -1)
+    return TelemetryBatch(
+        rank=np.concatenate([computed.rank, places.ranks]),
+        step=np.full(wait.size, step),
+        microbatch=np.concatenate([computed.microbatch, whole]),
+        op=np.full(wait.size, int(Op.COLLECTIVE)),
+        compute_ms=np.concatenate([inner, outer]),
+        wait_ms=wait,
+        plan_version=computed.plan_version,
+    )

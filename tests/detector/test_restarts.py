@@ -1,0 +1,71 @@
+"""A job that starts again from a checkpoint, with nobody telling the detector."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from detector import Detector
+from detector.scenarios import Fault, steps_of
+from resihp.contracts import Job, Layout, Status, TelemetryBatch
+
+LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
+JOB = Job(
+    name="job",
+    layout=Layout.grid(dp=4, pp=2, tp=1, layers=16),
+    microbatches=16,
+    tokens_per_microbatch=8192,
+)
+
+
+def by_rank(batches: Iterable[TelemetryBatch]) -> list[TelemetryBatch]:
+    return [batch.select(batch.rank == rank) for batch in batches for rank in range(8)]
+
+
+def test_the_steps_after_a_restart_are_judged() -> None:
+    detector = Detector(JOB)
+    for message in by_rank(steps_of(JOB, LENGTHS, steps=30, seed=1)):
+        detector.update(message)
+    fault = Fault(rank=5, factor=1.1, from_step=16)
+    for message in by_rank(steps_of(JOB, LENGTHS, steps=16, seed=2, first_step=10, faults=[fault])):
+        detector.update(message)
+    assert detector.counters["restarts"] == 1
+    (named,) = [v for v in detector.verdicts() if v.status is not Status.HEALTHY]
+    assert (named.rank, named.status, named.step) == (5, Status.FAIL_SLOW, 25)
+    assert named.since_step == pytest.approx(16, abs=1)
+
+
+def test_a_restart_from_step_0_leaves_no_one_named_for_it() -> None:
+    detector = Detector(JOB)
+    for first in (40, 0):
+        for batch in steps_of(JOB, LENGTHS, steps=20, seed=3, first_step=first):
+            detector.update(batch)
+    assert detector.counters["restarts"] == 1
+    assert {v.status for v in detector.verdicts()} == {Status.HEALTHY}
+    assert detector.verdicts()[0].step == 19
+
+
+def test_old_messages_of_a_few_ranks_are_only_late() -> None:
+    detector = Detector(JOB)
+    batches = list(steps_of(JOB, LENGTHS, steps=24, seed=4))
+    for batch in batches:
+        detector.update(batch)
+    before = detector.verdicts()
+    for batch in batches[2:12]:
+        detector.update(batch.select(batch.rank < 3))
+    assert detector.counters["restarts"] == 0
+    assert detector.verdicts() == before
+
+
+def test_a_restart_survives_saving_half_way() -> None:
+    detector = Detector(JOB)
+    for batch in steps_of(JOB, LENGTHS, steps=20, seed=5):
+        detector.update(batch)
+    messages = by_rank(steps_of(JOB, LENGTHS, steps=8, seed=6))
+    for message in messages[:11]:
+        detector.update(message)
+    detector = Detector.restore(JOB, detector.save())
+    for message in messages[11:]:
+        detector.update(message)
+    assert detector.counters["restarts"] == 1
+    assert detector.verdicts()[0].step == 7
