@@ -78,6 +78,17 @@ class Parameters:
         inner = tuple(param for layer in self.layers for param in layer)
         return self.first + inner + self._last_alone
 
+    @property
+    def second_copies(self) -> Parameters:
+        """The tied parameters alone, where the last stage holds them."""
+        tied = tuple(param for param in self.last if param in self.first)
+        return Parameters(((),) * len(self.layers), (), tied)
+
+    @property
+    def first_copies(self) -> Parameters:
+        """Every parameter, but tied ones in the first stage only."""
+        return Parameters(self.layers, self.first, self._last_alone)
+
     def parts(self, replica: Replica, index: int) -> dict[str, tuple[Param, ...]]:
         """The parts of a replica's stage, in the order in which they run, and their parameters.
 

@@ -42,16 +42,11 @@ class Run:
 
 def train(setup: Setup, plan: Plan, steps: int) -> Run:
     """Train `steps` steps, a thread for each rank of the plan."""
-    store, failed = dist.HashStore(), threading.Event()
 
-    def run_rank(rank: int) -> tuple[Shard, list[float], list[float]]:
-        torch.set_num_threads(1)
-        waited = WaitClock()
-        network = Network(store, rank, broken=gone, timeout=timedelta(seconds=10), waited=waited)
+    def run_rank(network: Network) -> tuple[Shard, list[float], list[float]]:
         world = build_world(network, plan.layout, setup.model.parameters, name="world")
-        engine = Engine(
-            setup, world, initial_shard(setup.model, setup.optimizer, world), plan, waited
-        )
+        shard = initial_shard(setup.model, setup.optimizer, world)
+        engine = Engine(setup, world, shard, plan, network.waited)
         losses, norms = [], []
         for step in range(steps):
             engine.accumulate(step)
@@ -61,27 +56,31 @@ def train(setup: Setup, plan: Plan, steps: int) -> Run:
             norms.append(reduced.norm)
         return engine.shard, losses, norms
 
-    def gone(ranks: object, seconds: float) -> str | None:
-        return "another rank failed" if failed.is_set() or seconds > LIMIT_S else None
-
-    def guarded(rank: int) -> tuple[Shard, list[float], list[float]]:
-        try:
-            return run_rank(rank)
-        except BaseException:
-            failed.set()
-            raise
-
-    found = in_threads(guarded, plan.layout.ranks)
+    found = on_ranks(plan.layout.ranks, run_rank)
     told = {(tuple(losses), tuple(norms)) for _, losses, norms in found.values()}
     assert len(told) == 1, "ranks disagree on the losses"
     losses, norms = told.pop()
     return Run([*losses], [*norms], {rank: shard for rank, (shard, *_) in found.items()})
 
 
-def in_threads(work: Callable[[int], T], ranks: tuple[int, ...]) -> dict[int, T]:
-    """What `work` returns for each rank; the first error of any of them."""
+def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, T]:
+    """What `work` returns for each rank, given its network; the first error of any of them."""
+    store, failed = dist.HashStore(), threading.Event()
+
+    def gone(others: object, seconds: float) -> str | None:
+        return "another rank failed" if failed.is_set() or seconds > LIMIT_S else None
+
+    def run_rank(rank: int) -> T:
+        torch.set_num_threads(1)
+        limit = timedelta(seconds=10)
+        try:
+            return work(Network(store, rank, broken=gone, timeout=limit, waited=WaitClock()))
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = {rank: pool.submit(work, rank) for rank in ranks}
+        futures = {rank: pool.submit(run_rank, rank) for rank in ranks}
     errors = [e for f in futures.values() if (e := f.exception()) is not None]
     if errors:
         raise min(errors, key=lambda error: "another rank failed" in str(error))

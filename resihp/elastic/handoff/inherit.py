@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from resihp.contracts import Layout, Plan
-from resihp.layout import Param, Range, moves
+from resihp.contracts import Layout, Plan, Replica
+from resihp.layout import Param, Parameters, Range, holdings, moves
 
 from ..engine import Engine, Setup
 from ..engine.shard import Shard, rows
@@ -49,29 +49,54 @@ class Succession:
         return Rest(shares, parts, self._losses(kept, engine))
 
     def _hand_over(self, one: Kept, heir: int, engine: Engine | None, shard: Shard | None) -> Parts:
-        """Move one sum to replica `heir`; what this rank inherits: nothing outside of it."""
-        source = Layout((self.before.layout.replicas[one.replica],))
-        target = Layout((self.after.layout.replicas[heir],))
-        keys = self._nodes(one)
-        giver = taker = None
+        """Move one sum to replica `heir`; what this rank inherits: nothing outside of it.
+
+        The two copies of a tied parameter hold different halves of its sum, so that they move
+        apart and are added up where they meet; in a sum over all replicas they are equal.
+        """
+        source = self.before.layout.replicas[one.replica]
+        target = self.after.layout.replicas[heir]
+        parameters = self.setup.model.parameters
+        parts = self._move(one, source, target, parameters.first_copies, engine)
+        if parameters.second_copies.all and len(source.stages) > 1 and not one.total:
+            second = self._move(one, source, target, parameters.second_copies, engine)
+            parts = [_joined(*both) for both in zip(parts, second, strict=True)]
+        if self.rank not in target.ranks:
+            return []
+        assert shard is not None
+        for gradients in parts:
+            for param, tensor in shard.tensors.items():
+                gradients.setdefault(param, torch.zeros_like(tensor))
+        return list(zip(self._nodes(one), parts, strict=True))
+
+    def _move(
+        self,
+        one: Kept,
+        source: Replica,
+        target: Replica,
+        parameters: Parameters,
+        engine: Engine | None,
+    ) -> list[Gradients]:
+        """Move the ranges of `parameters` from one replica to another; what this rank then has."""
+        layouts, keys = (Layout((source,)), Layout((target,))), self._nodes(one)
+        held, due = (holdings(layout, parameters).get(self.rank, {}) for layout in layouts)
+        giver = None
         if self.rank in source.ranks:
             assert engine is not None, "a sum is kept only if all of its ranks are alive"
             parts = engine.parts_of(one)
             assert tuple(node for node, _ in parts) == keys, "accounts and sums differ"
-            giver = _Side(engine.shard.ranges, [gradients for _, gradients in parts])
-        if self.rank in target.ranks:
-            assert shard is not None
-            taker = _Side(shard.ranges, [_own(giver, index, shard) for index in range(len(keys))])
+            giver = _Side(held, [gradients for _, gradients in parts])
+        taker = _Side(due, [_own(giver, index, due) for index in range(len(keys))])
         stream(
             self.group,
             self.rank,
-            moves(source, target, self.setup.model.parameters),
+            moves(*layouts, parameters),
             giver,
             taker,
             copies=len(keys),
             limit_bytes=self.limit_bytes,
         )
-        return list(zip(keys, taker.parts, strict=True)) if taker is not None else []
+        return [*taker.parts]
 
     def _nodes(self, one: Kept) -> tuple[Node, ...]:
         leaves = self.before.microbatches
@@ -102,15 +127,17 @@ class _Side:
         return tuple(gradients[param] for gradients in self.parts)
 
 
-def _own(giver: _Side | None, index: int, new: Shard) -> Gradients:
+def _own(giver: _Side | None, index: int, due: Mapping[Param, Range]) -> Gradients:
     """What a rank has of a sum already: the very tensor where its range stays the same."""
     own: Gradients = {}
-    for param, span in new.ranges.items():
+    for param, span in due.items():
         held = giver.ranges.get(param) if giver is not None else None
         if giver is not None and held == span:
             own[param] = giver.parts[index][param]
             continue
-        own[param] = torch.zeros_like(new.tensors[param])
+        shape = list(param.shape)
+        shape[param.dim or 0] = span[1] - span[0]
+        own[param] = torch.zeros(shape)
         if giver is None or held is None:
             continue
         shared = (max(held[0], span[0]), min(held[1], span[1]))
@@ -118,3 +145,11 @@ def _own(giver: _Side | None, index: int, new: Shard) -> Gradients:
             from_ = rows(giver.parts[index][param], param, shared, held[0])
             rows(own[param], param, shared, span[0]).copy_(from_)
     return own
+
+
+def _joined(first: Gradients, second: Gradients) -> Gradients:
+    """Both sums in one; what they were made from stays as it is."""
+    joined = dict(first)
+    for param, gradient in second.items():
+        joined[param] = joined[param] + gradient if param in joined else gradient
+    return joined

@@ -1,0 +1,67 @@
+"""Tied parameters when a step goes on in another layout: each half of their sum counts once."""
+
+from __future__ import annotations
+
+import pytest
+
+from resihp.contracts import Layout, Plan, Replica, Stage
+from resihp.elastic.engine import Engine, Setup
+from resihp.elastic.engine.shard import initial_shard
+from resihp.elastic.handoff.inherit import Succession
+from resihp.elastic.instep.ledger import Kept
+from resihp.elastic.worlds.comm import Network
+from resihp.elastic.worlds.world import build_world
+from tests.elastic.test_models import ALONE, MODELS, OPTIMIZER, batch
+from tests.elastic.threads import on_ranks, train
+
+MICROBATCHES = 5
+ONE, TWO = Stage((2,), (0, 4)), (Stage((0,), (0, 3)), Stage((1,), (3, 4)))
+BEFORE = Plan(version=0, layout=Layout((Replica(TWO), Replica((ONE,)))), quotas=(3, 2))
+AFTER = {
+    "one group": Layout((Replica((Stage((1, 0), (0, 4), (1, 3)),)),)),
+    "ends swapped": Layout((Replica((Stage((1,), (0, 2)), Stage((0,), (2, 4)))),)),
+    "ends swapped, another replica": Layout(
+        (Replica((Stage((1,), (0, 2)), Stage((0,), (2, 4)))), Replica((ONE,)))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("summed", "deterministic"),
+    [(False, False), (False, True), (True, False)],
+    ids=["local sum", "local sums in order", "sum over replicas"],
+)
+@pytest.mark.parametrize("layout", AFTER.values(), ids=AFTER)
+def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: bool) -> None:
+    setup = Setup(MODELS["tied"], OPTIMIZER, batch, deterministic=deterministic)
+    quotas = (MICROBATCHES,) if layout.dp == 1 else (4, 1)
+    after = Plan(version=1, layout=layout, quotas=quotas)
+
+    def run_rank(network: Network) -> tuple[float, float]:
+        parameters, waited = setup.model.parameters, network.waited
+        everyone = network.group("transit", BEFORE.layout.ranks)
+        world = build_world(network, BEFORE.layout, parameters, name="before")
+        shard = initial_shard(setup.model, setup.optimizer, world)
+        engine = Engine(setup, world, shard, BEFORE, waited)
+        engine.accumulate(0)
+        kept = Kept(0, ((0, 3),))
+        if summed:
+            engine.reduce(0, 0)
+            kept = Kept(0, ((0, MICROBATCHES),), total=True)
+        succession = Succession(setup, everyone, network.rank, BEFORE, after, limit_bytes=4096)
+        if network.rank not in layout.ranks:
+            succession.settle([kept], engine, None)
+            return found
+        world = build_world(network, layout, parameters, name="after")
+        shard = initial_shard(setup.model, setup.optimizer, world)
+        rest = succession.settle([kept], engine, shard)
+        engine = Engine(setup, world, shard, after, waited, rest)
+        engine.accumulate(0)
+        reduced = engine.reduce(0, 0)
+        return reduced.loss, reduced.norm
+
+    alone = train(setup, Plan(version=0, layout=ALONE, quotas=(MICROBATCHES,)), 1)
+    found = alone.losses[0], alone.norms[0]
+    for loss, norm in on_ranks(BEFORE.layout.ranks, run_rank).values():
+        assert loss == pytest.approx(found[0], abs=2e-6)
+        assert norm == pytest.approx(found[1], rel=1e-5)
