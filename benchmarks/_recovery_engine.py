@@ -1,4 +1,4 @@
-"""ResiHP's engine in `benchmarks.recovery`: pipelines of two stages, any order of sums or a fixed one."""
+"""ResiHP's engine in `benchmarks.recovery`: pipelines of two stages, summed in two ways."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def run_rank(rank: int, host: str, port: int, folder: Path, deterministic: bool)
             deterministic=deterministic,
         ),
         Plan(version=0, layout=LAYOUT, quotas=even_quotas(MICROBATCHES, 3)),
-        Rendezvous(
-            lambda: connect(host, port, "engine", TIMEOUTS), rank, LAYOUT.ranks, TIMEOUTS
-        ),
+        Rendezvous(lambda: connect(host, port, "engine", TIMEOUTS), rank, LAYOUT.ranks, TIMEOUTS),
         WholeReplicas(),
         hooks=Hooks(on_step=lambda reduced, ms, plan: diary.tell("step", reduced.step)),
     )

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _recovery_ours, _recovery_restart
+from benchmarks import _recovery_engine, _recovery_ours, _recovery_restart
 from benchmarks._recovery_job import HOLD_S, MICROBATCHES, PLACES, REPLICAS, STEPS
 from benchmarks._report import machine, print_table, write_json
 
@@ -83,6 +83,7 @@ def main() -> None:
         }
         if not options.only:
             _show(runs, restart)
+            _show_engine(options.repeats)
     print(f"\n{machine()}\nPeer: {note}")
     if options.json:
         write_json(options.json, {"peer": note, **{k: asdict(v) for k, v in runs.items()}})
@@ -110,10 +111,7 @@ def _diaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cost(events: list[dict[str, Any]]) -> Cost:
-    steps: dict[int, float] = {}
-    for event in events:
-        if event["what"] == "step":
-            steps.setdefault(event["step"], event["at"])
+    steps = _first_completions(events)
     assert len(steps) == STEPS, f"only {len(steps)} of {STEPS} steps were completed"
     kills = [event for event in events if event["what"] == "killed"]
     assert kills, "nobody was killed"
@@ -188,6 +186,44 @@ def _show(runs: dict[str, Cost], restart: str) -> None:
     ]
     print_table("SIGKILL of a replica about every 30 steps", columns, rows)
     _show_rates(statistics.median(ours.extra_s), statistics.median(runs[restart].extra_s))
+
+
+def _show_engine(repeats: int) -> None:
+    """The engine's own job, with sums in any order and in a fixed one."""
+    rows = []
+    for deterministic in (False, True):
+        seen = []
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory(prefix="resihp-recovery-") as folder:
+                _recovery_engine.play(Path(folder), deterministic=deterministic)
+                seen.append(_engine_cost(_diaries(Path(folder))))
+        order = "fixed order" if deterministic else "any order"
+        rows.append(
+            [order, *(f"{statistics.median(column):.2f}" for column in zip(*seen, strict=True))]
+        )
+    columns = ["sums in", "kill to step s", "in steps of the survivors", "mb again", "step s"]
+    print_table("ResiHP's engine, 3 pipelines of 2 stages, one killed in mid-step", columns, rows)
+
+
+def _engine_cost(events: list[dict[str, Any]]) -> tuple[float, float, float, float]:
+    """Recovery in seconds and in steps, microbatches computed again, seconds of a step before."""
+    job, steps = _recovery_engine, _first_completions(events)
+    killed_at = next(event["at"] for event in events if event["what"] == "killed")
+    taken = {step: steps[step] - steps[step - 1] for step in range(1, job.STEPS)}
+    before = statistics.median(s for step, s in taken.items() if step < job.AT)
+    after = statistics.median(s for step, s in taken.items() if step > job.AT)
+    computed = sum(event["what"] == "microbatch" for event in events)
+    recovery = steps[job.AT] - killed_at
+    return recovery, recovery / after, computed - job.STEPS * job.MICROBATCHES, before
+
+
+def _first_completions(events: list[dict[str, Any]]) -> dict[int, float]:
+    """When each step was completed by the first that did so."""
+    steps: dict[int, float] = {}
+    for event in events:
+        if event["what"] == "step":
+            steps.setdefault(event["step"], event["at"])
+    return steps
 
 
 def _show_rates(ours_s: float, restart_s: float) -> None:
