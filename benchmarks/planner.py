@@ -22,6 +22,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from benchmarks._planner_cases import HEADS, PEERS, PERMITTED, ROWS, Row, faults, job_of, remaining
+from benchmarks._planner_sequences import print_sequences
 from benchmarks._planner_tables import Result, Scale, print_quality, print_ratios, print_scales
 from benchmarks._report import machine, write_json
 from resihp.contracts import Job, Layout
@@ -51,6 +52,7 @@ def main() -> None:
         print_ratios(permitted, rows, found[permitted])
     scales = [_scale(*scale) for scale in SCALES]
     print_scales(scales)
+    print_sequences(seeds)
     if options.json:
         named = {
             permitted: {str(row): result.json() for row, result in zip(rows, results, strict=True)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
 
 from resihp.contracts import Job, LayerCost, Schedule
 
@@ -48,6 +51,24 @@ def calibrated(job: Job, *, forward: float, backward: float, step_ms: float) -> 
         return replace(job, cost=_scaled(layer_cost(job), forward * ratio, backward * ratio))
     cost = layer_cost(scaled)
     return replace(job, cost=replace(cost, step_ms=cost.step_ms + step_ms - simulated_ms))
+
+
+def uneven(job: Job, work: Sequence[float], *, steps: int = 4, seed: int = 0) -> Job:
+    """The job with what microbatches of unequal work cost every step beside equal ones.
+
+    work   of a sample of microbatches, in any unit (what their lengths cost)
+    steps  of the healthy first layout that are simulated with microbatches drawn from the sample
+
+    A pipeline waits for the longer ones, and the step for the unluckiest replica; a plan's share of
+    that differs little from the first layout's.
+    """
+    relative = np.asarray(work, float) / np.mean(work)
+    random = np.random.default_rng(seed)
+    drawn = [random.choice(relative, job.microbatches).tolist() for _ in range(steps)]
+    times = [simulate(job, job.layout, job.quotas, work=loads).step_ms for loads in drawn]
+    cost = layer_cost(job)
+    more_ms = max(0.0, fmean(times) - simulate(job, job.layout, job.quotas).step_ms)
+    return replace(job, cost=replace(cost, step_ms=cost.step_ms + more_ms))
 
 
 def _scaled(cost: LayerCost, forward: float, backward: float) -> LayerCost:

@@ -112,6 +112,12 @@ def test_devices_far_from_the_fault_stay_where_they_are(seed):
     assert len(stayed) >= 48  # of 64; every fault may make a few trades worth it
 
 
+@pytest.mark.parametrize(("fixed_ms", "holds"), [(0.0, True), (0.5, False)])
+def test_what_every_shard_costs_decides_whether_a_narrow_one_is_worth_it(fixed_ms, holds):
+    cost = LayerCost(forward_ms=1.0, backward_ms=2.0, fixed_ms=fixed_ms)
+    assert (1 in make_plan(job(cost=cost), {1: 0.3}).layout.ranks) is holds
+
+
 def test_a_member_that_hurts_is_left_out():
     assert 1 not in make_plan(job(), {1: 0.05}).layout.ranks
 

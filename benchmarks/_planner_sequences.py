@@ -1,0 +1,86 @@
+"""Predicted and simulated steps of jobs whose microbatches hold real documents."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks._planner_cases import faults, job_of
+from benchmarks._report import print_table
+from resihp.contracts import Job
+from scheduler import make_plan, simulate
+from scheduler.calibration import uneven
+from scheduler.presets import preset
+
+Floats = NDArray[np.float64]
+
+SHAPE = preset("llama-2-70b")
+BYTES_PER_TOKEN = 4
+SIZES = (8192, 32768, 131072)  # tokens of a microbatch
+
+
+def document_tokens() -> list[int]:
+    """Lengths of the Python sources of the standard library, in a fixed order."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    sizes = [path.stat().st_size for path in sorted(folder.rglob("*.py"))]
+    return [max(1, size // BYTES_PER_TOKEN) for size in sizes if size]
+
+
+def packed(lengths: list[int], tokens: int, random: np.random.Generator) -> Iterator[float]:
+    """Work of one microbatch after the other: documents in random order, cut where it is full.
+
+    FLOPs of the weights and of causal attention within each piece (`scheduler.costs`).
+    """
+    squares, left = 0, tokens
+    while True:
+        length = int(random.choice(lengths))
+        while length:
+            piece = min(length, left)
+            squares, left, length = squares + piece * piece, left - piece, length - piece
+            if not left:
+                yield 2.0 * tokens * SHAPE.layer_params + 2.0 * squares * SHAPE.hidden
+                squares, left = 0, tokens
+
+
+def print_sequences(seeds: int) -> None:
+    """Errors of predictions, with and without knowledge of the lengths, by size of microbatch."""
+    lengths, rows = document_tokens(), []
+    for tokens in SIZES:
+        random = np.random.default_rng(tokens)
+        source = packed(lengths, tokens, random)
+        sample = np.array([next(source) for _ in range(2000)])
+        plain, fitted = _errors(job_of(256), sample / sample.mean(), random, seeds)
+        spread = sample.std() / sample.mean()
+        rows.append([tokens, f"{spread:.1%}", *_told(plain), *_told(fitted)])
+    columns = ["tokens", "spread of work", "mean work alone", "worst", "with lengths", "worst"]
+    title = "Microbatches of real documents: predicted over simulated steps (256 microbatches)"
+    print_table(title, columns, rows)
+
+
+def _told(errors: list[float]) -> tuple[str, str]:
+    return f"{fmean(errors):+.1%}", f"{max(errors, key=abs):+.1%}"
+
+
+def _errors(
+    job: Job, relative: Floats, random: np.random.Generator, seeds: int
+) -> tuple[list[float], list[float]]:
+    """Predicted over simulated time, less 1, of plans for slow and dead devices.
+
+    The first of mean work alone, the second with what uneven work costs; against the mean of three
+    steps whose microbatches are others than those that the prediction knows.
+    """
+    known, fresh = relative[:1000], relative[1000:]
+    plain, fitted = [], []
+    for seed in range(seeds):
+        speeds = faults(256, 4, 4, seed)
+        plan = make_plan(job, speeds)
+        drawn = [random.choice(fresh, job.microbatches).tolist() for _ in range(3)]
+        times = [simulate(job, plan.layout, plan.quotas, speeds, d).step_ms for d in drawn]
+        plain.append(plan.step_ms / fmean(times) - 1.0)
+        fitted.append(make_plan(uneven(job, known.tolist()), speeds).step_ms / fmean(times) - 1.0)
+    return plain, fitted

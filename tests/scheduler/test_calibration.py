@@ -1,0 +1,62 @@
+"""Costs fitted to measured steps: predictions are those steps, and follow the plan from there."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.contracts import Job, LayerCost, Layout, Schedule
+from scheduler import make_plan, simulate
+from scheduler.calibration import calibrated, compute_ms, uneven
+
+
+def a_job(**given_):
+    given_.setdefault("cost", LayerCost(forward_ms=1.0, backward_ms=2.0, head_ms=0.5))
+    layout = Layout.grid(dp=2, pp=2, tp=2, layers=8, units=8)
+    return Job(name="test", layout=layout, microbatches=12, **given_)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    schedule=st.sampled_from(list(Schedule)),
+    forward=st.floats(0.2, 5.0),
+    backward=st.floats(0.2, 5.0),
+    step_ms=st.floats(1.0, 2000.0),
+)
+def test_the_first_layout_takes_what_was_measured(schedule, forward, backward, step_ms):
+    job = calibrated(a_job(schedule=schedule), forward=forward, backward=backward, step_ms=step_ms)
+    assert simulate(job, job.layout, job.quotas).step_ms == pytest.approx(step_ms)
+    plan = make_plan(job, {3: 0.5})
+    assert plan.bound_ms <= plan.step_ms * (1 + 1e-9)
+    assert plan.step_ms >= step_ms * (1 - 1e-9) or schedule is Schedule.INTERLEAVED
+
+
+def test_what_ranks_compute_is_their_part_of_the_layers_and_ends():
+    expected = compute_ms(a_job())
+    assert expected[0] == pytest.approx((6 * 4 * 0.5, 6 * 4 * 1.0))
+    last = a_job().layout.replicas[0].stages[-1].ranks[0]
+    assert expected[last] == pytest.approx((6 * (2.0 + 0.25), 6 * (4.0 + 0.5)))
+
+
+def test_a_cost_of_every_step_stays_when_devices_slow_down():
+    job = a_job()
+    healthy_ms = simulate(job, job.layout, job.quotas).step_ms
+    fitted = calibrated(job, forward=1.0, backward=1.0, step_ms=healthy_ms + 30.0)
+    slow = {3: 0.5}
+    assert make_plan(fitted, slow).step_ms == pytest.approx(make_plan(job, slow).step_ms + 30.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_uneven_microbatches_are_predicted(seed):
+    random = np.random.default_rng(seed)
+    sample = random.lognormal(0.0, 0.3, 400)
+    job = a_job()
+    assert uneven(job, [2.0] * 5).cost.step_ms == pytest.approx(0.0)
+    plan = make_plan(uneven(job, sample[:200].tolist(), steps=20), {3: 0.5})
+    work = sample[200:] / sample.mean()
+    steps = [
+        simulate(job, plan.layout, plan.quotas, {3: 0.5}, random.choice(work, 12).tolist()).step_ms
+        for _ in range(60)
+    ]
+    assert plan.step_ms == pytest.approx(np.mean(steps), rel=0.05)
+    assert make_plan(job, {3: 0.5}).step_ms < plan.step_ms
