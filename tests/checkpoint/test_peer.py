@@ -1,0 +1,108 @@
+"""A lost process's state is still in the memory of another one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from resihp.checkpoint import Alone, Checkpointer, HostMemory, PeerMemory
+from resihp.checkpoint.restore import restore
+from resihp.contracts import CheckpointError
+from resihp.elastic.local import LocalRanks
+from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
+
+STEPS = 3
+SOON = timedelta(seconds=20)
+
+
+def trains(rank: int, host: str, port: int) -> None:
+    """Both ranks train and checkpoint into memory; then rank 1 is killed, rank 0 waits."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+    own = HostMemory()
+    peers = PeerMemory(own, token="secret", timeout=SOON)
+    store.set(f"address/{rank}", pickle.dumps(peers.address))
+    addresses = {r: pickle.loads(store.get(f"address/{r}")) for r in (0, 1)}
+    peers.connect(rank, addresses)
+    state = {f"rank{rank}.{key}": tensor for key, tensor in stamped(-1).items()}
+    saver = Checkpointer([own, peers], ranks=Alone(rank, (0, 1), run="one"))
+    for step in range(STEPS):
+        saver.fence()
+        stamp(state, step)
+        saver.save(step, state)
+        assert saver.wait(60)
+    assert saver.counters.levels[peers.name].saved == STEPS
+    store.set(f"trained/{rank}", b"")
+    store.wait(["trained/0", "trained/1"])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["restored"])
+    saver.close()
+
+
+def replaces(rank: int, host: str, port: int) -> None:
+    """A new process in place of rank 1 asks the survivor."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+    peers = PeerMemory(HostMemory(), token="secret", timeout=SOON)
+    addresses = {0: pickle.loads(store.get("address/0")), 1: peers.address}
+    peers.connect(1, addresses)
+    into = {f"rank1.{key}": tensor for key, tensor in stamped(-1).items()}
+    everything = {**into, **{f"rank0.{key}": tensor for key, tensor in stamped(-1).items()}}
+    restored = restore([peers], everything, Alone(1, (0, 1), run="two"))
+    assert restored.step == STEPS - 1
+    assert_stamped(everything, STEPS - 1)
+    peers.close()
+    store.set("restored", b"")
+
+
+def test_a_killed_process_is_replaced_from_its_peers_memory(tmp_path: Path) -> None:
+    with LocalRanks("peer", tmp_path) as ranks:
+        ranks.start((0, 1), trains)
+        deadline = time.monotonic() + 90
+        while 1 not in ranks.exit_codes:
+            assert time.monotonic() < deadline, ranks.logs()
+            ranks.poll(1.0)
+        assert ranks.exit_codes[1] == -signal.SIGKILL, ranks.logs()
+        ranks.start((2,), replaces)
+        codes = ranks.wait(90)
+        assert (codes[0], codes[2]) == (0, 0), ranks.logs()
+
+
+def test_only_who_knows_the_token_is_let_in() -> None:
+    own = HostMemory()
+    peers, stranger = (PeerMemory(own, token=token, timeout=SOON) for token in ("ours", "theirs"))
+    try:
+        with Checkpointer([own]) as saver:
+            saver.save(0, stamped(0))
+            saver.wait()
+            peers.connect(0, {0: peers.address})
+            stranger.connect(0, {0: peers.address})
+            assert_stamped(back_from(peers)[1], 0)
+            assert stranger.steps() == []
+            with pytest.raises(CheckpointError):
+                stranger.open(0)
+    finally:
+        peers.close()
+        stranger.close()
+
+
+def test_a_peer_that_is_gone_costs_its_level_alone() -> None:
+    own = HostMemory()
+    peers, other = PeerMemory(own, token="t", timeout=SOON), PeerMemory(own, token="t")
+    peers.connect(0, {0: peers.address, 1: other.address})
+    other.close()
+    state = {"w": torch.zeros(3)}
+    with Checkpointer([own, peers], ranks=Alone(0, (0, 1), run="one")) as saver:
+        for step in range(3):
+            saver.fence()
+            saver.save(step, state)
+            assert saver.wait(60)
+        assert saver.counters.levels[peers.name].failed == 3
+        assert saver.counters.levels[own.name].saved == 3
