@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from resihp.checkpoint.host_buffer import HostBuffer
 from resihp.checkpoint.levels.direct_file import DirectFile
+from resihp.checkpoint.staging.host_buffer import HostBuffer
 
 CHUNK_BYTES, THREADS = 4 << 20, 4
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .counters import Counters, LevelCounters, Said, seconds_since
-from .filling import Abandoned, Filling
 from .levels.contract import Level
 from .levels.disk import LocalDisk
 from .levels.memory import HostMemory
@@ -22,7 +21,8 @@ from .policy import EveryStep, Moment, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored, restore
 from .runner import Runner
-from .staging import Staging
+from .staging.filling import Abandoned, Filling
+from .staging.stage import Staging
 
 
 class Checkpointer:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from resihp.contracts import CheckpointDamagedError
 
-from .checksum import checksum
-from .host_buffer import HostBuffer
-from .index import CHUNK_BYTES, Entry, Index
+from .format.checksum import checksum
+from .format.index import CHUNK_BYTES, Entry, Index
+from .format.shard_file import flat_bytes
 from .levels.contract import Source
 from .parts import Box, overlap
-from .shard_file import flat_bytes
+from .staging.host_buffer import HostBuffer
 
 READERS = 4
 _BATCH_BYTES = 32 << 20

@@ -14,10 +14,10 @@ from resihp.contracts import CheckpointError, ContractError
 
 from .levels.contract import Level, Source
 from .parts import State, collect, opened
-from .plan import extra_key
 from .ranks import Ranks
 from .read import Want, missing_of, read_parts, read_thing
 from .rebuild import absent_parts, absent_things, give_back, set_at
+from .staging.plan import extra_key
 
 log = logging.getLogger("resihp.checkpoint")
 

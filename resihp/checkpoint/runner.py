@@ -7,8 +7,8 @@ from collections.abc import Callable
 from threading import Condition, Thread
 
 from .counters import LevelCounters, Said, seconds_since
-from .filling import Abandoned, Filling
 from .levels.contract import Level
+from .staging.filling import Abandoned, Filling
 
 
 class Runner:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from resihp.contracts import CheckpointError
 
-from .filling import Filling
 from .ranks import Alone
-from .staging import Staging
+from .staging.filling import Filling
+from .staging.stage import Staging
 
 StateDict: TypeAlias = dict[str, Any]
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .index import Entry, Index
+from .format.index import Entry, Index
+from .format.metadata import data_name
+from .format.shard_file import Place, ShardFile
 from .levels.folder import reveal, step_of
-from .metadata import data_name
-from .shard_file import Place, ShardFile
 from .stream import write_stream
 from .torch_stager import Stager, StateDict
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from resihp.checkpoint import Alone, LocalDisk, Restored
-from resihp.checkpoint.filling import Filling
 from resihp.checkpoint.levels import Level
 from resihp.checkpoint.restore import restore
+from resihp.checkpoint.staging.filling import Filling
 
 SIZES = ((3,), (700, 401), (1,), (), (1025, 1030), (0, 4), (2, 3, 5))
 """More than one chunk in all, with tensors that end inside a chunk and some that are tiny."""

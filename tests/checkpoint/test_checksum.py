@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.checkpoint.checksum import ROW_BYTES, checksum
+from resihp.checkpoint.format.checksum import ROW_BYTES, checksum
 
 chunks = st.builds(
     lambda rows, seed: bytearray(random.Random(seed).randbytes(rows * ROW_BYTES)),

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.checkpoint import Checkpointer, LocalDisk
-from resihp.checkpoint.archive import ALIGN, frame
-from resihp.checkpoint.shard_file import flat_bytes
+from resihp.checkpoint.format.archive import ALIGN, frame
+from resihp.checkpoint.format.shard_file import flat_bytes
 from tests.checkpoint.helpers import run_python
 
 DTYPES = [

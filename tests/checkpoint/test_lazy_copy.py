@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.checkpoint import Checkpointer, HostMemory, LocalDisk
-from resihp.checkpoint.copier import write_order
+from resihp.checkpoint.staging.copier import write_order
 from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, stamp, stamped
 
 naps = st.sampled_from([0.0, 0.0, 0.0002, 0.001, 0.004])

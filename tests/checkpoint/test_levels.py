@@ -22,8 +22,8 @@ from resihp.checkpoint import (
     LocalDisk,
     SharedStorage,
 )
-from resihp.checkpoint.filling import Filling
 from resihp.checkpoint.levels.direct_file import DirectFile
+from resihp.checkpoint.staging.filling import Filling
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ..filling import Filling
-from ..index import Index
+from ..format.index import Index
+from ..staging.filling import Filling
 
 
 class Source(Protocol):

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checksum import ROW_BYTES
+from ..format.checksum import ROW_BYTES
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 

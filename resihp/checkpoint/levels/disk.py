@@ -12,8 +12,8 @@ from threading import Lock
 
 from resihp.contracts import ContractError
 
-from ..filling import Filling
-from ..metadata import data_name
+from ..format.metadata import data_name
+from ..staging.filling import Filling
 from .contract import Source
 from .direct_file import DirectFile
 from .folder import (

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from resihp.contracts import CheckpointError
 
-from ..index import Index, read_index
-from ..metadata import METADATA, data_name, index_name, to_metadata
+from ..format.index import Index, read_index
+from ..format.metadata import METADATA, data_name, index_name, to_metadata
 from .direct_file import DirectFile, sync_folder, write_whole
 
 _PREFIX = "step-"

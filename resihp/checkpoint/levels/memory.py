@@ -8,8 +8,8 @@ from threading import Lock
 
 from resihp.contracts import CheckpointError, ContractError
 
-from ..filling import Filling
-from ..index import Index
+from ..format.index import Index
+from ..staging.filling import Filling
 
 
 @dataclass(frozen=True, eq=False)

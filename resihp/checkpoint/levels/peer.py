@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from resihp.contracts import CheckpointError
 
-from ..filling import Filling
-from ..index import Index, read_index
+from ..format.index import Index, read_index
+from ..staging.filling import Filling
 from .memory import HostMemory, ImageStore
 from .peer_server import PeerServer
 from .wire import Address, Line

@@ -10,9 +10,9 @@ from threading import Lock, Thread
 
 from resihp.contracts import CheckpointError
 
-from ..checksum import checksum
-from ..host_buffer import HostBuffer
-from ..index import CHUNK_BYTES, Index, read_index
+from ..format.checksum import checksum
+from ..format.index import CHUNK_BYTES, Index, read_index
+from ..staging.host_buffer import HostBuffer
 from .memory import Image, ImageStore
 from .wire import Address, Line
 

@@ -15,9 +15,9 @@ import fsspec
 
 from resihp.contracts import CheckpointError, ContractError
 
-from ..filling import Filling
-from ..index import CHUNK_BYTES, Index, read_index
-from ..metadata import METADATA, data_name, index_name, to_metadata
+from ..format.index import CHUNK_BYTES, Index, read_index
+from ..format.metadata import METADATA, data_name, index_name, to_metadata
+from ..staging.filling import Filling
 from .folder import step_name, step_of
 
 

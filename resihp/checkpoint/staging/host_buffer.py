@@ -7,7 +7,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from .checksum import ROW_BYTES
+from ..format.checksum import ROW_BYTES
 
 
 class HostBuffer:

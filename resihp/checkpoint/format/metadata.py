@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..parts import Path
 from .index import Entry, Index
-from .parts import Path
 
 METADATA = ".metadata"
 """Its presence says that a checkpoint is complete."""

@@ -8,9 +8,10 @@ from threading import Condition
 import torch
 from torch import Tensor, nn
 
+from ..parts import Part, State, Thing, collect
+from ..ranks import Ranks
 from .copier import Copier, chunks_until, write_order
 from .filling import Abandoned, Filling, Identity
-from .parts import Part, State, Thing, collect
 from .plan import (
     SavePlan,
     buffer_addresses,
@@ -20,7 +21,6 @@ from .plan import (
     signature_of,
     snapshot,
 )
-from .ranks import Ranks
 from .slots import Slots
 
 

@@ -15,8 +15,8 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from ..format.shard_file import flat_bytes
 from .filling import Filling
-from .shard_file import flat_bytes
 
 IN_FLIGHT = 4
 """Chunks of which the copy from a device is ordered and has not ended."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..parts import Part, Path, Thing
 from .archive import ALIGN, Frame, frame
 from .checksum import ROW_BYTES
 from .index import CHUNK_BYTES, Entry, spans
-from .parts import Part, Path, Thing
 
 
 @dataclass(frozen=True)

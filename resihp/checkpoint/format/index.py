@@ -14,7 +14,7 @@ from typing import Any
 
 from resihp.contracts import CheckpointDamagedError
 
-from .parts import Box, Path
+from ..parts import Box, Path
 
 CHUNK_BYTES = 4 << 20
 """Chunks are copied, summed, written, read and verified one by one."""

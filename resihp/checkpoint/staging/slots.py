@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..format.shard_file import ShardFile
 from .filling import Filling, Slot
 from .host_buffer import HostBuffer
-from .shard_file import ShardFile
 
 
 class Slots:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .index import Entry
-from .parts import Part, Thing
-from .ranks import Claim, Ranks, shares
-from .shard_file import Place, ShardFile, encode_things
+from ..format.index import Entry
+from ..format.shard_file import Place, ShardFile, encode_things
+from ..parts import Part, Thing
+from ..ranks import Claim, Ranks, shares
 
 Signature = tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
 

@@ -15,10 +15,10 @@ from threading import Condition
 
 from torch import Tensor
 
-from .checksum import checksum
+from ..format.checksum import checksum
+from ..format.index import Entry, Index, spans
+from ..format.shard_file import ShardFile
 from .host_buffer import HostBuffer
-from .index import Entry, Index, spans
-from .shard_file import ShardFile
 
 
 class Abandoned(Exception):  # noqa: N818

@@ -1,0 +1,1 @@
+"""What a checkpoint is on disk: archives, the file of a rank, its index, torch's metadata."""
