@@ -75,6 +75,7 @@ def _errors(
     steps whose microbatches are others than those that the prediction knows.
     """
     known, fresh = relative[:1000], relative[1000:]
+    taught = uneven(job, known.tolist())
     plain, fitted = [], []
     for seed in range(seeds):
         speeds = faults(256, 4, 4, seed)
@@ -82,5 +83,5 @@ def _errors(
         drawn = [random.choice(fresh, job.microbatches).tolist() for _ in range(3)]
         times = [simulate(job, plan.layout, plan.quotas, speeds, d).step_ms for d in drawn]
         plain.append(plan.step_ms / fmean(times) - 1.0)
-        fitted.append(make_plan(uneven(job, known.tolist()), speeds).step_ms / fmean(times) - 1.0)
+        fitted.append(make_plan(taught, speeds).step_ms / fmean(times) - 1.0)
     return plain, fitted

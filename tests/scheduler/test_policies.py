@@ -4,10 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout
 from scheduler.policies import POLICIES, outcome_of
-from scheduler.policies.malleus import split
+from scheduler.policies.base import layers_by_rate
+from scheduler.policies.malleus import least_largest
 
 PEERS = sorted(name for name in POLICIES if not name.startswith("joint"))
 
@@ -50,16 +53,24 @@ def test_no_dead_rank_works_and_no_microbatch_is_lost(name, seed):
 
 def test_malleus_gives_the_layers_that_its_own_planner_gives():
     """One straggler of 2.57x among 64 GPUs, 70B: [[3, 7, 14, 28, 28], [16] * 5]."""
-    straggler = {0: 1 / 2.57}
-    assert split(tuple(range(8)), straggler)[:3] == [
-        (4.0, (1, 2, 3, 4)),
-        (2.0, (5, 6)),
-        (1.0, (7,)),
-    ]
-    from scheduler.policies.base import layers_by_rate
+    layout = Layout.grid(dp=2, pp=4, tp=8, layers=80, units=64)
+    cost = LayerCost(forward_ms=1.0, backward_ms=2.0)
+    job = Job(name="j", layout=layout, microbatches=64, cost=cost)
+    outcome = outcome_of("malleus", job, {0: 1 / 2.57})
+    rows = sorted([s.layers[1] - s.layers[0] for s in r.stages] for r in outcome.layout.replicas)
+    assert rows == [[3, 7, 14, 28, 28], [16] * 5]
+    assert 0 not in outcome.layout.ranks
 
-    assert layers_by_rate([1.0, 2.0, 4.0, 8.0, 8.0], 80) == [3, 7, 14, 28, 28]
-    assert layers_by_rate([8.0] * 5, 80) == [16] * 5
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rates=st.lists(st.sampled_from([0.3, 1.0, 2.0, 3.5, 4.0]), min_size=1, max_size=6),
+    total=st.integers(6, 80),
+)
+def test_the_least_largest_part_is_that_of_the_exact_greedy_rule(rates, total):
+    counts = layers_by_rate(rates, total)
+    exact = max(count / rate for count, rate in zip(counts, rates, strict=True))
+    assert least_largest(rates, total) == pytest.approx(exact)
 
 
 def test_the_resihp_rule_moves_layers_off_a_halved_stage():
