@@ -29,6 +29,13 @@ def demo(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write what happened to this file.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the job's recording to this file, for `resihp analyze`.",
+            show_default="trace.parquet beside the report",
+        ),
+    ] = None,
 ) -> None:
     """Play the whole loop on this machine: a slow rank is found and worked around, a dead one too.
 
@@ -52,15 +59,17 @@ def demo(
     )
     folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    raise typer.Exit(0 if _play(settings, folder, json_path) else 1)
+    trace = trace or folder / "trace.parquet"
+    raise typer.Exit(0 if _play(settings, folder, json_path, trace) else 1)
 
 
-def _play(settings: DemoSettings, folder: Path, json_path: Path | None) -> bool:
+def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: Path) -> bool:
     """Play the demo, show it and write what was asked for; whether all promises were kept."""
     from rich.console import Console
 
     from resihp.contracts import to_json
     from resihp.demo.display import LiveDisplay
+    from resihp.demo.recording import write_recording
     from resihp.demo.report import write_report
     from resihp.demo.story import DemoError, play
     from resihp.demo.summary import print_summary
@@ -77,7 +86,10 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None) -> bool:
         return False
     report = folder / "report.html"
     write_report(record, report)
+    plans = [switch.plan for switch in record.switches]
+    write_recording(folder, settings.job(), plans, trace)
     print_summary(record, report, console)
+    console.print(f"The job's recording: resihp analyze {trace}", soft_wrap=True)
     if json_path is not None:
         document = {**to_json(record), "passed": record.passed}
         json_path.write_text(json.dumps(document, indent=1))

@@ -23,6 +23,7 @@ from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
 from resihp.elastic.trainer import Trainer
 from resihp.hooks import Monitor
 
+from .recording import RecordLog
 from .settings import DemoSettings
 
 
@@ -36,12 +37,12 @@ def run_rank(
     events = EventLog(folder / f"events-{rank}.jsonl")
     # The pace is emulated: a probe would time the machine that all ranks share.
     with Monitor(job=job.name, url=url, rank=rank, probes=False) as monitor:
-        fault = DeathScript(settings, rank)
+        fault, log = DeathScript(settings, rank), RecordLog(folder, rank)
         setup = Setup(
             settings.model(),
             settings.optimizer,
             settings.data(),
-            fault.recorder(monitor.record),
+            fault.recorder(log.recorder(monitor.record, lambda: monitor.plan_version)),
             _pacer(settings, rank),
         )
 
@@ -59,6 +60,7 @@ def run_rank(
             hooks=Hooks(on_step=events.step, on_switch=on_switch),
         )
         trainer.run(settings.steps)
+        log.close()
 
 
 class EventLog:

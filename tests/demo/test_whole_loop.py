@@ -9,8 +9,10 @@ from rich.console import Console
 
 from resihp.contracts import Status
 from resihp.demo.display import LiveDisplay
+from resihp.demo.recording import write_recording
 from resihp.demo.settings import DemoSettings
 from resihp.demo.story import play
+from resihp.offline import analyze, read_trace
 
 
 @pytest.mark.timeout(400)
@@ -31,5 +33,14 @@ def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path
     assert len(after_death) == 1, said
     assert settings.dead_rank not in after_death[0].plan.layout.ranks
     assert record.steps[-1].step == settings.steps - 1
+    plans = [switch.plan for switch in record.switches]
+    write_recording(tmp_path, settings.job(), plans, tmp_path / "trace.parquet")
+    analysis = analyze(read_trace(tmp_path / "trace.parquet"))
+    assert len(analysis.trace.steps) == settings.steps
+    assert named <= {
+        change.verdict.rank
+        for change in analysis.changes
+        if change.verdict.status is Status.FAIL_SLOW
+    }
     apart = [abs(seen.loss - record.reference[seen.step]) for seen in record.steps]
     assert max(apart) < 1e-3, said
