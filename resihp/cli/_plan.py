@@ -142,6 +142,8 @@ def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
 def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
     from rich.console import Console
 
+    from scheduler.reasons import SCHEDULE_WORDS
+
     console = Console()
     console.print(_table(job, plan, speeds))
     for sentence in plan.reason:
@@ -153,9 +155,10 @@ def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
     else:
         gain = present / plan.step_ms - 1.0
         console.print(f"Without a change {present:.1f} ms a step; the plan is {gain:.1%} faster.")
+    under = f"[bold]{plan.step_ms:.1f} ms[/bold] under {SCHEDULE_WORDS[plan.schedule]}"
     console.print(
-        f"Step [bold]{plan.step_ms:.1f} ms[/bold], no plan with these groups can take less than "
-        f"{plan.bound_ms:.1f} ms (gap {plan.gap:.2%})."
+        f"Step {under}; with these groups no plan for it can take less than {plan.bound_ms:.1f} ms "
+        f"(gap {plan.gap:.2%})."
     )
 
 
