@@ -1,7 +1,9 @@
 """What a change of layout costs a running job: live, and by stop and restart.
 
-Live: the pause that training sees, the longest of all ranks, between the end of one step and the
-readiness for the next. Restart: save with torch's distributed checkpoint, start new processes,
+Live: the pause that training sees, the longest of all ranks: the time beside passes, sums and
+update that lies between two steps. What the change costs elsewhere stands beside it: the step
+during which the state is copied, and the first in the new layout, against the usual step there.
+Restart: save with torch's distributed checkpoint, start new processes,
 build their state, load with resharding; the same number of elements, one rank fewer. Both on this
 machine, nothing emulated.
 """
@@ -26,7 +28,7 @@ import torch
 
 from benchmarks._report import machine, print_table, write_json
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
-from resihp.elastic.engine import Setup
+from resihp.elastic.engine import Reduced, Setup
 from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
@@ -35,7 +37,7 @@ from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
 from resihp.layout import least_numel
 
-TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 32, 4, 8, 8, 8
+TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 128, 4, 9, 8, 8
 SHAPES = {
     "30M": ModelShape(layers=LAYERS, hidden=512, heads=8, kv_heads=8, ffn=1536, vocab=4096),
     "100M": ModelShape(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, ffn=2688, vocab=4096),
@@ -85,7 +87,22 @@ def main() -> None:
     for size in options.size or list(SHAPES):
         rows += measure(size, options.repeats)
     print(machine())
-    columns = ["model", "change", "pause ms", "moved MB", "least MB", "restart ms", "ratio"]
+    columns = [
+        "model",
+        "change",
+        "pause ms",
+        "restart ms",
+        "ratio",
+        "moved MB",
+        "least MB",
+        "gradients MB",
+        "extra MB",
+        "prepare ms",
+        "step ms",
+        "copying step ms",
+        "first new step ms",
+        "new step ms",
+    ]
     print_table("Change of layout: live against stop and restart", columns, rows)
     if options.json:
         write_json(options.json, {"rows": [dict(zip(columns, row, strict=True)) for row in rows]})
@@ -102,55 +119,89 @@ def measure(size: str, repeats: int) -> list[list[Any]]:
     rows = []
     for change in CHANGES:
         seen = [live(size, change) for _ in range(repeats)]
-        pause = statistics.median(pause for pause, _ in seen)
+        middle = {key: statistics.median(one[key] for one in seen) for key in seen[0]}
         least = least_numel(change.old, change.new, parameters) * OPTIMIZER.copies * 4
         rows.append(
             [
                 f"{numel / 1e6:.0f}M",
                 change.name,
-                round(pause, 1),
-                round(seen[0][1] / 1e6, 1),
-                round(least / 1e6, 1),
+                round(middle["pause_ms"], 1),
                 round(restart),
-                f"{restart / pause:.0f}x",
+                f"{restart / middle['pause_ms']:.0f}x",
+                round(middle["received_bytes"] / 1e6, 1),
+                round(least / 1e6, 1),
+                round(middle["handed_bytes"] / 1e6, 1),
+                round(middle["extra_bytes"] / 1e6, 1),
+                *(round(middle[key]) for key in ("prepare_ms", "old", "copying", "first", "new")),
             ]
         )
         print(*rows[-1], flush=True)
     return rows
 
 
-def live(size: str, change: Change) -> tuple[float, int]:
-    """Longest pause of a rank in milliseconds, and the bytes that all ranks received."""
+def live(size: str, change: Change) -> dict[str, float]:
+    """What one change cost: the longest pause and preparation of a rank, bytes, steps."""
     folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
     try:
         with LocalRanks("resize", folder) as ranks:
             ranks.start(range(4), run_rank, size, change, folder)
-            codes = ranks.wait(300)
+            codes = ranks.wait(600)
             assert set(codes.values()) == {0}, ranks.logs()
         switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
+        told = [json.loads(path.read_text()) for path in folder.glob("steps-*.json")]
     finally:
         shutil.rmtree(folder)
     assert len(switches) == 4, "every rank sees the switch"
-    return max(s["pause_ms"] for s in switches), sum(s["received_bytes"] for s in switches)
+    most = {k: max(s[k] for s in switches) for k in ("pause_ms", "prepare_ms", "extra_bytes")}
+    total = {k: sum(s[k] for s in switches) for k in ("received_bytes", "handed_bytes")}
+    return {**most, **total, **_step_times(told, switches[0]["step"])}
+
+
+def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
+    """Milliseconds of the usual steps before and after the switch, and of those next to it.
+
+    The pause lies at the end of the copying step and is not part of its time here.
+    """
+    longest: dict[int, float] = {}
+    for step, ms in (pair for steps in told for pair in steps):
+        longest[round(step)] = max(longest.get(round(step), 0.0), ms)
+    return {
+        "old": statistics.median(ms for step, ms in longest.items() if 0 < step < first - 1),
+        "copying": longest[first - 1],
+        "first": longest[first],
+        "new": statistics.median(ms for step, ms in longest.items() if step > first),
+    }
 
 
 def run_rank(rank: int, host: str, port: int, size: str, change: Change, folder: Path) -> None:
     """One rank: a few steps in the old layout, the switch, a few in the new one."""
     torch.set_num_threads(1)
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
+    steps: list[tuple[int, float]] = []
+    paused_ms = 0.0
 
     def on_switch(switch: Switch) -> None:
-        seen = {"pause_ms": switch.pause_ms, "received_bytes": switch.received_bytes}
+        nonlocal paused_ms
+        paused_ms = switch.pause_ms
+        names = ("pause_ms", "prepare_ms", "received_bytes", "handed_bytes", "extra_bytes", "step")
+        seen = {name: getattr(switch, name) for name in names}
         (folder / f"switch-{rank}.json").write_text(json.dumps(seen))
+
+    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+        nonlocal paused_ms
+        steps.append((reduced.step, ms - paused_ms))
+        paused_ms = 0.0
+        _await_switch(trainer)
 
     trainer = Trainer(
         Setup(Llama(SHAPES[size]), OPTIMIZER, batch),
         _plan(0, change.old),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         OnePlan(_plan(1, change.new, change.quotas)),
-        hooks=Hooks(on_switch=on_switch, on_step=lambda *seen: _await_switch(trainer)),
+        hooks=Hooks(on_switch=on_switch, on_step=on_step),
     )
     trainer.run(STEPS)
+    (folder / f"steps-{rank}.json").write_text(json.dumps(steps))
 
 
 class OnePlan:

@@ -16,14 +16,22 @@ from .membership.phases import Phase
 class Switch:
     """A change of layout, as one rank saw it.
 
-    step  the one in progress, or the next one between two steps
-    kept  microbatches of that step whose gradients stay; the others are computed from here on
+    step            the one in progress, or the next one between two steps
+    pause_ms        from whole gradients (or a loss) until the new world holds
+    prepare_ms      the building of the new world in the background
+    received_bytes  of parameters and optimizer state
+    handed_bytes    of gradients, in the pause
+    extra_bytes     held for the new world beside the present one, until it was taken on
+    kept            microbatches of `step` whose gradients stay; the others are computed from here
     """
 
     plan: Plan
     step: int
     pause_ms: float
-    received_bytes: int
+    prepare_ms: float = 0.0
+    received_bytes: int = 0
+    handed_bytes: int = 0
+    extra_bytes: int = 0
     lost: tuple[int, ...] = ()
     kept: Spans = ()
 

@@ -47,6 +47,11 @@ class Courier:
         # Filled, so that memory is there before it is needed: touching it costs more than a copy.
         self._buffers = [torch.zeros(self._most if pairs else 0) for _ in range(_WINDOW)]
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def carry(self, planned: Sequence[Move], copies: int, give: View, take: View) -> int:
         """Exchange all `planned` moves; collective over the ranks that send or receive any.
 

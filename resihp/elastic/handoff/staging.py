@@ -43,7 +43,7 @@ class Staging:
         on_parcel: Callable[[int], None],
     ) -> None:
         self.completed = completed
-        self.received_bytes = 0
+        self.received_bytes = self.handed_bytes = 0
         self._setup, self._prepared = setup, prepared
         self._old, self._new = old, prepared.shard
         self._rank, self._limit_bytes, self._on_parcel = rank, limit_bytes, on_parcel
@@ -51,6 +51,16 @@ class Staging:
         self._gradients: Gradients = {}
         self._error: WorldBrokenError | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-staging", daemon=True)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory held for the new world beside the old one."""
+        held = list(self._gradients.values())
+        if self._new is not None:
+            for param in _changed(self._old, self._new):
+                held += self._new.state(param)
+        buffers = self._courier.buffer_bytes if self._courier is not None else 0
+        return buffers + sum(tensor.nbytes for tensor in held)
 
     def start(self) -> None:
         """Fill in the background; `wait` for it before the update."""
@@ -92,7 +102,7 @@ class Staging:
             for source, target in zip(old.state(param), new.state(param), strict=True):
                 _copy(source, target, param, span, origin)
         copies = self._setup.optimizer.copies
-        self.received_bytes += self._courier.carry(
+        self.received_bytes = self._courier.carry(
             self._prepared.planned, copies, state_view(old), state_view(new)
         )
 
@@ -112,7 +122,7 @@ class Staging:
         for param, span, origin in self._kept():
             assert total is not None
             _copy(total[param], self._gradients[param], param, span, origin)
-        self.received_bytes += self._courier.carry(
+        self.handed_bytes = self._courier.carry(
             self._prepared.planned,
             1,
             gradient_view(old, total),

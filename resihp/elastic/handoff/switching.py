@@ -169,7 +169,7 @@ class Switching:
         the survivors then agree on which world holds.
         """
         assert self.pending is not None
-        prepared = self.pending.wait(self._rendezvous.broken)
+        pending, prepared = self.pending, self.pending.wait(self._rendezvous.broken)
         start = self.paused_at or time.perf_counter()
         was_training = self._present.engine is not None
         self._enter(Phase.STREAMING)
@@ -187,11 +187,15 @@ class Switching:
         vote = torch.tensor([-1.0, -1.0] if norm is None else [1.0, norm], dtype=torch.float64)
         is_owed, norm = prepared.transit.all_reduce_max(vote).tolist()
         self.adopt(prepared)
+        pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
         switch = Switch(
             plan=prepared.plan,
             step=self._present.completed + (is_owed > 0),
-            pause_ms=(time.perf_counter() - start) * 1e3 if was_training else 0.0,
+            pause_ms=pause_ms,
+            prepare_ms=pending.took_s * 1e3,
             received_bytes=staging.received_bytes,
+            handed_bytes=staging.handed_bytes,
+            extra_bytes=staging.extra_bytes,
             lost=lost,
             kept=spans(index for one in kept or () for index in indices(one.finished)),
         )
@@ -236,7 +240,6 @@ class Switching:
                 plan=prepared.plan,
                 step=self._present.completed,
                 pause_ms=pause_ms,
-                received_bytes=0,
             )
         )
 
