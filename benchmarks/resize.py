@@ -264,7 +264,7 @@ def _launch(what: str, world: int, folder: Path, numel: int) -> dict[str, float]
 
 def _plan(version: int, layout: Layout, quotas: tuple[int, ...] = ()) -> Plan:
     quotas = quotas or even_quotas(MICROBATCHES, layout.dp)
-    return Plan(version=version, layout=layout, quotas=quotas, from_step=3 * version)
+    return Plan(version=version, layout=layout, quotas=quotas, from_step=5 * version)
 
 
 def _await_switch(trainer: Trainer) -> None:
