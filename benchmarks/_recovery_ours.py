@@ -13,7 +13,7 @@ from benchmarks._recovery_job import build_optimizer as optimizer_of
 from resihp.elastic.instep.replicas import Replicas, Seat, Step
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.agreement import Report
-from resihp.elastic.membership.rendezvous import Timeouts, connect
+from resihp.elastic.membership.store import Timeouts, connect
 
 TIMEOUTS = Timeouts(poll=timedelta(milliseconds=50))
 

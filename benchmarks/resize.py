@@ -31,7 +31,8 @@ from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quot
 from resihp.elastic.engine import Reduced, Setup
 from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
@@ -220,6 +221,10 @@ class OnePlan:
     def after_loss(self, current: Plan, survivors: object, step: int) -> Plan:
         """Nothing is lost here."""
         raise AssertionError("no rank dies in this benchmark")
+
+    def joined(self, current: Plan, standbys: object, step: int) -> Plan | None:
+        """Nobody joins."""
+        return None
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Nothing to tell."""

@@ -13,7 +13,8 @@ from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.plans import NoPlans
-from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.trainer import Trainer
 
 from .settings import DemoSettings

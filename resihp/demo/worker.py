@@ -19,7 +19,8 @@ from resihp.elastic.engine import Reduced, Setup
 from resihp.elastic.engine.pacing import Pacer
 from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.membership.plans import ServicePlans
-from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.trainer import Trainer
 from resihp.hooks import Monitor
 

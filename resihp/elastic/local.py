@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .membership.rendezvous import announce_death
+from .membership.store import announce_death
 
 Target = Callable[..., None]
 # The first update of any optimizer imports torch._dynamo, which takes more than a second.
@@ -40,10 +40,10 @@ class LocalRanks:
         self._processes: dict[int, ForkServerProcess] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        self._server = dist.TCPStore(
+        self._server: dist.TCPStore | None = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        self._store = dist.PrefixStore(job, self._server)
+        self._store: dist.Store | None = dist.PrefixStore(job, self._server)
 
     def __enter__(self) -> LocalRanks:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,12 @@ class LocalRanks:
     @property
     def address(self) -> tuple[str, int]:
         """Where the store listens."""
+        assert self._server is not None
         return "127.0.0.1", self._server.port
+
+    def close_store(self) -> None:
+        """End the store, as if its process had died."""
+        self._store = self._server = None
 
     def start(self, ranks: Collection[int], target: Target, *arguments: Any) -> None:
         """Start these ranks."""
@@ -102,7 +107,7 @@ class LocalRanks:
             process.join()
             assert process.exitcode is not None
             self.exit_codes[rank] = process.exitcode
-            if process.exitcode != 0:
+            if process.exitcode != 0 and self._store is not None:
                 announce_death(self._store, rank)
         return sorted(alive.values())
 

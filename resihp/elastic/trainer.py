@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from resihp.contracts import InfeasibleError, Plan, StateLostError
@@ -13,11 +14,14 @@ from .engine import Engine, Setup
 from .engine.engine import holding
 from .events import Hooks, Switch
 from .handoff.switching import Switching
+from .handoff.warmup import warm_up
 from .membership.agent import PlanAgent
 from .membership.agreement import Decision, Report
+from .membership.offers import Offer
 from .membership.phases import Phase, PhaseMachine
 from .membership.plans import PlanSource
 from .membership.rendezvous import Rendezvous
+from .membership.standbys import Standbys
 from .present import Present
 from .worlds.comm import WaitClock, WorldBrokenError
 from .worlds.world import World
@@ -59,9 +63,7 @@ class Trainer:
             replace(self._hooks, on_switch=self._switched),
             limit_bytes=limit_bytes,
         )
-        self._agent = PlanAgent(
-            plans, rendezvous, lambda: (self.epoch, self.plan.version), self._is_settled
-        )
+        self._agent = PlanAgent(plans, rendezvous, self._present, self._is_settled)
 
     @property
     def plan(self) -> Plan:
@@ -96,8 +98,39 @@ class Trainer:
         """Train until `steps` updates have been made."""
         self._steps = steps
         self._rendezvous.start()
+        self._live(self._switching.begin)
+
+    def join(self, steps: int) -> None:
+        """Take a place in a job that is running, as soon as a plan has one for this rank.
+
+        Everything that is slow the first time is done before, beside the job. The rendezvous of
+        a joiner is made with its own rank alone. Returns when the job ends, too.
+        """
+        self._steps = steps
+        self._rendezvous.start()
+        warm_up(self.setup, self._switching.network())
+        standbys = Standbys(self._rendezvous.open_store())
+        number = standbys.announce(self.rank)
+        invitation = standbys.await_invitation(self.rank, number)
+        if invitation is None:
+            self._rendezvous.close()
+            return
+        self._rendezvous.recovery, self._rendezvous.alive = invitation.recovery, invitation.alive
+        self._present.epoch, self._present.plan = invitation.epoch, invitation.plan
+        self._live(lambda: None)
+
+    def leave(self) -> None:
+        """Hand over and return from `run` as soon as a plan does without this rank.
+
+        For a warning of the platform; safe in a signal handler. If the process ends before, it
+        counts as dead.
+        """
+        self._agent.leave()
+
+    def _live(self, begin: Callable[[], None]) -> None:
+        steps = self._steps
         try:
-            self._switching.begin()
+            begin()
             self._agent.start()
             broken: str | None = None
             while broken or not self._is_over(steps):
@@ -109,7 +142,7 @@ class Trainer:
                     broken = None
                 except WorldBrokenError as error:
                     broken = str(error)
-            if self.engine is not None:
+            if self.engine is not None and self.completed >= steps:
                 self._rendezvous.finish(len(self.plan.layout.ranks))
         finally:
             self._switching.forget()
@@ -118,6 +151,8 @@ class Trainer:
             self._rendezvous.close()
 
     def _is_over(self, steps: int) -> bool:
+        if self.rank not in self._rendezvous.alive:
+            return True
         if self.engine is None:
             return self._rendezvous.finished()
         return self.completed >= steps
@@ -182,8 +217,8 @@ class Trainer:
         lost = tuple(sorted(set(self.plan.layout.ranks) - set(decision.survivors)))
         if self.rank == decision.survivors[0]:
             self._publish_after_loss(decision)
-        plan = self._rendezvous.await_plan(decision.next_epoch)
-        self._switching.prepare(decision.next_epoch, plan, lost)
+        offer = self._rendezvous.await_offer(decision.next_epoch)
+        self._switching.repair(decision.next_epoch, offer, lost)
         self._switching.switch(lost, decision.kept)
 
     def _leaves(self) -> list[str]:
@@ -228,15 +263,16 @@ class Trainer:
 
     def _publish_after_loss(self, decision: Decision) -> None:
         try:
-            plan = self._plans.after_loss(self.plan, decision.survivors, decision.completed)
-            lost = set(self.plan.layout.ranks) - set(decision.survivors)
+            plan, lost = self.plan, set(self.plan.layout.ranks) - set(decision.survivors)
+            if lost:
+                plan = self._plans.after_loss(plan, decision.survivors, decision.completed)
             moves(self.plan.layout, plan.layout, self.setup.model.parameters, lost=lost)
             if plan.microbatches != self.plan.microbatches:
                 raise InfeasibleError("microbatches", "a plan must not change their number")
         except (InfeasibleError, StateLostError) as error:
             self._rendezvous.publish(decision.next_epoch, str(error))
             return
-        self._rendezvous.publish(decision.next_epoch, plan)
+        self._rendezvous.publish(decision.next_epoch, Offer(plan, decision.survivors))
 
     def _is_settled(self) -> bool:
         return self._machine.phase not in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)

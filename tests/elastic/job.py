@@ -20,7 +20,8 @@ from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.phases import Phase
-from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
@@ -72,7 +73,12 @@ class ParcelFault:
 class Case:
     """One job. A step waits for the plan that holds from it on, so that runs are alike.
 
-    `stopped` ranks are not waited for at the end.
+    stopped             ranks that are not waited for at the end
+    joiners, welcome    ranks that join, and the plans that give them a place
+    joiner_dies         they are killed as soon as they are invited
+    warned              (rank, signal, step) that a rank gets when it has made a step
+    step_s              each step lasts at least so long
+    store_dies_at       the store ends when this step has been made
     """
 
     layout: Layout
@@ -82,6 +88,12 @@ class Case:
     parcel_fault: ParcelFault | None = None
     ranks: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
+    joiners: tuple[int, ...] = ()
+    welcome: tuple[Plan, ...] = ()
+    joiner_dies: bool = False
+    warned: tuple[tuple[int, int, int], ...] = ()
+    step_s: float = 0.0
+    store_dies_at: int | None = None
     timeouts: Timeouts = field(
         default=Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
     )
@@ -114,16 +126,18 @@ def run(case: Case, folder: Path, *, timeout_s: float = 60.0) -> Outcome:
     """Run a job to its end. Raises `TimeoutError` with every rank's log."""
     ranks = case.ranks or case.layout.ranks
     with LocalRanks("test", folder) as processes:
-        processes.start(ranks, run_rank, case, folder)
+        processes.start((*ranks, *case.joiners), run_rank, case, folder)
         deadline = time.monotonic() + timeout_s
         while set(processes.poll(0.2)) - case.stopped:
+            if (folder / "store-dies").exists():
+                processes.close_store()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"ranks did not end in {timeout_s} s\n{processes.logs()}")
         codes = dict(processes.exit_codes)
         logs = processes.logs()
     losses: dict[int, float] = {}
     switches: list[dict[str, Any]] = []
-    for rank in ranks:
+    for rank in (*ranks, *case.joiners):
         path = folder / f"events-{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
             event = json.loads(line)
@@ -163,8 +177,8 @@ def batch(step: int, index: int) -> Packed:
 class Scripted:
     """Offers the scripted plans; after a loss, keeps the replicas that lost nobody."""
 
-    def __init__(self, plans: tuple[Plan, ...]) -> None:
-        self._plans = plans
+    def __init__(self, plans: tuple[Plan, ...], welcome: tuple[Plan, ...] = ()) -> None:
+        self._plans, self._welcome = plans, welcome
 
     def wait(self, after: int, seconds: float) -> Plan | None:
         for offered in self._plans:
@@ -179,6 +193,9 @@ class Scripted:
             raise InfeasibleError("replicas", "no replica is whole")
         return plan(current.version + 100, Layout(tuple(whole)))
 
+    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+        return next((plan for plan in self._welcome if plan.version > current.version), None)
+
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         pass
 
@@ -188,11 +205,13 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
-    ranks = case.ranks or case.layout.ranks
+    members = [rank] if rank in case.joiners else case.ranks or case.layout.ranks
 
     def on_phase(phase: Phase, completed: int) -> None:
         if phase is Phase.STREAMING:
             save(trainer, folder / f"before{trainer.epoch}-{rank}.pt")
+        if phase is Phase.IDLE and case.joiner_dies and rank in case.joiners:
+            os.kill(os.getpid(), signal.SIGKILL)
         for fault in case.faults:
             if (fault.rank, fault.phase, fault.step) == (rank, phase, completed):
                 os.kill(os.getpid(), fault.signal)
@@ -217,6 +236,12 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
 
     def on_step(reduced: Any, ms: float, current: Plan) -> None:
         events.write(json.dumps({"step": reduced.step, "loss": reduced.loss}) + "\n")
+        time.sleep(case.step_s)
+        if reduced.step == case.store_dies_at:
+            (folder / "store-dies").touch()
+        for warned, with_signal, step in case.warned:
+            if (warned, step) == (rank, reduced.step):
+                os.kill(os.getpid(), with_signal)
         deadline = time.monotonic() + 20
         due = any(
             p.version > current.version and p.from_step == reduced.step + 1 for p in case.plans
@@ -228,12 +253,16 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     trainer = Trainer(
         Setup(Llama(SHAPE), OPTIMIZER, batch),
         plan(0, case.layout),
-        Rendezvous(lambda: connect(host, port, "test", case.timeouts), rank, ranks, case.timeouts),
-        Scripted(case.plans),
+        Rendezvous(
+            lambda: connect(host, port, "test", case.timeouts), rank, members, case.timeouts
+        ),
+        Scripted(case.plans, case.welcome),
         hooks=Hooks(on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch),
         limit_bytes=4096,
     )
-    trainer.run(case.steps)
+    signal.signal(signal.SIGTERM, lambda *_: trainer.leave())
+    begin = trainer.join if rank in case.joiners else trainer.run
+    begin(case.steps)
     save(trainer, folder / f"final-{rank}.pt")
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resihp.elastic.instep.replicas import Replicas, Seat, Step
 from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.rendezvous import Timeouts, connect
+from resihp.elastic.membership.store import Timeouts, connect
 
 MICROBATCHES, WIDTH = 8, 12
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))

@@ -23,7 +23,8 @@ from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.instep.ledger import indices
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.phases import Phase
-from resihp.elastic.membership.rendezvous import Rendezvous, Timeouts, connect
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.trainer import Trainer
 from resihp.layout import split
@@ -167,6 +168,9 @@ class Survivors:
             raise InfeasibleError("replicas", "no replica is whole")
         quotas = even_quotas(MICROBATCHES, len(left))
         return Plan(version=current.version + 1, layout=Layout(tuple(left)), quotas=quotas)
+
+    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+        return None
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         pass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from resihp.contracts import Layout, Plan
+from resihp.contracts import Layout
 
 from ..engine import Engine, Setup
 from ..engine.shard import Shard, build_shard, initial_shard
+from ..membership.offers import Offer
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
 from ..worlds.comm import Network, WaitClock
@@ -31,17 +32,21 @@ class Builder:
         def build(world: World) -> Shard:
             return initial_shard(self._setup.model, self._setup.optimizer, world)
 
-        return self._prepare(0, self._present.plan, build, old=None)
+        offer = Offer(self._present.plan, self._rendezvous.alive)
+        return self._prepare(0, offer, build, old=None, lost=None)
 
-    def next(self, epoch: int, plan: Plan, lost: tuple[int, ...] = ()) -> Preparation:
-        """The world of `plan`, its memory in place; `lost` can send nothing any more."""
+    def next(self, epoch: int, offer: Offer, lost: tuple[int, ...] | None = None) -> Preparation:
+        """The world of `offer`, its memory in place.
+
+        After a loss, `lost` can send nothing any more; otherwise it is None.
+        """
         engine = self._present.engine
 
         def build(world: World) -> Shard:
             present = engine.shard if engine is not None else None
             return build_shard(self._setup.model, self._setup.optimizer, world, present=present)
 
-        return self._prepare(epoch, plan, build, old=self._present.plan.layout, lost=lost)
+        return self._prepare(epoch, offer, build, old=self._present.plan.layout, lost=lost)
 
     def engine(self, prepared: Prepared) -> Engine:
         """What runs steps in a world that is taken on."""
@@ -61,25 +66,28 @@ class Builder:
     def _prepare(
         self,
         epoch: int,
-        plan: Plan,
+        offer: Offer,
         build: Callable[[World], Shard],
         *,
         old: Layout | None,
-        lost: tuple[int, ...] = (),
+        lost: tuple[int, ...] | None,
     ) -> Preparation:
         target = Target(
             epoch=epoch,
-            plan=plan,
+            plan=offer.plan,
             old=old,
-            lost=lost,
-            participants=self._rendezvous.alive,
+            lost=lost or (),
+            participants=offer.members,
+            staying=offer.staying,
+            is_repair=lost is not None,
             name=f"world{self._rendezvous.recovery}.{epoch}",
         )
         engine = self._present.engine
         present = (engine.world, engine.shard) if engine is not None else None
-        return Preparation(target, self._setup.model.parameters, self._network, build, present)
+        return Preparation(target, self._setup.model.parameters, self.network, build, present)
 
-    def _network(self, cancelled: threading.Event) -> Network:
+    def network(self, cancelled: threading.Event) -> Network:
+        """What groups are made of; it gives up when the job does, or when `cancelled` is set."""
         rendezvous = self._rendezvous
 
         def broken(ranks: Sequence[int], waited_s: float) -> str | None:

@@ -27,6 +27,7 @@ class Prepared:
     transit    all ranks of the old and the new world; they agree over it. None if the layout
                stays the same: the old world's groups and shard then serve the new one
     pairs      the groups over which state moves, `planned` says which
+    staying    members of the world once it is taken on
     source     a rank that knows what all ranks of the old world hold alike
     world      None for a rank that has no place in the new layout
     shard      what the rank will hold, its memory in place
@@ -40,6 +41,7 @@ class Prepared:
     transit: Group | None
     pairs: dict[Pair, Group]
     planned: tuple[Move, ...]
+    staying: tuple[int, ...]
     source: int
     world: World | None
     shard: Shard | None
@@ -55,6 +57,8 @@ class Target:
     old           layout that holds the state now; None at the start of a job
     lost          ranks of `old` that can send nothing any more
     participants  every rank that takes part in the switch
+    staying       those that are members afterwards
+    is_repair     groups of the present world may be broken and are not used again
     name          unique to the attempt
     """
 
@@ -62,13 +66,15 @@ class Target:
     plan: Plan
     old: Layout | None
     lost: Collection[int]
-    participants: Sequence[int]
+    participants: tuple[int, ...]
+    staying: tuple[int, ...]
+    is_repair: bool
     name: str
 
     @property
     def keeps_layout(self) -> bool:
         """Whether only quotas change: no group, no memory, no state."""
-        return self.old == self.plan.layout and not self.lost
+        return self.old == self.plan.layout and not self.is_repair
 
     @property
     def source(self) -> int:
@@ -168,6 +174,7 @@ class Preparation:
             transit,
             pairs,
             planned,
+            target.staying,
             target.source,
             world,
             shard,

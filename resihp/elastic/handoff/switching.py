@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,16 +10,15 @@ from datetime import timedelta
 
 import torch
 
-from resihp.contracts import Plan
-
 from ..engine import Reduced, Setup
 from ..engine.sums import Rest
 from ..events import Hooks, Switch
 from ..instep.ledger import Kept, indices, spans
+from ..membership.offers import Offer
 from ..membership.phases import Phase
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
-from ..worlds.comm import WaitClock
+from ..worlds.comm import Network, WaitClock, WorldBrokenError
 from .builder import Builder
 from .disposal import dispose
 from .inherit import Succession
@@ -57,6 +57,10 @@ class Switching:
 
     # Before a switch.
 
+    def network(self) -> Network:
+        """One of this rank's own, for what it does before it takes a place."""
+        return self._builder.network(threading.Event())
+
     @property
     def is_prepared(self) -> bool:
         """Whether the next world stands ready to be taken on."""
@@ -82,20 +86,26 @@ class Switching:
         self.adopt(first.wait(lambda ranks, _: self._rendezvous.broken(ranks, 0.0)))
 
     def look_for_plan(self) -> None:
-        """Begin to prepare the next epoch's world if its plan has been published."""
+        """Begin to prepare the next epoch's world if its plan has been published.
+
+        Raises `WorldBrokenError` if it could not be prepared.
+        """
         if self.pending is None:
             epoch = self._present.epoch + 1
-            plan = self._rendezvous.published(epoch)
-            if plan is not None:
-                self.prepare(epoch, plan)
+            offer = self._rendezvous.published(epoch)
+            if offer is not None:
+                self.pending = self._builder.next(epoch, offer)
+        elif self.pending.error is not None:
+            # Someone is not there. Those who are agree on it as after any other loss.
+            raise WorldBrokenError(f"the next world could not be built: {self.pending.error}")
 
-    def prepare(self, epoch: int, plan: Plan, lost: tuple[int, ...] = ()) -> None:
-        """Begin to build the world of `plan` in the background; `lost` can send nothing more."""
-        self.pending = self._builder.next(epoch, plan, lost)
+    def repair(self, epoch: int, offer: Offer, lost: tuple[int, ...]) -> None:
+        """Begin to build a world in place of a broken one; `lost` can send nothing any more."""
+        self.pending = self._builder.next(epoch, offer, lost)
 
     def ready_epoch(self, next_step: int) -> int:
         """The epoch that this rank could fill during `next_step`; 0 if there is none."""
-        if self.is_filling:
+        if self.is_filling or self._rendezvous.is_cut_off:
             return 0
         self.look_for_plan()
         if self.pending is None or self.pending.result is None:
@@ -148,9 +158,9 @@ class Switching:
     def catch_up(self, epoch: int) -> None:
         """On an idle rank: learn the plans up to `epoch`, which it missed before a recovery."""
         while self._present.engine is None and self._present.epoch < epoch:
-            plan = self._rendezvous.published(self._present.epoch + 1, recoveries_ago=1)
-            assert plan is not None, "what others have taken on was published"
-            self._present.epoch, self._present.plan = self._present.epoch + 1, plan
+            offer = self._rendezvous.published(self._present.epoch + 1, recoveries_ago=1)
+            assert offer is not None, "what others have taken on was published"
+            self._present.epoch, self._present.plan = self._present.epoch + 1, offer.plan
 
     # The switch.
 
@@ -183,6 +193,7 @@ class Switching:
             prepared = replace(prepared, total=total)
         self._enter(Phase.VOTING)
         self.doubt = prepared
+        self._rendezvous.alive = pending.target.participants  # whichever world holds
         assert prepared.transit is not None
         vote = torch.tensor([-1.0, -1.0] if norm is None else [1.0, norm], dtype=torch.float64)
         is_owed, norm = prepared.transit.all_reduce_max(vote).tolist()
@@ -206,6 +217,8 @@ class Switching:
         """Take on a world; only now is the old state let go."""
         present = self._present
         present.epoch, present.plan = prepared.epoch, prepared.plan
+        alive = self._rendezvous.alive
+        self._rendezvous.alive = tuple(rank for rank in prepared.staying if rank in alive)
         old, present.engine = present.engine, None
         if prepared.transit is None and old is not None:
             prepared = replace(prepared, total=old.total)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from resihp.contracts import ContractError, Layout, Plan, Replica, Stage, even_quotas
 
 from ..membership.agreement import Decision, Report
-from ..membership.rendezvous import FencedOutError, Rendezvous, Timeouts
+from ..membership.rendezvous import FencedOutError, Rendezvous
+from ..membership.store import Timeouts
 from ..worlds.comm import Network, WaitClock, WorldBrokenError
 from .ledger import Holding, Kept, spans
 from .peers import Peers, connect_peers

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from resihp.contracts import InfeasibleError, Plan
 
 from ..events import Switch
+from ..present import Present
+from .offers import Offer
 from .plans import PlanSource
 from .rendezvous import Rendezvous
+from .standbys import Invitation, Standbys
+
+_log = logging.getLogger("resihp.elastic")
+_TURN_S = 0.1
+_PATIENCE_S = 1.0
 
 
 class PlanAgent:
     """On the first rank alive, publishes each new plan once the one before is taken on.
 
-    present     epoch and plan version of the rank
-    is_settled  False while the layout is changing; a plan that was made before is then stale
+    A plan comes from the source; or because a rank is to leave, or because a standby could help.
+    `is_settled` is False while the layout is changing; a plan that was made before is then stale.
     """
 
     def __init__(
         self,
         plans: PlanSource,
         rendezvous: Rendezvous,
-        present: Callable[[], tuple[int, int]],
+        present: Present,
         is_settled: Callable[[], bool],
     ) -> None:
         self._plans, self._rendezvous = plans, rendezvous
         self._present, self._is_settled = present, is_settled
+        self._offered: set[tuple[int, int]] = set()
+        self._wants_to_leave = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-agent", daemon=True)
 
@@ -37,6 +52,10 @@ class PlanAgent:
         """Stop; a question that is under way is abandoned."""
         self._over.set()
 
+    def leave(self) -> None:
+        """This rank has been told to leave. Safe in a signal handler."""
+        self._wants_to_leave = True
+
     def acknowledge(self, switch: Switch) -> None:
         """Tell the source that a plan holds, without waiting for it."""
         threading.Thread(
@@ -47,16 +66,67 @@ class PlanAgent:
         ).start()
 
     def _run(self) -> None:
+        try:
+            self._serve(Standbys(self._rendezvous.open_store()))
+        except dist.DistError as error:
+            _log.info("no new plans without the store: %s", error)
+
+    def _serve(self, standbys: Standbys) -> None:
         published = (-1, -1)
         while not self._over.is_set():
-            epoch, version = self._present()
-            turn = (self._rendezvous.recovery, epoch)
+            if self._wants_to_leave:
+                standbys.leave(self._rendezvous.rank)
+                self._wants_to_leave = False
+            turn = (self._rendezvous.recovery, self._present.epoch)
             is_first = self._rendezvous.rank == self._rendezvous.alive[0]
             if not is_first or turn == published or not self._is_settled():
-                self._over.wait(0.1)
+                self._over.wait(_TURN_S)
                 continue
-            plan = self._plans.wait(version, 2.0)
-            still = turn == (self._rendezvous.recovery, self._present()[0]) and self._is_settled()
-            if plan is not None and still and not self._over.is_set():
-                self._rendezvous.publish(epoch + 1, plan)
+            offer = self._next(standbys)
+            still = (self._rendezvous.recovery, self._present.epoch) == turn and self._is_settled()
+            if offer is not None and still and not self._over.is_set():
+                self._publish(offer, standbys)
                 published = turn
+
+    def _next(self, standbys: Standbys) -> Offer | None:
+        """What to do next, if anything."""
+        current, alive = self._present.plan, self._rendezvous.alive
+        leaving = tuple(rank for rank in standbys.leaving() if rank in alive)
+        waiting = standbys.waiting()
+        plan: Plan | None = None
+        if leaving:
+            plan = self._without(leaving)
+        elif set(waiting.items()) - self._offered:
+            self._offered |= set(waiting.items())
+            plan = self._plans.joined(current, tuple(waiting), self._present.completed)
+        plan = plan or self._plans.wait(current.version, _PATIENCE_S)
+        if plan is None:
+            return None
+        members = set(alive) | (set(plan.layout.ranks) & set(waiting))
+        if not set(plan.layout.ranks) <= members:
+            _log.warning("plan %d uses ranks that are not there", plan.version)
+            self._over.wait(_PATIENCE_S)
+            return None
+        leaving = tuple(rank for rank in leaving if rank not in plan.layout.ranks)
+        return Offer(plan, tuple(sorted(members)), leaving)
+
+    def _without(self, leaving: tuple[int, ...]) -> Plan | None:
+        current = self._present.plan
+        if not set(leaving) & set(current.layout.ranks):
+            return replace(current, version=current.version + 1)
+        stay = tuple(rank for rank in self._rendezvous.alive if rank not in leaving)
+        try:
+            return self._plans.after_loss(current, stay, self._present.completed)
+        except InfeasibleError as error:
+            _log.warning("ranks %s are to leave, but no plan does without them: %s", leaving, error)
+            self._over.wait(_PATIENCE_S)
+            return None
+
+    def _publish(self, offer: Offer, standbys: Standbys) -> None:
+        present, rendezvous = self._present, self._rendezvous
+        alive = tuple(sorted(set(offer.members)))
+        invitation = Invitation(rendezvous.recovery, present.epoch, present.plan, alive)
+        waiting = standbys.waiting()
+        rendezvous.publish(present.epoch + 1, offer)
+        for rank in sorted(set(offer.members) - set(rendezvous.alive)):
+            standbys.invite(rank, waiting.get(rank, 0), invitation)

@@ -27,6 +27,10 @@ class PlanSource(Protocol):
         """A plan for the survivors. Raises `InfeasibleError` if there is none."""
         ...
 
+    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+        """A plan that gives `standbys` a place; None if they are of no use now. Never raises."""
+        ...
+
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Told when `plan` holds from `step` on. Never raises."""
         ...
@@ -43,6 +47,10 @@ class NoPlans:
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         """Refuses."""
         raise InfeasibleError("elasticity", "this job's layout is fixed")
+
+    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+        """Nothing."""
+        return None
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Nothing."""
@@ -85,6 +93,20 @@ class ServicePlans:
             speeds = dict.fromkeys(lost, 0.0)
             plan = make_plan(self._job, speeds, current.layout, version=current.version + 1)
         return plan
+
+    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+        """The scheduler's own plan with the newcomers at full speed, if it uses any of them."""
+        from scheduler import make_plan
+
+        gone = set(self._job.layout.ranks) - set(current.layout.ranks) - set(standbys)
+        speeds = {**dict.fromkeys(gone, 0.0), **dict.fromkeys(standbys, 1.0)}
+        version = current.version + 1
+        try:
+            plan = make_plan(self._job, speeds, current.layout, version=version, from_step=step + 1)
+        except InfeasibleError as error:
+            _log.warning("standbys %s find no place: %s", sorted(standbys), error)
+            return None
+        return plan if set(plan.layout.ranks) & set(standbys) else None
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Acknowledge."""

@@ -11,12 +11,13 @@ without it; `report/K/R` and `decision/K` are that recovery's reports and outcom
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -24,6 +25,11 @@ from resihp.contracts import Plan, ResiHPError, from_json, to_json
 
 from ..worlds.comm import WorldBrokenError
 from .agreement import Decision, Report, decide, read_decision, read_report
+from .offers import Offer
+from .store import Timeouts
+
+_log = logging.getLogger("resihp.elastic")
+Answer = TypeVar("Answer")
 
 # Looks at a peer's heartbeat within the time-out after which it is given up.
 _LOOKS = 10
@@ -37,40 +43,6 @@ class StopError(ResiHPError):
     """The job cannot go on; says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long a rank waits for others.
-
-    heartbeat  a rank that is waited for and does not beat for so long is given up
-    connect    to build the groups of a new world
-    exchange   the longest that one exchange between healthy ranks may last
-    plan       for the service's plan after a loss, before planning locally
-    poll       between two looks at the store
-    """
-
-    heartbeat: timedelta = timedelta(seconds=5)
-    connect: timedelta = timedelta(seconds=30)
-    exchange: timedelta = timedelta(minutes=10)
-    plan: timedelta = timedelta(seconds=10)
-    poll: timedelta = timedelta(milliseconds=100)
-
-    def __post_init__(self) -> None:
-        if not timedelta(0) < self.poll < self.heartbeat <= self.connect <= self.exchange:
-            raise ValueError("time-outs must satisfy 0 < poll < heartbeat <= connect <= exchange")
-
-
-def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
-    """A connection of its own to the store; one thread must not block another's."""
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeouts.connect)
-    return dist.PrefixStore(job, store)
-
-
-def announce_death(store: dist.Store, rank: int) -> None:
-    """Tell the survivors that a process is known to have ended (its launcher calls this)."""
-    store.set(f"dead/{rank}", "1")
-    store.add("signal", 1)
-
-
 @dataclass(frozen=True)
 class _Among:
     """One thread's work that concerns some ranks alone."""
@@ -81,7 +53,11 @@ class _Among:
 
 
 class Rendezvous:
-    """One rank's view of the others. `start` begins to watch the store in a thread."""
+    """One rank's view of the others. `start` begins to watch the store in a thread.
+
+    Without the store (`is_cut_off`) training goes on in the present world, but it cannot change
+    any more: a loss stops the job.
+    """
 
     def __init__(
         self, open_store: Callable[[], dist.Store], rank: int, ranks: Collection[int], t: Timeouts
@@ -91,6 +67,7 @@ class Rendezvous:
         self.recovery = 0
         self._open = open_store
         self._store = open_store()
+        self.is_cut_off = False
         self._broken: str | None = None
         self._among: _Among | None = None
         self._hurt: str | None = None
@@ -122,7 +99,9 @@ class Rendezvous:
             among, now = self._scope(), time.monotonic()
             if self._reason(among) is None and waited_s > 1.0 and now > self._next_look:
                 self._next_look = now + self.timeouts.heartbeat.total_seconds() / _LOOKS
-                silent = self._silent(ranks if among is None else among.ranks, waited_s)
+                watched = tuple(ranks if among is None else among.ranks)
+                none: list[int] = []
+                silent = self._asked(lambda: self._silent(watched, waited_s), none)
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if among is not None:
@@ -147,6 +126,8 @@ class Rendezvous:
     def call_recovery(self, reason: str, leaves: Collection[str] = ()) -> None:
         """Make every rank leave the present world; work that this rank `leaves` at once."""
         self._broken = reason
+        if self.is_cut_off:
+            raise StopError(f"{reason}; survivors cannot agree, the store is gone")
         for work in leaves:
             self._store.set(f"left/{self.recovery}/{work}", "1")
         self._store.compare_set(f"broken/{self.recovery}", "", reason)
@@ -175,22 +156,26 @@ class Rendezvous:
 
     # Plans and the end.
 
-    def publish(self, epoch: int, plan: Plan | str) -> None:
-        """Make `plan` that of `epoch` (a string: the reason to stop). The first writer wins."""
-        document = {"stop": plan} if isinstance(plan, str) else {"plan": to_json(plan)}
+    def publish(self, epoch: int, offer: Offer | str) -> None:
+        """Make `offer` that of `epoch` (a string: the reason to stop). The first writer wins."""
+        if isinstance(offer, str):
+            document: dict[str, object] = {"stop": offer}
+        else:
+            document = {**vars(offer), "plan": to_json(offer.plan)}
         key = f"plan/{self.recovery}/{epoch}"
         self._store.compare_set(key, "", json.dumps(document))
         self._store.add("signal", 1)
 
-    def published(self, epoch: int, *, recoveries_ago: int = 0) -> Plan | None:
-        """The plan of `epoch`, if there is one yet. Raises `StopError` if it is to stop."""
+    def published(self, epoch: int, *, recoveries_ago: int = 0) -> Offer | None:
+        """The offer of `epoch`, if there is one yet. Raises `StopError` if it is to stop."""
         key = f"plan/{self.recovery - recoveries_ago}/{epoch}"
-        if not self._store.check([key]):
+        if not self._asked(lambda: self._store.check([key]), False):
             return None
         document = json.loads(self._store.get(key))
         if "stop" in document:
             raise StopError(document["stop"])
-        return from_json(Plan, document["plan"])
+        plan = from_json(Plan, document["plan"])
+        return Offer(plan, tuple(document["members"]), tuple(document["leaving"]))
 
     def go(self, epoch: int) -> None:
         """Tell idle ranks that the switch to `epoch` begins."""
@@ -201,13 +186,13 @@ class Rendezvous:
         """Whether the switch to `epoch` has begun."""
         return bool(self._store.check([f"go/{self.recovery}/{epoch}"]))
 
-    def await_plan(self, epoch: int) -> Plan:
-        """Wait for the plan of `epoch`. Raises `WorldBrokenError` if another rank is lost."""
+    def await_offer(self, epoch: int) -> Offer:
+        """Wait for the offer of `epoch`. Raises `WorldBrokenError` if another rank is lost."""
         start = time.monotonic()
         while True:
-            plan = self.published(epoch)
-            if plan is not None:
-                return plan
+            offer = self.published(epoch)
+            if offer is not None:
+                return offer
             waited = time.monotonic() - start
             reason = self.broken(self.alive[:1], waited)
             if reason is not None:
@@ -216,6 +201,8 @@ class Rendezvous:
 
     def finish(self, ranks: int) -> None:
         """End idle ranks, and let no rank of the last world leave while another still needs it."""
+        if self.is_cut_off:
+            return
         self._store.set("finished", "1")
         self._store.add("signal", 1)
         self._store.add("done", 1)
@@ -224,8 +211,11 @@ class Rendezvous:
             time.sleep(0.01)
 
     def finished(self) -> bool:
-        """Whether the job is done."""
-        return bool(self._store.check(["finished"]))
+        """Whether the job is done. Raises `StopError` if nobody can tell any more."""
+        done = self._asked(lambda: self._store.check(["finished"]), False)
+        if self.is_cut_off:
+            raise StopError("the store is gone: an idle rank cannot be called in any more")
+        return bool(done)
 
     def wait_for_change(self) -> None:
         """Sleep until the store's signal moves, at most for a second."""
@@ -243,8 +233,28 @@ class Rendezvous:
         """Why to give up the present work."""
         return self._broken if among is None else self._hurt
 
+    def _asked(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """The store's answer; `otherwise`, now and ever after, if it is gone."""
+        if self.is_cut_off:
+            return otherwise
+        try:
+            return question()
+        except dist.DistError as error:
+            self._cut_off(error)
+            return otherwise
+
+    def _cut_off(self, error: Exception) -> None:
+        if not self.is_cut_off:
+            self.is_cut_off = True
+            _log.error("the store is gone; training goes on, but cannot change: %s", error)
+
     def _watch(self) -> None:
-        store = self._open()
+        try:
+            self._watch_store(self._open())
+        except dist.DistError as error:
+            self._cut_off(error)
+
+    def _watch_store(self, store: dist.Store) -> None:
         seen = beat = 0
         while not self._closed.wait(self.timeouts.poll.total_seconds()):
             beat += 1

@@ -1,0 +1,92 @@
+"""Ranks that wait for a place in a running job, and ranks that have been told to leave it.
+
+A standby is no member yet: nobody waits for it. Once a plan gives it a place it is invited, which
+tells it where the job stands; from then on it is like an idle rank. Keys in the store: `standbys`
+lists announcements, `invitation/R/N` answers the N-th of rank R, `leaving` lists those who leave.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from resihp.contracts import Plan, from_json, to_json
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the job stands when a standby comes in.
+
+    recovery  how many recoveries there have been
+    epoch     world that holds
+    plan      its plan
+    alive     all members, the invited rank among them
+    """
+
+    recovery: int
+    epoch: int
+    plan: Plan
+    alive: tuple[int, ...]
+
+
+class Standbys:
+    """One process's view; it needs a connection to the store of its own."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def announce(self, rank: int) -> int:
+        """Say that `rank` waits for a place; the number of the announcement."""
+        number = self._store.add(f"announced/{rank}", 1)
+        self._store.delete_key(f"dead/{rank}")  # of the process that had this rank before
+        self._tell("standbys", f"{rank}:{number}")
+        return number
+
+    def waiting(self) -> dict[int, int]:
+        """Who waits, with the number of the last announcement; the dead do not."""
+        latest: dict[int, int] = {}
+        for entry in self._told("standbys"):
+            rank, number = entry.split(":")
+            latest[int(rank)] = int(number)
+        return {
+            rank: number
+            for rank, number in latest.items()
+            if not self._store.check([f"invitation/{rank}/{number}"])
+            and not self._store.check([f"dead/{rank}"])
+        }
+
+    def invite(self, rank: int, number: int, invitation: Invitation) -> None:
+        """Answer an announcement."""
+        document = json.dumps({**vars(invitation), "plan": to_json(invitation.plan)})
+        self._store.set(f"invitation/{rank}/{number}", document)
+
+    def await_invitation(self, rank: int, number: int) -> Invitation | None:
+        """Wait for the answer; None if the job ends before."""
+        key = f"invitation/{rank}/{number}"
+        while not self._store.check([key]):
+            if self._store.check(["finished"]):
+                return None
+            time.sleep(0.02)
+        document = json.loads(self._store.get(key))
+        plan, alive = from_json(Plan, document["plan"]), tuple(document["alive"])
+        return Invitation(document["recovery"], document["epoch"], plan, alive)
+
+    def leave(self, rank: int) -> None:
+        """Say that `rank` has been told to leave."""
+        self._tell("leaving", str(rank))
+
+    def leaving(self) -> tuple[int, ...]:
+        """Who has been told to leave."""
+        return tuple(sorted({int(entry) for entry in self._told("leaving")}))
+
+    def _tell(self, key: str, entry: str) -> None:
+        self._store.append(key, f"{entry},")  # type: ignore[attr-defined]
+        self._store.add("signal", 1)
+
+    def _told(self, key: str) -> list[str]:
+        if not self._store.check([key]):
+            return []
+        return self._store.get(key).decode().rstrip(",").split(",")

@@ -1,0 +1,82 @@
+"""Ranks come and go while the job runs: standbys, warnings, and deaths on the way."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from resihp.contracts import Layout, Replica
+from tests.elastic.job import ALONE, GRID, Case, Outcome, plan, run
+
+STEPS = 24
+FIRST = Layout((GRID.replicas[0],))
+REPLACED = Layout(
+    (
+        Replica(
+            tuple(
+                replace(stage, ranks=tuple(8 if rank == 1 else rank for rank in stage.ranks))
+                for stage in GRID.replicas[0].stages
+            )
+        ),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The undisturbed single-process run."""
+    return run(Case(ALONE, STEPS), tmp_path_factory.mktemp("alone"), timeout_s=120)
+
+
+def assert_same_losses(outcome: Outcome, alone: Outcome) -> None:
+    assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
+    for step, loss in outcome.losses.items():
+        assert loss == pytest.approx(alone.losses[step], abs=1e-3), outcome.logs
+
+
+def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), step_s=0.3)
+    outcome = run(case, tmp_path, timeout_s=120)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert_same_losses(outcome, alone)
+    assert {s["version"] for s in outcome.switches} == {1}, outcome.logs
+    assert 8 in outcome.shards
+    assert 1 not in outcome.shards
+
+
+def test_a_joiner_that_dies_while_it_joins_stops_nobody(alone: Outcome, tmp_path: Path) -> None:
+    """Killed when it is invited: the others find that it is not there and go on as they were."""
+    case = Case(
+        FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), step_s=0.3, joiner_dies=True
+    )
+    outcome = run(case, tmp_path, timeout_s=120)
+    assert {r for r, code in outcome.exit_codes.items() if code != 0} == {8}, outcome.logs
+    assert_same_losses(outcome, alone)
+
+
+def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_path: Path) -> None:
+    """After SIGTERM a rank ends by itself, and nobody is lost."""
+    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), step_s=0.3)
+    outcome = run(case, tmp_path, timeout_s=120)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert_same_losses(outcome, alone)
+    assert {tuple(s["lost"]) for s in outcome.switches} == {()}, outcome.logs
+    assert 5 not in outcome.shards
+
+
+def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(FIRST, STEPS, store_dies_at=4, step_s=0.1)
+    outcome = run(case, tmp_path, timeout_s=120)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert_same_losses(outcome, alone)
+    assert "the store is gone; training goes on" in outcome.logs
+
+
+def test_a_loss_without_the_store_is_a_clear_stop(tmp_path: Path) -> None:
+    case = Case(FIRST, STEPS, store_dies_at=4, step_s=0.1, warned=((4, signal.SIGKILL, 20),))
+    outcome = run(case, tmp_path, timeout_s=120)
+    assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
+    assert "survivors cannot agree, the store is gone" in outcome.logs
