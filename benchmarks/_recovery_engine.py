@@ -18,7 +18,8 @@ from resihp.elastic.engine.pacing import Pacer
 from resihp.elastic.events import Hooks
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.plans import NoPlans
-from resihp.elastic.membership.rendezvous import Rendezvous, connect
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer

@@ -99,4 +99,5 @@ class Builder:
             broken=broken,
             timeout=rendezvous.timeouts.exchange,
             waited=self._waited,
+            host=rendezvous.host,
         )

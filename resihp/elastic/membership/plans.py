@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from resihp.contracts import InfeasibleError, Job, Plan, ServiceError
 
+from .local_plans import LocalPlans
+
 if TYPE_CHECKING:
     from resihp.client import Client
 
@@ -61,6 +63,7 @@ class ServicePlans:
 
     def __init__(self, client: Client, job: Job, *, patience: timedelta) -> None:
         self._client, self._job, self._patience = client, job, patience
+        self._local = LocalPlans(job)
 
     def wait(self, after: int, seconds: float) -> Plan | None:
         """Long-poll the sidecar."""
@@ -73,7 +76,6 @@ class ServicePlans:
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         """Report the loss, and take the sidecar's plan once it uses survivors only."""
-        lost = sorted(set(self._job.layout.ranks) - set(survivors))
         try:
             self._client.report_failure(
                 self._job.name,
@@ -87,26 +89,11 @@ class ServicePlans:
         except ServiceError as error:
             _log.warning("planning without the sidecar: %s", error)
             plan = None
-        if plan is None:
-            from scheduler import make_plan
-
-            speeds = dict.fromkeys(lost, 0.0)
-            plan = make_plan(self._job, speeds, current.layout, version=current.version + 1)
-        return plan
+        return plan or self._local.after_loss(current, survivors, step)
 
     def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        """The scheduler's own plan with the newcomers at full speed, if it uses any of them."""
-        from scheduler import make_plan
-
-        gone = set(self._job.layout.ranks) - set(current.layout.ranks) - set(standbys)
-        speeds = {**dict.fromkeys(gone, 0.0), **dict.fromkeys(standbys, 1.0)}
-        version = current.version + 1
-        try:
-            plan = make_plan(self._job, speeds, current.layout, version=version, from_step=step + 1)
-        except InfeasibleError as error:
-            _log.warning("standbys %s find no place: %s", sorted(standbys), error)
-            return None
-        return plan if set(plan.layout.ranks) & set(standbys) else None
+        """The scheduler's own plan with the newcomers, if it uses any of them."""
+        return self._local.joined(current, standbys, step)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Acknowledge."""

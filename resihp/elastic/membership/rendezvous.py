@@ -56,12 +56,19 @@ class Rendezvous:
     """One rank's view of the others. `start` begins to watch the store in a thread.
 
     Without the store (`is_cut_off`) training goes on in the present world, but it cannot change
-    any more: a loss stops the job.
+    any more: a loss stops the job. `host` is the address by which peers reach this rank.
     """
 
     def __init__(
-        self, open_store: Callable[[], dist.Store], rank: int, ranks: Collection[int], t: Timeouts
+        self,
+        open_store: Callable[[], dist.Store],
+        rank: int,
+        ranks: Collection[int],
+        t: Timeouts,
+        *,
+        host: str = "127.0.0.1",
     ) -> None:
+        self.host = host
         self.rank, self.timeouts = rank, t
         self.alive = tuple(sorted(ranks))
         self.recovery = 0

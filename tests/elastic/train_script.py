@@ -1,0 +1,43 @@
+"""A training script as a user writes it; the tests start it with launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+from resihp.contracts import Job, Layout, ModelShape, Plan, Replica, Stage
+from resihp.elastic.engine import Setup
+from resihp.elastic.events import Hooks
+from resihp.elastic.models import Llama
+from resihp.elastic.optim import Optimizer
+from resihp.elastic.start import train
+from tests.elastic.job import SHAPE, batch
+
+
+def main() -> None:
+    """Two replicas; the rank named in the arguments kills itself in mid-training."""
+    torch.set_num_threads(1)
+    steps, doomed = int(sys.argv[1]), int(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    layout = Layout(
+        tuple(Replica((Stage((first, first + 1), (0, 4), (2, 2)),)) for first in (0, 2))
+    )
+    shape: ModelShape = SHAPE
+    job = Job(name="script", layout=layout, microbatches=6, model=shape)
+
+    def on_step(reduced: Any, ms: float, plan: Plan) -> None:
+        if rank == doomed and reduced.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setup = Setup(Llama(shape), Optimizer(torch.optim.AdamW, lr=1e-2), batch)
+    trainer = train(setup, job, steps, hooks=Hooks(on_step=on_step))
+    told = f"rank {rank} completed {trainer.completed} in {trainer.plan.layout.dp} replicas"
+    sys.stdout.write(told + "\n")
+
+
+if __name__ == "__main__":
+    main()
