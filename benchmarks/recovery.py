@@ -76,11 +76,12 @@ def main() -> None:
         every = _best_interval()
         restart = f"restart, checkpoint every {every}"
         contenders[restart] = lambda folder: _recovery_restart.play(folder, every=every)
-        runs = {
-            name: _measured(name, play, options.repeats)
+        chosen = {
+            name: play
             for name, play in contenders.items()
             if not options.only or name.startswith(tuple(options.only))
         }
+        runs = _measured(chosen, options.repeats)
         if not options.only:
             _show(runs, restart)
             _show_engine(options.repeats)
@@ -89,13 +90,19 @@ def main() -> None:
         write_json(options.json, {"peer": note, **{k: asdict(v) for k, v in runs.items()}})
 
 
-def _measured(name: str, play: Callable[[Path], None], repeats: int) -> Cost:
-    costs = []
+def _measured(contenders: dict[str, Callable[[Path], None]], repeats: int) -> dict[str, Cost]:
+    """Each contender in turn, as often as asked, so that another load hits all of them."""
+    costs: dict[str, list[Cost]] = {name: [] for name in contenders}
     for _ in range(repeats):
-        with tempfile.TemporaryDirectory(prefix="resihp-recovery-") as folder:
-            play(Path(folder))
-            costs.append(_cost(_diaries(Path(folder))))
-    print(name, costs, flush=True)
+        for name, play in contenders.items():
+            with tempfile.TemporaryDirectory(prefix="resihp-recovery-") as folder:
+                play(Path(folder))
+                costs[name].append(_cost(_diaries(Path(folder))))
+            print(name, costs[name][-1], flush=True)
+    return {name: _middle(of_one) for name, of_one in costs.items()}
+
+
+def _middle(costs: list[Cost]) -> Cost:
     return Cost(
         [second for cost in costs for second in cost.recovery_s],
         [second for cost in costs for second in cost.extra_s],

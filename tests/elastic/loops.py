@@ -44,6 +44,7 @@ class Loop:
     inner: str = "fsdp2"
     steps: int = 4
     blows: tuple[Blow, ...] = ()
+    deterministic: bool = False
 
 
 @dataclass
@@ -122,6 +123,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path) -> None:
         model.parameters(),
         microbatches=MICROBATCHES,
         timeouts=TIMEOUTS,
+        deterministic=loop.deterministic,
     )
     _strike_when_reducing(replicas, rank, loop)
     steps = (folder / f"steps-{rank}.jsonl").open("a", buffering=1)

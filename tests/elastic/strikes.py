@@ -7,8 +7,9 @@ import logging
 import os
 import pkgutil
 import signal
+import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -123,10 +124,16 @@ class Record:
         return {microbatch for microbatch, epochs in times.items() if len(epochs) > 1}
 
 
-def play(job: Job, folder: Path, *, timeout_s: float = 60.0) -> Record:
-    """Run a job to its end. Raises `TimeoutError` with every rank's log."""
+def play(
+    job: Job, folder: Path, *, timeout_s: float = 60.0, kills: Sequence[tuple[float, int]] = ()
+) -> Record:
+    """Run a job to its end. Raises `TimeoutError` with every rank's log.
+
+    `kills` are ranks to be killed so many seconds after the first step, whatever they do then.
+    """
     with LocalRanks("strikes", folder) as processes:
         processes.start(job.ranks, run_rank, job, folder)
+        _kill_later(processes, kills, folder)
         processes.wait(timeout_s)
         record = Record(dict(processes.exit_codes), processes.logs())
     for rank in job.ranks:
@@ -135,6 +142,19 @@ def play(job: Job, folder: Path, *, timeout_s: float = 60.0) -> Record:
             _take(record, rank, json.loads(line))
     record.state = assemble([torch.load(path) for path in folder.glob("final-*.pt")])
     return record
+
+
+def _kill_later(processes: LocalRanks, kills: Sequence[tuple[float, int]], folder: Path) -> None:
+    if not kills:
+        return
+    while processes.poll(0.01) and not any(p.stat().st_size for p in folder.glob("events-*")):
+        pass  # nothing has been computed yet
+    begun = time.monotonic()
+    for after_s, rank in sorted(kills):
+        while time.monotonic() < begun + after_s and processes.poll(0.002):
+            pass
+        if rank not in processes.exit_codes:
+            processes.kill(rank)
 
 
 def _take(record: Record, rank: int, event: dict[str, Any]) -> None:

@@ -56,3 +56,13 @@ def test_several_processes_a_replica(inner: str, alone: Trace, tmp_path: Path) -
     """The loss of one process ends its replica; the other replica goes on."""
     trace = play(Loop(2, members=2, inner=inner, blows=(Blow(3, 1, 2),)), tmp_path)
     assert_same_training(trace, alone, {2, 3})
+
+
+@pytest.mark.parametrize("at", ["microbatch", "sum", "commit"])
+def test_a_fixed_order_makes_a_loss_change_no_bit(at: str, tmp_path: Path) -> None:
+    alone = play(Loop(1, deterministic=True), tmp_path / "alone")
+    trace = play(Loop(3, deterministic=True, blows=(Blow(1, 1, at=at),)), tmp_path)
+    assert_same_training(trace, alone, {1})
+    assert trace.losses == alone.losses
+    for model in trace.models.values():
+        assert all(torch.equal(model[key], alone.models[0][key]) for key in model)

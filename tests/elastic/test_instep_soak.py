@@ -54,3 +54,20 @@ def test_a_job_that_loses_all_its_first_ranks(deterministic: bool, tmp_path: Pat
     if deterministic:
         for key, tensors in record.state.items():
             assert all(map(torch.equal, tensors, alone.state[key])), key
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_losses_at_any_moment(tmp_path: Path) -> None:
+    """Not at scripted points: two ranks of different replicas, somewhere in the first second."""
+    steps, layout = 12, Layout.grid(dp=3, pp=2, tp=1, layers=4, units=4)
+    alone = play(Job(ALONE, steps, deterministic=True), tmp_path / "alone")
+    for seed in range(40):
+        chosen = random.Random(seed)
+        victims = chosen.sample(range(3), 2)
+        kills = [(chosen.uniform(0.0, 1.0), v + 3 * chosen.randrange(2)) for v in victims]
+        record = play(Job(layout, steps, deterministic=True), tmp_path / str(seed), kills=kills)
+        assert record.dead <= {rank for _, rank in kills}, record.logs
+        assert record.losses == alone.losses, record.logs
+        for step in range(steps):
+            assert record.counted(step) == list(range(MICROBATCHES)), record.logs

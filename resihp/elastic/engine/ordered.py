@@ -10,7 +10,8 @@ import torch
 from resihp.layout import Reduction as Summed
 
 from ..instep.ledger import Spans, indices
-from ..instep.tree import Node, nodes, put
+from ..instep.ordered_sum import sum_in_order
+from ..instep.tree import nodes
 from ..worlds.comm import Group
 from ..worlds.world import World
 from .reduction import completed, piece_views, unpack
@@ -19,10 +20,7 @@ from .sums import Gradients, Sums
 
 
 class OrderedReduction:
-    """Every rank of a group adds up one slice of all nodes in tree order; then slices are shared.
-
-    Moves as many bytes as a ring all-reduce where each replica holds one node, and for k nodes
-    (k + 1) / 2 times as many; and it starts only when backward has ended.
+    """Sums node by node with `sum_in_order`; it starts only when backward has ended.
 
     `held` tells for each replica which microbatches its sums hold.
     """
@@ -52,33 +50,9 @@ class OrderedReduction:
             for _, gradients in self._sums.parts()
         ]
         size = sum((stop - start) * param.row_numel for param, (start, stop) in summed.pieces)
-        width = -(-size // len(group))
-        slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
-        sent = [flat[part.start : part.stop] for part in slices for flat in flats]
-        mine = len(slices[group.ranks.index(self._world.place.rank)])
-        nodes_of_ranks = [self._nodes[self._replica(rank)] for rank in group.ranks]
-        received = torch.empty(mine * sum(map(len, nodes_of_ranks)))
-        group.all_to_all(
-            received,
-            torch.cat(sent) if sent else torch.empty(0),
-            [mine * len(held) for held in nodes_of_ranks],
-            [len(part) * len(flats) for part in slices],
-        )
-        own = torch.zeros(width)
-        order = [node for held in nodes_of_ranks for node in held]
-        own[:mine] = self._added(order, received.split(mine)) if mine else torch.empty(0)
-        return torch.cat(group.all_gather(own))[:size]
-
-    def _added(self, order: Sequence[Node], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Node sums of one slice, rank after rank, added up along the tree."""
-        by_node: dict[Node, torch.Tensor] = {}
-        for node, part in zip(order, parts, strict=True):
-            # The two copies of a tied parameter hold different parts of the same microbatches.
-            by_node[node] = by_node[node].add_(part) if node in by_node else part
-        held: dict[Node, torch.Tensor] = {}
-        for node, part in by_node.items():
-            put(held, node, part, self._leaves, torch.Tensor.add_)
-        return held[0, self._leaves]
+        nodes_of = [self._nodes[self._replica(rank)] for rank in group.ranks]
+        index = group.ranks.index(self._world.place.rank)
+        return sum_in_order(group, index, flats, size, nodes_of, self._leaves)
 
     def _replica(self, rank: int) -> int:
         place = self._world.layout.place_of(rank)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from ..worlds.comm import Group, Network, WorldBrokenError
 from .ledger import MiscountError
+from .ordered_sum import sum_in_order
+from .tree import Node
 
 
 class Member(Protocol):
@@ -45,6 +47,27 @@ class Peers:
             parts = flat.split([tensor.numel() for tensor in bucket])
             total += [part.view_as(t) for part, t in zip(parts, bucket, strict=True)]
         return total[::-1]
+
+    def sum_nodes(
+        self,
+        own: Sequence[Sequence[torch.Tensor]],
+        like: Sequence[torch.Tensor],
+        nodes_of: Sequence[Sequence[Node]],
+        index: int,
+        leaves: int,
+    ) -> list[torch.Tensor]:
+        """The sums over the replicas in the fixed order of the tree, in the shapes of `like`.
+
+        `own` are the sums of this replica, the `index`-th, one for each of its nodes; `nodes_of`
+        are the nodes of each replica.
+        """
+        if len(self.mirrors) == 1:
+            return list(own[0])
+        sizes = [tensor.numel() for tensor in like]
+        flats = [torch.cat([tensor.reshape(-1).float() for tensor in one]) for one in own]
+        flat = sum_in_order(self.mirrors, index, flats, sum(sizes), nodes_of, leaves)
+        parts = zip(flat.split(sizes), like, strict=True)
+        return [part.view_as(tensor).to(tensor.dtype) for part, tensor in parts]
 
     def count(self, losses: Mapping[int, float], microbatches: int, seat: Member) -> list[float]:
         """The loss of each microbatch. Raises `MiscountError` unless each is summed once."""

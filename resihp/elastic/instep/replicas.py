@@ -21,9 +21,10 @@ from ..membership.agreement import Decision, Report
 from ..membership.rendezvous import FencedOutError, Rendezvous
 from ..membership.store import Timeouts
 from ..worlds.comm import Network, WaitClock, WorldBrokenError
-from .ledger import Holding, Kept, spans
+from .ledger import Holding, Kept, indices, spans
 from .peers import Peers, connect_peers
 from .shares import Share, full_shares, rest_shares
+from .tree import Node, nodes, put
 
 Quotas = Callable[[Sequence[int]], Sequence[int]]
 """Microbatches of each of the given replicas, in their order; the sum never changes."""
@@ -83,6 +84,9 @@ class Replicas:
     Every process makes one with the same arguments but its own seat, before the first step and
     with equal parameters on all replicas. The store must outlive any replica. A process whose
     replica loses another one of its members gets `FencedOutError`: it ends, the others go on.
+
+    deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
+                   bit of the training; holds about log2(quota) gradients more
     """
 
     def __init__(
@@ -95,12 +99,13 @@ class Replicas:
         quotas: Quotas | None = None,
         timeouts: Timeouts | None = None,
         bucket_bytes: int = 25 << 20,
+        deterministic: bool = False,
     ) -> None:
         self.seat, self.completed, self.recoveries = seat, 0, 0
         self.parameters = [p for p in parameters if p.requires_grad]
         self._microbatches = microbatches
         self._quotas = quotas or (lambda alive: even_quotas(microbatches, len(alive)))
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._is_ordered = bucket_bytes, deterministic
         timeouts = timeouts or Timeouts()
         every = range(seat.replicas * seat.members)
         self._rendezvous = Rendezvous(open_store, seat.rank, every, timeouts)
@@ -111,6 +116,7 @@ class Replicas:
         self._old: list[Peers] = []
         self._committed: tuple[int, float] | None = None
         self._total: list[torch.Tensor] | None = None
+        self._held: dict[Node, list[torch.Tensor]] = {}
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -136,7 +142,7 @@ class Replicas:
 
     def _work(self, step: Step) -> Iterator[int]:
         """The microbatches of this replica, and what it redoes of others."""
-        self._total = None
+        self._total, self._held = None, {}
         for parameter in self.parameters:
             parameter.grad = None
         broken: str | None = None
@@ -147,6 +153,8 @@ class Replicas:
                     broken = None
                 for index in self._todo(step):
                     yield index
+                    if self._is_ordered:
+                        self._put_away(index)
                     step.reported.setdefault(index, 0.0)
                 if self.completed == step.number:
                     self._reduce(step)
@@ -163,11 +171,29 @@ class Replicas:
     def _reduce(self, step: Step) -> None:
         """Sum out of place; the last exchange tells all that all hold whole sums."""
         assert self._peers is not None
-        total = self._peers.sum_buckets(_local(self.parameters), self._bucket_bytes)
+        if self._is_ordered:
+            total = self._sum_in_order(self._peers)
+        else:
+            total = self._peers.sum_buckets(_local(self.parameters), self._bucket_bytes)
         losses = self._peers.count(step.reported, self._microbatches, self.seat)
         self._total, step.loss = total, math.fsum(losses)
         self._peers.everyone.all_reduce(torch.ones(1))
         self._complete()
+
+    def _put_away(self, microbatch: int) -> None:
+        """Add one microbatch's gradients to the nodes of the tree, and make room for the next."""
+        gradients = _local(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+        node = (microbatch, microbatch + 1)
+        put(self._held, node, gradients, self._microbatches, _added)
+
+    def _sum_in_order(self, peers: Peers) -> list[torch.Tensor]:
+        leaves = self._microbatches
+        nodes_of = [nodes(indices(share.whole), leaves) for share in self._shares]
+        own = [gradients for _, gradients in sorted(self._held.items(), key=lambda item: item[0])]
+        index = self._alive.index(self.seat.replica)
+        return peers.sum_nodes(own, _local(self.parameters), nodes_of, index, leaves)
 
     def _complete(self) -> None:
         """Put the whole sums in place of this replica's own."""
@@ -215,10 +241,12 @@ class Replicas:
         """Bring the local sums to what the decision says that they are."""
         if not inherited:
             step.reported.clear()
+            self._held.clear()
             for gradient in _local(self.parameters):
                 gradient.zero_()
         elif inherited[0].total:
             assert self._total is not None
+            self._held = {(0, self._microbatches): self._total}
             for gradient, total in zip(_local(self.parameters), self._total, strict=True):
                 gradient.copy_(total)
         self._total = None
@@ -264,3 +292,10 @@ def _local(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         gradient = parameter.grad
         found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     return found
+
+
+def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    """left + right, in the memory of `left`."""
+    for total, gradient in zip(left, right, strict=True):
+        total.add_(gradient)
+    return left
