@@ -10,6 +10,7 @@ EPOCHS = f"{PREFIX}:epochs"
 FENCES = f"{PREFIX}:fences"
 WORKERS = f"{PREFIX}:workers"
 NEWS = f"{PREFIX}:news"
+PREDICTORS = f"{PREFIX}:predictors"
 GROUP = "detector"
 
 

@@ -14,7 +14,7 @@ from resihp.contracts import Job, Plan, from_json
 from ..errors import LeaseLostError
 from .api import dumps, plan_json
 from .inbox import Entry, entry_of, order
-from .keys import FENCES, GROUP, JOBS, NEWS, WORKERS, JobKeys
+from .keys import FENCES, GROUP, JOBS, NEWS, PREDICTORS, WORKERS, JobKeys
 from .scripts import ACQUIRE, RENEW
 
 
@@ -97,6 +97,15 @@ class WorkStore:
         first = {name: value for name, value in json.loads(plan).items() if name != "gap"}
         saved = {name.decode(): value for name, value in state.items()}
         return from_json(Job, json.loads(document)), from_json(Plan, first), saved
+
+    def predictor(self, kind: str) -> bytes | None:
+        """What jobs of a kind taught about the cost of work; None if there was none yet."""
+        stored: bytes | None = self._redis.hget(PREDICTORS, kind)
+        return stored
+
+    def keep_predictor(self, kind: str, predictor: bytes) -> None:
+        """Store it for the next job of that kind."""
+        self._redis.hset(PREDICTORS, kind, predictor)
 
     def claim(self, lease: Lease, applied: str) -> Iterator[Entry]:
         """Entries that some worker took and that no saved state contains, in order."""

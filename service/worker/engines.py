@@ -28,6 +28,12 @@ class DetectorLike(Protocol):
     def save(self) -> bytes: ...
 
 
+class Fitted(Protocol):
+    """What a detector learned about the cost of work (`detector.predictor.Predictor`)."""
+
+    def to_bytes(self) -> bytes: ...
+
+
 class Replan(Protocol):
     """`scheduler.replan`: what to change now, and what once it pays."""
 
@@ -45,16 +51,30 @@ class Replan(Protocol):
 
 @dataclass(frozen=True)
 class Engines:
-    """How a worker makes its detectors and plans; tests put small fakes here."""
+    """How a worker makes its detectors and plans; tests put small fakes here.
+
+    with_predictor  a detector that starts with a stored predictor; raises `ContractError` for one
+                    that it cannot read. None: nothing is reused
+    predictor_of    what a detector has learned so far; the same object until it learns anew
+    """
 
     detector: Callable[[Job], DetectorLike]
     restore: Callable[[Job, bytes], DetectorLike]
     replan: Replan
+    with_predictor: Callable[[Job, bytes], DetectorLike] | None = None
+    predictor_of: Callable[[DetectorLike], Fitted | None] = lambda detector: None
 
 
 def load_engines() -> Engines:
     """The real detector and scheduler. Imports LightGBM, so it is called when a worker starts."""
     from detector import Detector
+    from detector.predictor import Predictor
     from scheduler import replan
 
-    return Engines(Detector, Detector.restore, replan)
+    def with_predictor(job: Job, stored: bytes) -> Detector:
+        return Detector(job, predictor=Predictor.from_bytes(stored))
+
+    def predictor_of(detector: DetectorLike) -> Fitted | None:
+        return detector.predictor if isinstance(detector, Detector) else None
+
+    return Engines(Detector, Detector.restore, replan, with_predictor, predictor_of)

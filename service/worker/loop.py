@@ -18,6 +18,7 @@ from ..errors import LeaseLostError
 from ..settings import Settings
 from ..store.work import Commit, Lease, WorkStore
 from .engines import Engines
+from .learning import kind_of
 from .planning import Planner
 from .session import Outbox, Session
 
@@ -146,6 +147,8 @@ class Worker:
             log.warning("lease lost", job=job, worker=self.name)
             del self._held[job]
             return
+        if (learned := held.session.learned()) is not None:
+            self._store.keep_predictor(*learned)
         held.committed_s = held.published_s = time.monotonic()
         held.save_cost_s = held.committed_s - begun_s
 
@@ -226,7 +229,9 @@ class Worker:
         if loaded is None:
             return
         description, plan, saved = loaded
-        session = Session(description, plan, self._engines, self._planner)
+        kind = kind_of(description)
+        stored = self._store.predictor(kind) if kind is not None else None
+        session = Session(description, plan, self._engines, self._planner, stored)
         if saved:
             session.resume(saved["detector"], saved["session"])
         self._held[job] = _Held(lease, session, committed_s=time.monotonic())

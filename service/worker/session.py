@@ -21,6 +21,7 @@ from ..store.api import plan_json
 from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
 from .forecast import Forecast
+from .learning import Learning
 from .planning import Planner, Retry, is_news, speeds_of, why_kept
 from .probes import Probes
 from .rollout import Rollout
@@ -42,15 +43,23 @@ class Outbox:
 
 
 class Session:
-    """Detector, planner and roll-out of one job. `now_s` is any clock that never goes back."""
+    """Detector, planner and roll-out of one job; `predictor` is what an earlier one learned."""
 
-    def __init__(self, job: Job, plan: Plan, engines: Engines, planner: Planner) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        engines: Engines,
+        planner: Planner,
+        predictor: bytes | None = None,
+    ) -> None:
         self.job = job
         self.outbox = Outbox()
         self.planning: dict[str, Any] = {"state": "idle"}
         self._engines = engines
         self._planner = planner
-        self._detector: DetectorLike = engines.detector(job)
+        self._learning = Learning(engines, job)
+        self._detector: DetectorLike = self._learning.detector(predictor)
         self._rollout = Rollout(plan)
         self._steps = StepClock()
         self._forecast = Forecast(job)
@@ -228,6 +237,10 @@ class Session:
             "rollout": self._rollout.describe(),
             "probes": self._probes.orders(),
         }
+
+    def learned(self) -> tuple[str, bytes] | None:
+        """What the detector learned since this was asked last, for other jobs of that kind."""
+        return self._learning.news(self._detector)
 
     def diagnosis(self) -> dict[str, Any] | None:
         """Why the job is slow, as of the last entry; None before there is anything to say."""
