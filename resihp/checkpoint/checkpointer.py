@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from resihp.contracts import ContractError
+
 from .counters import Counters, LevelCounters, Said, seconds_since
 from .levels.contract import Level
 from .levels.disk import LocalDisk
@@ -22,7 +24,7 @@ from .ranks import Alone, Group, Ranks
 from .restore import Restored, restore
 from .runner import Runner
 from .staging.filling import Abandoned, Filling
-from .staging.stage import Staging
+from .staging.stage import Fitted, Staging
 
 
 class Checkpointer:
@@ -47,6 +49,8 @@ class Checkpointer:
         ranks: Ranks | None = None,
         buffers: int | None = None,
     ) -> None:
+        if len({level.name for level in levels}) < len(levels):
+            raise ContractError("levels", "two have the same name")
         self.levels, self.policy = tuple(levels), policy or EveryStep()
         self.ranks = ranks or (Group() if dist.is_initialized() else Alone())
         self.counters, self._said = Counters(), Said()
@@ -85,11 +89,13 @@ class Checkpointer:
         """
         filling = None
         with self._boundary("save"):
-            is_due = self._is_due(step)
+            is_due, is_alone = self._is_due(step), len(self.ranks.all) == 1
+            if is_due or not is_alone:  # all ranks look at the state: a new plan is theirs together
+                found = self._fit(state)
             if is_due:
-                filling = self._begin(step, state, extra or {})
-            if len(self.ranks.all) > 1:
-                self._agreement.submit(self._agree, filling, is_due)
+                filling = self._begin(step, found, state, extra or {})
+            if not is_alone:
+                self._agreement.submit(self._agree, filling)
         return filling is not None
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
@@ -136,20 +142,25 @@ class Checkpointer:
             return
         if not self._staging.fence(filling, tensors):
             self.counters.no_buffer += 1
+            self._begun_s = None  # due again
         elif tensors is not None:
             return
         self._window_s = seconds_since(filling.begun_s)
         self._current = None
 
-    def _begin(self, step: int, state: State, extra: Mapping[str, object]) -> Filling | None:
+    def _fit(self, state: State) -> Fitted:
         self._fence()  # of a loop that saves twice without a step in between
         self._pause_s = 0.0
-        parts, things, fits = self._staging.fit(state)
+        return self._staging.fit(state)
+
+    def _begin(
+        self, step: int, found: Fitted, state: State, extra: Mapping[str, object]
+    ) -> Filling | None:
         first = [r for r in self._runners if not self._is_fed_by_disk(r)]
         able = [runner for runner in first if runner.has_room]
         filling = None
-        if fits and able:
-            filling = self._staging.lend(step, (parts, things), state, extra, self._window_s)
+        if found.has_buffers and able:
+            filling = self._staging.lend(step, found, state, extra, self._window_s)
         if filling is None:
             self.counters.no_buffer += 1
             return None
@@ -165,7 +176,7 @@ class Checkpointer:
         self.counters.started += 1
         return filling
 
-    def _agree(self, filling: Filling | None, is_due: bool) -> None:
+    def _agree(self, filling: Filling | None) -> None:
         """In the background: a checkpoint that not every rank takes part in is given up by all."""
         try:
             agreed = self.ranks.all_ready(filling is not None)
@@ -174,6 +185,7 @@ class Checkpointer:
             return
         if filling is not None and not agreed:
             self.counters.vetoed += 1
+            self._begun_s = None  # due again
             filling.veto(Abandoned("another rank had no buffer"))
 
     def _runner(self, level: Level) -> Runner:

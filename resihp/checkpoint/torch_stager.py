@@ -38,13 +38,13 @@ class Stager:
     def stage(self, state: StateDict) -> Future[StateDict]:
         """Begin to copy, once the copy before has been released."""
         self._await_release()
-        parts, things, fits = self._staging.fit(state)
-        assert fits, "the only buffer is free"
-        filling = self._staging.lend(0, (parts, things), state, {}, 0.0)
+        found = self._staging.fit(state)
+        assert found.has_buffers, "the only buffer is free"
+        filling = self._staging.lend(0, found, state, {}, 0.0)
         assert filling is not None
         filling.taken[_UPLOAD] = 0
         self._filling = filling
-        where = {parts[pick].path: number for number, pick in enumerate(self._staging.picks)}
+        where = {found.parts[pick].path: number for number, pick in enumerate(self._staging.picks)}
         copied = _rebuilt(state, filling, where, ())
         self._staging.start(filling)
         return self._threads.submit(_once_copied, filling, copied)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.checkpoint import Checkpointer, LocalDisk
@@ -22,6 +22,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@settings(deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.checkpoint.policy import (
@@ -21,6 +21,7 @@ from resihp.contracts import ContractError
 seconds = st.floats(1e-3, 1e5)
 
 
+@settings(deadline=None)
 @given(cost_s=st.floats(1e-4, 10), mtbf_s=st.floats(1e4, 1e7), factor=st.floats(0.2, 5))
 def test_no_other_interval_loses_clearly_less(cost_s: float, mtbf_s: float, factor: float) -> None:
     best_s = best_interval_s(cost_s, mtbf_s)
@@ -28,6 +29,7 @@ def test_no_other_interval_loses_clearly_less(cost_s: float, mtbf_s: float, fact
     assert expected_loss(best_s, cost_s, mtbf_s) <= other * (1 + 3 * (cost_s / mtbf_s) ** 0.5)
 
 
+@settings(deadline=None)
 @given(cost_s=seconds, mtbf_s=seconds)
 def test_rarer_faults_never_call_for_more_checkpoints(cost_s: float, mtbf_s: float) -> None:
     assert 0 < best_interval_s(cost_s, mtbf_s) <= best_interval_s(cost_s, 2 * mtbf_s) * 1.35

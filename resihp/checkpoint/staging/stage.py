@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from threading import Condition
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,14 @@ from .plan import (
 from .slots import Slots
 
 
+class Fitted(NamedTuple):
+    """What a state holds, and whether there are buffers of its shape (not: free ones)."""
+
+    parts: list[Part]
+    things: list[Thing]
+    has_buffers: bool
+
+
 class Staging:
     """Copies states into host buffers, one state at a time, and waits for copies at the fence."""
 
@@ -41,8 +50,8 @@ class Staging:
         self._optimizers.append(optimizer)
         self._modules += modules
 
-    def fit(self, state: State) -> tuple[list[Part], list[Thing], bool]:
-        """Plan for the state if its shapes are new; whether the buffers fit it."""
+    def fit(self, state: State) -> Fitted:
+        """Plan for the state if its shapes are new, and make the buffers fit it."""
         parts, things = collect(state)
         plan = self._plan
         if plan is None or plan.signature != signature_of(parts, things):
@@ -51,12 +60,12 @@ class Staging:
         if self._copier is None:
             cuda = (part.tensor.device for part in parts if part.tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
-        return parts, things, self._slots.fit(plan.file, pinned=self._copier.pins)
+        return Fitted(parts, things, self._slots.fit(plan.file, pinned=self._copier.pins))
 
     def lend(
         self,
         step: int,
-        found: tuple[list[Part], list[Thing]],
+        found: Fitted,
         state: State,
         extra: Mapping[str, object],
         window_s: float,
@@ -66,16 +75,15 @@ class Staging:
         lent = self._slots.lend(window_s)
         if lent is None:
             return None
-        parts, things = found
         given = state.values() if isinstance(state, Mapping) else ()
         volatile = buffer_addresses([*self._modules, *given])
-        mine = [thing for thing in things if thing.key in self._plan.things]
+        mine = [thing for thing in found.things if thing.key in self._plan.things]
         mine.append(extra_of(extra, self._ranks.rank))
         return Filling(
             Identity(step, self._ranks.rank, self._ranks.run, self._ranks.all),
             self._plan.file,
             lent[0],
-            [snapshot(parts[pick].tensor, volatile) for pick in self._plan.picks],
+            [snapshot(found.parts[pick].tensor, volatile) for pick in self._plan.picks],
             frozen(mine),
             self._changed,
             previous=lent[1],
