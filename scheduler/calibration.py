@@ -10,9 +10,12 @@ import numpy as np
 
 from resihp.contracts import Job, LayerCost, Schedule
 
-from .costs import layer_cost
+from .costs import all_reduce_ms, layer_cost
 from .requota import Replicas
 from .simulator import simulate
+
+_CHORDS = 12
+_CLOSE = 1e-4  # of a step; what is left of it is a cost of every step
 
 
 def compute_ms(job: Job) -> Mapping[int, tuple[float, float]]:
@@ -35,22 +38,49 @@ def compute_ms(job: Job) -> Mapping[int, tuple[float, float]]:
     return found
 
 
-def calibrated(job: Job, *, forward: float, backward: float, step_ms: float) -> Job:
+def calibrated(
+    job: Job, *, forward: float, backward: float, step_ms: float, besides_ms: float = 0.0
+) -> Job:
     """The job with a cost model under which its first layout takes `step_ms`, all healthy.
 
     forward, backward  computing that was measured over `compute_ms`
+    besides_ms         measured of every step beside its microbatches: data, reduction, optimizer
 
-    What a step takes beyond its computing (launches, transfers, collectives, contention, uneven
-    microbatches) counts as a cost of every step. Where computing alone would already take longer,
-    it is scaled down to the step.
+    What a step takes beyond these (launches, contention) is counted as latency of the collectives
+    and transfers, where tensor-parallel groups have any, so that a rank that works alone does not
+    pay for it; else as a cost of every step. Where computing alone would already take longer, it is
+    scaled down to the step.
     """
-    scaled = replace(job, cost=_scaled(layer_cost(job), forward, backward))
+    cost = _scaled(layer_cost(job), forward, backward)
+    scaled = replace(job, cost=replace(cost, step_ms=besides_ms))
     simulated_ms = _step_ms(scaled)
     if simulated_ms > step_ms:
-        ratio = step_ms / simulated_ms
-        return replace(job, cost=_scaled(layer_cost(job), forward * ratio, backward * ratio))
-    cost = layer_cost(scaled)
-    return replace(job, cost=replace(cost, step_ms=cost.step_ms + step_ms - simulated_ms))
+        ratio = step_ms / _step_ms(replace(job, cost=cost))
+        return replace(job, cost=_scaled(cost, ratio, ratio))
+    if all_reduce_ms(job, 2) and any(s.tp > 1 for r in job.layout.replicas for s in r.stages):
+        scaled = _with_latency(scaled, step_ms)
+    left_ms = step_ms - _step_ms(scaled)
+    return replace(scaled, cost=replace(cost, step_ms=besides_ms + left_ms))
+
+
+def _with_latency(job: Job, step_ms: float) -> Job:
+    """The job with links so slow to start that its step takes nearly, and no more than, `step_ms`.
+
+    A step is a longest path and so convex in the latency: chords meet `step_ms` on the near side.
+    """
+
+    def at(latency_ms: float) -> Job:
+        return replace(job, links=replace(job.links, latency_ms=latency_ms))
+
+    low, low_ms = job.links.latency_ms, _step_ms(job)
+    high = low + step_ms - low_ms
+    high_ms = _step_ms(at(high))
+    for _ in range(_CHORDS):
+        if high_ms - low_ms <= 0.0 or step_ms - low_ms < _CLOSE * step_ms:
+            break
+        low += (high - low) * (step_ms - low_ms) / (high_ms - low_ms)
+        low_ms = _step_ms(at(low))
+    return at(low)
 
 
 def uneven(job: Job, work: Sequence[float], *, steps: int = 4, seed: int = 0) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,21 +16,31 @@ _BASELINE = 12  # and up to which they are
 _PARTS = (Op.FORWARD, Op.BACKWARD)
 
 
+class _Fit(NamedTuple):
+    """Of one step or the middle of several; ratios are measured over modelled computing."""
+
+    step_ms: float
+    forward: float
+    backward: float
+    besides_ms: float
+
+
 class Forecast:
     """The job's cost model, fitted to its first healthy steps.
 
-    Costs that a job was registered with are rarely exact, and often there are none. Two things are
-    fitted after the warm-up, under the layout that the job started with and as long as no device
-    is known to be slow: what the devices compute, over what the model says, and what a step takes
-    besides. So plans are weighed, predicted and bounded in milliseconds of this job.
+    Costs that a job was registered with are rarely exact, and often there are none. Three things
+    are fitted after the warm-up, under the layout that the job started with and as long as no
+    device is known to be slow: what the devices compute, over what the model says; what a step
+    takes beside its microbatches; and what is left of it (`calibrated`). So plans are weighed,
+    predicted and bounded in milliseconds of this job.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._registered = job
         self._expected = compute_ms(job)
-        self._computed: dict[int, dict[int, list[float]]] = {}  # by step and rank, of `_PARTS`
-        self._steps: list[tuple[float, float, float]] = []  # observed, and the ratios of `_PARTS`
+        self._spent: dict[int, dict[int, list[float]]] = {}  # by step and rank: `_PARTS`, the rest
+        self._steps: list[_Fit] = []
         self._fitted = False
         self._last_unfitted = 0  # newest plan that was made before
 
@@ -38,48 +48,47 @@ class Forecast:
         """What the ranks computed, as long as the baseline is being taken."""
         if batch.plan_version or self._is_complete():
             return
-        for part, op in enumerate(_PARTS):
-            rows = batch.op == op
+        spent_ms = batch.compute_ms + np.nan_to_num(batch.wait_ms, nan=0.0)
+        for part, times in enumerate((batch.compute_ms, batch.compute_ms, spent_ms)):
+            rows = batch.op == _PARTS[part] if part < 2 else ~np.isin(batch.op, _PARTS)
             pairs = np.stack([batch.step[rows], batch.rank[rows]], axis=1)
             keys, index = np.unique(pairs, axis=0, return_inverse=True)
-            sums = np.bincount(index.ravel(), batch.compute_ms[rows], minlength=len(keys))
+            sums = np.bincount(index.ravel(), times[rows], minlength=len(keys))
             for (step, rank), total in zip(keys.tolist(), sums.tolist(), strict=True):
-                ranks = self._computed.setdefault(step, {})
-                ranks.setdefault(rank, [0.0, 0.0])[part] += total
+                ranks = self._spent.setdefault(step, {})
+                ranks.setdefault(rank, [0.0, 0.0, 0.0])[part] += total
 
     def learn(self, plan: Plan, step: int, observed_ms: float, *, healthy: bool) -> None:
         """A step is complete; it counts if it is one of the first and all devices are healthy."""
-        ranks = self._computed.pop(step, {})
+        ranks = self._spent.pop(step, {})
         if plan.version or not healthy or self._is_complete():
             return
         ratios = [
-            [took / due for took, due in zip(ranks[rank], expected, strict=True)]
+            [took / due for took, due in zip(ranks[rank], expected, strict=False)]
             for rank, expected in self._expected.items()
             if rank in ranks and min(expected) > 0.0
         ]
         if not ratios:
             return
         forward, backward = np.median(ratios, axis=0).tolist()
-        self._steps.append((observed_ms, forward, backward))
+        besides_ms = min(besides for *_, besides in ranks.values())  # of the last to arrive
+        self._steps.append(_Fit(observed_ms, forward, backward, besides_ms))
         if len(self._steps) >= _WARM_UP + _ENOUGH:
             self._calibrate()
 
     def _is_complete(self) -> bool:
         return len(self._steps) >= _WARM_UP + _BASELINE
 
-    def _baseline(self) -> list[tuple[float, float, float]]:
+    def _baseline(self) -> list[_Fit]:
         return self._steps[_WARM_UP:]
 
-    def _fit(self) -> tuple[float, float, float]:
-        observed, forward, backward = (median(v) for v in zip(*self._baseline(), strict=True))
-        return observed, forward, backward
+    def _fit(self) -> _Fit:
+        return _Fit(*(median(values) for values in zip(*self._baseline(), strict=True)))
 
     def _calibrate(self) -> None:
-        observed_ms, forward, backward = self._fit()
-        if min(observed_ms, forward, backward) > 0.0:
-            self.job = calibrated(
-                self._registered, forward=forward, backward=backward, step_ms=observed_ms
-            )
+        fit = self._fit()
+        if min(fit.step_ms, fit.forward, fit.backward) > 0.0:
+            self.job = calibrated(self._registered, **fit._asdict())
             self._fitted = True
 
     def made(self, plan: Plan) -> float | None:
@@ -92,8 +101,8 @@ class Forecast:
         """What predictions rest on, in a sentence; None before they rest on anything."""
         if not self._fitted:
             return None
-        middle_ms = self._fit()[0]
-        apart = median(abs(observed / middle_ms - 1.0) for observed, *_ in self._baseline())
+        middle_ms = self._fit().step_ms
+        apart = median(abs(step.step_ms / middle_ms - 1.0) for step in self._baseline())
         count = len(self._baseline())
         return f"times are fitted to {count} healthy steps, half of them within {apart:.1%}"
 
@@ -101,24 +110,24 @@ class Forecast:
         """Expected step time; None for a plan made before anything was known."""
         if not self._fitted or 0 < plan.version <= self._last_unfitted:
             return None
-        return plan.step_ms if plan.version else self._fit()[0]
+        return plan.step_ms if plan.version else self._fit().step_ms
 
     def save(self) -> dict[str, Any]:
         """Plain values from which `restore` makes an equal one."""
-        computed = {
+        spent = {
             str(step): {str(rank): parts for rank, parts in ranks.items()}
-            for step, ranks in self._computed.items()
+            for step, ranks in self._spent.items()
         }
-        return {"steps": self._steps, "computed": computed, "unfitted": self._last_unfitted}
+        return {"steps": self._steps, "spent": spent, "unfitted": self._last_unfitted}
 
     @classmethod
     def restore(cls, job: Job, saved: dict[str, Any]) -> Forecast:
         """The forecast that was saved."""
         forecast = cls(job)
-        forecast._steps = [(observed, *ratios) for observed, *ratios in saved["steps"]]
-        forecast._computed = {
+        forecast._steps = [_Fit(*step) for step in saved["steps"]]
+        forecast._spent = {
             int(step): {int(rank): list(parts) for rank, parts in ranks.items()}
-            for step, ranks in saved["computed"].items()
+            for step, ranks in saved["spent"].items()
         }
         forecast._last_unfitted = saved["unfitted"]
         if len(forecast._steps) >= _WARM_UP + _ENOUGH:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, LayerCost, Layout, Schedule
+from resihp.contracts import Job, LayerCost, Layout, ModelShape, Schedule
 from scheduler import make_plan, simulate
 from scheduler.calibration import calibrated, compute_ms, uneven
 
@@ -36,6 +36,21 @@ def test_what_ranks_compute_is_their_part_of_the_layers_and_ends():
     assert expected[0] == pytest.approx((6 * 4 * 0.5, 6 * 4 * 1.0))
     last = a_job().layout.replicas[0].stages[-1].ranks[0]
     assert expected[last] == pytest.approx((6 * (2.0 + 0.25), 6 * (4.0 + 0.5)))
+
+
+def test_what_is_left_is_latency_where_groups_reduce():
+    shape = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=100)
+    job = a_job(model=shape, tokens_per_microbatch=128)
+    healthy_ms = simulate(job, job.layout, job.quotas).step_ms
+    measured = {"forward": 1.1, "backward": 0.9, "step_ms": 2.0 * healthy_ms, "besides_ms": 3.0}
+    fitted = calibrated(job, **measured)
+    step_ms = simulate(fitted, job.layout, job.quotas).step_ms
+    assert step_ms == pytest.approx(measured["step_ms"])
+    assert fitted.cost.step_ms == pytest.approx(3.0, abs=1e-3 * step_ms)
+    assert fitted.links.latency_ms > job.links.latency_ms
+    alone = Layout.grid(dp=4, pp=2, tp=1, layers=8, units=8)
+    lone_ms = simulate(fitted, alone, (3,) * 4).step_ms
+    assert lone_ms < simulate(job, alone, (3,) * 4).step_ms + 0.3 * step_ms
 
 
 def test_a_cost_of_every_step_stays_when_devices_slow_down():

@@ -11,6 +11,8 @@ from resihp.pipeline.replay import pass_durations, replay
 from scheduler.bounds import in_flight_bound
 from scheduler.spans import pipeline_spans
 
+PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
+
 
 def replayed(forward, backward, microbatches, p2p, cap):
     stages = len(forward)
@@ -52,16 +54,25 @@ def test_many_spans_at_once_equal_the_replay_of_each(seed, pipelines, stages, ca
     stages=st.integers(1, 9),
     cap=st.none() | st.integers(1, 9),
     p2p=st.sampled_from([0.0, 0.3]),
+    schedule=st.sampled_from(PLANNED),
 )
-def test_the_bound_is_never_above_the_span(seed, stages, cap, p2p):
+def test_the_bound_is_never_above_the_span(seed, stages, cap, p2p, schedule):
     """100 random pipelines each, so 6,000 in all."""
     random = np.random.default_rng(seed)
     forward = random.uniform(0.1, 3.0, (100, stages))
     backward = forward * random.uniform(0.5, 4.0, (100, stages))
     counts = random.integers(0, 40, 100)
-    spans = pipeline_spans(forward, backward, counts, p2p=p2p, max_in_flight=cap)
-    bounds = in_flight_bound(forward, backward, counts, p2p=p2p, max_in_flight=cap)
+    given_ = {"p2p": p2p, "max_in_flight": cap, "schedule": schedule}
+    spans = pipeline_spans(forward, backward, counts, **given_)
+    bounds = in_flight_bound(forward, backward, counts, **given_)
     assert (bounds <= spans * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 5), (8, 64)])
+def test_the_bound_of_a_split_backward_is_exact_for_equal_passes(stages, microbatches):
+    times, schedule = np.ones((1, stages)), Schedule.ZERO_BUBBLE
+    bound = in_flight_bound(times, 2 * times, [microbatches], schedule=schedule)
+    assert bound[0] == pytest.approx(3 * microbatches + stages - 1)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 5), (8, 64)])
