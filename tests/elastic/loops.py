@@ -144,8 +144,8 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path) -> None:
 
 
 def _strike_when_reducing(replicas: Replicas, rank: int, loop: Loop) -> None:
-    """Kill at the points inside the runtime: `sum`, `count`, `commit`, `recovery`."""
-    inside = {"sum": "_reduce", "commit": "_complete", "recovery": "_take_leave"}
+    """Kill at the points inside the runtime: `sum`, `vote`, `commit`, `recovery`."""
+    inside = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_take_leave"}
     for blow in loop.blows:
         if blow.rank == rank and blow.at in inside:
             original = getattr(replicas, inside[blow.at])

@@ -30,6 +30,7 @@ CASES = {
     "undisturbed": (),
     "behind its first microbatch": (Blow(1, 1),),
     "when it begins to sum": (Blow(1, 1, at="sum"),),
+    "when it votes": (Blow(1, 1, at="vote"),),
     "when it commits": (Blow(1, 1, at="commit"),),
     "two at once": (Blow(0, 1, 2), Blow(1, 1, 2)),
     "one during the recovery of another": (Blow(1, 1), Blow(2, 1, at="recovery")),
@@ -58,7 +59,7 @@ def test_several_processes_a_replica(inner: str, alone: Trace, tmp_path: Path) -
     assert_same_training(trace, alone, {2, 3})
 
 
-@pytest.mark.parametrize("at", ["microbatch", "sum", "commit"])
+@pytest.mark.parametrize("at", ["microbatch", "vote"])
 def test_a_fixed_order_makes_a_loss_change_no_bit(at: str, tmp_path: Path) -> None:
     alone = play(Loop(1, deterministic=True), tmp_path / "alone")
     trace = play(Loop(3, deterministic=True, blows=(Blow(1, 1, at=at),)), tmp_path)

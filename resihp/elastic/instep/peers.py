@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,16 +13,6 @@ from ..worlds.comm import Group, Network, WorldBrokenError
 from .ledger import MiscountError
 from .ordered_sum import sum_in_order
 from .tree import Node
-
-
-class Member(Protocol):
-    """Where a process stands in its replica."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def members(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -69,17 +58,26 @@ class Peers:
         parts = zip(flat.split(sizes), like, strict=True)
         return [part.view_as(tensor).to(tensor.dtype) for part, tensor in parts]
 
-    def count(self, losses: Mapping[int, float], microbatches: int, seat: Member) -> list[float]:
-        """The loss of each microbatch. Raises `MiscountError` unless each is summed once."""
+    def start_count(
+        self, losses: Mapping[int, float], microbatches: int, members: int
+    ) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to count how often each microbatch is summed, and to gather their losses.
+
+        Returns what `losses_of` reads once `everyone` has completed the work.
+        """
         line = torch.zeros(2, microbatches, dtype=torch.float64)
         for index, loss in losses.items():
-            line[0, index] = loss / seat.members
-            line[1, index] = 1.0 / seat.members
-        summed = self.everyone.all_reduce(line)
-        if bool(((summed[1] - 1.0).abs() > 1e-6).any()):
-            raise MiscountError(f"microbatches do not count once: {summed[1].tolist()}")
-        told: list[float] = summed[0].tolist()
-        return told
+            line[0, index] = loss / members
+            line[1, index] = 1.0 / members
+        return line, self.everyone.start_all_reduce(line)
+
+
+def losses_of(line: torch.Tensor) -> list[float]:
+    """The loss of each microbatch. Raises `MiscountError` unless each is summed once."""
+    if bool(((line[1] - 1.0).abs() > 1e-6).any()):
+        raise MiscountError(f"microbatches do not count once: {line[1].tolist()}")
+    told: list[float] = line[0].tolist()
+    return told
 
 
 def connect_peers(

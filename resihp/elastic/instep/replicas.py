@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,60 +21,15 @@ from ..membership.rendezvous import FencedOutError, Rendezvous
 from ..membership.store import Timeouts
 from ..worlds.comm import Network, WaitClock, WorldBrokenError
 from .ledger import Holding, Kept, indices, spans
-from .peers import Peers, connect_peers
+from .peers import Peers, connect_peers, losses_of
 from .shares import Share, full_shares, rest_shares
 from .tree import Node, nodes, put
+from .user_loop import Seat, Step
+
+__all__ = ["Quotas", "Replicas", "Seat", "Step"]
 
 Quotas = Callable[[Sequence[int]], Sequence[int]]
 """Microbatches of each of the given replicas, in their order; the sum never changes."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where this process stands: `replica` of `replicas`, `index` of the `members` in it."""
-
-    replica: int
-    replicas: int
-    index: int = 0
-    members: int = 1
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.replica < self.replicas and 0 <= self.index < self.members):
-            raise ContractError("seat", f"there is no place {self}")
-
-    @property
-    def rank(self) -> int:
-        """Number over all processes."""
-        return self.replica * self.members + self.index
-
-    def ranks(self, replica: int) -> range:
-        """The processes of a replica."""
-        return range(replica * self.members, (replica + 1) * self.members)
-
-
-@dataclass
-class Step:
-    """One step: iterate over it, and do forward and backward of each microbatch it yields.
-
-    When the loop ends, the gradients are the sums over all `microbatches` of the step, on every
-    replica alike, and `loss` is the sum of what was reported: clip, update, zero the gradients.
-    """
-
-    number: int
-    microbatches: Iterator[int]
-    loss: float = math.nan
-    reported: dict[int, float] = field(default_factory=dict)
-    _present: int | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        for index in self.microbatches:
-            self._present = index
-            yield index
-
-    def report(self, loss: torch.Tensor) -> None:
-        """Tell the loss of the microbatch that was yielded last."""
-        assert self._present is not None, "a microbatch is being computed"
-        self.reported[self._present] = float(loss.detach())
 
 
 class Replicas:
@@ -116,6 +70,7 @@ class Replicas:
         self._old: list[Peers] = []
         self._committed: tuple[int, float] | None = None
         self._total: list[torch.Tensor] | None = None
+        self._losses: list[float] = []
         self._held: dict[Node, list[torch.Tensor]] = {}
 
     @property
@@ -170,15 +125,20 @@ class Replicas:
 
     def _reduce(self, step: Step) -> None:
         """Sum out of place; the last exchange tells all that all hold whole sums."""
-        assert self._peers is not None
+        peers = self._peers
+        assert peers is not None
+        line, counting = peers.start_count(step.reported, self._microbatches, self.seat.members)
         if self._is_ordered:
-            total = self._sum_in_order(self._peers)
+            total = self._sum_in_order(peers)
         else:
-            total = self._peers.sum_buckets(_local(self.parameters), self._bucket_bytes)
-        losses = self._peers.count(step.reported, self._microbatches, self.seat)
-        self._total, step.loss = total, math.fsum(losses)
-        self._peers.everyone.all_reduce(torch.ones(1))
-        self._complete()
+            total = peers.sum_buckets(_local(self.parameters), self._bucket_bytes)
+        peers.everyone.complete(counting)
+        self._losses, self._total = losses_of(line), total
+        self._vote(peers)
+        self._complete(step)
+
+    def _vote(self, peers: Peers) -> None:
+        peers.everyone.all_reduce(torch.ones(1))
 
     def _put_away(self, microbatch: int) -> None:
         """Add one microbatch's gradients to the nodes of the tree, and make room for the next."""
@@ -195,11 +155,12 @@ class Replicas:
         index = self._alive.index(self.seat.replica)
         return peers.sum_nodes(own, _local(self.parameters), nodes_of, index, leaves)
 
-    def _complete(self) -> None:
+    def _complete(self, step: Step) -> None:
         """Put the whole sums in place of this replica's own."""
         assert self._total is not None, "only gradients that are whole everywhere may be used"
         for gradient, total in zip(_local(self.parameters), self._total, strict=True):
             gradient.copy_(total)
+        step.loss = math.fsum(self._losses)
         self._committed = (self.completed, 0.0)
         self._shares = full_shares(self._plan)
         self.completed += 1
@@ -212,7 +173,7 @@ class Replicas:
         self._rendezvous.call_recovery(reason)
         decision = self._rendezvous.agree(self._report(step), self._microbatches)
         if decision.completed > self.completed:
-            self._complete()
+            self._complete(step)
         before = self._plan.layout
         self._take_leave(decision)
         self._shares = rest_shares(self._plan, before, decision.kept)
@@ -247,6 +208,7 @@ class Replicas:
         elif inherited[0].total:
             assert self._total is not None
             self._held = {(0, self._microbatches): self._total}
+            step.reported.update(enumerate(self._losses))
             for gradient, total in zip(_local(self.parameters), self._total, strict=True):
                 gradient.copy_(total)
         self._total = None
