@@ -7,7 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from resihp.contracts import Layout, ModelShape, Plan, Replica, Schedule, Stage, even_quotas
+from resihp.contracts import (
+    ContractError,
+    Layout,
+    ModelShape,
+    Plan,
+    Replica,
+    Schedule,
+    Stage,
+    even_quotas,
+)
 from resihp.elastic.engine import Setup
 from resihp.elastic.models import Gpt2, Llama, Mixture, Model, Packed
 from resihp.elastic.optim import Optimizer
@@ -95,3 +104,25 @@ def test_bf16_operators_keep_float32_state_and_sums(alone: Run, model: Model) ->
     assert low.losses == pytest.approx(alone.losses, rel=1e-2)
     state = low.state()  # replicas whose shards differ agree to the last bit
     assert {t.dtype for tensors in state.values() for t in tensors} == {torch.float32}
+
+
+def test_fifty_steps_follow_the_single_rank() -> None:
+    model = MODELS["tied"]
+    steps, layout = 50, LAYOUTS["uneven"]
+    setup = Setup(model, Optimizer(torch.optim.AdamW, lr=2e-3, eps=1e-6), batch)
+    plan = Plan(version=0, layout=layout, quotas=(3, 2))
+    undisturbed = train(setup, Plan(version=0, layout=ALONE, quotas=(MICROBATCHES,)), steps)
+    found = train(setup, plan, steps)
+    assert found.losses == pytest.approx(undisturbed.losses, abs=2e-5)
+    assert found.losses[-1] < 0.8 * found.losses[0]
+
+
+def test_eager_and_plain_1f1b_are_the_same_training() -> None:
+    model, layout = MODELS["llama"], LAYOUTS["deep"]
+    eager = run(model, layout, Schedule.EAGER_1F1B)
+    assert eager.losses == run(model, layout).losses
+
+
+def test_interleaved_is_refused_by_name() -> None:
+    with pytest.raises(ContractError, match="several layer ranges"):
+        run(MODELS["llama"], ALONE, Schedule.INTERLEAVED)

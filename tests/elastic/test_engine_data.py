@@ -1,0 +1,97 @@
+"""Data iterators with a cursor: the same microbatches whatever becomes of the layout."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from resihp.contracts import Layout, Plan
+from resihp.elastic.engine import Cursor, IteratorData, Setup
+from resihp.elastic.engine.replicated import carry_over
+from resihp.elastic.engine.shard import initial_shard
+from resihp.elastic.models import Packed
+from resihp.elastic.optim import Optimizer
+from resihp.elastic.worlds.comm import Network
+from resihp.elastic.worlds.world import build_world
+from tests.elastic.test_models import MODELS, OPTIMIZER, SHAPE, batch
+from tests.elastic.threads import on_ranks, train
+
+MICROBATCHES = 3
+
+
+class Shuffled:
+    """An endless iterator whose next microbatch depends on all that it has drawn before."""
+
+    def __init__(self) -> None:
+        self._random, self.drawn = random.Random(0), 0
+
+    def __next__(self) -> Packed:
+        self.drawn += 1
+        return batch(self._random.randrange(100), 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self._random.getstate()
+        return {"version": version, "words": torch.tensor(words), "gauss": gauss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        words = tuple(state["words"].tolist())
+        self._random.setstate((state["version"], words, state["gauss"]))
+
+
+def test_microbatches_can_be_asked_for_again_until_the_step_is_finished() -> None:
+    data = IteratorData(Shuffled(), MICROBATCHES)
+    assert isinstance(data, Cursor)
+    assert not isinstance(batch, Cursor)
+    first = [data(0, index).tokens for index in range(MICROBATCHES)]
+    began = data.state_dict()
+    assert torch.equal(data(0, 1).tokens, first[1])
+    data.finish(0)
+    second = data(1, 0).tokens
+
+    again = IteratorData(Shuffled(), MICROBATCHES)
+    again.load_state_dict(began)
+    assert torch.equal(again(0, 2).tokens, first[2])
+    again.finish(0)
+    again.finish(1)  # by a rank that was given none of its microbatches
+    data.finish(1)
+    assert torch.equal(again(2, 0).tokens, data(2, 0).tokens)
+    assert not torch.equal(second, data(2, 0).tokens)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, Optimizer(torch.optim.NAdam, lr=1e-2)])
+def test_a_rank_that_comes_in_takes_over_step_scalars_and_cursor(optimizer: Optimizer) -> None:
+    """Ranks 0 and 1 have trained; rank 2 comes into the next world, and goes on like them."""
+    steps, old = 2, Layout.grid(dp=2, pp=1, tp=1, layers=SHAPE.layers)
+    sources = {rank: IteratorData(Shuffled(), MICROBATCHES) for rank in range(3)}
+    setups = {rank: Setup(MODELS["llama"], optimizer, data) for rank, data in sources.items()}
+
+    def trained(network: Network) -> tuple[int, torch.Tensor, torch.Tensor]:
+        setup, rank = setups[network.rank], network.rank
+        group = network.group("transit", (0, 1, 2))
+        shard = None
+        if rank < 2:
+            shard = run.shards[rank]
+            for step in range(steps):
+                sources[rank].finish(step)
+        world = build_world(network, NEXT, setup.model.parameters, name="next")
+        new = initial_shard(setup.model, setup.optimizer, world)
+        for param in new.tensors:
+            new.reserve(param)
+        completed = carry_over(group, setup, steps if rank < 2 else 0, old=shard, new=new, source=0)
+        return completed, new.scalars(), sources[rank](completed, 0).tokens
+
+    plan = Plan(version=0, layout=old, quotas=(2, 1))
+    run = train(Setup(MODELS["llama"], optimizer, batch), plan, steps)
+    expected = run.shards[0].scalars()
+    assert expected.isfinite().all()
+    found = on_ranks((0, 1, 2), trained)
+    for completed, scalars, tokens in found.values():
+        assert completed == steps
+        assert torch.equal(scalars, expected)
+        assert torch.equal(tokens, found[0][2])
+
+
+NEXT = Layout.grid(dp=3, pp=1, tp=1, layers=SHAPE.layers)
