@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             time.sleep(0.01)
 
     trainer = Trainer(
-        Setup(Llama(SHAPE), OPTIMIZER, batch),
+        Setup(Llama(replace(SHAPE, tied_embeddings=True)), OPTIMIZER, batch),
         plan(0, case.layout),
         Rendezvous(
             lambda: connect(host, port, "test", case.timeouts), rank, members, case.timeouts

@@ -65,3 +65,13 @@ def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: b
     for loss, norm in on_ranks(BEFORE.layout.ranks, run_rank).values():
         assert loss == pytest.approx(found[0], abs=2e-6)
         assert norm == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_fixed_order_of_sums_does_not_see_who_computed_what() -> None:
+    """As long as the two ends stand apart in all layouts, as a replica's loss leaves them."""
+    setup = Setup(MODELS["tied"], OPTIMIZER, batch, deterministic=True)
+    one, two = Replica(TWO), Replica((Stage((2,), (0, 1)), Stage((3,), (1, 4))))
+    alone = train(setup, Plan(version=0, layout=Layout((one,)), quotas=(MICROBATCHES,)), 3)
+    for quotas in ((3, 2), (1, 4)):
+        found = train(setup, Plan(version=0, layout=Layout((one, two)), quotas=quotas), 3)
+        assert (found.losses, found.norms) == (alone.losses, alone.norms)

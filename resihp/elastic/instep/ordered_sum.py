@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -39,18 +40,30 @@ def sum_in_order(
         [len(part) * len(own) for part in slices],
     )
     added = torch.zeros(width)
-    order = [node for held in nodes_of for node in held]
-    added[:mine] = _added(order, received.split(mine), leaves) if mine else torch.empty(0)
+    if mine:
+        added[:mine] = _added(nodes_of, received.split(mine), leaves)
     return torch.cat(group.all_gather(added))[:size]
 
 
-def _added(order: Sequence[Node], parts: Sequence[torch.Tensor], leaves: int) -> torch.Tensor:
-    """Node sums of one slice, rank after rank, added up along the tree."""
-    by_node: dict[Node, torch.Tensor] = {}
-    for node, part in zip(order, parts, strict=True):
-        # The two copies of a tied parameter hold different parts of the same microbatches.
-        by_node[node] = by_node[node].add_(part) if node in by_node else part
-    held: dict[Node, torch.Tensor] = {}
-    for node, part in by_node.items():
-        put(held, node, part, leaves, torch.Tensor.add_)
-    return held[0, leaves]
+def _added(
+    nodes_of: Sequence[Sequence[Node]], parts: Sequence[torch.Tensor], leaves: int
+) -> torch.Tensor:
+    """Node sums of one slice, rank after rank, added up along the tree.
+
+    The second copies of a tied parameter hold other parts of leaves that are there already: they
+    get a tree of their own, and the sums are added in the end. Where some replicas have one copy
+    only, the second tree has gaps.
+    """
+    trees: list[tuple[set[int], dict[Node, torch.Tensor]]] = []
+    left = iter(parts)
+    for nodes in nodes_of:
+        covered = {leaf for node in nodes for leaf in range(*node)}
+        free = [tree for tree in trees if tree[0].isdisjoint(covered)]
+        if not free:
+            free = [(set(), {})]
+            trees += free
+        seen, tree = free[0]
+        seen |= covered
+        for node in nodes:
+            put(tree, node, next(left), leaves, torch.Tensor.add_)
+    return reduce(torch.Tensor.add_, [tree[node] for _, tree in trees for node in sorted(tree)])
