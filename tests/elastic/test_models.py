@@ -117,6 +117,15 @@ def test_fifty_steps_follow_the_single_rank() -> None:
     assert found.losses[-1] < 0.8 * found.losses[0]
 
 
+def test_ranks_without_a_head_sum_in_a_fixed_order_too() -> None:
+    """Two KV groups among three ranks leave one rank with none."""
+    model, layout = MODELS["llama"], LAYOUTS["uneven"]
+    plan = Plan(version=0, layout=layout, quotas=(3, 2))
+    found = train(Setup(model, OPTIMIZER, batch, deterministic=True), plan, STEPS)
+    assert found.losses == pytest.approx(run(model, ALONE).losses, abs=2e-5)
+    found.state()
+
+
 def test_eager_and_plain_1f1b_are_the_same_training() -> None:
     model, layout = MODELS["llama"], LAYOUTS["deep"]
     eager = run(model, layout, Schedule.EAGER_1F1B)

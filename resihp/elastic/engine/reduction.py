@@ -146,7 +146,8 @@ def completed(shard: Shard, world: World, total: Gradients, local: Gradients) ->
     """`total` with what needs no sum: all in a single replica but tied parameters."""
     if world.layout.dp > 1:
         _share_unsplit(shard, world, total)
-    return local | total
+    nothing = {p: torch.zeros_like(t) for p, t in shard.tensors.items() if t.numel() == 0}
+    return nothing | local | total
 
 
 def _share_unsplit(shard: Shard, world: World, total: Gradients) -> None:
