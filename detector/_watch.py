@@ -16,6 +16,8 @@ from .settings import DetectorSettings
 
 _LAG = 3
 """Steps before a residual may enter the baseline, so that an onset does not hide itself."""
+_FALL_STEPS = 4
+"""Steps over which the common fall of a pair is averaged."""
 _MEMORY = 100
 """Steps that the baseline remembers, at most."""
 _SETTLED = 2
@@ -72,6 +74,9 @@ class Watch:
         self.steps = np.full(settings.window_steps, -1, np.int64)
         self.count = 0
         self._wider = 1.0
+        order = np.argsort(places.peers, kind="stable")
+        self._pairs = order[self._pair[order]].reshape(-1, 2).T
+        self.falls = np.full((_LAG + _FALL_STEPS, size), np.nan, np.float32)
         self.mean = np.zeros(size)
         self.past = np.zeros(size)
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
@@ -88,7 +93,8 @@ class Watch:
         spread = np.maximum(scale, _FLOOR)
         prior = np.where(self._majority, offset, _UNKNOWN_OFFSET)
         doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
-        mean = self.mean * (1.0 - (doubt / prior) ** 2)
+        mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
+        self._watch_pairs(deviation - self.mean, trusted)
         by_peers = deviation - self._bound * offset
         by_past = deviation - mean - 3.0 * doubt - _DRIFT
         settled = seen & (self._majority | (self.past >= _SETTLED))
@@ -96,6 +102,25 @@ class Watch:
         self.past_test.update(by_past, spread, settled, self._ceiling)
         self._teach(trusted, spread, deviation, mean)
         return self._standing(deviation, mean, doubt, offset, spread, able)
+
+    def _fallen(self) -> Floats:
+        """By how much both of a pair are lately below their past (0 or less): what expects them
+        has changed, not they. A pair has no majority that would take it out."""
+        recent = self.falls[(self.count - 1 - _LAG - np.arange(_FALL_STEPS)) % len(self.falls)]
+        known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
+        result: Floats = np.zeros(self._places.size)
+        if known.any():
+            result[known] = np.nanmedian(recent[:, known], axis=0)
+        return result
+
+    def _watch_pairs(self, change: Floats, trusted: Bools) -> None:
+        """Notes the lesser fall of both of each pair, as long as neither is in doubt."""
+        row = (self.count - 1) % len(self.falls)
+        self.falls[row] = np.nan
+        if self._pairs.size:
+            sound = trusted[self._pairs].all(axis=0) & (self.past[self._pairs] > 0).all(axis=0)
+            fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
+            self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
 
     def _centre(self, value: Floats) -> Floats:
         """Residuals against the median of the peers, or of the job where peers are too few."""
@@ -218,12 +243,12 @@ class Watch:
 
     def state(self) -> State:
         """What `load` needs."""
-        names = ("window", "innovations", "steps", "count", "mean", "past")
+        names = ("window", "innovations", "falls", "steps", "count", "mean", "past")
         tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
         return {**{name: getattr(self, name) for name in names}, **tests}
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
-        for name in ("window", "innovations", "steps", "count", "mean", "past"):
+        for name in ("window", "innovations", "falls", "steps", "count", "mean", "past"):
             setattr(self, name, state[name])
         self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]
