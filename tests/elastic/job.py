@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -69,6 +69,11 @@ class ParcelFault:
     signal: int = signal.SIGKILL
 
 
+def small_setup() -> Setup:
+    """What the job trains unless a case says otherwise."""
+    return Setup(Llama(replace(SHAPE, tied_embeddings=True)), OPTIMIZER, batch)
+
+
 @dataclass(frozen=True)
 class Case:
     """One job. A step waits for the plan that holds from it on, so that runs are alike.
@@ -94,6 +99,7 @@ class Case:
     warned: tuple[tuple[int, int, int], ...] = ()
     step_s: float = 0.0
     store_dies_at: int | None = None
+    setup: Callable[[], Setup] = small_setup
     timeouts: Timeouts = field(
         default=Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
     )
@@ -251,7 +257,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             time.sleep(0.01)
 
     trainer = Trainer(
-        Setup(Llama(replace(SHAPE, tied_embeddings=True)), OPTIMIZER, batch),
+        case.setup(),
         plan(0, case.layout),
         Rendezvous(
             lambda: connect(host, port, "test", case.timeouts), rank, members, case.timeouts

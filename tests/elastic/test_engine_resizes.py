@@ -1,0 +1,59 @@
+"""Live changes of layout and schedule under all that a job may bring along besides matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from resihp.contracts import Layout, Replica, Schedule, Stage
+from resihp.elastic.engine import IteratorData, Setup
+from resihp.elastic.models import Gpt2
+from resihp.elastic.optim import Optimizer, no_decay_on_vectors, warmup_cosine
+from tests.elastic.job import ALONE, GRID, MICROBATCHES, SHAPE, UNEVEN, Case, plan, run
+from tests.elastic.test_engine_data import Shuffled
+
+STEPS = 8
+SMALL = Layout((Replica((Stage((6,), (0, 3), (4,)), Stage((0, 3), (3, 4), (1, 3)))),))
+
+
+def setup() -> Setup:
+    """Tied head, dropout, groups, a rate, scalars beside the count of steps, a cursor."""
+    shape = replace(SHAPE, gated=False, tied_embeddings=True)
+    optimizer = Optimizer(
+        torch.optim.NAdam,
+        lr=5e-3,
+        eps=1e-6,
+        weight_decay=0.1,
+        rate=warmup_cosine(2, STEPS),
+        options=no_decay_on_vectors,
+    )
+    data = IteratorData(Shuffled(), MICROBATCHES)
+    return Setup(Gpt2(shape, context=24, dropout=0.1), optimizer, data)
+
+
+def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> None:
+    """Ranks go idle and come back, so that they have to learn scalars and cursor anew."""
+    plans = (
+        replace(plan(1, UNEVEN, quotas=(5, 1), from_step=1), schedule=Schedule.ZERO_BUBBLE),
+        plan(2, SMALL, from_step=3),
+        replace(plan(3, GRID, from_step=5), schedule=Schedule.EAGER_1F1B),
+    )
+    ranks = tuple(range(8))
+    alone = run(Case(ALONE, STEPS, setup=setup), tmp_path / "alone")
+    outcome = run(Case(GRID, STEPS, plans, ranks=ranks, setup=setup), tmp_path / "chain")
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert {s["version"] for s in outcome.switches} == {1, 2, 3}, outcome.logs
+    for step in range(STEPS):
+        assert outcome.losses[step] == pytest.approx(alone.losses[step], abs=2e-5), step
+    for epoch in range(len(plans)):
+        before = outcome.full_state(f"before{epoch}")
+        after = outcome.full_state(f"after{epoch + 1}")
+        for key, tensors in before.items():
+            assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {epoch + 1}"
+    reference = alone.full_state()
+    for key, tensors in outcome.full_state().items():
+        for tensor, expected in zip(tensors, reference[key], strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-4)
