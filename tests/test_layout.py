@@ -36,6 +36,7 @@ PARAMETERS = Parameters(
     (Param("first.table", (13, 3), 0),),
     (Param("last.head", (13, 3), 0),),
 )
+TIED = Parameters(PARAMETERS.layers, PARAMETERS.first, PARAMETERS.first)
 
 
 @st.composite
@@ -164,6 +165,27 @@ def test_every_gradient_is_summed_over_all_replicas_once(layout: Layout) -> None
             if param in counts:
                 counts[param][slice(*span)] += 1
     assert all((count == 1).all() for count in counts.values())
+
+
+@given(layouts())
+@settings(deadline=None, max_examples=60)
+def test_every_copy_of_a_tied_parameter_takes_part_in_its_sum_once(layout: Layout) -> None:
+    (table,) = TIED.first
+    copies = sum(1 if len(replica.stages) == 1 else 2 for replica in layout.replicas)
+    counts = np.zeros(table.size, int)
+    for reduction in reductions(layout, TIED):
+        for param, span in reduction.pieces:
+            if param == table:
+                assert len(set(reduction.ranks)) == len(reduction.ranks) == copies
+                counts[slice(*span)] += 1
+    assert (counts == 1).all()
+
+
+@given(layouts(), layouts())
+@settings(deadline=None, max_examples=60)
+def test_a_tied_parameter_moves_once_to_a_rank_that_lacks_it(old: Layout, new: Layout) -> None:
+    planned = moves(old, new, TIED)
+    assert sum(move.numel for move in planned) == least_numel(old, new, TIED)
 
 
 @given(st.integers(1, 5), st.integers(1, 5))

@@ -68,6 +68,8 @@ def _receive(
     parts = own_CD.split(rows)
     for (group, source), part in zip(works, parts, strict=False):
         group.broadcast(part, source)
+    if len(tp) == 1:
+        return own_CD[:tokens]
     gathered = tp.all_gather(own_CD)
     kept = [part[: count * rows] for part, count in zip(gathered, held, strict=True)]
     return torch.cat(kept)[:tokens]
