@@ -27,7 +27,7 @@ class Result:
 
     def json(self) -> dict[str, Any]:
         """For a file."""
-        return asdict(self)
+        return {**vars(self), "schedules": dict(self.schedules)}
 
 
 @dataclass(frozen=True)
