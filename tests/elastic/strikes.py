@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from resihp.contracts import InfeasibleError, Layout, Op, Plan, Replica, Stage, even_quotas
-from resihp.elastic.engine import Setup
+from resihp.elastic.engine import Reduced, Setup
 from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.instep.ledger import indices
 from resihp.elastic.local import LocalRanks
@@ -50,7 +50,8 @@ class Strike:
     """`rank` is killed when it comes to a point of step `step` for the `count`-th time.
 
     Points: `data` (before the first pass), `forward` and `backward` (behind such a pass), those of
-    `ENTERED`, `after` (behind the update), and the names of phases.
+    `ENTERED`, `after` (behind the update), and the names of phases; with step 0 `beside a joiner`
+    (behind a backward pass, as soon as the joiners work).
     """
 
     rank: int
@@ -65,6 +66,8 @@ class Job:
 
     shrink  a replica that loses a rank lives on with a smaller group
     spares  idle ranks, the first of which takes the place of the next one that is lost
+    joiners processes that come when a rank has been lost; each gets a replica of its own
+    step_s  how long each rank dawdles behind a step
     """
 
     layout: Layout
@@ -74,11 +77,18 @@ class Job:
     shrink: bool = False
     quotas: tuple[int, ...] = ()
     spares: tuple[int, ...] = ()
+    joiners: tuple[int, ...] = ()
+    step_s: float = 0.0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that are there from the beginning."""
+        return (*self.layout.ranks, *self.spares)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All processes."""
-        return (*self.layout.ranks, *self.spares)
+        return (*self.members, *self.joiners)
 
 
 @dataclass
@@ -132,7 +142,8 @@ def play(
     `kills` are ranks to be killed so many seconds after the first step, whatever they do then.
     """
     with LocalRanks("strikes", folder) as processes:
-        processes.start(job.ranks, run_rank, job, folder)
+        processes.start(job.members, run_rank, job, folder)
+        _join_later(processes, job, folder)
         _kill_later(processes, kills, folder)
         processes.wait(timeout_s)
         record = Record(dict(processes.exit_codes), processes.logs())
@@ -142,6 +153,17 @@ def play(
             _take(record, rank, json.loads(line))
     record.state = assemble([torch.load(path) for path in folder.glob("final-*.pt")])
     return record
+
+
+def _join_later(processes: LocalRanks, job: Job, folder: Path) -> None:
+    """Start the joiners when the members have changed their layout."""
+
+    def has_switched() -> bool:
+        return any('"switch"' in path.read_text() for path in folder.glob("events-*"))
+
+    while job.joiners and processes.poll(0.01) and not has_switched():
+        pass
+    processes.start(job.joiners, run_rank, job, folder)
 
 
 def _kill_later(processes: LocalRanks, kills: Sequence[tuple[float, int]], folder: Path) -> None:
@@ -190,7 +212,13 @@ class Survivors:
         return Plan(version=current.version + 1, layout=Layout(tuple(left)), quotas=quotas)
 
     def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        return None
+        if not standbys:
+            return None
+        whole = (0, current.layout.layers)
+        new = [Replica((Stage((rank,), whole, (4,)),)) for rank in sorted(standbys)]
+        layout = Layout((*current.layout.replicas, *new))
+        quotas = even_quotas(MICROBATCHES, layout.dp)
+        return Plan(version=current.version + 1, layout=layout, quotas=quotas)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         pass
@@ -243,6 +271,8 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     def on_record(**seen: Any) -> None:
         if seen["op"] is Op.BACKWARD:
             write("pass", seen["step"], microbatch=seen["microbatch"])
+            if job.joiners and set(job.joiners) <= set(trainer.plan.layout.ranks):
+                come_to("beside a joiner", 0)
         points = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.OPTIMIZER: "after"}
         come_to(points.get(seen["op"], ""), seen["step"])
 
@@ -252,9 +282,13 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     def on_phase(phase: Phase, completed: int) -> None:
         come_to(phase.value, completed)
 
+    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+        write("step", reduced.step, loss=reduced.loss)
+        time.sleep(job.step_s)
+
     hooks = Hooks(
         on_phase=on_phase,
-        on_step=lambda reduced, ms, plan: write("step", reduced.step, loss=reduced.loss),
+        on_step=on_step,
         on_switch=on_switch,
     )
     quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
@@ -268,14 +302,20 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
             bucket_bytes=4096,
         ),
         Plan(version=0, layout=job.layout, quotas=quotas),
-        Rendezvous(lambda: connect(host, port, "strikes", TIMEOUTS), rank, job.ranks, TIMEOUTS),
+        Rendezvous(
+            lambda: connect(host, port, "strikes", TIMEOUTS),
+            rank,
+            [rank] if rank in job.joiners else job.members,
+            TIMEOUTS,
+        ),
         Survivors(job.shrink),
         hooks=hooks,
         limit_bytes=4096,
     )
     for point, place in ENTERED.items():
         _watch(place, lambda point=point: come_to(point, trainer.completed))
-    trainer.run(job.steps)
+    begin = trainer.join if rank in job.joiners else trainer.run
+    begin(job.steps)
     save(trainer, folder / f"final-{rank}.pt")
 
 

@@ -142,3 +142,17 @@ def test_a_spare_takes_the_place_of_the_lost_one(alone: Record, tmp_path: Path) 
     assert_same_training(record, alone, {4, 6})
     assert record.redone(AT) <= SHARES[1]
     assert record.redone(AT + 1) <= SHARES[1]
+
+
+def test_a_joiner_gets_a_quota_and_goes_on_alone(tmp_path: Path) -> None:
+    """One of two is lost, a third joins the other one, which is then lost in its turn."""
+    steps, two = 60, Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
+    strikes = (Strike(1, "backward", 1, 2), Strike(0, "beside a joiner", 0, 2))
+    job = Job(two, steps, strikes, deterministic=True, joiners=(2,), step_s=0.25)
+    record = play(job, tmp_path, timeout_s=120)
+    assert record.dead == {0, 1}, record.logs
+    alone = play(Job(ALONE, steps, deterministic=True), tmp_path / "alone")
+    assert record.losses == alone.losses, record.logs
+    for step in range(steps):
+        assert record.counted(step) == list(range(MICROBATCHES)), record.logs
+    assert_bit_equal(record, alone)
