@@ -67,8 +67,9 @@ class LocalRanks:
         self._store = self._server = None
 
     def start(self, ranks: Collection[int], target: Target, *arguments: Any) -> None:
-        """Start these ranks."""
+        """Start these ranks; one that has ended may come back, as a joiner."""
         for rank in ranks:
+            self.exit_codes.pop(rank, None)
             process = self._context.Process(
                 target=_main,
                 args=(str(self.log(rank)), target, rank, *self.address, *arguments),

@@ -115,7 +115,7 @@ class Trainer:
         if invitation is None:
             self._rendezvous.close()
             return
-        self._rendezvous.recovery, self._rendezvous.alive = invitation.recovery, invitation.alive
+        self._rendezvous.come_in(invitation.recovery, invitation.alive)
         self._present.epoch, self._present.plan = invitation.epoch, invitation.plan
         self._live(lambda: None)
 

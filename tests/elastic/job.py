@@ -237,6 +237,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             "received": switch.received_bytes,
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
+            "memory_mb": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20,
         }
         events.write(json.dumps(event) + "\n")
 

@@ -161,6 +161,12 @@ class Rendezvous:
             self._broken = None
         return decision
 
+    def come_in(self, recovery: int, alive: tuple[int, ...]) -> None:
+        """Become a member of a job that is running; what broke in it before does not count."""
+        with self._changed:
+            self.recovery, self.alive = recovery, alive
+            self._broken = None
+
     # Plans and the end.
 
     def publish(self, epoch: int, offer: Offer | str) -> None:

@@ -1,0 +1,109 @@
+"""What being elastic costs while nothing happens: steps with the runtime's watching, and without.
+
+Two replicas train in two processes. The same engine makes blocks of steps inside `Trainer.run`
+(heartbeats, the agent's long poll, a look for a plan in each step) and in a bare loop, in the same
+processes and run; blocks of several runs are compared by their medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from benchmarks._report import machine, print_table, write_json
+from resihp.contracts import Layout, ModelShape, Plan
+from resihp.elastic.engine import Reduced, Setup
+from resihp.elastic.events import Hooks
+from resihp.elastic.local import LocalRanks
+from resihp.elastic.membership.plans import NoPlans
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.models import Llama, Packed
+from resihp.elastic.optim import Optimizer
+from resihp.elastic.trainer import Trainer
+
+SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=4, ffn=768, vocab=1024)
+LAYOUT = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
+TOKENS, MICROBATCHES, STEPS, SKIPPED = 128, 4, 40, 5
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    runs = [measure() for _ in range(options.repeats)]
+    elastic = statistics.median(ms for run in runs for ms in run["elastic"])
+    bare = statistics.median(ms for run in runs for ms in run["bare"])
+    cost = statistics.median(
+        statistics.median(run["elastic"]) / statistics.median(run["bare"]) - 1.0 for run in runs
+    )
+    rows = [[round(elastic, 2), round(bare, 2), f"{cost:+.1%}"]]
+    print(machine())
+    print_table("Step of 2 processes", ["elastic ms", "bare ms", "cost, median of runs"], rows)
+    if options.json:
+        write_json(options.json, {"elastic_ms": elastic, "bare_ms": bare, "cost": cost})
+
+
+def measure() -> dict[str, list[float]]:
+    """Milliseconds of the first rank's steps, elastic and bare."""
+    with tempfile.TemporaryDirectory(prefix="resihp-cost-") as name:
+        folder = Path(name)
+        with LocalRanks("cost", folder) as ranks:
+            ranks.start(range(2), run_rank, folder)
+            assert set(ranks.wait(300).values()) == {0}, ranks.logs()
+        told: dict[str, list[float]] = json.loads((folder / "steps-0.json").read_text())
+    return told
+
+
+def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
+    """A block of steps in the trainer, and one without it."""
+    torch.set_num_threads(1)
+    patient = timedelta(minutes=10)  # nobody beats in the bare loop
+    timeouts = Timeouts(heartbeat=patient, connect=patient, exchange=patient)
+    elastic: list[float] = []
+    last = time.perf_counter()
+
+    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        elastic.append((now - last) * 1e3)
+        last = now
+
+    trainer = Trainer(
+        Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW), batch),
+        Plan(version=0, layout=LAYOUT, quotas=(2, 2)),
+        Rendezvous(lambda: connect(host, port, "cost", timeouts), rank, range(2), timeouts),
+        NoPlans(),
+        hooks=Hooks(on_step=on_step),
+    )
+    trainer.run(STEPS)
+    engine = trainer.engine
+    assert engine is not None
+    bare = []
+    for step in range(STEPS, 2 * STEPS):
+        start = time.perf_counter()
+        engine.accumulate(step)
+        engine.update(engine.reduce(step, 0).norm, step)
+        bare.append((time.perf_counter() - start) * 1e3)
+    told = {"elastic": elastic[SKIPPED:], "bare": bare[SKIPPED:]}
+    (folder / f"steps-{rank}.json").write_text(json.dumps(told))
+
+
+def batch(step: int, index: int) -> Packed:
+    """Random tokens."""
+    chosen = torch.Generator().manual_seed(100 * step + index)
+    ids = torch.randint(0, SHAPE.vocab, (TOKENS + 1,), generator=chosen)
+    return Packed(ids[:-1], ids[1:], (TOKENS,))
+
+
+if __name__ == "__main__":
+    main()
