@@ -14,6 +14,7 @@ from resihp.elastic.models import Gpt2
 from resihp.elastic.optim import Optimizer, no_decay_on_vectors, warmup_cosine
 from tests.elastic.job import ALONE, GRID, MICROBATCHES, SHAPE, UNEVEN, Case, plan, run
 from tests.elastic.test_engine_data import Shuffled
+from tests.elastic.threads import train
 
 STEPS = 8
 SMALL = Layout((Replica((Stage((6,), (0, 3), (4,)), Stage((0, 3), (3, 4), (1, 3)))),))
@@ -42,8 +43,8 @@ def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> Non
         replace(plan(3, GRID, from_step=5), schedule=Schedule.EAGER_1F1B),
     )
     ranks = tuple(range(8))
-    alone = run(Case(ALONE, STEPS, setup=setup), tmp_path / "alone")
-    outcome = run(Case(GRID, STEPS, plans, ranks=ranks, setup=setup), tmp_path / "chain")
+    alone = train(setup(), plan(0, ALONE), STEPS)
+    outcome = run(Case(GRID, STEPS, plans, ranks=ranks, setup=setup), tmp_path)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert {s["version"] for s in outcome.switches} == {1, 2, 3}, outcome.logs
     for step in range(STEPS):
@@ -53,7 +54,7 @@ def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> Non
         after = outcome.full_state(f"after{epoch + 1}")
         for key, tensors in before.items():
             assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {epoch + 1}"
-    reference = alone.full_state()
+    reference = {param.key: tensors for param, tensors in alone.state().items()}
     for key, tensors in outcome.full_state().items():
         for tensor, expected in zip(tensors, reference[key], strict=True):
             torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-4)

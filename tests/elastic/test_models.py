@@ -108,7 +108,8 @@ def test_bf16_operators_keep_float32_state_and_sums(alone: Run, model: Model) ->
 
 def test_fifty_steps_follow_the_single_rank() -> None:
     model = MODELS["tied"]
-    steps, layout = 50, LAYOUTS["uneven"]
+    stages = Stage((0, 1), (0, 1), (1, 3)), Stage((2,), (1, 4), (4,))
+    steps, layout = 50, Layout((Replica(stages), Replica((Stage((3,), (0, 4), (4,)),))))
     setup = Setup(model, Optimizer(torch.optim.AdamW, lr=2e-3, eps=1e-6), batch)
     plan = Plan(version=0, layout=layout, quotas=(3, 2))
     undisturbed = train(setup, Plan(version=0, layout=ALONE, quotas=(MICROBATCHES,)), steps)
