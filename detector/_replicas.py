@@ -89,7 +89,8 @@ class Replicas:
         share = np.clip(-np.expm1(-excess) / np.maximum(self._fixed, 1e-9), 0.0, 0.999)
         by_fixed = _odds(level, error, -np.log1p(-share)) + _odds(*self._slope(run), share)
         by_curve = _odds(level, error, excess / _CURVATURE)
-        result: Bools = np.minimum(by_fixed, by_curve) < _ODDS
+        # The curve is a guess: it excuses only where the level itself has risen to suit it.
+        result: Bools = (by_fixed < _ODDS) | (by_curve < 0.0)
         if self._two_stages:
             result |= _odds(-level, error, excess) < -_ODDS
         return result
