@@ -27,6 +27,8 @@ _CURVATURE = 0.25
 """Share of a replica's rise (log) by which maps that are not quite affine may be off."""
 _ODDS = 3.5
 """Log-likelihood ratio from which the rank alone is to blame, not its whole replica."""
+_NO_SHARE = 0.05
+"""Fixed share below which a rank counts as having none."""
 _MOST_ODDS = 4.5
 """Most that the level, or the pattern over the microbatches, may add to it: work has long tails."""
 
@@ -89,8 +91,10 @@ class Replicas:
         share = np.clip(-np.expm1(-excess) / np.maximum(self._fixed, 1e-9), 0.0, 0.999)
         by_fixed = _odds(level, error, -np.log1p(-share)) + _odds(*self._slope(run), share)
         by_curve = _odds(level, error, excess / _CURVATURE)
-        # The curve is a guess: it excuses only where the level itself has risen to suit it.
-        result: Bools = (by_fixed < _ODDS) | (by_curve < 0.0)
+        # Where no share of the time is fixed, the curve is a guess: it excuses only those whose
+        # level has itself risen to suit it.
+        asked = np.where(self._fixed > _NO_SHARE, _ODDS, 0.0)
+        result: Bools = (by_fixed < _ODDS) | (by_curve < asked)
         if self._two_stages:
             result |= _odds(-level, error, excess) < -_ODDS
         return result
