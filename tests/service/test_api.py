@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 from conftest import Http, batch_of, eventually, job_of
+from fakes import HEARTBEAT_TIMEOUT_S
 
 from resihp.contracts import Job, Plan, from_json, to_json
 from resihp.contracts.codec import WireFormat
@@ -139,12 +141,18 @@ def test_heartbeats_that_stop_mean_fail_stop(http: Http):
     http.register(job_of("beats"))
     http("POST", "/v1/jobs/beats/heartbeats", {"ranks": [0, 1], "step": 0})
 
+    beats = [time.monotonic()]
+
     def silent():
         http("POST", "/v1/jobs/beats/heartbeats", {"ranks": [0]})
+        beats.append(time.monotonic())
         return http.statuses("beats").get(1) == "fail_stop"
 
     eventually(silent)
-    assert http.statuses("beats").get(0) != "fail_stop"
+    longest_s = max(after - before for before, after in pairwise(beats))
+    # On a machine that held this test up for longer, rank 0 was silent too.
+    if longest_s < HEARTBEAT_TIMEOUT_S / 2:
+        assert http.statuses("beats").get(0) != "fail_stop"
 
 
 def test_the_long_poll_waits_and_wakes(http: Http):
