@@ -67,7 +67,6 @@ class Job:
     shrink  a replica that loses a rank lives on with a smaller group
     spares  idle ranks, the first of which takes the place of the next one that is lost
     joiners processes that come when a rank has been lost; each gets a replica of its own
-    step_s  how long each rank dawdles behind a step
     """
 
     layout: Layout
@@ -78,7 +77,6 @@ class Job:
     quotas: tuple[int, ...] = ()
     spares: tuple[int, ...] = ()
     joiners: tuple[int, ...] = ()
-    step_s: float = 0.0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -284,7 +282,8 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
 
     def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
         write("step", reduced.step, loss=reduced.loss)
-        time.sleep(job.step_s)
+        if not set(job.joiners) <= set(plan.layout.ranks):
+            time.sleep(0.25)  # the job is not to end before they have come
 
     hooks = Hooks(
         on_phase=on_phase,

@@ -148,7 +148,7 @@ def test_a_joiner_gets_a_quota_and_goes_on_alone(tmp_path: Path) -> None:
     """One of two is lost, a third joins the other one, which is then lost in its turn."""
     steps, two = 60, Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
     strikes = (Strike(1, "backward", 1, 2), Strike(0, "beside a joiner", 0, 2))
-    job = Job(two, steps, strikes, deterministic=True, joiners=(2,), step_s=0.25)
+    job = Job(two, steps, strikes, deterministic=True, joiners=(2,))
     record = play(job, tmp_path, timeout_s=120)
     assert record.dead == {0, 1}, record.logs
     alone = play(Job(ALONE, steps, deterministic=True), tmp_path / "alone")
