@@ -25,14 +25,12 @@ from resihp.contracts import Plan, ResiHPError, from_json, to_json
 
 from ..worlds.comm import WorldBrokenError
 from .agreement import Decision, Report, decide, read_decision, read_report
+from .heartbeats import Heartbeats
 from .offers import Offer
 from .store import Timeouts
 
 _log = logging.getLogger("resihp.elastic")
 Answer = TypeVar("Answer")
-
-# Looks at a peer's heartbeat within the time-out after which it is given up.
-_LOOKS = 10
 
 
 class FencedOutError(ResiHPError):
@@ -79,7 +77,7 @@ class Rendezvous:
         self._among: _Among | None = None
         self._hurt: str | None = None
         self._next_look = 0.0
-        self._beats: dict[int, tuple[int, int]] = {}
+        self._heartbeats = Heartbeats(self._store, rank, t)
         self._looking = threading.Lock()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -105,10 +103,10 @@ class Rendezvous:
         with self._looking:
             among, now = self._scope(), time.monotonic()
             if self._reason(among) is None and waited_s > 1.0 and now > self._next_look:
-                self._next_look = now + self.timeouts.heartbeat.total_seconds() / _LOOKS
+                self._next_look = now + self._heartbeats.look_s
                 watched = tuple(ranks if among is None else among.ranks)
                 none: list[int] = []
-                silent = self._asked(lambda: self._silent(watched, waited_s), none)
+                silent = self._asked(lambda: self._heartbeats.silent(watched, waited_s), none)
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if among is not None:
@@ -184,11 +182,11 @@ class Rendezvous:
         key = f"plan/{self.recovery - recoveries_ago}/{epoch}"
         if not self._asked(lambda: self._store.check([key]), False):
             return None
-        document = json.loads(self._store.get(key))
-        if "stop" in document:
-            raise StopError(document["stop"])
-        plan = from_json(Plan, document["plan"])
-        return Offer(plan, tuple(document["members"]), tuple(document["leaving"]))
+        told = json.loads(self._store.get(key))
+        if "stop" in told:
+            raise StopError(told["stop"])
+        plan = from_json(Plan, told["plan"])
+        return Offer(plan, tuple(told["members"]), tuple(told["leaving"]))
 
     def go(self, epoch: int) -> None:
         """Tell idle ranks that the switch to `epoch` begins."""
@@ -207,8 +205,7 @@ class Rendezvous:
             if offer is not None:
                 return offer
             waited = time.monotonic() - start
-            reason = self.broken(self.alive[:1], waited)
-            if reason is not None:
+            if (reason := self.broken(self.alive[:1], waited)) is not None:
                 raise WorldBrokenError(reason)
             time.sleep(0.01)
 
@@ -240,11 +237,11 @@ class Rendezvous:
     def _scope(self) -> _Among | None:
         """To what the calling thread's waits are confined."""
         among = self._among
-        return among if among is not None and among.thread == threading.get_ident() else None
+        return among if among and among.thread == threading.get_ident() else None
 
     def _reason(self, among: _Among | None) -> str | None:
         """Why to give up the present work."""
-        return self._broken if among is None else self._hurt
+        return self._hurt if among else self._broken
 
     def _asked(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The store's answer; `otherwise`, now and ever after, if it is gone."""
@@ -285,33 +282,9 @@ class Rendezvous:
                     self._hurt = self._broken
                 self._changed.notify_all()
 
-    def _silent(self, ranks: Sequence[int], waited_s: float) -> list[int]:
-        """Those of `ranks` that are dead or have not beaten for the heartbeat's time-out.
-
-        The time-out is counted in looks, not on a clock: when this process itself was held up,
-        the others have had no more chance to beat than it had to look. A rank that has never
-        beaten is still starting; it gets the time that it takes to connect.
-        """
-        is_overdue = waited_s > self.timeouts.connect.total_seconds()
-        silent = []
-        for rank in sorted(set(ranks) - {self.rank}):
-            beat = self._beat(rank)
-            last, looks = self._beats.get(rank, (-1, 0))
-            looks = looks + 1 if beat == last else 0
-            self._beats[rank] = (beat, looks)
-            is_late = looks >= _LOOKS if beat else is_overdue
-            if is_late or self._store.check([f"dead/{rank}"]):
-                silent.append(rank)
-        return silent
-
-    def _beat(self, rank: int) -> int:
-        key = f"beat/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
-
     def _collect(self, prefix: str, decided: str) -> dict[int, Report]:
         """The reports of all ranks that are alive; a decision made meanwhile ends the wait."""
         start = next_look = time.monotonic()
-        look_s = self.timeouts.heartbeat.total_seconds() / _LOOKS
         missing, reports = set(self.alive), {}
         while missing and not self._store.check([decided]):
             for rank in sorted(missing):
@@ -321,7 +294,7 @@ class Rendezvous:
                 elif self._store.check([f"dead/{rank}"]):
                     missing.discard(rank)
             if missing and (now := time.monotonic()) >= next_look:
-                next_look = now + look_s
-                missing -= set(self._silent(sorted(missing), now - start))
+                next_look = now + self._heartbeats.look_s
+                missing -= set(self._heartbeats.silent(missing, now - start))
             time.sleep(0.005 if missing else 0.0)
         return reports
