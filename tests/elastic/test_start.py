@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,15 @@ SCRIPT = "tests/elastic/train_script.py"
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    root = str(Path(__file__).parents[2])  # the script uses the tests' small job
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )
 
 
 def test_torchrun_starts_a_script() -> None:
