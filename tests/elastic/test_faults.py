@@ -11,6 +11,8 @@ from resihp.elastic.membership.phases import Phase
 from tests.elastic.job import ALONE, GRID, SHIFTED, UNEVEN, Case, Fault, Outcome, plan, run
 
 STEPS = 6
+IN_A_STEP = (Phase.ACCUMULATING, Phase.REDUCING, Phase.UPDATING)
+IN_A_SWITCH = (Phase.STREAMING, Phase.VOTING)
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +31,29 @@ def assert_survived(outcome: Outcome, alone: Outcome, dead: set[int]) -> None:
     assert outcome.full_state().keys() == alone.full_state().keys()
 
 
-@pytest.mark.parametrize("rank", [0, 3, 6])
-@pytest.mark.parametrize("phase", [Phase.ACCUMULATING, Phase.REDUCING, Phase.UPDATING])
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [
+        (Phase.ACCUMULATING, 0),
+        (Phase.REDUCING, 3),
+        (Phase.UPDATING, 6),
+        *(pytest.param(p, r, marks=pytest.mark.soak) for p in IN_A_STEP for r in range(8)),
+    ],
+)
 def test_killed_in_a_step(phase: Phase, rank: int, alone: Outcome, tmp_path: Path) -> None:
     completed = 2
     outcome = run(Case(GRID, STEPS, faults=(Fault(rank, phase, completed),)), tmp_path)
     assert_survived(outcome, alone, {rank})
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-@pytest.mark.parametrize("phase", [Phase.STREAMING, Phase.VOTING])
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [
+        (Phase.STREAMING, 0),
+        (Phase.VOTING, 5),
+        *(pytest.param(p, r, marks=pytest.mark.soak) for p in IN_A_SWITCH for r in range(8)),
+    ],
+)
 def test_killed_in_a_switch(phase: Phase, rank: int, alone: Outcome, tmp_path: Path) -> None:
     """The switch keeps a replica whole whichever world holds, so the survivors can go on."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)

@@ -96,8 +96,15 @@ def test_killed_while_quotas_are_agreed_on(rank: int, alone: Outcome, tmp_path: 
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {rank}, outcome.logs
 
 
-@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize(
+    ("rank", "with_signal"),
+    [
+        (0, signal.SIGKILL),
+        (5, signal.SIGSTOP),
+        pytest.param(5, signal.SIGKILL, marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.soak),
+    ],
+)
 def test_lost_while_the_next_world_is_filled(
     rank: int, with_signal: int, alone: Outcome, tmp_path: Path
 ) -> None:
