@@ -6,7 +6,8 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from benchmarks._checkpoint_disk import write_s
 from resihp.checkpoint import Checkpointer, LazyWriter, LocalDisk
+from resihp.checkpoint.staging.host_buffer import HostBuffer
 
 State = dict[str, Any]
 
@@ -82,6 +85,47 @@ class ResiHP(Nothing):
         durable_s = self._counters.durable_s
         if durable_s is not None and durable_s not in self.durable_s[-1:]:
             self.durable_s.append(durable_s)
+
+
+class WritesAlone(Nothing):
+    """No checkpoint: as many bytes go to the disk beside the loop, and that is all.
+
+    What this slows a loop down, the disk's use of memory and processor does. The fence waits for
+    it, as bytes of a moving state would be worth nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[float] | None = None
+        self._buffer: HostBuffer | None = None
+
+    def save(self, step: int, state: State) -> None:
+        """Begin to write."""
+        if self._buffer is None:
+            nbytes = sum(tensor.nbytes for tensor in _tensors(state))
+            self._buffer = HostBuffer(nbytes // 4096 * 4096)
+        self._writing = self._thread.submit(write_s, self.folder / "alone", self._buffer)
+
+    def fence(self) -> None:
+        """Wait for it."""
+        if self._writing is not None:
+            self.durable_s.append(self._writing.result())
+            self._writing = None
+
+    def close(self) -> int:
+        """Finish."""
+        self.fence()
+        self._thread.shutdown()
+        return 0
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
 
 
 class TorchSave(Nothing):
@@ -168,6 +212,7 @@ class DcpOurs(DcpAsync):
 MODES: dict[str, Callable[[Path], Mode]] = {
     "none": Nothing,
     "ResiHP": ResiHP,
+    "writes alone": WritesAlone,
     "torch.save": PageCacheSave,
     "torch.save + fsync": TorchSave,
     "dcp.save": DcpSave,

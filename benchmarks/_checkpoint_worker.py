@@ -1,6 +1,6 @@
 """One process of the checkpoint benchmark: trains with one way to checkpoint, prints JSON.
 
-`python -m benchmarks._checkpoint_worker MODE FOLDER GIB STEP_S STEPS`
+`python -m benchmarks._checkpoint_worker MODE FOLDER GIB STEP_S STEPS THREADS`
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import socket
 import statistics
 import sys
 import time
+from math import ceil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks._checkpoint_disk import limit_s
 from benchmarks._checkpoint_modes import Mode, Nothing, State, open_mode
 
 LAYERS = 24
+_SMALL, _LARGE = 8, 128
+WARM_UP = 6
+"""Checkpoints in which a way allocates, starts threads and processes, lays out files and pages."""
 
 
 class Loop:
@@ -33,14 +36,14 @@ class Loop:
         layers = [nn.Linear(self.width, self.width, bias=False) for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.batch = 8
+        self.batch = _SMALL
         self.step(Nothing(Path()))
         begun = time.perf_counter()
         self._update(Nothing(Path()))
         update_s = time.perf_counter() - begun
-        begun = time.perf_counter()
-        self._gradients()
-        self.batch = max(1, round(8 * (step_s - update_s) / (time.perf_counter() - begun)))
+        small_s, large_s = self._gradients_s(_SMALL), self._gradients_s(_LARGE)
+        each_s = (large_s - small_s) / (_LARGE - _SMALL)
+        self.batch = max(1, ceil(_SMALL + (step_s - update_s - small_s) / each_s))
         self.step(Nothing(Path()))
 
     @property
@@ -60,6 +63,14 @@ class Loop:
 
     def _gradients(self) -> None:
         self.model(torch.ones(self.batch, self.width)).square().mean().backward()
+
+    def _gradients_s(self, batch: int) -> float:
+        """Seconds for the gradients of so many samples; the first time, which allocates, apart."""
+        self.batch = batch
+        self._gradients()
+        begun = time.perf_counter()
+        self._gradients()
+        return time.perf_counter() - begun
 
     def _update(self, mode: Mode) -> float:
         begun = time.perf_counter()
@@ -87,9 +98,9 @@ def phase(loop: Loop, mode: Mode, steps: int, every: int) -> dict[str, list[floa
     return {"step_s": step_s, "blocking_s": blocking_s}
 
 
-def main(name: str, folder: Path, gib: float, step_s: float, steps: int) -> None:
+def main(name: str, folder: Path, gib: float, step_s: float, steps: int, threads: int) -> None:
     """Without and with checkpoints in turn; the first of a mode, which allocates, apart."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if "process" in name:
         _join_alone()
     loop = Loop(gib, step_s)
@@ -100,10 +111,10 @@ def main(name: str, folder: Path, gib: float, step_s: float, steps: int) -> None
     phase(loop, plain, 2, 1)
     before = _peak()
     mode = open_mode(name, folder / "run")
-    phase(loop, mode, 3, 1)  # allocates, starts threads and processes
+    phase(loop, mode, WARM_UP, 1)
     mode.durable_s.clear()
     for label, every in (("each", 1), ("fifth", 5)):
-        seen = phase(loop, mode, steps, every)
+        seen = phase(loop, mode, max(steps, every), every)
         mode.fence()
         again = phase(loop, plain, steps, 1)["step_s"]
         around = statistics.mean([*base, *again])
@@ -114,7 +125,6 @@ def main(name: str, folder: Path, gib: float, step_s: float, steps: int) -> None
     found["durable_s"] = mode.durable_s
     found["extra_bytes"] = _peak() - before
     shutil.rmtree(folder / "run", ignore_errors=True)
-    found["limit_s"] = limit_s(folder, loop.nbytes)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     os._exit(0)  # torch's checkpoint process has no other end
@@ -155,5 +165,5 @@ def _status(process: int, field: str) -> int:
 
 
 if __name__ == "__main__":
-    mode_name, path, size, seconds, count = sys.argv[1:]
-    main(mode_name, Path(path), float(size), float(seconds), int(count))
+    mode_name, path, size, seconds, count, busy = sys.argv[1:]
+    main(mode_name, Path(path), float(size), float(seconds), int(count), int(busy))

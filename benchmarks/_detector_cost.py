@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks._detector_cases import MODEL, job_of, text_lengths
 from detector import Detector, DetectorSettings
-from detector._places import places_of
+from detector.base.places import places_of
+from detector.expectation.workload import features_of
 from detector.predictor import AnalyticCost, Predictor
 from detector.scenarios import Noise, steps_of
-from detector.workload import features_of
 from resihp.contracts import Job, Layout, TelemetryBatch
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -14,7 +14,6 @@ from benchmarks._planner_cases import faults, job_of
 from benchmarks._report import print_table
 from resihp.contracts import Job
 from scheduler import make_plan, simulate
-from scheduler.calibration import uneven
 from scheduler.presets import preset
 
 Floats = NDArray[np.float64]
@@ -22,6 +21,8 @@ Floats = NDArray[np.float64]
 SHAPE = preset("llama-2-70b")
 BYTES_PER_TOKEN = 4
 SIZES = (8192, 32768, 131072)  # tokens of a microbatch
+STEPS = 24  # simulated, of which the mean counts
+KNOWN = 4000  # microbatches whose lengths a prediction knows
 
 
 def document_tokens() -> list[int]:
@@ -38,7 +39,7 @@ def packed(lengths: list[int], tokens: int, random: np.random.Generator) -> Iter
     """
     squares, left = 0, tokens
     while True:
-        length = int(random.choice(lengths))
+        length = lengths[random.integers(len(lengths))]
         while length:
             piece = min(length, left)
             squares, left, length = squares + piece * piece, left - piece, length - piece
@@ -53,7 +54,7 @@ def print_sequences(seeds: int) -> None:
     for tokens in SIZES:
         random = np.random.default_rng(tokens)
         source = packed(lengths, tokens, random)
-        sample = np.array([next(source) for _ in range(2000)])
+        sample = random.permutation([next(source) for _ in range(2 * KNOWN)])
         plain, fitted = _errors(job_of(256), sample / sample.mean(), random, seeds)
         spread = sample.std() / sample.mean()
         rows.append([tokens, f"{spread:.1%}", *_told(plain), *_told(fitted)])
@@ -71,17 +72,20 @@ def _errors(
 ) -> tuple[list[float], list[float]]:
     """Predicted over simulated time, less 1, of plans for slow and dead devices.
 
-    The first of mean work alone, the second with what uneven work costs; against the mean of three
-    steps whose microbatches are others than those that the prediction knows.
+    The first of mean work alone, the second with what uneven work costs; against the mean of
+    steps whose microbatches are others than those that the prediction knows. A loader packs
+    documents and then shuffles what it packed, and so did the caller.
     """
-    known, fresh = relative[:1000], relative[1000:]
-    taught = uneven(job, known.tolist())
+    known, fresh = relative[:KNOWN], relative[KNOWN:]
     plain, fitted = [], []
     for seed in range(seeds):
         speeds = faults(256, 4, 4, seed)
         plan = make_plan(job, speeds)
-        drawn = [random.choice(fresh, job.microbatches).tolist() for _ in range(3)]
-        times = [simulate(job, plan.layout, plan.quotas, speeds, d).step_ms for d in drawn]
+        drawn = [random.choice(fresh, job.microbatches).tolist() for _ in range(STEPS)]
+        times = [
+            simulate(job, plan.layout, plan.quotas, speeds, d, schedule=plan.schedule).step_ms
+            for d in drawn
+        ]
         plain.append(plan.step_ms / fmean(times) - 1.0)
-        fitted.append(make_plan(taught, speeds).step_ms / fmean(times) - 1.0)
+        fitted.append(make_plan(job, speeds, work=known.tolist()).step_ms / fmean(times) - 1.0)
     return plain, fitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from statistics import fmean, geometric_mean
 from typing import Any
 
@@ -76,25 +77,31 @@ def _summary(results: Sequence[Result]) -> str:
     )
 
 
-def print_ratios(permitted: str, rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Our throughput over each policy's."""
+def print_ratios(
+    permitted: str, rows: Sequence[Row], results: Sequence[Result], published: Sequence[Result]
+) -> None:
+    """Our throughput over each policy's: with the same schedules, and with its own (1F1B)."""
     table = []
     for name in PEERS:
         if name == "recycle" and "split" not in permitted:
             continue
-        pairs = [
-            (row, result.mean("joint") / result.mean(name))
-            for row, result in zip(rows, results, strict=True)
-            if result.mean(name) > 0.0
-        ]
-        ratios = [ratio for _, ratio in pairs]
-        behind = [str(row) for row, ratio in pairs if ratio < 1.0]
+        ratios = _ratios(name, results, results)
+        behind = [str(row) for row, ratio in zip(rows, ratios, strict=True) if ratio < 1.0]
+        finite = [ratio for ratio in ratios if ratio < inf]
+        own = [ratio for ratio in _ratios(name, results, published) if ratio < inf]
         took = fmean(ms for result in results for ms in result.took_ms[name])
-        told = f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}", len(rows) - len(pairs)
-        table.append([name, *told, f"{took:.0f}", "; ".join(behind) or "none"])
-    columns = ["policy", "ratio", "least row", "stopped", "its cpu ms", "rows where we are behind"]
+        told = f"{geometric_mean(finite):.3f}", f"{min(finite):.3f}", f"{geometric_mean(own):.3f}"
+        stopped = len(ratios) - len(finite)
+        table.append([name, *told, stopped, f"{took:.0f}", "; ".join(behind) or "none"])
+    columns = ["policy", "ratio", "least row", "as published", "stopped", "its cpu ms", "behind in"]
     title = f"Jobs that permit {permitted}: ours over each policy (geometric mean of the rows)"
     print_table(title, columns, table)
+
+
+def _ratios(name: str, ours: Sequence[Result], theirs: Sequence[Result]) -> list[float]:
+    """By row; inf where the policy stands still."""
+    means = [(one.mean("joint"), other.mean(name)) for one, other in zip(ours, theirs, strict=True)]
+    return [one / other if other else inf for one, other in means]
 
 
 def print_scales(scales: Sequence[Scale]) -> None:

@@ -10,10 +10,12 @@ import torch
 
 from benchmarks._recovery_job import MICROBATCHES, REPLICAS, STEPS, Diary, build_model
 from benchmarks._recovery_job import build_optimizer as optimizer_of
-from resihp.elastic.instep.replicas import Replicas, Seat, Step
+from resihp.elastic.environment import Environment
+from resihp.elastic.instep.replicas import Replicas
+from resihp.elastic.instep.user_loop import Step
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.agreement import Report
-from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.membership.store import Timeouts
 
 TIMEOUTS = Timeouts(poll=timedelta(milliseconds=50))
 
@@ -41,11 +43,11 @@ def run_rank(rank: int, host: str, port: int, folder: Path, rolls_back: bool) ->
     optimizer = optimizer_of(model)
     kind = RollsBack if rolls_back else Replicas
     replicas = kind(
-        lambda: connect(host, port, "recovery", TIMEOUTS),
-        Seat(rank, REPLICAS),
-        model.parameters(),
+        model,
+        optimizer,
         microbatches=MICROBATCHES,
         timeouts=TIMEOUTS,
+        environment=Environment(rank, REPLICAS, host, port, "recovery", False, False),
     )
     diary.tell("ready", 0)
     for step in replicas.steps(STEPS):

@@ -1,21 +1,26 @@
 """What a checkpoint costs a training loop: ours, `torch.save`, and every mode of torch's dcp.
 
 Each way runs in a process of its own that trains in turn without and with checkpoints, so that
-slow-downs compare neighbours in time; repetitions interleave the ways. Blocking is what the
-training thread spends in the calls, fences and waits for earlier checkpoints included. The disk's
-limit is measured in each process: direct writes of as many bytes from several threads and nothing
-else, into a new file and over an old file's bytes.
+slow-downs compare neighbours in time. Blocking is what the training thread spends in the calls,
+fences and waits for earlier checkpoints included.
+
+Two measures of the disk stand beside: its own limit (direct writes of as many bytes out of memory
+and nothing else, into a new file and over an old file's bytes), and what these writes alone, with
+no checkpoint around them, cost the same loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +29,40 @@ from benchmarks._checkpoint_modes import MODES
 from benchmarks._report import machine, print_table, write_json
 
 Run = dict[str, Any]
+Limits = dict[str, float]
 
-OURS, REFERENCE = "ResiHP", "torch.save"
+OURS, FLOOR, REFERENCE = "ResiHP", "writes alone", "torch.save"
+REPEATED = (OURS, FLOOR)
+"""Quick, and compared with each other: measured more often than the rest."""
 COLUMNS = (
     "way", "blocking ms", "of torch.save's", "slow-down, each step", "each 5th", "durable s",
     "of a new file's", "of an old one's", "extra memory", "skipped",
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Loop:
+    """The loop that is slowed down: on how many cores it trains, and how long its step is."""
+
+    threads: int
+    times_the_disk: float
+
+    def __str__(self) -> str:
+        cores = f"{self.threads} of {os.cpu_count()} cores"
+        return f"trains on {cores}, step at least {self.times_the_disk:g}x the disk's time"
+
+
+MAIN = Loop(threads=1, times_the_disk=1.2)
+OTHERS = (Loop(os.cpu_count() or 1, 1.2), Loop(1, 3.0))
+
+
 def main() -> None:
     """Measure, print, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gib", type=float, action="append", help="size of the state; 1")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="of each phase of a loop")
+    parser.add_argument("--gib", type=float, action="append", help="size of the state; 1 and 2")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="of each phase of a loop")
     parser.add_argument("--way", choices=sorted(set(MODES) - {"none"}), action="append")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
@@ -47,17 +71,12 @@ def main() -> None:
     document: dict[str, Any] = {}
     try:
         print(machine())
-        for gib in options.gib or [1.0]:
-            runs = measure(gib, ways, options.repeats, options.steps, root)
-            rows = [row(way, runs) for way in ways]
-            shown = limits(runs)
-            title = f"Checkpoints of {gib:g} GiB; {shown}"
-            print_table(title, COLUMNS, rows)
-            document[f"{gib:g} GiB"] = {
-                "rows": [dict(zip(COLUMNS, cells, strict=True)) for cells in rows],
-                "limit": shown,
-                "runs": runs,
-            }
+        for number, gib in enumerate(options.gib or [1.0, 2.0]):
+            loops = (MAIN, *OTHERS) if number == 0 else (MAIN,)
+            for loop in loops:
+                chosen = ways if loop is MAIN else [way for way in ways if way in REPEATED]
+                runs, disk = measure(gib, chosen, loop, options.repeats, options.steps, root)
+                document |= report(f"{gib:g} GiB", loop, runs, disk)
     finally:
         shutil.rmtree(root)
     if options.json:
@@ -65,17 +84,17 @@ def main() -> None:
 
 
 def measure(
-    gib: float, ways: list[str], repeats: int, steps: int, root: Path
-) -> dict[str, list[Run]]:
-    """Every way, the repetitions interleaved; a step lasts 1.2 times as long as the disk needs."""
-    step_s = 1.2 * statistics.median(
-        limit_s(root, int(gib * 2**30) // 4096 * 4096)["new"] for _ in range(3)
-    )
+    gib: float, ways: Sequence[str], loop: Loop, repeats: int, steps: int, root: Path
+) -> tuple[dict[str, list[Run]], Limits]:
+    """Every way, the repetitions interleaved, and the disk's limits before, between and after."""
+    nbytes = int(gib * 2**30)
+    disk = [limit_s(root, nbytes)]
+    step_s = loop.times_the_disk * disk[0]["new"]
     runs: dict[str, list[Run]] = {way: [] for way in ways}
-    for number in range(repeats):
-        for way in ways:
-            arguments = [way, str(root), str(gib), str(step_s), str(steps)]
-            command = [sys.executable, "-m", "benchmarks._checkpoint_worker", *arguments]
+    for number in range(2 * repeats):
+        for way in ways if number < repeats else [way for way in ways if way in REPEATED]:
+            arguments = [way, root, gib, step_s, steps, loop.threads]
+            command = [sys.executable, "-m", "benchmarks._checkpoint_worker", *map(str, arguments)]
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900, check=True
             )
@@ -83,10 +102,19 @@ def measure(
             runs[way].append(run)
             blocking = statistics.median(run["each"]["blocking_s"])
             print(f"{number}  {way}: blocking {1e3 * blocking:.1f} ms", flush=True)
-    return runs
+        disk.append(limit_s(root, nbytes))
+    return runs, {kind: statistics.median(each[kind] for each in disk) for kind in disk[0]}
 
 
-def row(way: str, runs: dict[str, list[Run]]) -> list[str]:
+def report(size: str, loop: Loop, runs: dict[str, list[Run]], disk: Limits) -> Run:
+    """Print the table of one loop; the same as an object."""
+    rows, shown = [row(way, runs, disk) for way in runs], told(runs, disk)
+    print_table(f"Checkpoints of {size}, {loop}; {shown}", COLUMNS, rows)
+    cells = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    return {f"{size}, {loop}": {"rows": cells, "limit": shown, "runs": runs}}
+
+
+def row(way: str, runs: dict[str, list[Run]], disk: Limits) -> list[str]:
     """Medians over all repetitions."""
     mine = runs[way]
     blocking = _blocking(mine)
@@ -100,26 +128,20 @@ def row(way: str, runs: dict[str, list[Run]]) -> list[str]:
         f"1/{reference / blocking:.0f}" if reference and reference >= blocking else "-",
         *(f"{_percent(mine, cadence):+.1f}%" for cadence in ("each", "fifth")),
         f"{lasting:.2f}" if lasting else "-",
-        *(f"{lasting / _limit(runs, k):.2f}x" if lasting else "-" for k in ("new", "again")),
+        *(f"{lasting / disk[k]:.2f}x" if lasting else "-" for k in ("new", "again")),
         f"{extra:.2f}x",
         str(sum(run["skipped"] for run in mine)),
     ]
 
 
-def limits(runs: dict[str, list[Run]]) -> str:
+def told(runs: dict[str, list[Run]], disk: Limits) -> str:
     """The disk's own limit, and the step of the loops."""
-    gib = next(iter(runs.values()))[0]["state_bytes"] / 1e9
-    rates = {kind: gib / _limit(runs, kind) for kind in ("new", "again")}
+    size = next(iter(runs.values()))[0]["state_bytes"] / 1e9
     step = statistics.median(run["base_s"] for each in runs.values() for run in each)
     return (
-        f"disk {rates['new']:.1f} GB/s into new files, {rates['again']:.1f} GB/s over old ones; "
-        f"a step without checkpoints {step:.2f} s"
+        f"disk {size / disk['new']:.1f} GB/s into new files, {size / disk['again']:.1f} GB/s over "
+        f"old ones; a step without checkpoints {step:.2f} s"
     )
-
-
-def _limit(runs: dict[str, list[Run]], kind: str) -> float:
-    times: list[float] = [run["limit_s"][kind] for each in runs.values() for run in each]
-    return statistics.median(times)
 
 
 def _blocking(runs: list[Run]) -> float:

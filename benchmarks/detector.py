@@ -71,6 +71,7 @@ def generated_cases(trials: int) -> list[tuple[str, Callable[[], cases.Tally]]]:
         *found,
         ("coupled TP2 with waits, 1.10x", partial(run, job(4, 2, 2), 1.1, coupled=True)),
         ("no lengths, DP4 PP4, 1.05x", partial(run, job(4, 4, 1), 1.05, with_lengths=False)),
+        ("one microbatch a step, DP16 PP1, 1.10x", partial(run, job(16, 1, 1, per_replica=1), 1.1)),
         ("two devices at once, 1.10x", partial(usual, 1.1, devices=2)),
         ("from the first step, 1.08x", partial(usual, 1.08, make=cases.from_the_start)),
         ("gradual over 10 steps, 1.10x", partial(usual, 1.1, make=cases.gradual)),

@@ -20,20 +20,23 @@ from resihp.contracts import (
     to_json,
 )
 
-from ._arrays import Ints, State
-from ._correction import Correction
 from ._epoch import Epoch
-from ._judge import FAIL_SLOW, FAIL_STOP
-from ._links import LinkVerdict
-from ._recent import Recent
-from ._state import pack, unpack
 from ._words import verdict_of
+from .base.arrays import Ints, State
+from .base.state import pack, unpack
+from .bench import Bench
+from .evidence.judge import FAIL_SLOW, FAIL_STOP
+from .expectation.correction import Correction
 from .heartbeat import Heartbeats
 from .predictor import Predictor
 from .probes import ProbeKind, ProbeRation, ProbeRequest, ProbeResult
+from .records.recent import Recent
 from .settings import DetectorSettings
+from .surroundings.links import LinkVerdict
 
 _AHEAD = 64
+_ALONE = (ProbeKind.GEMM, ProbeKind.MEMORY)
+"""Probes that a rank runs alone."""
 _SILENCE = "its heartbeats have stopped"
 
 
@@ -64,6 +67,7 @@ class Detector:
         self._epoch = Epoch(job, self.settings, Correction(self.settings, predictor))
         self._heartbeats = Heartbeats()
         self._ration = ProbeRation(self.settings.probes_per_minute)
+        self._bench = Bench(self.settings)
         self._pending: dict[int, Verdict] = {}
         self._notes: dict[int, tuple[str, ...]] = {}
         self._recent = Recent()
@@ -103,28 +107,36 @@ class Detector:
             self._epoch.decide(step)
 
     def verdicts(self) -> list[Verdict]:
-        """The current verdict on every rank of the layout, in the order of ranks."""
-        return [self._verdict(at) for at in range(self._epoch.places.size)]
+        """The current verdict on every rank of the layout, and on those that left it because they
+        were slow; in the order of ranks."""
+        working = [self._verdict(at) for at in range(self._epoch.places.size)]
+        return sorted([*working, *self._bench.verdicts()], key=lambda verdict: verdict.rank)
 
     def diagnosis(self) -> Diagnosis:
         """Why the job is slow, from the last steps; nothing is named before the first."""
         from .diagnosis import diagnose
 
-        return diagnose(self.job, self.job.layout, self._recent.batches())
+        named = bool((self._epoch.book.status == FAIL_SLOW).any())
+        return diagnose(self.job, self.job.layout, self._recent.batches(), device_named=named)
 
     def apply_plan(self, plan: Plan) -> None:
         """Starts afresh on the layout of a newer plan.
 
         What was learned about the cost of work stays. A device named slow stays so until records
-        on the new layout say otherwise. Records of older plans are ignored from here on, those
-        of this plan that came too early are taken up now; the verdicts that they change come with
-        the next `update`. An older or equal version does nothing.
+        on the new layout say otherwise, and one that leaves it until probes do. Records of older
+        plans are ignored from here on, those of this plan that came too early are taken up now; the
+        verdicts that they change come with the next `update`. An older or equal version does
+        nothing.
         """
         if plan.version <= self.plan_version:
             return
         self.plan_version = plan.version
         self.job = _moved(self.job, plan)
+        for rank, slowdown, since in self._epoch.leaving(plan.layout.ranks):
+            self._bench.leave(rank, slowdown, since, self._epoch.last_step or 0)
         self._epoch = self._epoch.successor(self.job)
+        for rank, (slowdown, since) in self._bench.back(plan.layout.ranks).items():
+            self._epoch.carry(rank, slowdown, since)
         self._recent.clear()
         waiting, self._ahead = list(self._ahead), deque(maxlen=_AHEAD)
         for batch in waiting:
@@ -153,12 +165,13 @@ class Detector:
         self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"
     ) -> list[Verdict]:
         """Takes a report, from survivors or the launcher, that ranks are gone."""
-        before = self._epoch.snapshot()
-        at = self._epoch.places.index(np.array(sorted(set(ranks)), np.int64))
+        before, ranks = self._epoch.snapshot(), sorted(set(ranks))
+        at = self._epoch.places.index(np.array(ranks, np.int64))
         for index in at[at >= 0].tolist():
             self._epoch.fail(index, step)
             self._notes[int(self._epoch.places.ranks[index])] = (detail,)
-        return self._changed(before)
+        gone = self._bench.fail(ranks, step if step is not None else self._epoch.last_step or 0)
+        return [*self._changed(before), *gone]
 
     def links(self) -> list[LinkVerdict]:
         """Links that transfer more slowly than those between the same stages, and groups whose
@@ -166,12 +179,12 @@ class Detector:
         return self._epoch.slow_links()
 
     def probe_requests(self, now: float) -> list[ProbeRequest]:
-        """Probes that would settle a suspicion; `now` in seconds of any monotonic clock."""
+        """Probes that would settle a suspicion, or show that a device outside the layout is
+        healthy again; `now` in seconds of any monotonic clock."""
         requests: list[ProbeRequest] = []
         for rank, reference in self._epoch.suspects():
-            if self._ration.allow(rank, 2, now):
-                kinds = (ProbeKind.GEMM, ProbeKind.MEMORY)
-                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in kinds]
+            if self._ration.allow(rank, len(_ALONE), now):
+                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in _ALONE]
         for link in self._epoch.links.verdicts():
             like = self._epoch.links.like(link)
             if like is not None and self._ration.allow(link.rank, 1, now):
@@ -184,10 +197,18 @@ class Detector:
                         reference_peer=like[1],
                     )
                 )
+        for rank, reference in self._bench.due(now, self._epoch.healthy()):
+            if self._ration.allow(rank, len(_ALONE), now):
+                self._bench.asked(rank, now)
+                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in _ALONE]
         return requests
 
     def probe_result(self, result: ProbeResult) -> list[Verdict]:
-        """Takes the answer to a probe; it joins the evidence from the next step on."""
+        """Takes the answer to a probe. It joins the evidence on a rank of the layout from the next
+        step on, and may change the verdict on one outside, which is returned."""
+        outside = self._bench.observe(result, self._epoch.last_step or 0)
+        if outside is not None:
+            return outside
         self._epoch.take_probe(result)
         return []
 
@@ -201,6 +222,7 @@ class Detector:
                 "quotas": list(self.job.quotas),
                 "schedule": self.job.schedule.value,
                 "ration": self._ration.state(),
+                "bench": self._bench.state(),
                 "epoch": self._epoch.state(),
                 "heartbeats": self._heartbeats.state(),
                 "notes": {str(rank): list(note) for rank, note in self._notes.items()},
@@ -229,6 +251,7 @@ class Detector:
         )
         detector = cls(moved, settings=settings)
         detector._ration.load(saved["ration"])
+        detector._bench.load(saved["bench"])
         detector.plan_version = saved["plan_version"]
         detector.counters = saved["counters"]
         detector._epoch.load(saved["epoch"])

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
 
-from ._arrays import Bools, Floats, Ints, State
-from ._collectives import CollectiveLinks, touching
-from ._correction import Correction
-from ._expected import LengthModel, StepResidual
-from ._hosts import Hosts
-from ._intake import Intake
-from ._judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
-from ._links import Links, LinkVerdict
-from ._places import places_of
-from ._replicas import Replicas
-from ._together import Shared, Together
-from ._watch import Watch
-from .attribution import WitnessModel
+from .base.arrays import Bools, Floats, Ints, State
+from .base.places import places_of
+from .evidence.judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
+from .evidence.replicas import Replicas
+from .evidence.together import Shared, Together
+from .evidence.watch import Watch
+from .expectation.correction import Correction
+from .expectation.lengths import LengthModel
+from .expectation.residual import StepResidual
+from .expectation.witnesses import WitnessModel
+from .expectation.workload import knows_lengths
 from .probes import ProbeKind, ProbeResult, probe_evidence
+from .records.intake import Intake
 from .settings import DetectorSettings
-from .workload import knows_lengths
+from .surroundings.collectives import CollectiveLinks, touching
+from .surroundings.hosts import Hosts
+from .surroundings.links import Links, LinkVerdict
 
 _SILENT = "sends no records"
 _REPLICA = (
@@ -195,6 +197,26 @@ class Epoch:
             if choice.size:
                 pairs.append((int(self.places.ranks[at]), int(self.places.ranks[choice[0]])))
         return pairs
+
+    def healthy(self) -> list[int]:
+        """Ranks that are healthy."""
+        ranks: list[int] = self.places.ranks[self.book.status == HEALTHY].tolist()
+        return ranks
+
+    def leaving(self, staying: Iterable[int]) -> list[tuple[int, float, int]]:
+        """Slow ranks that are not among `staying`: rank, slowdown and onset (-1: the start)."""
+        book = self.book
+        gone = (book.status == FAIL_SLOW) & ~np.isin(self.places.ranks, list(staying))
+        return [
+            (int(self.places.ranks[at]), float(book.factor[at]), int(book.since[at]))
+            for at in np.flatnonzero(gone).tolist()
+        ]
+
+    def carry(self, rank: int, slowdown: float, since: int) -> None:
+        """A rank that comes from outside the layout is known to be slow."""
+        at, book = int(self.places.index(np.array([rank]))[0]), self.book
+        book.status[at], book.since[at], book.carried[at] = FAIL_SLOW, since, True
+        book.factor[at] = book.low[at] = book.high[at] = slowdown
 
     def take_probe(self, result: ProbeResult) -> None:
         """Adds the answer to a probe to the evidence on its rank."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from resihp.contracts import Status, Verdict
 
-from ._judge import CODES, FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book
+from .evidence.judge import CODES, FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book
 
 
 def verdict_of(

@@ -18,19 +18,27 @@ _WORDS = {
     Cause.COMMUNICATION: "Slow or heavy communication costs",
     Cause.HOST: "The host (data loading, garbage collection, late launches) costs",
 }
+_NOTHING = "No cause costs enough of the step to be named."
+_UNTOLD = "Devices that compute longer than their peers, by more work or by themselves, cost"
+_NOT_TOLD = (
+    "Whether the devices are slow or have more work cannot be told: the records carry no lengths, "
+    "and no other stage computes the same microbatches."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """What the steps of a job took and what each cause cost of it, in one unit of time.
 
-    step and ideal are means over `steps` steps; `lost` per step, 0 or more.
+    step and ideal are means over `steps` steps; `lost` per step, 0 or more. `told` is whether the
+    records tell slow devices from more work.
     """
 
     step: float
     ideal: float
     lost: Mapping[Cause, float]
     steps: int
+    told: bool = True
 
     @property
     def slowdown(self) -> float:
@@ -59,6 +67,7 @@ class Costs:
             ideal=over(part.ideal for part in parts),
             lost={cause: over(part.lost.get(cause, 0.0) for part in parts) for cause in CAUSES},
             steps=steps,
+            told=all(part.told for part in parts),
         )
 
 
@@ -78,12 +87,16 @@ def costs_of(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Cos
         ideal=replayed.ideal_ms,
         lost=replayed.lost_ms,
         steps=replayed.steps,
+        # Members of a tensor-parallel group compute the same microbatches.
+        told=replayed.effects.tell_devices or layout.tp > 1,
     )
 
 
-def diagnose(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Diagnosis:
-    """Why the steps in `batches` took as long as they did; see `costs_of`."""
-    return conclude(costs_of(job, layout, batches))
+def diagnose(
+    job: Job, layout: Layout, batches: Iterable[TelemetryBatch], *, device_named: bool = False
+) -> Diagnosis:
+    """Why the steps in `batches` took as long as they did; see `costs_of` and `conclude`."""
+    return conclude(costs_of(job, layout, batches), device_named=device_named)
 
 
 def conclude(
@@ -93,7 +106,8 @@ def conclude(
 
     Shares are of what the causes cost together. No cause is named where even the largest costs
     less than `WORTH_NAMING` of the step, or less than a quarter of that for slow devices where the
-    detector has named one. `slowdown` overrides the one that follows from `costs`.
+    detector has named one. Nor are slow devices where the records do not tell them from more work,
+    unless the detector has named one. `slowdown` overrides the one that follows from `costs`.
     """
     total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
@@ -101,22 +115,26 @@ def conclude(
     }
     worst = max(CAUSES, key=lambda cause: shares[cause])
     least = WORTH_NAMING / 4 if device_named and worst is Cause.DEVICE else WORTH_NAMING
-    named = total > 0 and costs.lost[worst] >= least * costs.step
+    costly = total > 0 and costs.lost[worst] >= least * costs.step
+    told = costs.told or device_named
+    named = costly and (told or worst is not Cause.DEVICE)
     return Diagnosis(
         slowdown=costs.slowdown if slowdown is None else slowdown,
         root_cause=worst if named else Cause.NONE,
         attribution=shares,
         steps=costs.steps,
-        detail=_sentences(costs, named),
+        detail=_sentences(costs, told) if costly else (_NOTHING,),
     )
 
 
-def _sentences(costs: Costs, named: bool) -> tuple[str, ...]:
-    if not named:
-        return ("No cause costs enough of the step to be named.",)
+def _sentences(costs: Costs, told: bool) -> tuple[str, ...]:
+    words = _WORDS if told else {**_WORDS, Cause.DEVICE: _UNTOLD}
+    least = WORTH_NAMING / 4 * costs.step
     ordered = sorted(costs.lost.items(), key=lambda item: -item[1])
-    return tuple(
-        f"{_WORDS[cause]} {100.0 * cost / costs.step:.1f}% of the step."
+    lines = [
+        f"{words[cause]} {100.0 * cost / costs.step:.1f}% of the step."
         for cause, cost in ordered
-        if cost >= WORTH_NAMING / 4 * costs.step
-    )
+        if cost >= least
+    ]
+    unclear = not told and costs.lost.get(Cause.DEVICE, 0.0) >= least
+    return (*lines, _NOT_TOLD) if unclear else tuple(lines)

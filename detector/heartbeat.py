@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ._arrays import State
+from .base.arrays import State
 
 
 class Heartbeats:

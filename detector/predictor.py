@@ -17,10 +17,10 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
-from ._arrays import Floats, Ints
-from ._regression import CellRegression
-from ._state import pack, unpack
-from .robust import group_median, mad_sigma
+from .base.arrays import Floats, Ints
+from .base.robust import group_median, mad_sigma
+from .base.state import pack, unpack
+from .expectation.regression import CellRegression
 
 FEATURES = ("tokens", "sequences", "sum_sq_len", "max_len", "backward", "layers", "share", "head")
 """Columns of the feature matrix; `backward` and `head` are 0 or 1, `share` is a fraction."""

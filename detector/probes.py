@@ -15,11 +15,11 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
-from ._arrays import State
-from .sequential import log_ratio
+from .base.arrays import State
+from .evidence.sequential import log_ratio
 
 _WAIT_S = 20.0
-_SPREAD = 0.03
+PROBE_SPREAD = 0.03
 """Spread (log) of the ratio of two probes on healthy devices."""
 _LIMIT = 6.0
 
@@ -110,7 +110,7 @@ def probe_evidence(result: ProbeResult, slowdown: float) -> float:
     A processor slowed by heat shows in GEMM, a sick memory in bandwidth, so a clean probe of one
     kind speaks only half against the suspicion.
     """
-    shift = np.asarray(max(np.log(slowdown), _SPREAD))
-    ratio = float(log_ratio(np.asarray(np.log(result.slowdown)), np.asarray(_SPREAD), shift))
+    shift = np.asarray(max(np.log(slowdown), PROBE_SPREAD))
+    ratio = float(log_ratio(np.asarray(np.log(result.slowdown)), np.asarray(PROBE_SPREAD), shift))
     bounded = float(np.clip(ratio, -_LIMIT, _LIMIT))
     return bounded if bounded > 0 else 0.5 * bounded

@@ -14,8 +14,8 @@ import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
 
-from ._arrays import Floats, Ints
-from ._places import Places, places_of, slots_of
+from .base.arrays import Floats, Ints
+from .base.places import Places, places_of, slots_of
 
 
 @dataclass(frozen=True, kw_only=True)

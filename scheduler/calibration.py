@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from statistics import fmean
-
-import numpy as np
 
 from resihp.contracts import Job, LayerCost, Schedule
 
@@ -28,7 +25,7 @@ def compute_ms(job: Job) -> Mapping[int, tuple[float, float]]:
     for replica, quota in zip(job.layout.replicas, job.quotas, strict=True):
         last = len(replica.stages) - 1
         for index, stage in enumerate(replica.stages):
-            layers, units = stage.layers[1] - stage.layers[0], sum(stage.shares)
+            layers, units = stage.layer_count, sum(stage.shares)
             ends = (index == 0) * cost.embedding_ms + (index == last) * cost.head_ms
             for rank, units_held in zip(stage.ranks, stage.shares, strict=True):
                 share = units_held / units
@@ -39,17 +36,25 @@ def compute_ms(job: Job) -> Mapping[int, tuple[float, float]]:
 
 
 def calibrated(
-    job: Job, *, forward: float, backward: float, step_ms: float, besides_ms: float = 0.0
+    job: Job,
+    *,
+    forward: float,
+    backward: float,
+    step_ms: float,
+    besides_ms: float = 0.0,
+    collective_ms: float | None = None,
 ) -> Job:
     """The job with a cost model under which its first layout takes `step_ms`, all healthy.
 
     forward, backward  computing that was measured over `compute_ms`
     besides_ms         measured of every step beside its microbatches: data, reduction, optimizer
+    collective_ms      measured of the collectives of one layer in one direction; None: not known
 
     What a step takes beyond these (launches, contention) is counted as latency of the collectives
     and transfers, where tensor-parallel groups have any, so that a rank that works alone does not
-    pay for it; else as a cost of every step. Where computing alone would already take longer, it is
-    scaled down to the step.
+    pay for it; but only up to what the collectives were seen to take. All else is a cost of every
+    step: on a machine that others share that is much, and would make plans leave ranks alone.
+    Where computing alone would already take longer, it is scaled down to the step.
     """
     cost = _scaled(layer_cost(job), forward, backward)
     scaled = replace(job, cost=replace(cost, step_ms=besides_ms))
@@ -58,15 +63,16 @@ def calibrated(
         ratio = step_ms / _step_ms(replace(job, cost=cost))
         return replace(job, cost=_scaled(cost, ratio, ratio))
     if all_reduce_ms(job, 2) and any(s.tp > 1 for r in job.layout.replicas for s in r.stages):
-        scaled = _with_latency(scaled, step_ms)
-    left_ms = step_ms - _step_ms(scaled)
+        scaled = _with_latency(scaled, step_ms, collective_ms)
+    left_ms = max(0.0, step_ms - _step_ms(scaled))  # not less for a rounding error
     return replace(scaled, cost=replace(cost, step_ms=besides_ms + left_ms))
 
 
-def _with_latency(job: Job, step_ms: float) -> Job:
+def _with_latency(job: Job, step_ms: float, collective_ms: float | None) -> Job:
     """The job with links so slow to start that its step takes nearly, and no more than, `step_ms`.
 
-    A step is a longest path and so convex in the latency: chords meet `step_ms` on the near side.
+    Nor do the collectives of a layer take more than `collective_ms`. A step is a longest path and
+    so convex in the latency: chords meet `step_ms` on the near side.
     """
 
     def at(latency_ms: float) -> Job:
@@ -74,31 +80,18 @@ def _with_latency(job: Job, step_ms: float) -> Job:
 
     low, low_ms = job.links.latency_ms, _step_ms(job)
     high = low + step_ms - low_ms
+    if collective_ms is not None:  # two collectives in each direction
+        more_ms = (collective_ms - all_reduce_ms(job, job.layout.tp)) / 2.0
+        high = low + min(max(more_ms, 0.0), step_ms - low_ms)
     high_ms = _step_ms(at(high))
+    if high_ms <= step_ms:
+        return at(high)
     for _ in range(_CHORDS):
         if high_ms - low_ms <= 0.0 or step_ms - low_ms < _CLOSE * step_ms:
             break
         low += (high - low) * (step_ms - low_ms) / (high_ms - low_ms)
         low_ms = _step_ms(at(low))
     return at(low)
-
-
-def uneven(job: Job, work: Sequence[float], *, steps: int = 4, seed: int = 0) -> Job:
-    """The job with what microbatches of unequal work cost every step beside equal ones.
-
-    work   of a sample of microbatches, in any unit (what their lengths cost)
-    steps  of the healthy first layout that are simulated with microbatches drawn from the sample
-
-    A pipeline waits for the longer ones, and the step for the unluckiest replica; a plan's share of
-    that differs little from the first layout's.
-    """
-    relative = np.asarray(work, float) / np.mean(work)
-    random = np.random.default_rng(seed)
-    drawn = [random.choice(relative, job.microbatches).tolist() for _ in range(steps)]
-    times = [simulate(job, job.layout, job.quotas, work=loads).step_ms for loads in drawn]
-    cost = layer_cost(job)
-    more_ms = max(0.0, fmean(times) - simulate(job, job.layout, job.quotas).step_ms)
-    return replace(job, cost=replace(cost, step_ms=cost.step_ms + more_ms))
 
 
 def _scaled(cost: LayerCost, forward: float, backward: float) -> LayerCost:

@@ -47,6 +47,11 @@ class Footprint:
         ends = model.embedding_params * per_param
         return cls(model.layer_params * per_param, float(activation), ends, ends, job_budget(job))
 
+    @property
+    def is_known(self) -> bool:
+        """Whether both what there is and what activations need are known."""
+        return self.budget_bytes is not None and self.activation_bytes > 0.0
+
     def most_layers(
         self, widest: NDArray[np.float64], in_flight: NDArray[np.int64]
     ) -> NDArray[np.int64]:
@@ -67,7 +72,7 @@ class Footprint:
     def stage_bytes(self, stage: Stage, *, first: bool, last: bool, in_flight: int) -> list[float]:
         """Peak bytes of every rank of a stage."""
         units = sum(stage.shares)
-        layers = stage.layers[1] - stage.layers[0]
+        layers = stage.layer_count
         whole = layers * (self.layer_bytes + self.activation_bytes * in_flight)
         whole += first * self.first_bytes + last * self.last_bytes
         return [whole * share / units for share in stage.shares]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from resihp.contracts import Job, Layout, Plan, Replica, Stage
+from resihp.contracts import ContractError, Job, Layout, Plan, Replica, Stage
 
 from .costs import layer_cost
 from .reasons import reasons
 from .rental import Decision, Rental
-from .search import Found, bound_ms, search
+from .search import search
+from .search.arrangements import Found
 from .simulator import Speeds, speed_map
 from .switching import decide
+from .unevenness import expected_step_ms
 
 _NOTHING_LOST = Rental()
 
@@ -24,6 +26,7 @@ def make_plan(
     *,
     version: int = 1,
     from_step: int = 0,
+    work: Sequence[float] | None = None,
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
@@ -31,29 +34,37 @@ def make_plan(
 
     speeds        by rank; ranks that are in no layout yet may join
     layout        the present one; default: the one that the job started with
+    work          of a sample of the job's microbatches, in any unit (what their lengths cost): the
+                  predicted step then counts what unequal ones cost
     time_limit_s  the best plan found by then, read off `clock`; without it the same input gives
                   the same plan
 
     The plan is for the job's schedule, or for one of those that it lets plans choose from: the
     first unless another one that memory allows is clearly better. Its `bound_ms` holds for that
-    schedule, every layer partition and every quota, with the groups where the plan puts them.
-    Raises `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches".
+    schedule, every way to spread whole layers and every quota, with the groups where they are.
+    Raises `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches";
+    `ContractError` for speeds that are none, and for a layout of another number of layers.
     """
     known = speed_map(speeds)
     current = layout or job.layout
+    if current.layers != job.layout.layers:
+        raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
     found = search(job, current, known, _deadline(time_limit_s, clock))
     planned, schedule = _layout(found), found.evaluator.setting.schedule
     fixed_ms = layer_cost(job).step_ms
-    step_ms = found.division.span_ms + fixed_ms
+    quotas, step_ms = found.division.quotas, found.division.span_ms + fixed_ms
+    bound_ms = min(step_ms, found.bound_ms + fixed_ms)
+    if work is not None:
+        step_ms = max(step_ms, expected_step_ms(job, planned, quotas, known, schedule, work))
     return Plan(
         version=version,
         layout=planned,
-        quotas=found.division.quotas,
+        quotas=quotas,
         from_step=from_step,
         step_ms=step_ms,
-        bound_ms=min(step_ms, bound_ms(found) + fixed_ms),
+        bound_ms=bound_ms,
         schedule=schedule,
-        reason=reasons(job, current, planned, found.division.quotas, known, schedule),
+        reason=reasons(job, current, planned, quotas, known, schedule),
     )
 
 

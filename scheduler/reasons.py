@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from resihp.contracts import Job, Layout, Place, Schedule
 
@@ -24,14 +24,13 @@ def reasons(
     schedule: Schedule,
 ) -> tuple[str, ...]:
     """Sentences about every device that is not healthy, about layers, replicas and quotas."""
-    before = {place.rank: place for place in old.places()}
-    after = {place.rank: place for place in new.places()}
     faulty = [rank for rank, speed in sorted(speeds.items()) if speed != 1.0]
+    before, after = _places(old, faulty), _places(new, faulty)
     told = [_of_rank(new, rank, speeds[rank], before.get(rank), after.get(rank)) for rank in faulty]
     told = [sentence for sentence in told if sentence]
     if len(told) > _SHOWN:
         told = [*told[:_SHOWN], f"{len(told) - _SHOWN} more devices are not at full speed"]
-    joined = sorted(set(after) - set(before))
+    joined = sorted(set(new.ranks) - set(old.ranks))
     if joined:
         told.append(
             f"{_ranks(joined)} take part again"
@@ -44,6 +43,17 @@ def reasons(
     if schedule is not job.schedule and job.schedules:
         told.append(f"the pipelines run {SCHEDULE_WORDS[schedule]}")
     return tuple(told) or ("all devices are healthy: nothing to change",)
+
+
+def _places(layout: Layout, ranks: Iterable[int]) -> dict[int, Place]:
+    """Where those of the ranks are that are in the layout."""
+    wanted = set(ranks)
+    return {
+        rank: Place(rank, dp, pp, stage.ranks.index(rank))
+        for dp, replica in enumerate(layout.replicas)
+        for pp, stage in enumerate(replica.stages)
+        for rank in wanted.intersection(stage.ranks)
+    }
 
 
 def _of_rank(

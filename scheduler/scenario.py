@@ -25,6 +25,7 @@ from .policies import Outcome, outcome_of
 from .policies.base import Pause, replica_spans
 from .switching import migration_ms
 
+_SEEN = 1e-3  # of the time that a plot shows
 _WORTH = 0.02  # a layout that still runs is kept unless the other is quicker by this
 
 
@@ -188,11 +189,15 @@ def _pause_s(job: Job, old: Outcome, new: Outcome, restart_s: float) -> float:
 
 
 def throughput(played: Played, microbatches: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Edges in hours and microbatches per second after each, for a plot of steps."""
+    """Edges in hours and microbatches per second after each, for a plot of steps.
+
+    Pauses too short to be seen would only draw lines from top to bottom, so they are left out.
+    """
     edges, rates = [], []
+    seen_s = _SEEN * (played.segments[-1].end_s - played.segments[0].start_s)
     for segment in played.segments:
         rate = 0.0 if math.isinf(segment.step_ms) else 1e3 * microbatches / segment.step_ms
-        if segment.pause_s:
+        if segment.pause_s > seen_s:
             edges.append(segment.start_s / 3600.0)
             rates.append(0.0)
         edges.append((segment.start_s + segment.pause_s) / 3600.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,8 @@ def simulate(
 
 
 def _check(layout: Layout, quotas: Sequence[int], speeds: Mapping[int, float]) -> None:
-    if len(quotas) != layout.dp or min(quotas) < 0:
-        raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+    if len(quotas) != layout.dp or not _all_are(Integral, quotas) or min(quotas) < 0:
+        raise ContractError("quotas", "must have one whole number, 0 or more, for each replica")
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
     if dead:
         raise ContractError("speeds", f"ranks {dead[:4]} of the layout are dead")
@@ -124,7 +125,10 @@ def _loads(
     """The work of every replica's microbatches."""
     if work is None:
         return [np.ones(quota) for quota in quotas]
-    rows = [np.asarray(row, np.float64) for row in work]
+    try:
+        rows = [np.asarray(row, np.float64) for row in work]
+    except (TypeError, ValueError):
+        raise ContractError("work", "must be numbers") from None
     if all(row.ndim == 0 for row in rows):
         flat = np.asarray(rows, np.float64)
         rows = np.split(flat, np.cumsum(quotas)[:-1]) if len(flat) == sum(quotas) else []
@@ -149,15 +153,22 @@ def most_in_flight(order: Sequence[Pass]) -> int:
 
 
 def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
-    """Speeds by rank. Raises `ContractError` for one that is no speed."""
+    """Speeds by rank. Raises `ContractError` for one that is no speed, or whose key is no rank."""
     if speeds is None:
         return {}
     known = speeds if isinstance(speeds, Mapping) else dict(enumerate(speeds))
-    odd = {rank: speed for rank, speed in known.items() if not 0.0 <= speed < math.inf}
-    if odd:
-        rank, speed = next(iter(odd.items()))
-        raise ContractError("speeds", f"rank {rank}: {speed} is no speed (0 dead, 1 healthy)")
+    if not _all_are(Integral, known) or min(known, default=0) < 0:
+        raise ContractError("speeds", "the keys must be ranks, whole numbers from 0 on")
+    if not _all_are(Real, known.values()):
+        raise ContractError("speeds", "must be numbers (0 dead, 1 healthy)")
+    for rank, speed in known.items():
+        if not 0.0 <= speed < math.inf:
+            raise ContractError("speeds", f"rank {rank}: {speed} is no speed (0 dead, 1 healthy)")
     return known
+
+
+def _all_are(kind: type, values: Iterable[object]) -> bool:
+    return all(issubclass(found, kind) for found in set(map(type, values)))
 
 
 def stage_times(
@@ -169,7 +180,7 @@ def stage_times(
     times = [
         group_cost(
             job, cost, stage.shares, [speeds.get(r, 1.0) for r in stage.ranks], stage.ranks
-        ).stage(stage.layers[1] - stage.layers[0], first=i == 0, last=i == last)
+        ).stage(stage.layer_count, first=i == 0, last=i == last)
         for i, stage in enumerate(replica.stages)
     ]
     return [f for f, _ in times], [b for _, b in times]

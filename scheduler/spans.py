@@ -23,12 +23,14 @@ def pipeline_spans(
     p2p: float = 0.0,
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
+    work: Floats | None = None,
 ) -> Floats:
     """Span of each pipeline, the same as `resihp.pipeline.replay` gives.
 
     forward, backward  [pipeline, stage], time of one microbatch
     microbatches       [pipeline]
     schedule           any but the interleaved one
+    work               [pipeline, microbatch], of each over a mean one; all 1 where none is given
 
     Round k runs forward k and the backward that follows it in every stage. Forwards of a round
     form a chain over the stages, which is a running maximum after the stages' own times are
@@ -38,7 +40,11 @@ def pipeline_spans(
     """
     f, b = np.asarray(forward, float), np.asarray(backward, float)
     counts = np.asarray(microbatches)[:, None]
-    rounds = _Rounds(f, b, counts, p2p, _Lead.of(schedule, f.shape[1], max_in_flight))
+    lead = _Lead.of(schedule, f.shape[1], max_in_flight)
+    if work is None:
+        rounds = _Rounds(f, b, counts, p2p, lead)
+    else:
+        rounds = _UnevenRounds(f, b, counts, p2p, lead, work)
     steady = rounds.steady()
     for number in range(int(counts.max(initial=0)) + int(rounds.lead.ahead[0])):
         if number in steady:
@@ -102,18 +108,21 @@ class _Rounds:
         """Any round."""
         free, counts = self._free, self._counts
         if number < self._most:
-            ends = self._reach + np.maximum.accumulate(free - self._before, axis=1)
+            reach, before = self._forwards(number)
+            ends = reach + np.maximum.accumulate(free - before, axis=1)
             np.copyto(free, ends, where=number < counts)
         turn = number - self.lead.ahead
         runs = (turn >= 0) & (turn < counts)
-        ends = np.maximum(free, self._arrivals()) + self._inputs
+        inputs = self._input_halves(turn)
+        ends = np.maximum(free, self._arrivals()) + inputs
         for stage in self._same:
             arrived = np.maximum(free[:, stage], ends[:, stage + 1] + self._p2p)
-            ends[:, stage] = arrived + self._inputs[:, stage]
+            ends[:, stage] = arrived + inputs[:, stage]
         self._earlier = self._returned
         self._returned = np.where(runs, ends, self._returned)
         if self.lead.weight_part:
-            ends += self._weight * (turn >= self.lead.put_off)
+            late = turn - self.lead.put_off
+            ends += self._weight_halves(late) * (late >= 0)
         np.copyto(free, ends, where=runs)
 
     def _arrivals(self) -> Floats:
@@ -126,5 +135,59 @@ class _Rounds:
 
     def last(self) -> Floats:
         """When every pipeline ends: with the weight halves that are left."""
-        left = self._weight * np.minimum(self.lead.put_off, self._counts)
-        return np.asarray((self._free + left).max(axis=1))
+        return np.asarray((self._free + self._left()).max(axis=1))
+
+    def _forwards(self, number: int) -> tuple[Floats, Floats]:
+        """Ends and starts of the forwards of a microbatch that no stage lets wait."""
+        return self._reach, self._before
+
+    def _input_halves(self, turn: NDArray[np.intp]) -> Floats:
+        """Of the microbatches whose turn it is in each stage."""
+        return self._inputs
+
+    def _weight_halves(self, turn: NDArray[np.intp]) -> Floats:
+        return self._weight
+
+    def _left(self) -> Floats:
+        return np.asarray(self._weight * np.minimum(self.lead.put_off, self._counts))
+
+
+class _UnevenRounds(_Rounds):
+    """Rounds of microbatches of unequal work."""
+
+    def __init__(
+        self,
+        forward: Floats,
+        backward: Floats,
+        counts: Counts,
+        p2p: float,
+        lead: _Lead,
+        work: Floats,
+    ) -> None:
+        super().__init__(forward, backward, counts, p2p, lead)
+        done = np.arange(work.shape[1]) < counts
+        self._work = np.where(done, work, 0.0)
+        self._forward, self._transfers = forward, p2p * np.arange(forward.shape[1])
+
+    def steady(self) -> range:
+        return range(0)
+
+    def _forwards(self, number: int) -> tuple[Floats, Floats]:
+        forward = self._forward * self._work[:, number, None]
+        reach = np.cumsum(forward, axis=1) + self._transfers
+        return reach, reach - forward
+
+    def _input_halves(self, turn: NDArray[np.intp]) -> Floats:
+        return np.asarray(self._inputs * self._at(turn))
+
+    def _weight_halves(self, turn: NDArray[np.intp]) -> Floats:
+        return np.asarray(self._weight * self._at(turn))
+
+    def _at(self, turn: NDArray[np.intp]) -> Floats:
+        """Work of the microbatches whose turn it is, [pipeline, stage]."""
+        return np.asarray(self._work[:, np.clip(turn, 0, self._work.shape[1] - 1)])
+
+    def _left(self) -> Floats:
+        upto = np.cumsum(np.pad(self._work, ((0, 0), (1, 0))), axis=1)
+        first = np.maximum(self._counts - self.lead.put_off, 0)
+        return np.asarray(self._weight * (upto[:, -1:] - np.take_along_axis(upto, first, axis=1)))

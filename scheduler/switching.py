@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from resihp.contracts import Job, Layout, Plan, Schedule
 
-from .fleet import layout_bound
 from .memory import fits
 from .reasons import reasons
 from .rental import Decision, Offer, Rental
 from .requota import Replicas
-from .search import plan_schedules
+from .schedules import plan_schedules
+from .search.certificates import layout_bound
 
 _LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
 _LEAST_GAIN_IN_PLACE = 0.005  # where nothing moves
@@ -47,7 +47,7 @@ def decide(
     if now_ms - cheap_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
         return Decision(plan=None, rental=account)
     told = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
-    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds)
+    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, cheap_ms)
     in_place = replace(
         plan,
         layout=current.layout,

@@ -34,3 +34,17 @@ def test_the_root_loads_next_to_nothing():
 )
 def test_hooks_and_client_load_no_heavy_library(statement):
     assert not loaded_by(statement) & set(HEAVY)
+
+
+def test_the_command_names_what_is_not_installed():
+    blocked = "import sys; sys.modules['typer'] = None; from resihp.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", blocked],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("resihp: typer is not installed")
+    assert "resihp[cli]" in done.stderr

@@ -20,6 +20,7 @@ from resihp.layout import (
     reductions,
     replica_of,
     split,
+    writers,
 )
 
 UNITS, LAYERS, RANKS = 4, 4, 8
@@ -60,6 +61,32 @@ def layouts(draw: st.DrawFn, ranks: tuple[int, ...] = tuple(range(RANKS))) -> La
     return Layout(tuple(replicas))
 
 
+@st.composite
+def chunked(draw: st.DrawFn) -> Layout:
+    """A layout whose stages hold several model chunks, some of them without layers."""
+    free = list(draw(st.permutations(range(RANKS))))
+    replicas = []
+    for _ in range(draw(st.integers(1, 2))):
+        stages, chunks = 2, draw(st.integers(2, 3))
+        inner = draw(st.lists(st.integers(0, LAYERS), min_size=2 * chunks - 1, max_size=5))
+        edges = [0, *sorted(inner[: stages * chunks - 1]), LAYERS]
+        spans = list(pairwise(edges))
+        held = [(free.pop(),), (free.pop(), free.pop())]
+        shares = ((UNITS,), (1, UNITS - 1))
+        replicas.append(
+            Replica(
+                tuple(
+                    Stage(held[s], spans[s], shares[s], tuple(spans[s + stages :: stages]))
+                    for s in range(stages)
+                )
+            )
+        )
+    return Layout(tuple(replicas))
+
+
+any_layout = st.one_of(layouts(), chunked())
+
+
 @given(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
 def test_split_covers_every_row_once_at_unit_edges(
     blocks: int, shares: list[int], unit: int
@@ -74,7 +101,7 @@ def test_split_covers_every_row_once_at_unit_edges(
     assert all(abs(size - due) <= 1 for size, due in zip(sizes, exact, strict=True))
 
 
-@given(layouts())
+@given(any_layout)
 @settings(deadline=None, max_examples=60)
 def test_each_replica_holds_every_element_exactly_once(layout: Layout) -> None:
     for replica in layout.replicas:
@@ -90,7 +117,7 @@ def test_each_replica_holds_every_element_exactly_once(layout: Layout) -> None:
                 assert (counts == 1).all()
 
 
-@given(layouts(), layouts(), st.sets(st.integers(0, RANKS - 1), max_size=3))
+@given(any_layout, any_layout, st.sets(st.integers(0, RANKS - 1), max_size=3))
 @settings(deadline=None, max_examples=150)
 def test_moves_bring_every_rank_exactly_what_it_lacks(
     old: Layout, new: Layout, lost: set[int]
@@ -151,7 +178,7 @@ def test_state_held_by_no_survivor_is_named() -> None:
         moves(old, new, PARAMETERS, lost=[1])
 
 
-@given(layouts())
+@given(any_layout)
 @settings(deadline=None, max_examples=60)
 def test_every_gradient_is_summed_over_all_replicas_once(layout: Layout) -> None:
     held = holdings(layout, PARAMETERS)
@@ -167,7 +194,7 @@ def test_every_gradient_is_summed_over_all_replicas_once(layout: Layout) -> None
     assert all((count == 1).all() for count in counts.values())
 
 
-@given(layouts())
+@given(any_layout)
 @settings(deadline=None, max_examples=60)
 def test_every_copy_of_a_tied_parameter_takes_part_in_its_sum_once(layout: Layout) -> None:
     (table,) = TIED.first
@@ -181,11 +208,26 @@ def test_every_copy_of_a_tied_parameter_takes_part_in_its_sum_once(layout: Layou
     assert (counts == 1).all()
 
 
-@given(layouts(), layouts())
+@given(any_layout, any_layout)
 @settings(deadline=None, max_examples=60)
 def test_a_tied_parameter_moves_once_to_a_rank_that_lacks_it(old: Layout, new: Layout) -> None:
     planned = moves(old, new, TIED)
     assert sum(move.numel for move in planned) == least_numel(old, new, TIED)
+
+
+@given(any_layout, st.sampled_from([PARAMETERS, TIED]))
+@settings(deadline=None, max_examples=60)
+def test_the_state_is_written_exactly_once_by_ranks_that_hold_it(
+    layout: Layout, parameters: Parameters
+) -> None:
+    held, written = holdings(layout, parameters), writers(layout, parameters)
+    assert set(written) == set(layout.ranks)
+    rows: list[tuple[Param, int]] = []
+    for rank, spans in written.items():
+        for param, (start, stop) in spans:
+            assert held[rank][param][0] <= start < stop <= held[rank][param][1]
+            rows += [(param, row) for row in range(start, stop)]
+    assert len(rows) == len(set(rows)) == sum(param.size for param in parameters.all)
 
 
 @given(st.integers(1, 5), st.integers(1, 5))

@@ -42,6 +42,11 @@ class Effects:
     times: Floats
     work: Floats | None = None
 
+    @property
+    def tell_devices(self) -> bool:
+        """Whether anything tells a slow device from more work: lengths, or another stage."""
+        return self.work is not None or self.times.shape[1] > 1
+
     @cached_property
     def device(self) -> NDArray[np.float64]:
         """Factor [1, C, D, T, 1] by which a device is slower than its peers at that step."""
@@ -97,9 +102,7 @@ class Effects:
         """What a healthy device of the stage takes for the work; None where nothing tells."""
         if self.work is not None:
             return self._from_lengths(self.work)
-        if self.times.shape[1] < 2:
-            return None
-        return self._from_stages()
+        return self._from_stages() if self.tell_devices else None
 
     def _from_stages(self) -> NDArray[np.float64]:
         """By what the other stages took for the same microbatch.

@@ -40,7 +40,8 @@ class Replayed:
             **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
         )
         graph = StepGraph.of(job, whole)
-        return cls(whole, graph, Effects(cubes.passes, cubes.work))
+        there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 tells nothing
+        return cls(whole, graph, Effects(there, cubes.work))
 
     @property
     def steps(self) -> int:

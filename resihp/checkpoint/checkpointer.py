@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, FaultRate, Protection
 
 from .counters import Counters, LevelCounters, Said, seconds_since
 from .levels.contract import Level
 from .levels.disk import LocalDisk
 from .levels.memory import HostMemory
 from .levels.peer import PeerMemory
+from .lineage import Descent, Lineage
 from .parts import State
 from .policy import EveryStep, Moment, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored, restore
 from .runner import Runner
-from .staging.filling import Abandoned, Filling
+from .staging.filling import Abandoned, Filling, Pace
 from .staging.stage import Fitted, Staging
 
 
@@ -36,6 +37,7 @@ class Checkpointer:
     buffers  host buffers, each of the size of this rank's state. One is enough while the disk
              keeps up, a peer's memory asks for one more (the default). `HostMemory` holds as many
              in addition as it keeps.
+    clock    nanoseconds since 1970; tells a later lineage of a job that has gone back
 
     Neither `save` nor `fence` raises or waits for storage: problems are counted in `counters`
     and logged once. One thread calls them, the same at each step on all ranks.
@@ -48,12 +50,16 @@ class Checkpointer:
         *,
         ranks: Ranks | None = None,
         buffers: int | None = None,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         if len({level.name for level in levels}) < len(levels):
             raise ContractError("levels", "two have the same name")
+        if not levels:
+            raise ContractError("levels", "at least one is needed, e.g. LocalDisk(folder)")
         self.levels, self.policy = tuple(levels), policy or EveryStep()
         self.ranks = ranks or (Group() if dist.is_initialized() else Alone())
         self.counters, self._said = Counters(), Said()
+        self._descent = Descent(self.ranks.run, clock)
         held = sum(level.keep for level in levels if isinstance(level, HostMemory))
         lagging = any(isinstance(level, PeerMemory) for level in levels)
         self._staging = Staging(self.ranks, held + (buffers or 1 + lagging))
@@ -63,6 +69,7 @@ class Checkpointer:
         self._begun_s: float | None = None
         self._window_s = self._pause_s = 0.0
         self._cost_s: float | None = None
+        self._interval_s: float | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
         """Put a fence before each step of the optimizer, and copy in the order of its writes.
@@ -92,8 +99,9 @@ class Checkpointer:
             is_due, is_alone = self._is_due(step), len(self.ranks.all) == 1
             if is_due or not is_alone:  # all ranks look at the state: a new plan is theirs together
                 found = self._fit(state)
+            lineage = self._descent.at(step)
             if is_due:
-                filling = self._begin(step, found, state, extra or {})
+                filling = self._begin(step, lineage, found, state, extra or {})
             if not is_alone:
                 self._agreement.submit(self._agree, filling)
         return filling is not None
@@ -105,10 +113,23 @@ class Checkpointer:
         if self._current is None:
             self._cost_s = self._pause_s
 
+    def protection(self, faults: FaultRate) -> Protection:
+        """For `Job.protection`: interval and cost as measured so far, and the rate of faults."""
+        interval_s = self._interval_s or 0.0
+        return Protection(
+            faults=faults, interval_s=interval_s, cost_s=min(self._cost_s or 0.0, interval_s)
+        )
+
     def restore(self, into: State, *, step: int | None = None) -> Restored:
-        """Fill `into` from the newest complete checkpoint at the nearest level; see `restore`."""
+        """Fill `into` from the newest complete checkpoint at the nearest level; see `restore`.
+
+        What is saved next begins a new lineage: later checkpoints of the past that it does not
+        go on from are abandoned, and retired once a new one is complete.
+        """
         self.fence()
-        return restore(self.levels, into, self.ranks, step=step)
+        restored = restore(self.levels, into, self.ranks, step=step)
+        self._descent.branch(restored.newest_born)
+        return restored
 
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Until every level has finished what it took; whether it did in time."""
@@ -154,27 +175,41 @@ class Checkpointer:
         return self._staging.fit(state)
 
     def _begin(
-        self, step: int, found: Fitted, state: State, extra: Mapping[str, object]
+        self,
+        step: int,
+        lineage: Lineage,
+        found: Fitted,
+        state: State,
+        extra: Mapping[str, object],
     ) -> Filling | None:
         first = [r for r in self._runners if not self._is_fed_by_disk(r)]
         able = [runner for runner in first if runner.has_room]
         filling = None
         if found.has_buffers and able:
-            filling = self._staging.lend(step, found, state, extra, self._window_s)
+            filling = self._staging.lend(step, lineage, found, state, extra, self._window_s)
         if filling is None:
             self.counters.no_buffer += 1
             return None
         filling.uploads = len(self._runners) - len(first)
         filling.taken = {runner.level.name: 0 for runner in able}
-        self._staging.start(filling)
+        self._staging.start(filling, self._pace(able))
         for runner in first:
             if runner in able:
                 runner.offer(filling)
             else:
                 runner.counters.skipped += 1
+        if self._begun_s is not None:
+            self._interval_s = filling.begun_s - self._begun_s
         self._current, self._begun_s = filling, filling.begun_s
         self.counters.started += 1
         return filling
+
+    def _pace(self, able: Sequence[Runner]) -> Pace | None:
+        """How a disk that alone takes the checkpoint is expected to get on; None: not known."""
+        (one, *others) = able
+        durable_s = one.counters.durable_s
+        is_alone = isinstance(one.level, LocalDisk) and not others
+        return Pace(self._window_s, durable_s) if is_alone and durable_s else None
 
     def _agree(self, filling: Filling | None) -> None:
         """In the background: a checkpoint that not every rank takes part in is given up by all."""
@@ -211,7 +246,7 @@ class Checkpointer:
         if not is_put:
             if filling.problem is not None:
                 return False
-            if filling.released:
+            if not filling.falls_back():
                 runner.counters.skipped += 1  # parts of the buffer may hold newer bytes already
                 return False
             filling.done_with(runner.level.name, 0)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, FaultRate
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,6 @@ class Every:
 
 
 @dataclass(frozen=True)
-class FaultRate:
-    """What has been seen of faults, with a prior as heavy as one fault (a gamma posterior).
-
-    prior_mtbf_s  mean time between faults that one would guess beforehand
-    observed_s    how long the job has run;  `faults` how many it has had
-    """
-
-    prior_mtbf_s: float
-    faults: int = 0
-    observed_s: float = 0.0
-
-    @property
-    def mtbf_s(self) -> float:
-        """Mean time between faults."""
-        return (self.prior_mtbf_s + self.observed_s) / (1 + self.faults)
-
-
-@dataclass(frozen=True)
 class LeastLoss:
     """At the interval that loses least for the measured cost and the given rate of faults."""
 
@@ -109,11 +91,3 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 def expected_loss(interval_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """Share of time lost to saving, to work done again and to restarts, to first order (Young)."""
     return cost_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
-
-
-def horizon_steps(step_s: float, faults: FaultRate) -> int:
-    """Steps until the next fault in expectation: over these a change of layout has to pay.
-
-    `scheduler.make_plan` takes it as `horizon_steps`.
-    """
-    return max(1, int(faults.mtbf_s / step_s))

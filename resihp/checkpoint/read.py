@@ -116,7 +116,7 @@ class _Chunks:
             self._source.read(index.rank, start, view)
         except OSError as problem:
             raise _damaged(index, number, f"cannot be read ({problem})") from problem
-        if checksum(view) != index.checksums[number]:
+        if checksum([view]) != index.checksums[number]:
             raise _damaged(index, number, "checksum differs")
         self._held = (index.rank, number)
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from resihp.contracts import CheckpointError, ContractError
 
 from .levels.contract import Level, Source
-from .parts import State, collect, opened
+from .lineage import Found, Lineage, living
+from .parts import Part, State, collect, opened
 from .ranks import Ranks
-from .read import Want, missing_of, read_parts, read_thing
+from .read import Located, Want, missing_of, read_parts, read_thing
 from .rebuild import absent_parts, absent_things, give_back, set_at
 from .staging.plan import extra_key
 
@@ -29,19 +30,26 @@ class Restored:
     extra    what this rank gave as `extra`; that of the lowest rank where it gave none
     level    where it was read from, by name
     skipped  better checkpoints that could not be used, and why, one line each
+    newest_born  of all lineages that were found, for the one that begins now to be newer
     """
 
     step: int
     level: str
     extra: Mapping[str, object]
     skipped: tuple[str, ...] = ()
+    newest_born: int = 0
+
+
+Key = tuple[int, str]
+"""Step and run of a checkpoint."""
 
 
 @dataclass
 class _Offers:
-    """Which level holds which step, as far as it can be asked."""
+    """Which level holds which checkpoint, as far as it can be asked."""
 
-    by_step: dict[int, list[Level]] = field(default_factory=dict)
+    levels: dict[Key, list[Level]] = field(default_factory=dict)
+    lineages: dict[Key, Lineage] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -58,13 +66,14 @@ def restore(
     begun to fill may then hold anything.
     """
     offers = _ask(levels)
+    order, newest_born = _order(offers, ranks, step)
     skipped = offers.problems
-    while (chosen := _newest(offers, ranks, step)) is not None:
-        found = _try(offers.by_step.pop(chosen, []), chosen, into, ranks, skipped)
+    for key in order:
+        found = _try(offers.levels[key], key[0], into, ranks, skipped)
         if all(ranks.gather(found is not None)) and found is not None:
             for line in skipped:
-                log.warning("%s; used step %d from %s", line, chosen, found.level)
-            return Restored(chosen, found.level, found.extra, tuple(skipped))
+                log.warning("%s; used step %d from %s", line, key[0], found.level)
+            return replace(found, skipped=tuple(skipped), newest_born=newest_born)
     told = "; ".join(skipped) or ", ".join(level.name for level in levels) + ": nothing there"
     raise CheckpointError(
         f"no usable checkpoint{'' if step is None else f' of step {step}'}: {told}"
@@ -75,17 +84,31 @@ def _ask(levels: Sequence[Level]) -> _Offers:
     offers = _Offers()
     for level in levels:
         try:
-            for step in level.steps():
-                offers.by_step.setdefault(step, []).append(level)
+            for found in level.found():
+                key = (found.step, found.lineage.run)
+                offers.levels.setdefault(key, []).append(level)
+                offers.lineages[key] = found.lineage
         except Exception as problem:  # noqa: BLE001 - any storage may fail in its own way
             offers.problems.append(f"{level.name} cannot be asked: {problem}")
     return offers
 
 
-def _newest(offers: _Offers, ranks: Ranks, only: int | None) -> int | None:
-    """The newest step that every rank can still try."""
-    mine = set(offers.by_step) if only is None else set(offers.by_step) & {only}
-    return max(set.intersection(*ranks.gather(mine)), default=None)
+def _order(offers: _Offers, ranks: Ranks, only: int | None) -> tuple[list[Key], int]:
+    """What every rank can try, best first, and when the newest lineage was born.
+
+    Abandoned checkpoints are not among it unless their step is asked for.
+    """
+    everyones = ranks.gather(offers.lineages)
+    found = [
+        Found(step, lineage)
+        for lineages in everyones
+        for (step, _), lineage in lineages.items()
+        if only in (None, step)
+    ]
+    common = set.intersection(*(set(lineages) for lineages in everyones))
+    keys = [(one.step, one.lineage.run) for one in living(found)]
+    born = [lineage.born for lineages in everyones for lineage in lineages.values()]
+    return [key for key in dict.fromkeys(keys) if key in common], max(born, default=0)
 
 
 def _try(
@@ -113,6 +136,9 @@ def _fill(source: Source, into: State, rank: int) -> Mapping[str, object]:
     created = absent_parts(into, entries, {part.key for part in parts})
     wants = [Want(part.key, part.box, part.tensor) for part in (*parts, *created)]
     paths = {thing.key: thing.path for thing in things}
+    differing = _other_shapes(parts, entries)
+    if differing:
+        raise CheckpointError(f"shapes differ: {'; '.join(differing[:6])}")
     missing = sorted(set(paths) - {entry.key for _, entry in entries}) + missing_of(wants, entries)
     if missing:
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
@@ -125,6 +151,16 @@ def _fill(source: Source, into: State, rank: int) -> Mapping[str, object]:
             set_at(state, paths[entry.key], read_thing(source, index, entry))
     give_back(into, state)
     return _extra(source, rank)
+
+
+def _other_shapes(parts: Sequence[Part], entries: Sequence[Located]) -> list[str]:
+    """Tensors whose whole has another shape in the checkpoint than in the state."""
+    saved = {entry.key: entry.shape for _, entry in entries if entry.dtype is not None}
+    return [
+        f"{part.key} is {list(part.shape)}, the checkpoint has {list(saved[part.key])}"
+        for part in parts
+        if saved.get(part.key, part.shape) != part.shape
+    ]
 
 
 def _extra(source: Source, rank: int) -> Mapping[str, object]:

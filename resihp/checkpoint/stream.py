@@ -36,12 +36,12 @@ def write_stream(
         with ThreadPoolExecutor(WRITERS, "resihp-checkpoint-stream") as pool:
             for future in [pool.submit(work.run) for _ in range(WRITERS)]:
                 future.result()
-        target.write(memoryview(section), file.nbytes)
+        target.write([memoryview(section)], file.nbytes)
         target.truncate(index.file_bytes)
         target.sync()
     finally:
         target.close()
-    after = [checksum(memoryview(section)[a:b]) for a, b in spans(0, len(section))]
+    after = [checksum([memoryview(section)[a:b]]) for a, b in spans(0, len(section))]
     sums = [work.sums[number] for number in range(len(file.chunks))]
     summed = replace(index, checksums=(*sums, *after))
     write_whole(folder / index_name(index.rank), summed.to_json().encode())
@@ -72,8 +72,8 @@ class _Stream:
                     held, source = cut.tensor, flat_bytes(self._tensor(cut.tensor))
                 goal = buffer.tensor[cut.at - start : cut.at - start + cut.stop - cut.start]
                 goal.copy_(source[cut.start : cut.stop])
-            self.sums[number] = checksum(view)
-            self._target.write(view, start)
+            self.sums[number] = checksum([view])
+            self._target.write([view], start)
 
     def _claim(self) -> int | None:
         with self._lock:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from resihp.contracts import CheckpointError
 
+from .lineage import Lineage
 from .ranks import Alone
 from .staging.filling import Filling
 from .staging.stage import Staging
@@ -24,10 +25,11 @@ _PATIENCE_S = 600.0
 
 
 class Stager:
-    """One buffer of the size of the state, held from `stage` until `release`."""
+    """One buffer of the size of this rank's state, held from `stage` until `release`."""
 
     def __init__(self) -> None:
-        self._staging = Staging(Alone(), buffers=1)
+        one_of_several = Alone(0, (0, 1), "torch")  # whose parts it knows, and shares out, itself
+        self._staging = Staging(one_of_several, buffers=1)
         self._threads = ThreadPoolExecutor(1, "resihp-checkpoint-stage")
         self._filling: Filling | None = None
 
@@ -40,7 +42,7 @@ class Stager:
         self._await_release()
         found = self._staging.fit(state)
         assert found.has_buffers, "the only buffer is free"
-        filling = self._staging.lend(0, found, state, {}, 0.0)
+        filling = self._staging.lend(0, Lineage(""), found, state, {}, 0.0)
         assert filling is not None
         filling.taken[_UPLOAD] = 0
         self._filling = filling

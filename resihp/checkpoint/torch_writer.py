@@ -32,6 +32,7 @@ from .format.index import Entry, Index
 from .format.metadata import data_name
 from .format.shard_file import Place, ShardFile
 from .levels.folder import reveal, step_of
+from .lineage import Lineage
 from .stream import write_stream
 from .torch_stager import Stager, StateDict
 
@@ -118,7 +119,8 @@ class LazyWriter(StorageWriter, AsyncStager):
         file = ShardFile([_place(item, paths) for item in tensors])
         entries, section = _section(things, planner, paths, file.nbytes)
         step = step_of(self._path.name) or 0
-        index = Index(step, assigned.rank, assigned.run, assigned.ranks, file.entries, file.nbytes)
+        lineage = Lineage(assigned.run)
+        index = Index(step, assigned.rank, lineage, assigned.ranks, file.entries, file.nbytes)
         index = replace(index, things=entries, file_bytes=file.nbytes + len(section))
         self._part(assigned.run).mkdir(parents=True, exist_ok=True)
         try:

@@ -96,6 +96,10 @@ class Client:
         }
         self._send("POST", _path(job, "failures"), body)
 
+    def announce_joiners(self, job: str, *, ranks: Iterable[int], step: int | None = None) -> None:
+        """Say that these ranks wait for a place in the layout."""
+        self._send("POST", _path(job, "joiners"), {"ranks": list(ranks), "step": step})
+
     def verdicts(self, job: str) -> list[Verdict]:
         """What the detector says of every device."""
         document = self._get(_path(job, "verdicts"))

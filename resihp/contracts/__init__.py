@@ -11,6 +11,7 @@ from .errors import (
     StateLostError,
     TraceError,
 )
+from .faults import FaultRate, Protection
 from .job import Job, LayerCost, Links, Memory, ModelShape, Schedule, even_quotas
 from .layout import Layout, Place, Replica, Stage
 from .plan import Plan
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "ContractError",
     "Diagnosis",
+    "FaultRate",
     "InfeasibleError",
     "Job",
     "LayerCost",
@@ -34,6 +36,7 @@ __all__ = [
     "Op",
     "Place",
     "Plan",
+    "Protection",
     "Replica",
     "ResiHPError",
     "Schedule",

@@ -18,12 +18,15 @@ from typing import Any, TypeVar
 from .errors import ContractError
 
 T = TypeVar("T")
+OMIT_EMPTY = "omit empty"
+"""In a field's metadata: documents leave it out where it is empty."""
 
 
 def to_json(value: Any) -> Any:
     """A dataclass, enum, tuple or mapping as dicts, lists, strings and numbers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        held = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: to_json(v) for f, v in held if v or OMIT_EMPTY not in f.metadata}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .errors import ContractError
+from .faults import Protection
 from .layout import Layout
 
 
@@ -92,6 +93,13 @@ class Memory:
     sharded_optimizer: bool = False
     activation_bytes_per_layer: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.budget_bytes is not None:
+            _require_positive(self, "budget_bytes")
+        _require_not_negative(self, "bytes_per_param", "optimizer_bytes_per_param")
+        if self.activation_bytes_per_layer is not None:
+            _require_not_negative(self, "activation_bytes_per_layer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
@@ -118,10 +126,12 @@ class Job:
     tokens_per_microbatch  token budget of a microbatch
     schedule               the one that it starts with
     schedules              those that plans may choose from; the first where others gain nothing;
-                           empty: only `schedule`
+                           empty: only `schedule`, and where that is 1F1B and `memory` tells what
+                           fits, its eager kind (the same passes, forwards earlier)
     chunks                 model chunks per stage (more than 1 with the interleaved schedule)
     max_in_flight          most microbatches of which a stage may hold activations; None: unlimited
     device                 type of device, e.g. "H100"; predictors are shared per (model, device)
+    protection             against faults; with it a dear change of layout has to pay until the next
     """
 
     name: str
@@ -139,6 +149,7 @@ class Job:
     cost: LayerCost | None = None
     memory: Memory = field(default_factory=Memory)
     links: Links = field(default_factory=Links)
+    protection: Protection | None = None
 
     def __post_init__(self) -> None:
         _require_positive(self, "microbatches", "chunks")
@@ -148,6 +159,9 @@ class Job:
             raise ContractError(
                 "layout", f"holds {self.layout.layers} layers, the model has {self.model.layers}"
             )
+        held = {replica.chunks for replica in self.layout.replicas} - {1}
+        if held and held != {self.chunks}:
+            raise ContractError("chunks", f"is {self.chunks}, but the layout's stages hold {held}")
         if not self.quotas:
             object.__setattr__(self, "quotas", even_quotas(self.microbatches, self.layout.dp))
         if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+from ._json import OMIT_EMPTY
 from .errors import ContractError
 
 
@@ -13,24 +14,26 @@ from .errors import ContractError
 class Stage:
     """One pipeline stage of one replica.
 
-    ranks   global ranks of its tensor-parallel group; the order is the tensor-parallel rank
-    layers  half-open range of the model's layers
-    shares  how much of each layer each rank holds, in whole units (KV groups, where the model
-            shape is known); empty on construction means equal shares of one unit each
+    ranks        global ranks of its tensor-parallel group; the order is the tensor-parallel rank
+    layers       half-open range of the model's layers
+    shares       how much of each layer each rank holds, in whole units (KV groups, where the model
+                 shape is known); empty on construction means equal shares of one unit each
+    more_layers  ranges of the further model chunks that it holds under an interleaved schedule
     """
 
     ranks: tuple[int, ...]
     layers: tuple[int, int]
     shares: tuple[int, ...] = ()
+    more_layers: tuple[tuple[int, int], ...] = field(default=(), metadata={OMIT_EMPTY: True})
 
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ContractError("ranks", "a stage needs at least one rank")
         if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ContractError("ranks", "must be distinct and 0 or more")
-        start, stop = self.layers
-        if not 0 <= start <= stop:
-            raise ContractError("layers", f"must be a half-open range, not [{start}, {stop})")
+        for start, stop in self.chunks:
+            if not 0 <= start <= stop:
+                raise ContractError("layers", f"must be a half-open range, not [{start}, {stop})")
         if not self.shares:
             object.__setattr__(self, "shares", (1,) * len(self.ranks))
         if len(self.shares) != len(self.ranks):
@@ -43,28 +46,53 @@ class Stage:
         """Tensor-parallel degree."""
         return len(self.ranks)
 
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """The layer range of each of its model chunks; one unless interleaved."""
+        return (self.layers, *self.more_layers)
+
+    @property
+    def layer_count(self) -> int:
+        """Layers in all its chunks."""
+        return sum(stop - start for start, stop in self.chunks)
+
 
 @dataclass(frozen=True)
 class Replica:
-    """One data-parallel copy of the model: its stages in pipeline order."""
+    """One data-parallel copy of the model: its stages in pipeline order.
+
+    The first chunks of all stages come first in the model, then all second ones, and so on.
+    """
 
     stages: tuple[Stage, ...]
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ContractError("stages", "a replica needs at least one stage")
+        if len({len(stage.chunks) for stage in self.stages}) > 1:
+            raise ContractError("stages", "must all hold as many chunks")
+        if self.chunks > 1 and len(self.stages) == 1:
+            raise ContractError("stages", "several chunks need several stages")
         layer = 0
-        for index, stage in enumerate(self.stages):
-            if stage.layers[0] != layer:
-                raise ContractError(
-                    f"stages[{index}].layers", f"must start at {layer}, not {stage.layers[0]}"
-                )
-            layer = stage.layers[1]
+        for chunk in range(self.chunks):
+            for index, stage in enumerate(self.stages):
+                start, stop = stage.chunks[chunk]
+                if start != layer:
+                    where = f"more_layers[{chunk - 1}]" if chunk else "layers"
+                    raise ContractError(
+                        f"stages[{index}].{where}", f"must start at {layer}, not {start}"
+                    )
+                layer = stop
 
     @property
     def layers(self) -> int:
         """Number of layers of the model."""
-        return self.stages[-1].layers[1]
+        return self.stages[-1].chunks[-1][1]
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of every stage."""
+        return len(self.stages[0].chunks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -89,17 +117,21 @@ class Layout:
             raise ContractError("replicas", f"ranks {twice[:4]} stand in two places")
 
     @classmethod
-    def grid(cls, *, dp: int, pp: int, tp: int, layers: int, units: int | None = None) -> Layout:
+    def grid(
+        cls, *, dp: int, pp: int, tp: int, layers: int, units: int | None = None, chunks: int = 1
+    ) -> Layout:
         """The regular layout, ranks numbered as Megatron does: tp fastest, then dp, then pp.
 
         Layers and `units` (of a tensor-parallel share; default `tp`) are spread as evenly as they
-        go, the larger parts first.
+        go, the larger parts first; over `chunks` model chunks in each stage, if it is interleaved.
         """
         if min(dp, pp, tp) < 1:
             raise ContractError("dp, pp, tp", "must be 1 or more")
+        if chunks < 1:
+            raise ContractError("chunks", f"must be 1 or more, not {chunks}")
         if (units or tp) < tp:
             raise ContractError("tp", f"{tp} ranks cannot share {units} units")
-        bounds = _bounds(layers, pp)
+        spans = list(pairwise(_bounds(layers, pp * chunks)))
         edges = _bounds(units or tp, tp)
         shares = tuple(stop - start for start, stop in pairwise(edges))
         return cls(
@@ -108,8 +140,9 @@ class Layout:
                     tuple(
                         Stage(
                             tuple(tp * (d + dp * p) + t for t in range(tp)),
-                            (bounds[p], bounds[p + 1]),
+                            spans[p],
                             shares,
+                            tuple(spans[p + pp :: pp]),
                         )
                         for p in range(pp)
                     )

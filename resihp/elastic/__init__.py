@@ -1,1 +1,29 @@
-"""Live resize on torch.distributed: change the layout of a running job without stopping it."""
+"""Live resize on torch.distributed: change the layout of a running job without stopping it.
+
+`train` runs a model of ResiHP's engine; `Replicas` makes a training loop of your own resilient.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .instep.replica_group import init_replica_group
+    from .instep.replicas import Replicas
+    from .start import train
+
+__all__ = ["Replicas", "init_replica_group", "train"]
+
+_HOMES = {
+    "Replicas": ".instep.replicas",
+    "init_replica_group": ".instep.replica_group",
+    "train": ".start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: importing one room must not load the others."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -21,8 +21,11 @@ class Switch:
     prepare_ms      the building of the new world in the background
     received_bytes  of parameters and optimizer state
     handed_bytes    of gradients, in the pause
-    extra_bytes     held for the new world beside the present one, until it was taken on
+    extra_bytes     held in memory for both worlds at once until the new one was taken on, and
+                    buffers; at most the limit, but after a loss without a folder to spill to
+    spilled_bytes   held in files instead
     kept            microbatches of `step` whose gradients stay; the others are computed from here
+    is_rewound      the state is that of a checkpoint, so that `step` may have been made before
     """
 
     plan: Plan
@@ -32,8 +35,10 @@ class Switch:
     received_bytes: int = 0
     handed_bytes: int = 0
     extra_bytes: int = 0
+    spilled_bytes: int = 0
     lost: tuple[int, ...] = ()
     kept: Spans = ()
+    is_rewound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +47,12 @@ class Hooks:
 
     Called by the training thread, but `on_parcel` by the one that fills the next world, before
     each parcel that this rank sends or receives. `on_switch` comes before the update that the
-    new world makes.
+    new world makes, `on_idle` again and again while this rank has no work
+    (`resihp.Monitor.while_idle`).
     """
 
     on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
     on_step: Callable[[Reduced, float, Plan], None] = field(default=lambda step, ms, plan: None)
     on_parcel: Callable[[int], None] = field(default=lambda number: None)
     on_switch: Callable[[Switch], None] = field(default=lambda switch: None)
+    on_idle: Callable[[], None] = field(default=lambda: None)

@@ -21,8 +21,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from .membership.store import announce_death
-from .start import store_prefix
+from .environment import store_prefix
+from .membership.store import announce_death, host_store
 
 _log = logging.getLogger("resihp.launch")
 _RUN = "launch"
@@ -33,12 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     host, _, port = options.master.partition(":")
     hosts = options.first_rank == 0 and not options.join
-    store = dist.TCPStore(
-        host,
-        int(port or 0),
-        is_master=hosts,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
+    limit = timedelta(seconds=60)
+    store = (
+        host_store(host, int(port or 0), limit)
+        if hosts
+        else dist.TCPStore(host, int(port), is_master=False, timeout=limit)
     )
     ranks = range(options.first_rank, options.first_rank + options.nproc_per_node)
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

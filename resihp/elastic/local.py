@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .membership.store import announce_death
+from .membership.store import announce_death, host_store
 
 Target = Callable[..., None]
 # The first update of any optimizer imports torch._dynamo, which takes more than a second.
@@ -40,9 +40,7 @@ class LocalRanks:
         self._processes: dict[int, ForkServerProcess] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        self._server: dist.TCPStore | None = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
+        self._server: dist.TCPStore | None = host_store("127.0.0.1", 0, timedelta(seconds=30))
         self._store: dist.Store | None = dist.PrefixStore(job, self._server)
 
     def __enter__(self) -> LocalRanks:

@@ -16,10 +16,12 @@ class Present:
     plan       that of the world taken on
     epoch      counts the worlds; 0 is the first
     completed  steps whose update has been made
+    norm       that of the last step for which it was learned, with that step
     engine     None while this rank has no place in the layout
     """
 
     plan: Plan
     epoch: int = 0
     completed: int = 0
+    norm: tuple[int, float] | None = None
     engine: Engine | None = None

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from resihp.contracts import InfeasibleError, Plan, StateLostError
-from resihp.layout import moves
+from resihp.contracts import ContractError, Plan
 
+from .checkpoints import Checkpoints
+from .checkpoints.contract import KeepsNothing
 from .engine import Engine, Setup
-from .engine.engine import holding
+from .engine.schedule import check_schedule
 from .events import Hooks, Switch
+from .handoff.memory import Memory
 from .handoff.switching import Switching
-from .handoff.warmup import warm_up
 from .membership.agent import PlanAgent
-from .membership.agreement import Decision, Report
-from .membership.offers import Offer
 from .membership.phases import Phase, PhaseMachine
 from .membership.plans import PlanSource
-from .membership.rendezvous import Rendezvous
+from .membership.rendezvous import FencedOutError, Rendezvous
 from .membership.standbys import Standbys
 from .present import Present
+from .recovery import Recovery, passes
 from .worlds.comm import WaitClock, WorldBrokenError
-from .worlds.world import World
-
-_log = logging.getLogger("resihp.elastic")
 
 
 class Trainer:
     """Runs one rank of a job whose layout may change between any two steps.
 
     Every rank of the job (idle ones included) makes one with the same arguments but its own rank,
-    and calls `run`. Raises `StopError` or `StateLostError` when the job cannot go on, and
-    `FencedOutError` when the others have gone on without this rank.
+    and calls `run`. Raises `ContractError` for a plan that cannot be run; `run` raises `StopError`
+    or `StateLostError` when the job cannot go on, and `FencedOutError` when the others have gone on
+    without this rank.
     """
 
     def __init__(
@@ -45,15 +42,18 @@ class Trainer:
         plans: PlanSource,
         *,
         hooks: Hooks | None = None,
-        limit_bytes: int = 256 << 20,
+        checkpoints: Checkpoints | None = None,
+        memory: Memory | None = None,
     ) -> None:
+        check_schedule(plan)
         self.setup, self.rank = setup, rendezvous.rank
         self._present = Present(plan)
         self._rendezvous, self._plans = rendezvous, plans
         self._hooks = hooks or Hooks()
         self._machine = PhaseMachine()
         self._steps = 0
-        self._norm: tuple[int, float] | None = None
+        self._is_coming_in = False
+        self._keeper = checkpoints.keeper(setup, rendezvous) if checkpoints else KeepsNothing()
         self._switching = Switching(
             setup,
             self._present,
@@ -61,9 +61,19 @@ class Trainer:
             WaitClock(),
             self._enter,
             replace(self._hooks, on_switch=self._switched),
-            limit_bytes=limit_bytes,
+            self._keeper,
+            memory=memory or Memory(),
         )
-        self._agent = PlanAgent(plans, rendezvous, self._present, self._is_settled)
+        self._recovery = Recovery(
+            setup,
+            self._present,
+            rendezvous,
+            plans,
+            self._switching,
+            self._complete,
+            can_restore=self._keeper.can_restore,
+        )
+        self._agent = PlanAgent(plans, rendezvous, self._present, self._is_settled, self._refusal)
 
     @property
     def plan(self) -> Plan:
@@ -95,29 +105,37 @@ class Trainer:
         self._switching.look_for_plan()
 
     def run(self, steps: int) -> None:
-        """Train until `steps` updates have been made."""
+        """Train until `steps` updates have been made, those of checkpoints found included."""
         self._steps = steps
         self._rendezvous.start()
-        self._live(self._switching.begin)
+        self._live(self._begin)
 
     def join(self, steps: int) -> None:
         """Take a place in a job that is running, as soon as a plan has one for this rank.
 
         Everything that is slow the first time is done before, beside the job. The rendezvous of
-        a joiner is made with its own rank alone. Returns when the job ends, too.
+        a joiner is made without ranks. Returns when the job ends, too.
         """
         self._steps = steps
         self._rendezvous.start()
-        warm_up(self.setup, self._switching.network())
-        standbys = Standbys(self._rendezvous.open_store())
-        number = standbys.announce(self.rank)
-        invitation = standbys.await_invitation(self.rank, number)
-        if invitation is None:
+        self._switching.warm_up()
+        if self._come_in():
+            self._live(lambda: None)
+        else:
             self._rendezvous.close()
-            return
+
+    def _come_in(self) -> bool:
+        """Wait for an invitation; whether one came before the job's end."""
+        self._switching.paused_at = None
+        self._rendezvous.stay_out()
+        standbys = Standbys(self._rendezvous.link.store)
+        invitation = standbys.await_invitation(self.rank, standbys.announce(self.rank))
+        if invitation is None:
+            return False
         self._rendezvous.come_in(invitation.recovery, invitation.alive)
         self._present.epoch, self._present.plan = invitation.epoch, invitation.plan
-        self._live(lambda: None)
+        self._is_coming_in = True
+        return True
 
     def leave(self) -> None:
         """Hand over and return from `run` as soon as a plan does without this rank.
@@ -127,8 +145,14 @@ class Trainer:
         """
         self._agent.leave()
 
+    def _begin(self) -> None:
+        self._switching.begin()
+        if self.engine is not None:
+            world, shard = self.engine.world, self.engine.shard
+            self._present.completed = self._keeper.resume(world.everyone, shard)
+
     def _live(self, begin: Callable[[], None]) -> None:
-        steps = self._steps
+        steps, is_done = self._steps, False
         try:
             begin()
             self._agent.start()
@@ -136,18 +160,29 @@ class Trainer:
             while broken or not self._is_over(steps):
                 try:
                     if broken:
-                        self._recover(broken)
+                        self._enter(Phase.RECOVERING)
+                        self._recovery.recover(broken)
                     else:
                         self._advance()
                     broken = None
                 except WorldBrokenError as error:
                     broken = str(error)
-            if self.engine is not None and self.completed >= steps:
+                except FencedOutError:
+                    # The others lost a rank while this one came in, and went on without it.
+                    if not self._is_coming_in:
+                        raise
+                    self._switching.forget()
+                    broken = None
+                    if not self._come_in():
+                        break
+            is_done = self.engine is not None and self.completed >= steps
+            if is_done:
                 self._rendezvous.finish(len(self.plan.layout.ranks))
         finally:
             self._switching.forget()
             self._enter(Phase.STOPPED)
             self._agent.close()
+            self._keeper.close(is_done=is_done)
             self._rendezvous.close()
 
     def _is_over(self, steps: int) -> bool:
@@ -166,22 +201,36 @@ class Trainer:
         step, start = self.completed, time.perf_counter()
         self._enter(Phase.ACCUMULATING)
         world = self.engine.world
+        self._keeper.prepare(self.plan, self.epoch, self.engine.shard)
         replica = self.plan.layout.replicas[world.place.dp]
-        with self._rendezvous.among(_passes(self.epoch, world, step), replica.ranks):
-            self.engine.accumulate(step)
+        with self._rendezvous.among(passes(self.epoch, world, step), replica.ranks):
+            self.engine.accumulate(step, lambda: self._rendezvous.is_broken)
+        if not self.engine.is_accumulated:
+            raise WorldBrokenError("another replica is hurt")
         self._enter(Phase.REDUCING)
-        reduced = self.engine.reduce(step, self._switching.ready_epoch(step + 1))
-        self._norm, plan = (step, reduced.norm), self.plan
-        if self._switching.is_filling:
+        ready = self._switching.ready_epoch(step + 1)
+        reduced = self.engine.reduce(step, ready, is_due=self._is_due(step))
+        self._present.norm, plan = (step, reduced.norm), self.plan
+        is_switching = self._switching.is_filling
+        if is_switching:
             self._switching.switch(norm=reduced.norm)
         self._enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         self._complete(step, reduced.norm)
+        if reduced.is_due and not is_switching:  # ranks that have just come do not know of it
+            self._keeper.save(step, self.engine.shard)
         self._hooks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
         if self._switching.everyone_ready(reduced) and self.completed < self._steps:
             self._switching.proceed()
 
+    def _is_due(self, step: int) -> bool:
+        """Whether this rank asks all others to save the state after `step`."""
+        if self.rank != min(self.plan.layout.ranks):
+            return False
+        return step + 1 == self._steps or self._keeper.is_due(step)
+
     def _complete(self, step: int, norm: float) -> None:
         """Make the update of a step whose gradients are whole everywhere."""
+        self._keeper.fence()
         if self.engine is not None:
             self.engine.update(norm, step)
         self._present.completed = step + 1
@@ -190,6 +239,7 @@ class Trainer:
         if self._machine.phase is not Phase.IDLE:
             self._enter(Phase.IDLE)
         self._rendezvous.wait_for_change()
+        self._hooks.on_idle()
         reason = self._rendezvous.broken((), 0.0)
         if reason is not None:
             raise WorldBrokenError(reason)
@@ -201,78 +251,17 @@ class Trainer:
                 self._complete(self.completed, norm)
 
     def _switched(self, switch: Switch) -> None:
+        self._is_coming_in = False
         self._hooks.on_switch(switch)
         self._agent.acknowledge(switch)
 
-    # Losses.
-
-    def _recover(self, reason: str) -> None:
-        """Agree with the survivors on what holds, and go on in a world without the lost ranks."""
-        self._switching.paused_at = self._switching.paused_at or time.perf_counter()
-        self._enter(Phase.RECOVERING)
-        _log.warning("rank %d: %s", self.rank, reason)
-        self._rendezvous.call_recovery(reason, self._leaves())
-        decision = self._rendezvous.agree(self._report(), self.plan.microbatches)
-        self._settle(decision)
-        lost = tuple(sorted(set(self.plan.layout.ranks) - set(decision.survivors)))
-        if self.rank == decision.survivors[0]:
-            self._publish_after_loss(decision)
-        offer = self._rendezvous.await_offer(decision.next_epoch)
-        self._switching.repair(decision.next_epoch, offer, lost)
-        self._switching.switch(lost, decision.kept)
-
-    def _leaves(self) -> list[str]:
-        """The passes that the other ranks of this one's replica cannot finish without it."""
-        left, doubt = [], self._switching.doubt
-        if self.engine is not None:
-            step = self.completed + self.engine.is_accumulated
-            left.append(_passes(self.epoch, self.engine.world, step))
-        if doubt is not None and doubt.world is not None:
-            left.append(_passes(doubt.epoch, doubt.world, self.completed))
-        return left
-
-    def _report(self) -> Report:
-        pending, doubt = self._switching.pending, self._switching.doubt
-        holdings = [] if self.engine is None else [self.engine.holding(self.epoch)]
-        if doubt is not None and doubt.world is not None:
-            begun = doubt.rest.shares[doubt.world.place.dp].begun if doubt.rest else ()
-            summed = self._switching.is_handed_over
-            holdings.append(holding(doubt.world, doubt.epoch, begun, summed=summed))
-        return Report(
-            epoch=self.epoch,
-            completed=self.completed,
-            holdings=tuple(holdings),
-            norm=self._norm,
-            doubt=doubt.epoch if doubt is not None else None,
-            seen=pending.target.epoch if pending is not None else self.epoch,
-            idle=self.engine is None,
-        )
-
-    def _settle(self, decision: Decision) -> None:
-        """Bring this rank to the state that was decided."""
-        doubt = self._switching.doubt
-        if doubt is not None and decision.epoch == doubt.epoch:
-            self._switching.adopt(doubt)
-            self._switching.paused_at = time.perf_counter()
-        self._switching.catch_up(decision.epoch)
-        if self.engine is not None and decision.completed > self.completed:
-            assert decision.norm is not None
-            self._complete(self.completed, decision.norm)
-        self._present.completed = decision.completed
-        self._switching.forget()
-
-    def _publish_after_loss(self, decision: Decision) -> None:
+    def _refusal(self, plan: Plan) -> str | None:
+        """Why this job will not change to `plan`, if it will not."""
         try:
-            plan, lost = self.plan, set(self.plan.layout.ranks) - set(decision.survivors)
-            if lost:
-                plan = self._plans.after_loss(plan, decision.survivors, decision.completed)
-            moves(self.plan.layout, plan.layout, self.setup.model.parameters, lost=lost)
-            if plan.microbatches != self.plan.microbatches:
-                raise InfeasibleError("microbatches", "a plan must not change their number")
-        except (InfeasibleError, StateLostError) as error:
-            self._rendezvous.publish(decision.next_epoch, str(error))
-            return
-        self._rendezvous.publish(decision.next_epoch, Offer(plan, decision.survivors))
+            check_schedule(plan)
+        except ContractError as error:
+            return str(error)
+        return self._switching.refusal(plan)
 
     def _is_settled(self) -> bool:
         return self._machine.phase not in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
@@ -280,8 +269,3 @@ class Trainer:
     def _enter(self, phase: Phase) -> None:
         self._machine.enter(phase)
         self._hooks.on_phase(phase, self.completed)
-
-
-def _passes(epoch: int, world: World, step: int) -> str:
-    """Names the passes of one step in the replica of `world` in which this rank stands."""
-    return f"{epoch}.{world.place.dp}.{step}"

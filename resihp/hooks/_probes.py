@@ -19,6 +19,8 @@ waiting: training waits for it."""
 
 _PAUSE_S = 1.0
 """Least time between two probes of this process."""
+_CALL_S = 5.0
+"""Time between two signs of life of a rank without work."""
 _MOST_WAITING = 4
 _OFF = ("0", "false", "no", "off")
 
@@ -56,7 +58,7 @@ class Probes:
         self._link, self._budget_ms = link, budget_ms
         self.orders: deque[Order] = deque()
         self.answers: deque[Answer] = deque()
-        self._last_s = float("-inf")
+        self._last_s = self._called_s = float("-inf")
         self._known: deque[str] = deque(maxlen=64)
 
     def take(self, document: object) -> None:
@@ -71,6 +73,13 @@ class Probes:
                 self.answers.append(Answer(order.id, detail="probes are forbidden on this rank"))
             elif len(self.orders) < _MOST_WAITING:
                 self.orders.append(order)
+
+    def is_call_due(self) -> bool:
+        """Whether a rank without work should say again that it is there. Training thread."""
+        now_s = perf_counter()
+        due = self._allowed and now_s - self._called_s >= _CALL_S
+        self._called_s = now_s if due else self._called_s
+        return due
 
     def run(self) -> None:
         """Run the oldest order, if it is time for one. Training thread, between two steps."""

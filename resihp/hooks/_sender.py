@@ -23,6 +23,7 @@ from ._spans import Span
 _RETRY_STATUSES = (408, 425, 429)
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _POLL_S = 0.002
+_TIME_TO_SEND = 0.9  # of the time that closing may take; the rest is for counting what is left
 
 
 class Telemetry(Protocol):
@@ -89,13 +90,14 @@ class Sender:
         self._process_key = uuid.uuid4().hex
         self._messages = 0
         self._reported = 0  # dropped records that the sidecar knows of
+        self.in_hand = 0  # records out of the buffer whose fate is open
         self._closing = threading.Event()
         self._deadline = 0.0
         self._thread: threading.Thread | None = None
 
     def close(self, timeout_s: float) -> None:
         """Send what is buffered, for at most `timeout_s`; what is left then is dropped."""
-        self._deadline = monotonic() + timeout_s
+        self._deadline = monotonic() + _TIME_TO_SEND * timeout_s
         self.buffer.close()
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -132,12 +134,13 @@ class Sender:
             device.adopt_thread()
         self._answer_probes()
         while rows := self._take():
-            taken = 0
+            self.in_hand, taken = len(rows), 0
             try:
                 taken = self._deliver(rows)
             except Exception as error:  # noqa: BLE001 the boundary: these rows are lost, later ones go on
                 self._failures.add("sending telemetry", error)
             self.buffer.drop(len(rows) - taken)
+            self.in_hand = 0
 
     def _take(self) -> list[Row | Span]:
         """The oldest rows of one plan version that are ready. Only this thread removes rows."""

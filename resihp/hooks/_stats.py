@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Stats:
     """Of one monitor in one process.
 
-    queued    records that wait to be sent
+    queued    records that wait to be sent or are on their way
     sent      records that the sidecar took, in `batches` messages
     dropped   records lost: the buffer was full, the sidecar refused them, or a hook failed
     retries   repetitions of messages that the sidecar could not take

@@ -211,12 +211,19 @@ class Monitor:
         if self._probes.orders:
             self._probes.run()
 
+    def while_idle(self) -> None:
+        """For the loop in which a rank waits for work: tells the sidecar now and then that it is
+        there, and runs the probes asked for in return: a slow device may be healthy again."""
+        if self._probes.is_call_due():
+            self.record(op=Op.DATA, compute_ms=0.0)
+        self.between_steps()
+
     @property
     def stats(self) -> Stats:
         """What became of the records so far."""
         counts, buffer = self._sender.counts, self._sender.buffer
         return Stats(
-            queued=len(buffer.rows),
+            queued=len(buffer.rows) + self._sender.in_hand,
             sent=counts.records,
             batches=counts.batches,
             dropped=buffer.dropped,

@@ -125,11 +125,13 @@ def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
 
 
 def _replayed_costs(whatif: WhatIf) -> Costs:
+    causes = Causes(whatif)
     return Costs(
         step=float(whatif.recorded_s.mean()),
         ideal=whatif.ideal_step_s,
-        lost=Causes(whatif).lost_s,
+        lost=causes.lost_s,
         steps=int(whatif.recording.steps.size),
+        told=causes.effects.tell_devices,
     )
 
 

@@ -28,8 +28,9 @@ def print_summary(analysis: Analysis, console: Console | None = None) -> None:
     console = console or Console()
     diagnosis = analysis.diagnosis
     console.print(f"[bold]{analysis.trace.job.name}[/bold]  {' · '.join(facts(analysis))}")
-    console.print(f"\n{headline(analysis)}", style="bold", highlight=False)
-    for sentence in diagnosis.detail:
+    said = headline(analysis)
+    console.print(f"\n{said}", style="bold", highlight=False)
+    for sentence in (sentence for sentence in diagnosis.detail if sentence != said):
         console.print(f"  {sentence}", highlight=False)
     console.print(_attribution(analysis))
     if analysis.whatif is not None:
@@ -77,7 +78,7 @@ def headline(analysis: Analysis) -> str:
     diagnosis = analysis.diagnosis
     cause = CAUSE_WORDS[diagnosis.root_cause]
     if diagnosis.root_cause is Cause.NONE:
-        return "No cause costs this job enough time to be named."
+        return diagnosis.detail[-1]
     share = diagnosis.attribution[diagnosis.root_cause]
     return (
         f"Steps take {diagnosis.slowdown:.2f}x the ideal; "

@@ -38,6 +38,7 @@ class Pass:
     part: Part = Part.WHOLE
 
 
+@cache
 def most_ahead(
     schedule: Schedule, stages: int, max_in_flight: int | None = None
 ) -> tuple[int, ...]:
@@ -47,6 +48,7 @@ def most_ahead(
     return tuple(min(each * b + 1, max_in_flight or each * b + 1) for b in behind)
 
 
+@cache
 def most_in_flight(
     schedule: Schedule, stages: int, max_in_flight: int | None = None
 ) -> tuple[int, ...]:

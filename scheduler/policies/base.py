@@ -11,7 +11,7 @@ from enum import StrEnum
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 
 from ..costs import layer_cost, transfer_ms
-from ..search import plan_schedules
+from ..schedules import plan_schedules
 from ..simulator import stage_times
 from ..spans import pipeline_spans
 

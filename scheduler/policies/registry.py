@@ -7,7 +7,7 @@ from dataclasses import replace
 from resihp.contracts import InfeasibleError, Job, Schedule
 
 from ..planner import make_plan
-from ..search import plan_schedules
+from ..schedules import plan_schedules
 from .base import Outcome, Pause, Policy, Speeds
 from .malleus import malleus
 from .rerouting import recycle
@@ -57,7 +57,7 @@ def outcome_of(name: str, job: Job, speeds: Speeds) -> Outcome:
     """
     decide = POLICIES[name].decide
     options = [
-        decide(replace(job, schedule=schedule, schedules=()), speeds)
+        decide(replace(job, schedule=schedule, schedules=(schedule,)), speeds)
         for schedule in plan_schedules(job)
     ]
     return min(options, key=lambda outcome: outcome.step_ms)

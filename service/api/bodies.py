@@ -53,6 +53,13 @@ class Failure(_Strict):
     detail: Detail = ""
 
 
+class Joiners(_Strict):
+    """These ranks are ready to take a place in the layout."""
+
+    ranks: Ranks
+    step: int | None = None
+
+
 class ProbeAnswer(_Strict):
     """Best time of a probe on one rank; null, with a reason, if it was not run."""
 

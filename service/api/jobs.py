@@ -144,6 +144,22 @@ async def post_failure(
     return {"accepted": len(failure.ranks)}
 
 
+@router.post("/{job}/joiners", status_code=202, openapi_extra=bodies.documented(bodies.Joiners))
+async def post_joiners(
+    job: str,
+    request: Request,
+    ctx: Ctx,
+    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
+) -> dict[str, Any]:
+    """These ranks are ready to work. A plan with them follows if it is worth its moves."""
+    joiners = await bodies.read(request, bodies.Joiners)
+    await ctx.store.put(
+        job, Kind.JOINER, joiners.model_dump_json().encode(),
+        retry_key=_retry_key(idempotency_key),
+    )  # fmt: skip
+    return {"accepted": len(joiners.ranks)}
+
+
 @router.post(
     "/{job}/probes/{probe}", status_code=202, openapi_extra=bodies.documented(bodies.ProbeAnswer)
 )

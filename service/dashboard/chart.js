@@ -65,7 +65,7 @@ export function drawChart(host, all) {
   for (const value of ticks(0, high, 4)) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
     const label = { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" };
-    picture.append(svg("text", label, value ? ms(value) : "0"));
+    picture.append(svg("text", label, value ? ms(value, high) : "0"));
   }
   for (const step of ticks(first, last, Math.min(8, Math.max(1, last - first)))) {
     const label = { x: x(step), y: height - 6, "text-anchor": "middle" };

@@ -17,10 +17,11 @@ export function svg(tag, attributes = {}, text = null) {
   return element;
 }
 
-export const ms = (value) =>
+// `beside` is the largest of the values that stand together: all of them get its unit.
+export const ms = (value, beside = value) =>
   value === null || value === undefined
     ? "–"
-    : value >= 10000
+    : beside >= 10000
       ? `${(value / 1000).toFixed(1)} s`
       : `${value >= 100 ? Math.round(value) : value.toFixed(1)} ms`;
 

@@ -18,6 +18,7 @@ class Kind(StrEnum):
     HEARTBEAT = "heartbeat"
     ACK = "ack"
     FAILURE = "failure"
+    JOINER = "joiner"
     PROBE = "probe"
 
 

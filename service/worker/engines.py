@@ -45,6 +45,7 @@ class Replan(Protocol):
         *,
         step: int,
         rental: Rental,
+        horizon_steps: int | None,
         time_limit_s: float | None,
     ) -> Decision: ...
 

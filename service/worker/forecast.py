@@ -10,6 +10,8 @@ import numpy as np
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
+from .meetings import Meetings
+
 _WARM_UP = 2
 _ENOUGH = 6  # healthy steps from which on the costs are fitted
 _BASELINE = 12  # and up to which they are
@@ -23,6 +25,7 @@ class _Fit(NamedTuple):
     forward: float
     backward: float
     besides_ms: float
+    collective_ms: float | None = None
 
 
 class Forecast:
@@ -31,7 +34,8 @@ class Forecast:
     Costs that a job was registered with are rarely exact, and often there are none. Three things
     are fitted after the warm-up, under the layout that the job started with and as long as no
     device is known to be slow: what the devices compute, over what the model says; what a step
-    takes beside its microbatches; and what is left of it (`calibrated`). So plans are weighed,
+    takes beside its microbatches; and what is left of it, of which collectives get no more than
+    they were seen to take (`calibrated`). So plans are weighed,
     predicted and bounded in milliseconds of this job.
     """
 
@@ -40,6 +44,7 @@ class Forecast:
         self._registered = job
         self._expected = compute_ms(job)
         self._spent: dict[int, dict[int, list[float]]] = {}  # by step and rank: `_PARTS`, the rest
+        self._meetings = Meetings(job)
         self._steps: list[_Fit] = []
         self._fitted = False
         self._last_unfitted = 0  # newest plan that was made before
@@ -48,6 +53,7 @@ class Forecast:
         """What the ranks computed, as long as the baseline is being taken."""
         if batch.plan_version or self._is_complete():
             return
+        self._meetings.add(batch)
         spent_ms = batch.compute_ms + np.nan_to_num(batch.wait_ms, nan=0.0)
         for part, times in enumerate((batch.compute_ms, batch.compute_ms, spent_ms)):
             rows = batch.op == _PARTS[part] if part < 2 else ~np.isin(batch.op, _PARTS)
@@ -60,7 +66,7 @@ class Forecast:
 
     def learn(self, plan: Plan, step: int, observed_ms: float, *, healthy: bool) -> None:
         """A step is complete; it counts if it is one of the first and all devices are healthy."""
-        ranks = self._spent.pop(step, {})
+        ranks, collective_ms = self._spent.pop(step, {}), self._meetings.take(step)
         if plan.version or not healthy or self._is_complete():
             return
         ratios = [
@@ -72,7 +78,7 @@ class Forecast:
             return
         forward, backward = np.median(ratios, axis=0).tolist()
         besides_ms = min(besides for *_, besides in ranks.values())  # of the last to arrive
-        self._steps.append(_Fit(observed_ms, forward, backward, besides_ms))
+        self._steps.append(_Fit(observed_ms, forward, backward, besides_ms, collective_ms))
         if len(self._steps) >= _WARM_UP + _ENOUGH:
             self._calibrate()
 
@@ -83,7 +89,15 @@ class Forecast:
         return self._steps[_WARM_UP:]
 
     def _fit(self) -> _Fit:
-        return _Fit(*(median(values) for values in zip(*self._baseline(), strict=True)))
+        steps = self._baseline()
+        known = [step.collective_ms for step in steps if step.collective_ms is not None]
+        return _Fit(
+            median(step.step_ms for step in steps),
+            median(step.forward for step in steps),
+            median(step.backward for step in steps),
+            median(step.besides_ms for step in steps),
+            median(known) if known else None,
+        )
 
     def _calibrate(self) -> None:
         fit = self._fit()
@@ -118,7 +132,12 @@ class Forecast:
             str(step): {str(rank): parts for rank, parts in ranks.items()}
             for step, ranks in self._spent.items()
         }
-        return {"steps": self._steps, "spent": spent, "unfitted": self._last_unfitted}
+        return {
+            "steps": self._steps,
+            "spent": spent,
+            "meetings": self._meetings.save(),
+            "unfitted": self._last_unfitted,
+        }
 
     @classmethod
     def restore(cls, job: Job, saved: dict[str, Any]) -> Forecast:
@@ -129,6 +148,7 @@ class Forecast:
             int(step): {int(rank): list(parts) for rank, parts in ranks.items()}
             for step, ranks in saved["spent"].items()
         }
+        forecast._meetings.restore(saved.get("meetings", []))
         forecast._last_unfitted = saved["unfitted"]
         if len(forecast._steps) >= _WARM_UP + _ENOUGH:
             forecast._calibrate()

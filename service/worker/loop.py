@@ -49,6 +49,11 @@ class _Held:
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
 
+    def diagnosis_is_due(self, now_s: float) -> bool:
+        """Whether there are steps that the last diagnosis, of some time ago, does not know."""
+        is_old = now_s - self.diagnosed_s > _DIAGNOSE_EVERY_S
+        return is_old and self.session.last_step > self.diagnosed_step
+
 
 class Worker:
     """Works until `stop` is set; run it in a thread or as the main of a process."""
@@ -135,7 +140,8 @@ class Worker:
             held.save_cost_s / _SAVE_SHARE,
             held.saved_bytes / _SAVE_BYTES_PER_S,
         )
-        return bool(outbox.applied or outbox.events) and since_s >= least_s
+        news = outbox.applied or outbox.events or held.diagnosis_is_due(time.monotonic())
+        return bool(news) and since_s >= least_s
 
     def _commit(self, job: str) -> None:
         held = self._held[job]
@@ -173,10 +179,7 @@ class Worker:
             state["applied"] = outbox.applied[-1].encode()
         status = held.session.status()
         now_s = time.monotonic()
-        if (
-            held.session.last_step > held.diagnosed_step
-            and now_s - held.diagnosed_s > _DIAGNOSE_EVERY_S
-        ):
+        if held.diagnosis_is_due(now_s):
             if (diagnosis := held.session.diagnosis()) is not None:
                 status["diagnosis"] = diagnosis
             held.diagnosed_s, held.diagnosed_step = now_s, held.session.last_step

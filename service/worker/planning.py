@@ -24,10 +24,11 @@ def speeds_of(
     """Speed of every device that is not healthy: 1/slowdown, 0.0 where it stopped.
 
     `known` are the speeds that the last plan was made for. A device that no longer works in the
-    layout sends no records, so that nothing can show that it recovered: it keeps its speed.
+    layout, and of which the detector does not speak, keeps its speed.
     """
-    at_work = set(working)
-    speeds = {rank: speed for rank, speed in known.items() if rank not in at_work}
+    verdicts = list(verdicts)
+    judged = {*working, *(verdict.rank for verdict in verdicts)}
+    speeds = {rank: speed for rank, speed in known.items() if rank not in judged}
     for verdict in verdicts:
         if verdict.status is Status.FAIL_STOP:
             speeds[verdict.rank] = 0.0
@@ -86,15 +87,23 @@ class Planner:
         *,
         step: int,
         rental: Rental,
+        horizon_steps: int | None = None,
     ) -> Decision:
-        """What to change from that step on; `rental` as `scheduler.replan` has it.
+        """What to change from that step on; `rental` and `horizon_steps` as `scheduler.replan`
+        has them.
 
         A dead rank in the current layout always leads to a plan. Raises `InfeasibleError`.
         """
         engines, soft_s = self._engines, self._time_limit_s / 2
         return self._limited(
             lambda: engines.replan(
-                job, current, speeds, step=step, rental=rental, time_limit_s=soft_s
+                job,
+                current,
+                speeds,
+                step=step,
+                rental=rental,
+                horizon_steps=horizon_steps,
+                time_limit_s=soft_s,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from resihp.contracts import Plan, from_json, to_json
@@ -40,6 +41,10 @@ class Rollout:
     def saw(self, version: int) -> bool:
         """Records made under a plan show that it was taken on; True if that is new."""
         return version in self._plans and self._activate(version)
+
+    def has_work_for(self, ranks: Iterable[int]) -> bool:
+        """Whether the active layout holds any of the ranks."""
+        return not set(self.active.layout.ranks).isdisjoint(ranks)
 
     def ack(self, version: int, rank: int, state: str) -> bool:
         """What a rank says of a plan; True if now all of its ranks have taken it on."""

@@ -14,16 +14,16 @@ from typing import Any
 import msgpack
 import structlog
 
-from resihp.contracts import ContractError, InfeasibleError, Job, Plan, Verdict, from_json, to_json
-from scheduler.rental import Rental
+from resihp.contracts import ContractError, Job, Plan, Verdict, from_json, to_json
 
 from ..store.api import plan_json
 from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
 from .forecast import Forecast
 from .learning import Learning
-from .planning import Planner, Retry, is_news, speeds_of, why_kept
+from .planning import Planner
 from .probes import Probes
+from .replanning import Replanning
 from .rollout import Rollout
 from .steps import StepClock
 
@@ -57,16 +57,13 @@ class Session:
         self.outbox = Outbox()
         self.planning: dict[str, Any] = {"state": "idle"}
         self._engines = engines
-        self._planner = planner
         self._learning = Learning(engines, job)
         self._detector: DetectorLike = self._learning.detector(predictor)
         self._rollout = Rollout(plan)
         self._steps = StepClock()
         self._forecast = Forecast(job)
         self._verdicts: dict[int, Verdict] = {}
-        self._known: dict[int, float] = {}
-        self._rental = Rental()
-        self._retry = Retry()
+        self._replanning = Replanning(job, planner)
         self._probes = Probes()
         self._clock_s = 0.0
 
@@ -89,6 +86,7 @@ class Session:
             Kind.HEARTBEAT: self._heartbeat,
             Kind.ACK: self._ack,
             Kind.FAILURE: self._failure,
+            Kind.JOINER: self._joiner,
             Kind.PROBE: self._probe,
         }[entry.kind]
         self._guarded(entry.kind.value, lambda: handler(entry))
@@ -119,16 +117,17 @@ class Session:
     def _probe(self, entry: Entry) -> None:
         document = entry.document()
         result = self._probes.answer(document["probe"], document["rank"], document["ms"])
-        if result is None:
-            return
-        self._say("probe_result", {"rank": result.rank, "detail": result.words})
-        self._report(self._detector.probe_result(result))
+        if result is not None:
+            self._say("probe_result", {"rank": result.rank, "detail": result.words})
+            self._report(self._detector.probe_result(result))
 
     def _telemetry(self, entry: Entry) -> None:
         batch = entry.batch()
         self.outbox.records += len(batch)
         if self._rollout.saw(batch.plan_version):
             self._switch(self._rollout.active)
+        if not self._rollout.has_work_for(batch.rank.tolist()):
+            return  # a rank that is only there to be asked for probes
         self._steps.add(batch)
         self._forecast.add(batch)
         changed = self._detector.update(batch)
@@ -137,9 +136,10 @@ class Session:
 
     def _close_steps(self) -> None:
         plan = self._rollout.active
-        expected = [rank for rank in plan.layout.ranks if self._known.get(rank, 1.0) > 0.0]
+        known = self._replanning.known
+        expected = [rank for rank in plan.layout.ranks if known.get(rank, 1.0) > 0.0]
         for step, observed_ms, ranks in self._steps.close(expected):
-            self._forecast.learn(plan, step, observed_ms, healthy=not self._known)
+            self._forecast.learn(plan, step, observed_ms, healthy=not known)
             summary = {
                 "step": step,
                 "observed_ms": round(observed_ms, 4),
@@ -148,11 +148,14 @@ class Session:
                 "ranks": ranks,
             }
             self.outbox.steps.append(summary)
-            self._count_step(plan)
+            self._replanning.horizon.stepped(observed_ms)
+            if plan.version == self._rollout.newest.version:
+                due = self._replanning.count_step()
+                if due is not None:
+                    self._publish(due)
 
     def _heartbeat(self, entry: Entry) -> None:
-        document = entry.document()
-        self._report(self._detector.heartbeat(document["ranks"], self._clock_s))
+        self._report(self._detector.heartbeat(entry.document()["ranks"], self._clock_s))
 
     def _ack(self, entry: Entry) -> None:
         document = entry.document()
@@ -162,41 +165,42 @@ class Session:
 
     def _switch(self, plan: Plan) -> None:
         self._detector.apply_plan(plan)
+        self._replanning.wait_no_more(plan.layout.ranks)
         self._say("plan_applied", {"version": plan.version})
 
     def _failure(self, entry: Entry) -> None:
         document = entry.document()
         self._say("failure", document)
         ranks, step, detail = document["ranks"], document["step"], document["detail"]
+        self._replanning.wait_no_more(ranks)
         self._report(self._detector.report_failure(ranks, step=step, detail=detail))
+
+    def _joiner(self, entry: Entry) -> None:
+        document = entry.document()
+        self._say("joiner", document)
+        working = self._rollout.active.layout.ranks
+        self._replanning.joined(document["ranks"], working=working)
+        self._plan_if_needed()
 
     def _report(self, changed: Iterable[Verdict]) -> None:
         for verdict in changed:
             self._say("verdict", {"verdict": to_json(verdict)})
+            self._replanning.horizon.heard(verdict)
         self._plan_if_needed()
 
     def _plan_if_needed(self) -> None:
         """Plan whenever the speeds are not those that the last plan was made for."""
-        current = self._rollout.current
-        speeds = speeds_of(self._detector.verdicts(), self._known, current.layout.ranks)
-        if is_news(self._known, speeds):
-            self._known, self._retry = speeds, Retry()
-        elif self._clock_s < self._retry.due_s:
-            return
-        try:
-            decision = self._planner.replan(
-                self._forecast.job, current, speeds, step=self.last_step + 1, rental=self._rental
-            )
-        except InfeasibleError as error:
-            self._retry = self._retry.failed(self._clock_s)
-            state = {"constraint": error.constraint, "detail": error.detail}
-            self._tell_planning("infeasible", state)
-            return
-        self._retry, self._rental = Retry(), decision.rental
-        if decision.plan is not None:
-            self._publish(decision.plan)
-        else:
-            self._tell_planning("kept", {"detail": why_kept(self._rental)})
+        decided = self._replanning.decide(
+            self._forecast.job,
+            self._rollout.current,
+            self._detector.verdicts(),
+            step=self.last_step + 1,
+            clock_s=self._clock_s,
+        )
+        if isinstance(decided, Plan):
+            self._publish(decided)
+        elif decided is not None:
+            self._tell_planning({"state": decided.state, **decided.told})
 
     def _publish(self, plan: Plan) -> None:
         version = self._rollout.newest.version + 1
@@ -207,21 +211,11 @@ class Session:
         self.outbox.plans.append(plan)
         self._say("plan", {"plan": plan_json(plan), "expected_ms": self._forecast.made(plan)})
 
-    def _tell_planning(self, state: str, told: dict[str, Any]) -> None:
+    def _tell_planning(self, planning: dict[str, Any]) -> None:
         """Once: what a further attempt finds again is no news."""
-        planning = {"state": state, **told}
         if planning != self.planning:
             self.planning = planning
             self._say("planning", planning)
-
-    def _count_step(self, plan: Plan) -> None:
-        """Hold a step under the newest plan against the offer, and take that once it pays."""
-        if plan.version != self._rollout.newest.version:
-            return
-        self._rental = self._rental.stepped()
-        if self._rental.offer is not None and self._rental.due:
-            offer, self._rental = self._rental.offer, Rental()
-            self._publish(offer.plan)
 
     def _say(self, kind: str, document: dict[str, Any]) -> None:
         self.outbox.events.append((kind, document))
@@ -260,9 +254,8 @@ class Session:
             "steps": self._steps.save(),
             "forecast": self._forecast.save(),
             "verdicts": [to_json(verdict) for verdict in self._verdicts.values()],
-            "known": {str(rank): speed for rank, speed in self._known.items()},
             "planning": self.planning,
-            "rental": to_json(self._rental),
+            "replanning": self._replanning.save(),
             "probes": self._probes.save(),
             "clock_s": self._clock_s,
         }
@@ -280,10 +273,9 @@ class Session:
         self._forecast = Forecast.restore(self.job, saved["forecast"])
         verdicts = [from_json(Verdict, verdict) for verdict in saved["verdicts"]]
         self._verdicts = {verdict.rank: verdict for verdict in verdicts}
-        self._known = {int(rank): speed for rank, speed in saved["known"].items()}
         self.planning = saved["planning"]
-        self._rental = from_json(Rental, saved["rental"])
-        if self.planning["state"] == "infeasible":
-            self._retry = Retry().failed(saved["clock_s"])
+        failed = self.planning["state"] == "infeasible"
+        failed_at_s = saved["clock_s"] if failed else None
+        self._replanning.restore(saved["replanning"], failed_at_s=failed_at_s)
         self._probes = Probes.restore(saved["probes"])
         self._clock_s = saved["clock_s"]

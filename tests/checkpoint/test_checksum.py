@@ -28,7 +28,7 @@ unhurried = settings(deadline=None)
 
 
 def is_seen(before: bytearray, after: bytearray) -> bool:
-    return checksum(memoryview(before)) != checksum(memoryview(after))
+    return checksum([memoryview(before)]) != checksum([memoryview(after)])
 
 
 @unhurried

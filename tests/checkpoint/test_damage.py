@@ -110,7 +110,7 @@ def test_what_the_checkpoint_lacks_is_named(disk: LocalDisk) -> None:
     with Checkpointer([disk]) as saver:
         with pytest.raises(CheckpointError, match="it lacks more"):
             saver.restore({**stamped(0), "more": torch.zeros(3)})
-        with pytest.raises(CheckpointError, match=r"it lacks t0\['0:4'\]"):
-            saver.restore({"t0": torch.zeros(4)})
+        with pytest.raises(CheckpointError, match=r"t0 is \[2\], the checkpoint has \[3\]"):
+            saver.restore({"t0": torch.zeros(2)})
         with pytest.raises(CheckpointError, match="of step 17"):
             saver.restore(stamped(0), step=17)

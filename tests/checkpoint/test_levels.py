@@ -16,6 +16,7 @@ import fsspec
 import pytest
 
 from resihp.checkpoint import (
+    Alone,
     Checkpointer,
     Every,
     HostMemory,
@@ -24,6 +25,7 @@ from resihp.checkpoint import (
 )
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.staging.filling import Filling
+from resihp.contracts import ContractError
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 
@@ -209,14 +211,14 @@ def test_without_direct_io_files_go_through_the_page_cache(
 ) -> None:
     real = os.pwrite
 
-    def refusing(fd: int, data: memoryview, at: int) -> int:
+    def refusing(fd: int, parts: list[memoryview], at: int) -> int:
         import fcntl
 
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "not here")
-        return real(fd, data[: 1 << 20], at)  # and only short writes
+        return real(fd, parts[0][: (1 << 20) + 7], at)  # and only short writes
 
-    monkeypatch.setattr(os, "pwrite", refusing)
+    monkeypatch.setattr(os, "pwritev", refusing)
     with Checkpointer([LocalDisk(tmp_path)]) as saver:
         train(saver, range(2))
         assert not saver.counters.failures
@@ -241,12 +243,14 @@ def test_nothing_is_left_of_a_run_that_died(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
 
 
-def test_a_job_that_goes_back_keeps_what_it_saves(tmp_path: Path) -> None:
-    disk, shared = LocalDisk(tmp_path / "d", keep=1), SharedStorage(f"file://{tmp_path}/s", keep=1)
-    with Checkpointer([disk, shared]) as saver:
-        train(saver, range(8, 10))
-        train(saver, range(3, 6))
-    assert disk.steps() == shared.steps() == [5, 9]
+def test_layouts_of_one_job_leave_each_other_what_they_write(tmp_path: Path) -> None:
+    """Until it is behind a complete one; the text up to the dot in `run` is the job's."""
+    ahead, behind = (tmp_path / f".step-00000000{step}.job.0.part" for step in (1, 0))
+    for part in (ahead, behind):
+        part.mkdir()
+    with Checkpointer([LocalDisk(tmp_path)], ranks=Alone(run="job.1")) as saver:
+        train(saver, range(2))
+    assert (ahead.exists(), behind.exists()) == (True, False)
 
 
 def test_problems_in_the_loop_are_counted_and_never_raised(
@@ -257,3 +261,12 @@ def test_problems_in_the_loop_are_counted_and_never_raised(
             assert not saver.save(0, {"generator": (one for one in ())})
         assert sum(saver.counters.failures.values()) == 3
     assert len(said(caplog)) == 1
+
+
+def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="at least one"):
+        Checkpointer([])
+    with pytest.raises(ContractError, match="same name"):
+        Checkpointer([LocalDisk(tmp_path), LocalDisk(tmp_path)])
+    with pytest.raises(ContractError, match="nowhere://bucket: Protocol not known"):
+        SharedStorage("nowhere://bucket")

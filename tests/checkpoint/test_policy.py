@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from resihp.checkpoint.policy import (
     Every,
     EveryStep,
-    FaultRate,
     LeastLoss,
     Moment,
     best_interval_s,
     expected_loss,
-    horizon_steps,
 )
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, FaultRate
 
 seconds = st.floats(1e-3, 1e5)
 
@@ -49,10 +47,3 @@ def test_least_loss_waits_for_its_interval_and_for_storage() -> None:
     assert not policy.is_due(Moment(1, 8.0, 0.01, 1.0))
     assert policy.is_due(Moment(1, 8.6, 0.01, 1.0))
     assert not policy.is_due(Moment(1, 8.6, 0.01, 20.0)), "the disk is not done"
-
-
-def test_the_rate_of_faults_moves_from_the_prior_to_what_was_seen() -> None:
-    assert FaultRate(1000.0).mtbf_s == 1000.0
-    assert FaultRate(1000.0, faults=99, observed_s=9000.0).mtbf_s == 100.0
-    assert horizon_steps(2.0, FaultRate(1000.0)) == 500
-    assert horizon_steps(5000.0, FaultRate(1000.0)) == 1

@@ -50,7 +50,7 @@ def test_a_save_that_fails_leaves_the_one_before(
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(CheckpointException, match="no room"):
         dcp.save(stamped(2), storage_writer=writer)
     assert_stamped(load(tmp_path / "latest"), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -59,7 +60,8 @@ def service():
             if status != 204:
                 self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(BrokenPipeError):  # a client that did not wait for the answer
+                self.wfile.write(data)
 
         do_GET = do_POST = do_PUT = _any  # noqa: N815 the server's names
 

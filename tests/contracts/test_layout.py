@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import ContractError, Job, Layout, Place, Plan, even_quotas
+from resihp.contracts import (
+    ContractError,
+    Job,
+    Layout,
+    Place,
+    Plan,
+    Replica,
+    Stage,
+    even_quotas,
+    from_json,
+    to_json,
+)
 
 
 @settings(deadline=None, max_examples=100)
@@ -36,6 +47,42 @@ def test_megatron_numbers_tp_fastest_and_pp_slowest():
     layout = Layout.grid(dp=2, pp=2, tp=2, layers=3)
     assert layout.place_of(6) == Place(rank=6, dp=1, pp=1, tp=0)
     assert [stage.layers for stage in layout.replicas[0].stages] == [(0, 2), (2, 3)]
+
+
+def test_chunks_follow_one_another_stage_by_stage():
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=5, chunks=2)
+    assert [stage.chunks for stage in layout.replicas[0].stages] == [
+        ((0, 2), (3, 4)),
+        ((2, 3), (4, 5)),
+    ]
+    assert [stage.layer_count for stage in layout.replicas[0].stages] == [3, 2]
+    assert (layout.layers, layout.replicas[0].chunks) == (5, 2)
+    assert from_json(Layout, to_json(layout)) == layout
+    flat = to_json(Layout.grid(dp=1, pp=2, tp=1, layers=5))
+    assert set(flat["replicas"][0]["stages"][0]) == {"ranks", "layers", "shares"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "field"),
+    [
+        ([Stage((0,), (0, 1), (), ((2, 3),)), Stage((1,), (1, 2))], "stages"),
+        ([Stage((0,), (0, 1), (), ((1, 3),))], "stages"),
+        (
+            [Stage((0,), (0, 1), (), ((1, 3),)), Stage((1,), (1, 2), (), ((3, 4),))],
+            "stages[0].more_layers[0]",
+        ),
+    ],
+)
+def test_chunks_that_cannot_be(stages, field):
+    with pytest.raises(ContractError) as caught:
+        Replica(tuple(stages))
+    assert caught.value.field == field
+
+
+def test_a_job_and_its_layout_agree_on_chunks():
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=4, chunks=2)
+    with pytest.raises(ContractError, match="chunks"):
+        Job(name="job", layout=layout, microbatches=4)
 
 
 @pytest.mark.parametrize(

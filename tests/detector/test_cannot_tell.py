@@ -114,6 +114,14 @@ def test_a_device_slow_from_its_first_step_is_named_against_its_peers() -> None:
     assert named[0].since_step is None
 
 
+@pytest.mark.parametrize("shape", [(16, 1, 1), (8, 2, 1)])
+def test_one_microbatch_a_step_is_enough(shape: tuple[int, int, int]) -> None:
+    job = job_of(*shape, per_replica=1)
+    fault = Fault(rank=5, factor=1.15, from_step=16)
+    stream = list(steps_of(job, LENGTHS, steps=30, seed=3, faults=[fault]))
+    assert statuses(job, stream)[Status.FAIL_SLOW] == {5}
+
+
 def test_a_recovered_device_is_healthy_again() -> None:
     job = job_of(8, 2, 1)
     fault = Fault(rank=4, factor=1.1, from_step=8, until_step=16)

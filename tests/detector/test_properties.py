@@ -109,6 +109,7 @@ def test_a_restored_detector_continues_exactly(cut: int, with_lengths: bool) -> 
             resumed = Detector.restore(JOB, resumed.save(), settings=SETTINGS)
         resumed.update(batch)
     assert resumed.verdicts() == straight.verdicts()
+    assert Detector.restore(JOB, straight.save(), settings=SETTINGS).save() == straight.save()
 
 
 def test_a_state_that_was_not_saved_by_us_is_refused() -> None:

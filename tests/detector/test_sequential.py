@@ -5,10 +5,9 @@ import doctest
 import numpy as np
 import pytest
 
-import detector._judge
-import detector.robust
-import detector.sequential
-from detector.sequential import DEGREES, EDetector
+from detector.base import robust
+from detector.evidence import judge, sequential
+from detector.evidence.sequential import DEGREES, EDetector
 
 
 def alarms(noise: np.ndarray, level: float) -> int:
@@ -44,7 +43,9 @@ def test_a_lasting_shift_is_found_soon() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [detector.robust, detector.sequential, detector._judge], ids=lambda m: m.__name__
+    "module",
+    [robust, sequential, judge],
+    ids=lambda m: m.__name__,
 )
 def test_examples_in_the_documentation_hold(module: object) -> None:
     import types

@@ -33,7 +33,7 @@ JOBS = {
     "slow device of two": (Recipe(dp=2, troubles=(SLOW,)), Cause.DEVICE),
     "slow device, no pipeline": (
         Recipe(dp=8, pp=1, troubles=(Trouble(replica=3, factor=1.3, since=6),)),
-        Cause.DEVICE,
+        Cause.NONE,  # without lengths it may have more work as well
     ),
     "slow device among long sequences": (
         Recipe(dp=8, pp=2, work_spread=0.1, troubles=(Trouble(replica=3, stage=0, factor=1.5),)),
@@ -163,6 +163,14 @@ def test_costs_below_notice_name_no_cause():
     assert conclude(costs).root_cause is Cause.NONE
     assert conclude(costs, device_named=True).root_cause is Cause.DEVICE
     assert conclude(dataclasses.replace(costs, lost={Cause.DEVICE: 3.0})).root_cause is Cause.DEVICE
+
+
+def test_slow_devices_are_no_cause_where_records_do_not_tell_them_from_work() -> None:
+    costs = Costs(step=100.0, ideal=70.0, lost={Cause.DEVICE: 30.0}, steps=4, told=False)
+    diagnosis = conclude(costs)
+    assert diagnosis.root_cause is Cause.NONE
+    assert "cannot be told" in diagnosis.detail[-1]
+    assert conclude(costs, device_named=True).root_cause is Cause.DEVICE
 
 
 def test_slowdown_is_at_least_what_the_dearest_cause_costs() -> None:

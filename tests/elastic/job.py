@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +19,17 @@ import torch
 from resihp.contracts import InfeasibleError, Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
+from resihp.elastic.handoff.memory import Memory
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.phases import Phase
+from resihp.elastic.membership.plans import PlanSource
 from resihp.elastic.membership.rendezvous import Rendezvous
 from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
-from resihp.layout import Param
+from tests.elastic.kept import await_kept, kept_in, tear
+from tests.elastic.snapshots import full_state, save
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
 OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -52,12 +56,16 @@ SHIFTED = Layout(
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` gets a signal when it enters `phase` with `step` steps completed."""
+    """`rank` gets a signal when it enters `phase` with `step` steps completed.
+
+    With `victim` another process gets it: the one whose id stands in the job's file `pid-VICTIM`.
+    """
 
     rank: int
     phase: Phase
     step: int
     signal: int = signal.SIGKILL
+    victim: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,13 @@ class Case:
 
     stopped             ranks that are not waited for at the end
     joiners, welcome    ranks that join, and the plans that give them a place
+    rescues             plans for when no replica is whole any more, one after the other
+    checkpoints         those of the job in a folder; a step then lasts until it is saved
+    torn_at             the checkpoint of this step is damaged as soon as it is there
     joiner_dies         they are killed as soon as they are invited
     warned              (rank, signal, step) that a rank gets when it has made a step
+    source              of plans, made from the job's folder, instead of `plans` and `welcome`
+    memory              for a change of layout; next to none, so that all of it goes to files
     step_s              each step lasts at least so long
     store_dies_at       the store ends when this step has been made
     """
@@ -95,10 +108,15 @@ class Case:
     stopped: frozenset[int] = frozenset()
     joiners: tuple[int, ...] = ()
     welcome: tuple[Plan, ...] = ()
+    rescues: tuple[Plan, ...] = ()
+    checkpoints: Path | None = None
+    torn_at: int | None = None
     joiner_dies: bool = False
     warned: tuple[tuple[int, int, int], ...] = ()
     step_s: float = 0.0
     store_dies_at: int | None = None
+    memory: Memory = field(default=Memory(limit_bytes=16384))
+    source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
     timeouts: Timeouts = field(
         default=Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
@@ -107,7 +125,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What became of a job: losses by step, switches, exit codes, and each rank's final shard."""
+    """What became of a job: losses by step (of the last world that made it), switches, exit codes,
+    and each rank's final shard."""
 
     exit_codes: dict[int, int]
     losses: dict[int, float]
@@ -118,8 +137,7 @@ class Outcome:
 
     def full_state(self, prefix: str = "final") -> dict[str, list[torch.Tensor]]:
         """Parameter and moments of the whole model; replicas must agree to the last bit."""
-        paths = sorted(self.folder.glob(f"{prefix}-*.pt"))
-        return assemble([torch.load(path) for path in paths])
+        return full_state(self.folder, prefix)
 
 
 def plan(version: int, layout: Layout, *, quotas: tuple[int, ...] = (), from_step: int = 0) -> Plan:
@@ -141,35 +159,20 @@ def run(case: Case, folder: Path, *, timeout_s: float = 60.0) -> Outcome:
                 raise TimeoutError(f"ranks did not end in {timeout_s} s\n{processes.logs()}")
         codes = dict(processes.exit_codes)
         logs = processes.logs()
-    losses: dict[int, float] = {}
+    losses: dict[tuple[int, int], float] = {}
     switches: list[dict[str, Any]] = []
     for rank in (*ranks, *case.joiners):
         path = folder / f"events-{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
             event = json.loads(line)
             if "loss" in event:
-                known = losses.setdefault(event["step"], event["loss"])
+                known = losses.setdefault((event["epoch"], event["step"]), event["loss"])
                 assert known == event["loss"], f"ranks disagree on step {event['step']}\n{logs}"
             else:
                 switches.append(event)
     shards = {int(p.stem.split("-")[1]): torch.load(p) for p in folder.glob("final-*.pt")}
-    return Outcome(codes, losses, switches, shards, folder, logs)
-
-
-def assemble(shards: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
-    """The whole state from the shards of all ranks; what several hold must be equal."""
-    full: dict[str, list[torch.Tensor]] = {}
-    for shard in shards:
-        for key, (shape, dim, start, tensors) in shard.items():
-            whole = full.setdefault(key, [torch.full(shape, torch.nan) for _ in tensors])
-            for target, tensor in zip(whole, tensors, strict=True):
-                view = target.narrow(dim, start, tensor.shape[dim])
-                held = ~view.isnan()
-                assert torch.equal(view[held], tensor[held]), f"holders of {key} differ"
-                view.copy_(tensor)
-    for key, tensors in full.items():
-        assert not any(t.isnan().any() for t in tensors), f"{key} is not whole"
-    return full
+    newest = {step: losses[epoch, step] for epoch, step in sorted(losses)}
+    return Outcome(codes, newest, switches, shards, folder, logs)
 
 
 def batch(step: int, index: int) -> Packed:
@@ -183,8 +186,10 @@ def batch(step: int, index: int) -> Packed:
 class Scripted:
     """Offers the scripted plans; after a loss, keeps the replicas that lost nobody."""
 
-    def __init__(self, plans: tuple[Plan, ...], welcome: tuple[Plan, ...] = ()) -> None:
-        self._plans, self._welcome = plans, welcome
+    def __init__(
+        self, plans: tuple[Plan, ...], welcome: tuple[Plan, ...], rescues: tuple[Plan, ...]
+    ) -> None:
+        self._plans, self._welcome, self._rescues = plans, welcome, rescues
 
     def wait(self, after: int, seconds: float) -> Plan | None:
         for offered in self._plans:
@@ -195,14 +200,21 @@ class Scripted:
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         whole = [r for r in current.layout.replicas if set(r.ranks) <= set(survivors)]
+        for rescue in self._rescues:
+            if not whole and set(rescue.layout.ranks) <= set(survivors):
+                return rescue
         if not whole:
             raise InfeasibleError("replicas", "no replica is whole")
-        return plan(current.version + 100, Layout(tuple(whole)))
+        rest = plan(current.version + 100, Layout(tuple(whole)))
+        return replace(rest, schedule=current.schedule)
 
     def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        return next((plan for plan in self._welcome if plan.version > current.version), None)
+        return next((p for p in self._welcome if p.version == current.version + 1), None)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        pass
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
         pass
 
 
@@ -210,17 +222,33 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     """One rank's process."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
-    members = [rank] if rank in case.joiners else case.ranks or case.layout.ranks
+    members = () if rank in case.joiners else case.ranks or case.layout.ranks
+
+    def await_plan(completed: int) -> None:
+        """Let no step begin before the plan that is due is prepared; here all working ranks are."""
+        deadline = time.monotonic() + 20
+        version = trainer.plan.version
+        due = any(p.version > version and p.from_step <= completed for p in case.plans) or any(
+            p.version > version and p.from_step == completed > 0 for p in case.welcome
+        )
+        while due and not trainer.is_prepared and time.monotonic() < deadline:
+            trainer.look_for_plan()
+            time.sleep(0.01)
 
     def on_phase(phase: Phase, completed: int) -> None:
+        if phase is Phase.ACCUMULATING:
+            await_plan(completed)
         if phase is Phase.STREAMING:
             save(trainer, folder / f"before{trainer.epoch}-{rank}.pt")
         if phase is Phase.IDLE and case.joiner_dies and rank in case.joiners:
             os.kill(os.getpid(), signal.SIGKILL)
         for fault in case.faults:
             if (fault.rank, fault.phase, fault.step) == (rank, phase, completed):
-                os.kill(os.getpid(), fault.signal)
+                victim = folder / f"pid-{fault.victim or rank}"
+                with suppress(ProcessLookupError):  # a second time
+                    os.kill(int(victim.read_text()), fault.signal)
 
     def on_parcel(number: int) -> None:
         fault = case.parcel_fault
@@ -232,30 +260,33 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         event = {
             "rank": rank,
             "at": switch.step,
+            "epoch": trainer.epoch,
             "version": switch.plan.version,
             "lost": switch.lost,
             "received": switch.received_bytes,
+            "extra": switch.extra_bytes,
+            "spilled": switch.spilled_bytes,
+            "rewound": switch.is_rewound,
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
+            "maps": Path("/proc/self/maps").read_text().count("\n"),
             "memory_mb": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20,
         }
         events.write(json.dumps(event) + "\n")
 
     def on_step(reduced: Any, ms: float, current: Plan) -> None:
-        events.write(json.dumps({"step": reduced.step, "loss": reduced.loss}) + "\n")
+        told = {"step": reduced.step, "epoch": trainer.epoch, "loss": reduced.loss}
+        events.write(json.dumps(told) + "\n")
         time.sleep(case.step_s)
+        if case.checkpoints is not None and reduced.is_due and current is trainer.plan:
+            await_kept(case.checkpoints, reduced.step)
+            if (reduced.step, rank) == (case.torn_at, min(case.layout.ranks)):
+                tear(case.checkpoints, reduced.step, rank)
         if reduced.step == case.store_dies_at:
             (folder / "store-dies").touch()
         for warned, with_signal, step in case.warned:
             if (warned, step) == (rank, reduced.step):
                 os.kill(os.getpid(), with_signal)
-        deadline = time.monotonic() + 20
-        due = any(
-            p.version > current.version and p.from_step == reduced.step + 1 for p in case.plans
-        )
-        while due and not trainer.is_prepared and time.monotonic() < deadline:
-            trainer.look_for_plan()
-            time.sleep(0.01)
 
     trainer = Trainer(
         case.setup(),
@@ -263,27 +294,12 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         Rendezvous(
             lambda: connect(host, port, "test", case.timeouts), rank, members, case.timeouts
         ),
-        Scripted(case.plans, case.welcome),
+        case.source(folder) if case.source else Scripted(case.plans, case.welcome, case.rescues),
         hooks=Hooks(on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch),
-        limit_bytes=4096,
+        checkpoints=kept_in(case.checkpoints),
+        memory=case.memory,
     )
     signal.signal(signal.SIGTERM, lambda *_: trainer.leave())
     begin = trainer.join if rank in case.joiners else trainer.run
     begin(case.steps)
     save(trainer, folder / f"final-{rank}.pt")
-
-
-def save(trainer: Trainer, path: Path) -> None:
-    """Write what this rank holds: parameters, moments, and whole gradients if there are any."""
-    if trainer.engine is None:
-        return
-    shard, total = trainer.engine.shard, trainer.engine.total
-
-    def tensors(param: Param) -> list[torch.Tensor]:
-        return [*shard.state(param), *([total[param]] if total is not None else [])]
-
-    held = {
-        param.key: (param.shape, param.dim or 0, span[0], [t.clone() for t in tensors(param)])
-        for param, span in shard.ranges.items()
-    }
-    torch.save(held, path)

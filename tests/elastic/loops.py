@@ -1,60 +1,101 @@
-"""A user's own training loops, plain and FSDP2, made resilient: what the documentation shows."""
+"""A user's own training loop, plain, FSDP2 or DDP within a replica, killed and come back to."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import pkgutil
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from resihp.elastic.instep.replicas import Replicas, Seat, Step
+from resihp.elastic.environment import Environment
+from resihp.elastic.instep import user_state
+from resihp.elastic.instep.replica_group import init_replica_group
+from resihp.elastic.instep.replicas import Replicas
+from resihp.elastic.instep.user_loop import Step
 from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.membership.store import Timeouts
 
-MICROBATCHES, WIDTH = 8, 12
+WIDTH = 12
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
+BRISK = Timeouts(heartbeat=timedelta(seconds=1.5), poll=timedelta(milliseconds=50))
+"""For runs in which a process that is stopped is to be given up."""
+
+# Methods that a process enters at certain points of a step.
+INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_enter"}
 
 
 @dataclass(frozen=True)
 class Blow:
-    """Process `rank` is killed in step `step`, behind its `count`-th microbatch or at `at`."""
+    """Process `rank` gets a signal in step `step`.
+
+    at        `microbatch` (behind its `count`-th one), those of `INSIDE`, `after` (the update),
+              `give` and `take` (the `count`-th time that it gives or takes state; in any step)
+    resume_s  so long after a SIGSTOP it is let go on
+    life      how often it has come back before
+    """
 
     rank: int
     step: int
     count: int = 1
     at: str = "microbatch"
+    signal: int = signal.SIGKILL
+    resume_s: float = 0.0
+    life: int = 0
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over `replicas` replicas of `members` processes, FSDP2 or DDP among these."""
+    """A loop over `replicas` replicas of `members` processes, FSDP2 or DDP among these.
+
+    kills    (seconds after the first microbatch, rank): whatever it does then
+    returns  (replica, step): it comes back, as soon as it is dead, and the others wait for it
+             behind that step, the one in which it has died or a later one
+    """
 
     replicas: int
     members: int = 1
     inner: str = "fsdp2"
     steps: int = 4
+    microbatches: int = 8
     blows: tuple[Blow, ...] = ()
+    kills: tuple[tuple[float, int], ...] = ()
+    returns: tuple[tuple[int, int], ...] = ()
     deterministic: bool = False
+    timeouts: Timeouts = TIMEOUTS
+    train: Callable[..., None] | None = None
 
 
 @dataclass
 class Trace:
-    """What the processes wrote down: losses by step, microbatches by (rank, step), final model."""
+    """What the processes wrote down.
+
+    losses   by step; all processes agree
+    taken    microbatches that were computed by (rank, step)
+    summed   samples in the sum that each step was completed with, by step
+    alive    replicas that took part in a step
+    models   final parameters by rank
+    """
 
     exit_codes: dict[int, int]
     logs: str
     losses: dict[int, float]
     taken: dict[tuple[int, int], list[int]]
+    summed: dict[int, list[int]]
+    alive: dict[int, list[int]]
     models: dict[int, dict[str, torch.Tensor]]
 
 
@@ -62,26 +103,64 @@ def play(loop: Loop, folder: Path, *, timeout_s: float = 60.0) -> Trace:
     """Run a loop to its end. Raises `TimeoutError` with every process's log."""
     with LocalRanks("loops", folder) as processes:
         processes.start(range(loop.replicas * loop.members), run, loop, folder)
-        processes.wait(timeout_s)
-        trace = Trace(dict(processes.exit_codes), processes.logs(), {}, {}, {})
+        _look_after(processes, loop, folder, timeout_s)
+        trace = Trace(dict(processes.exit_codes), processes.logs(), {}, {}, {}, {}, {})
+    attempts: dict[int, dict[int, list[int]]] = {}
     for rank in trace.exit_codes:
         path = folder / f"steps-{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
             told = json.loads(line)
             if "loss" in told:
                 known = trace.losses.setdefault(told["step"], told["loss"])
-                assert known == told["loss"], trace.logs
+                assert known == told["loss"] or math.isnan(known), trace.logs
+                trace.alive[told["step"]] = told["alive"]
+            elif "samples" in told:
+                tries = attempts.setdefault(told["step"], {})
+                tries.setdefault(told["attempt"], []).extend(told["samples"])
             else:
                 trace.taken.setdefault((rank, told["step"]), []).append(told["microbatch"])
-        if (folder / f"model-{rank}.pt").exists():
+        if trace.exit_codes[rank] == 0 and (folder / f"model-{rank}.pt").exists():
             trace.models[rank] = torch.load(folder / f"model-{rank}.pt")
+    trace.summed = {step: sorted(tries[max(tries)]) for step, tries in attempts.items()}
     return trace
+
+
+def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: float) -> None:
+    """Start again what comes back, let go on what was stopped, until all have ended."""
+    returns, deadline = list(loop.returns), time.monotonic() + timeout_s
+    stopped: dict[int, float] = {}
+    lives: dict[int, int] = {}
+    kills, begun = sorted(loop.kills), math.inf
+    while processes.poll(0.005 if kills else 0.02):
+        if begun == math.inf and any(path.stat().st_size for path in folder.glob("steps-*")):
+            begun = time.monotonic()
+        if kills and time.monotonic() > begun + kills[0][0]:
+            _, rank = kills.pop(0)
+            if rank not in processes.exit_codes:
+                processes.kill(rank)
+        for replica, step in returns:
+            ranks = range(replica * loop.members, (replica + 1) * loop.members)
+            if all(rank in processes.exit_codes for rank in ranks):
+                returns.remove((replica, step))
+                lives[replica] = lives.get(replica, 0) + 1
+                processes.start(ranks, run, loop, folder, lives[replica])
+                break
+        for blow in loop.blows:
+            if blow.resume_s and (folder / f"stops-{blow.rank}").exists():
+                since = stopped.setdefault(blow.rank, time.monotonic())
+                if time.monotonic() > since + blow.resume_s:
+                    stopped[blow.rank] = math.inf
+                    processes.kill(blow.rank, signal.SIGCONT)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes did not end in {timeout_s} s\n{processes.logs()}")
 
 
 def build_model() -> nn.Module:
     """The same on every process."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, WIDTH)
+    )
 
 
 def batch(step: int, index: int) -> torch.Tensor:
@@ -89,70 +168,139 @@ def batch(step: int, index: int) -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + index))
 
 
-def train(model: nn.Module, replicas: Replicas, loop: Loop, tell: Any) -> None:
-    """The user's loop; only the two `for` lines and `report` are ours."""
+def train(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any) -> None:
+    """The user's loop; only `begin` (which calls `Replicas`), two `for` and `report` are ours."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    replicas = begin(model, optimizer, state={"schedule": schedule})
     for step in replicas.steps(loop.steps):
         for index in step:
+            torch.manual_seed(1000 * step.number + index)  # dropout is the microbatch's own
             x = batch(step.number, index)
-            loss = functional.mse_loss(model(x), x.roll(1, dims=1)) / MICROBATCHES
+            loss = functional.mse_loss(model(x), x.roll(1, dims=1)) / loop.microbatches
             loss.backward()
             step.report(loss)
             tell(step, index)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         tell(step, None)
 
 
-def run(rank: int, host: str, port: int, loop: Loop, folder: Path) -> None:
+def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0) -> None:
     """One process."""
     torch.set_num_threads(1)
-    seat = Seat(rank // loop.members, loop.replicas, rank % loop.members, loop.members)
+    size = loop.replicas * loop.members
+    environment = Environment(rank, size, host, port, "loops", False, life > 0)
     model = build_model()
     if loop.members > 1:
-        # Within a replica torch's own groups do the work, as ever; each replica has its own.
-        store = dist.PrefixStore(f"fsdp{seat.replica}", dist.TCPStore(host, port))
-        dist.init_process_group(
-            "gloo", store=store, rank=seat.index, world_size=seat.members,
-            timeout=timedelta(seconds=30),
-        )  # fmt: skip
+        init_replica_group(
+            loop.members, "gloo", timeout=timedelta(seconds=30), environment=environment
+        )
         model = DistributedDataParallel(model) if loop.inner == "ddp" else fully_shard(model)
-    replicas = Replicas(
-        lambda: connect(host, port, "loops", TIMEOUTS),
-        seat,
-        model.parameters(),
-        microbatches=MICROBATCHES,
-        timeouts=TIMEOUTS,
-        deterministic=loop.deterministic,
-    )
-    _strike_when_reducing(replicas, rank, loop)
     steps = (folder / f"steps-{rank}.jsonl").open("a", buffering=1)
+    blows = [blow for blow in loop.blows if (blow.rank, blow.life) == (rank, life)]
+    made: list[Replicas] = []
+
+    def begin(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Replicas:
+        replicas = Replicas(
+            model,
+            optimizer,
+            microbatches=loop.microbatches,
+            members=loop.members,
+            timeouts=loop.timeouts,
+            deterministic=loop.deterministic,
+            environment=environment,
+            **options,
+        )
+        _strike_inside(replicas, blows, folder)
+        _record_votes(replicas, steps)
+        made.append(replicas)
+        return replicas
 
     def tell(step: Step, index: int | None) -> None:
-        if index is None:
-            steps.write(json.dumps({"step": step.number, "loss": step.loss}) + "\n")
+        replicas = made[0]
+        if index is not None:
+            steps.write(json.dumps({"step": step.number, "microbatch": index}) + "\n")
+            _strike(blows, folder, "microbatch", step.number, len(step.done))
             return
-        steps.write(json.dumps({"step": step.number, "microbatch": index}) + "\n")
-        blow = Blow(rank, step.number, len(step.reported))
-        if blow in loop.blows:
-            os.kill(os.getpid(), signal.SIGKILL)
+        told = {"step": step.number, "loss": step.loss, "alive": replicas.alive}
+        steps.write(json.dumps(told) + "\n")
+        _strike(blows, folder, "after", step.number)
+        _await_newcomers(replicas, loop, step.number)
 
-    train(model, replicas, loop, tell)
+    (loop.train or train)(model, loop, begin, tell)
+    if made[0].completed < loop.steps:
+        return  # it has come too late
     model = getattr(model, "module", model)
     whole = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()}
     torch.save(whole, folder / f"model-{rank}.pt")
 
 
-def _strike_when_reducing(replicas: Replicas, rank: int, loop: Loop) -> None:
-    """Kill at the points inside the runtime: `sum`, `vote`, `commit`, `recovery`."""
-    inside = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_take_leave"}
-    for blow in loop.blows:
-        if blow.rank == rank and blow.at in inside:
-            original = getattr(replicas, inside[blow.at])
+def _strike(blows: list[Blow], folder: Path, at: str, step: int, count: int = 1) -> None:
+    for blow in blows:
+        if (blow.at, blow.step) == (at, step) and (at != "microbatch" or blow.count == count):
+            blows.remove(blow)
+            if blow.resume_s:
+                (folder / f"stops-{blow.rank}").touch()
+            os.kill(os.getpid(), blow.signal)
+            return
 
-            def entered(*arguments: Any, blow: Blow = blow, original: Any = original) -> None:
-                if replicas.completed == blow.step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                original(*arguments)
 
-            setattr(replicas, inside[blow.at], entered)
+def _strike_inside(replicas: Replicas, blows: list[Blow], folder: Path) -> None:
+    for at, name in INSIDE.items():
+        original = getattr(replicas, name)
+
+        def entered(*arguments: Any, at: str = at, original: Any = original) -> None:
+            _strike(blows, folder, at, replicas.completed)
+            original(*arguments)
+
+        setattr(replicas, name, entered)
+    for blow in blows:
+        if blow.at in ("give", "take"):
+            _strike_at_state(blow)
+
+
+def _strike_at_state(blow: Blow) -> None:
+    """Kill when state is given, or taken, for the `count`-th time."""
+    place = "Giving._run" if blow.at == "give" else "empties"
+    original, left = pkgutil.resolve_name(f"{user_state.__name__}:{place}"), [blow.count]
+
+    def entered(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), blow.signal)
+        return original(*arguments)
+
+    mock.patch(f"{user_state.__name__}.{place}", entered).start()
+
+
+def _record_votes(replicas: Replicas, steps: Any) -> None:
+    """What is in this process's sum whenever it votes; once for each replica."""
+    original, reduce_ = replicas._vote, replicas._reduce
+    present: list[Step] = []
+
+    def reduced(step: Step) -> None:
+        present[:] = [step]
+        reduce_(step)
+
+    def voted(peers: Any) -> None:
+        number = present[0].number
+        if replicas.seat.index == 0:
+            samples = [number * replicas._microbatches + index for index in present[0].done]
+            told = {"step": number, "attempt": replicas._rendezvous.recovery, "samples": samples}
+            steps.write(json.dumps(told) + "\n")
+        original(peers)
+
+    replicas._reduce, replicas._vote = reduced, voted  # type: ignore[method-assign]
+
+
+def _await_newcomers(replicas: Replicas, loop: Loop, step: int) -> None:
+    """The first process waits behind the step for who is to come back."""
+    due = [replica for replica, behind in loop.returns if behind == step]
+    deadline = time.monotonic() + 30
+    while due and replicas.seat.rank == replicas._rendezvous.alive[0]:
+        if set(due) <= {*replicas._door.waiting(replicas.alive), *replicas.alive}:
+            return
+        assert time.monotonic() < deadline, f"replicas {due} have not come"
+        time.sleep(0.01)

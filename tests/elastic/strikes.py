@@ -9,7 +9,7 @@ import pkgutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +18,10 @@ from unittest import mock
 
 import torch
 
-from resihp.contracts import InfeasibleError, Layout, Op, Plan, Replica, Stage, even_quotas
+from resihp.contracts import Layout, Op, Plan, even_quotas
 from resihp.elastic.engine import Reduced, Setup
 from resihp.elastic.events import Hooks, Switch
+from resihp.elastic.handoff.memory import Memory
 from resihp.elastic.instep.ledger import indices
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.phases import Phase
@@ -28,8 +29,9 @@ from resihp.elastic.membership.rendezvous import Rendezvous
 from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.trainer import Trainer
-from resihp.layout import split
-from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, assemble, batch, save
+from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, batch
+from tests.elastic.snapshots import assemble, save
+from tests.elastic.survivors import Survivors
 
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
 
@@ -67,6 +69,8 @@ class Job:
     shrink  a replica that loses a rank lives on with a smaller group
     spares  idle ranks, the first of which takes the place of the next one that is lost
     joiners processes that come when a rank has been lost; each gets a replica of its own
+    wary    ranks that wait behind each backward pass of the step of the first strike until they
+            have heard of a loss
     """
 
     layout: Layout
@@ -77,6 +81,7 @@ class Job:
     quotas: tuple[int, ...] = ()
     spares: tuple[int, ...] = ()
     joiners: tuple[int, ...] = ()
+    wary: tuple[int, ...] = ()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -189,61 +194,6 @@ def _take(record: Record, rank: int, event: dict[str, Any]) -> None:
         assert loss == event["loss"], f"ranks disagree on step {where}\n{record.logs}"
 
 
-class Survivors:
-    """After a loss: spares in the places of the lost, else smaller groups if it may, else fewer
-    replicas."""
-
-    def __init__(self, shrink: bool) -> None:
-        self._shrink = shrink
-
-    def wait(self, after: int, seconds: float) -> Plan | None:
-        return None
-
-    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        spares = [rank for rank in sorted(survivors) if rank not in current.layout.ranks]
-        filled = [_filled(replica, survivors, spares) for replica in current.layout.replicas]
-        replicas = [_rest(replica, survivors, self._shrink) for replica in filled]
-        left = [replica for replica in replicas if replica is not None]
-        if not left:
-            raise InfeasibleError("replicas", "no replica is whole")
-        quotas = even_quotas(MICROBATCHES, len(left))
-        return Plan(version=current.version + 1, layout=Layout(tuple(left)), quotas=quotas)
-
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        if not standbys:
-            return None
-        whole = (0, current.layout.layers)
-        new = [Replica((Stage((rank,), whole, (4,)),)) for rank in sorted(standbys)]
-        layout = Layout((*current.layout.replicas, *new))
-        quotas = even_quotas(MICROBATCHES, layout.dp)
-        return Plan(version=current.version + 1, layout=layout, quotas=quotas)
-
-    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        pass
-
-
-def _filled(replica: Replica, survivors: Collection[int], spares: list[int]) -> Replica:
-    """`replica` with spares, as far as they go, in the places of those that are lost."""
-    stages = []
-    for stage in replica.stages:
-        ranks = [r if r in survivors or not spares else spares.pop(0) for r in stage.ranks]
-        stages.append(Stage(tuple(ranks), stage.layers, stage.shares))
-    return Replica(tuple(stages))
-
-
-def _rest(replica: Replica, survivors: Collection[int], shrink: bool) -> Replica | None:
-    if set(replica.ranks) <= set(survivors):
-        return replica
-    stages = []
-    for stage in replica.stages:
-        ranks = tuple(rank for rank in stage.ranks if rank in survivors)
-        if not ranks or not shrink:
-            return None
-        shares = tuple(stop - start for start, stop in split(4, (1,) * len(ranks)))
-        stages.append(Stage(ranks, stage.layers, shares))
-    return Replica(tuple(stages))
-
-
 def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     """One rank's process."""
     logging.basicConfig(level=logging.INFO)
@@ -269,6 +219,12 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     def on_record(**seen: Any) -> None:
         if seen["op"] is Op.BACKWARD:
             write("pass", seen["step"], microbatch=seen["microbatch"])
+            if (
+                rank in job.wary
+                and seen["step"] == job.strikes[0].step
+                and not trainer.plan.version
+            ):
+                _await(lambda: rendezvous.is_broken)
             if job.joiners and set(job.joiners) <= set(trainer.plan.layout.ranks):
                 come_to("beside a joiner", 0)
         points = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.OPTIMIZER: "after"}
@@ -291,6 +247,12 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         on_switch=on_switch,
     )
     quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
+    rendezvous = Rendezvous(
+        lambda: connect(host, port, "strikes", TIMEOUTS),
+        rank,
+        () if rank in job.joiners else job.members,
+        TIMEOUTS,
+    )
     trainer = Trainer(
         Setup(
             Llama(SHAPE),
@@ -301,21 +263,23 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
             bucket_bytes=4096,
         ),
         Plan(version=0, layout=job.layout, quotas=quotas),
-        Rendezvous(
-            lambda: connect(host, port, "strikes", TIMEOUTS),
-            rank,
-            [rank] if rank in job.joiners else job.members,
-            TIMEOUTS,
-        ),
+        rendezvous,
         Survivors(job.shrink),
         hooks=hooks,
-        limit_bytes=4096,
+        memory=Memory(limit_bytes=16384),
     )
     for point, place in ENTERED.items():
         _watch(place, lambda point=point: come_to(point, trainer.completed))
     begin = trainer.join if rank in job.joiners else trainer.run
     begin(job.steps)
     save(trainer, folder / f"final-{rank}.pt")
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing has been heard of a loss"
+        time.sleep(0.01)
 
 
 def _watch(place: str, tell: Callable[[], None]) -> None:

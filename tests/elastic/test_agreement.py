@@ -115,6 +115,28 @@ def test_idle_ranks_follow_whatever_holds() -> None:
     assert decide(reports, MICROBATCHES).completed == 9
 
 
+def test_a_world_that_has_gone_back_to_a_checkpoint_holds_with_its_own_steps() -> None:
+    """Rank 0 has taken it on and is at step 6 again; rank 1 doubts it, and knows of step 9."""
+    reports = {
+        0: Report(epoch=4, completed=6, holdings=(held(0, epoch=4, members=2),), seen=4),
+        1: Report(epoch=3, completed=9, norm=(9, 1.0), doubt=4, rewound=6, seen=4),
+        2: Report(epoch=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
+    }
+    decision = decide(reports, MICROBATCHES)
+    assert (decision.epoch, decision.completed, decision.norm) == (4, 6, None)
+
+
+def test_a_world_that_was_to_go_back_and_is_given_up_changes_no_step() -> None:
+    """Rank 1 would have gone back to step 6; rank 0 had not come so far."""
+    reports = {
+        0: Report(epoch=3, completed=9, norm=(8, 1.0), seen=4),
+        1: Report(epoch=3, completed=9, norm=(8, 1.0), doubt=4, rewound=6, seen=4),
+        2: Report(epoch=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
+    }
+    decision = decide(reports, MICROBATCHES)
+    assert (decision.epoch, decision.completed) == (3, 9)
+
+
 def test_the_decision_does_not_depend_on_who_asks() -> None:
     reports = {
         rank: Report(epoch=1, completed=2, holdings=(held(rank, epoch=1),), norm=(1, 2.0))
@@ -122,3 +144,16 @@ def test_the_decision_does_not_depend_on_who_asks() -> None:
     }
     backwards = dict(sorted(reports.items(), reverse=True))
     assert decide(reports, MICROBATCHES) == decide(backwards, MICROBATCHES)
+
+
+def test_newcomers_take_part_and_whoever_holds_no_state_is_told() -> None:
+    """Rank 2 came in at the last recovery and has not got its state; rank 4 comes in now."""
+    reports = {
+        0: Report(epoch=0, completed=5, holdings=(held(0),), newcomers=(4,)),
+        1: Report(epoch=0, completed=5, holdings=(held(1),)),
+        2: Report(epoch=0, completed=0, idle=True),
+    }
+    decision = decide(reports, MICROBATCHES)
+    assert (decision.completed, decision.survivors) == (5, (0, 1, 2, 4))
+    assert decision.stateless == (2, 4)
+    assert decision.kept == (Kept(0, ((0, 2),)), Kept(1, ((2, 4),)))

@@ -10,9 +10,20 @@ import torch
 
 from resihp.contracts import Layout, Replica, Schedule, Stage
 from resihp.elastic.engine import IteratorData, Setup
-from resihp.elastic.models import Gpt2
+from resihp.elastic.models import Gpt2, Llama
 from resihp.elastic.optim import Optimizer, no_decay_on_vectors, warmup_cosine
-from tests.elastic.job import ALONE, GRID, MICROBATCHES, SHAPE, UNEVEN, Case, plan, run
+from tests.elastic.job import (
+    ALONE,
+    GRID,
+    MICROBATCHES,
+    OPTIMIZER,
+    SHAPE,
+    UNEVEN,
+    Case,
+    batch,
+    plan,
+    run,
+)
 from tests.elastic.test_engine_data import Shuffled
 from tests.elastic.threads import train
 
@@ -55,6 +66,26 @@ def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> Non
         for key, tensors in before.items():
             assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {epoch + 1}"
     reference = {param.key: tensors for param, tensors in alone.state().items()}
-    for key, tensors in outcome.full_state().items():
-        for tensor, expected in zip(tensors, reference[key], strict=True):
+    found = outcome.full_state()
+    for key, tensors in reference.items():
+        for expected, tensor in zip(tensors, found[key], strict=True):
             torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-4)
+
+
+def bf16_setup() -> Setup:
+    """Operators in bf16; all that moves is float32."""
+    return Setup(Llama(SHAPE), OPTIMIZER, batch, compute_dtype=torch.bfloat16)
+
+
+def test_mixed_precision_changes_its_layout_without_changing_a_bit(tmp_path: Path) -> None:
+    """Where no tensor-parallel sum is regrouped, the training is that of one rank."""
+    pair = Layout((Replica((Stage((0,), (0, 1), (4,)), Stage((1,), (1, 4), (4,)))),))
+    plans = (plan(1, Layout.grid(dp=1, pp=2, tp=1, layers=4, units=4), from_step=1),)
+    plans += (plan(2, ALONE, from_step=3),)
+    alone = run(Case(ALONE, STEPS, setup=bf16_setup), tmp_path / "alone")
+    outcome = run(Case(pair, STEPS, plans, setup=bf16_setup), tmp_path / "job")
+    assert {s["version"] for s in outcome.switches} == {1, 2}, outcome.logs
+    assert outcome.losses == alone.losses, outcome.logs
+    expected = alone.full_state()
+    for key, tensors in outcome.full_state().items():
+        assert all(map(torch.equal, tensors, expected[key])), key

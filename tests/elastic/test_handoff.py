@@ -127,4 +127,5 @@ def test_more_ranks_come_out_of_a_switch_than_go_in(alone: Outcome, tmp_path: Pa
     before, after = outcome.full_state("before0"), outcome.full_state("after1")
     for key, tensors in before.items():
         assert all(a.equal(b) for a, b in zip(tensors, after[key], strict=True)), key
-        assert len(tensors) == 4, "parameter, two moments, and the gradient of the step"
+        if key not in ("scalars", "completed"):
+            assert len(tensors) == 4, "parameter, two moments, and the gradient of the step"

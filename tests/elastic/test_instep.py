@@ -106,6 +106,22 @@ def test_a_replica_lives_on_with_a_smaller_group(
     assert record.redone(AT) == {0, 1}, record.logs
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whole_replicas_do_not_let_the_rest_of_a_hurt_one_wait(
+    deterministic: bool, alone: Record, tmp_path: Path
+) -> None:
+    """They leave off between two microbatches, and all ranks alive share what is left."""
+    strikes = (Strike(1, "backward", AT),)
+    job = Job(GROUPS, strikes=strikes, shrink=True, deterministic=deterministic, wary=(2, 3))
+    record = play(job, tmp_path)
+    assert_same_training(record, alone, {1})
+    _, last = record.epochs(AT)
+    assert record.kept[AT, last] == {3}, "what the whole replica had finished when it heard"
+    ran = {rank: {m for m, by in record.passes[AT, last].items() if rank in by} for rank in (0, 2)}
+    assert (len(ran[0]), len(ran[2])) == (3, 2)
+    assert record.redone(AT) == {0}
+
+
 def test_two_at_once(alone: Record, tmp_path: Path) -> None:
     record = play(Job(THREE, strikes=(Strike(3, "bucket", AT), Strike(1, "bucket", AT))), tmp_path)
     assert_same_training(record, alone, {1, 3})

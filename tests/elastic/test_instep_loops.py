@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic.loops import MICROBATCHES, Blow, Loop, Trace, play
+from tests.elastic.loops import Blow, Loop, Trace, play
 
-STEPS = 4
+STEPS, MICROBATCHES = 4, 8
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def assert_same_training(trace: Trace, alone: Trace, dead: set[int]) -> None:
             torch.testing.assert_close(tensor, alone.models[0][key], rtol=1e-3, atol=1e-5)
 
 
-CASES = {
+CASES: dict[str, tuple[Blow, ...]] = {
     "undisturbed": (),
     "behind its first microbatch": (Blow(1, 1),),
     "when it begins to sum": (Blow(1, 1, at="sum"),),
@@ -67,3 +67,61 @@ def test_a_fixed_order_makes_a_loss_change_no_bit(at: str, tmp_path: Path) -> No
     assert trace.losses == alone.losses
     for model in trace.models.values():
         assert all(torch.equal(model[key], alone.models[0][key]) for key in model)
+
+
+def assert_each_sample_once(trace: Trace) -> None:
+    for step in range(max(trace.losses) + 1):
+        first = step * MICROBATCHES
+        assert trace.summed[step] == list(range(first, first + MICROBATCHES)), trace.logs
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_replica_comes_back_and_gets_a_quota_again(deterministic: bool, tmp_path: Path) -> None:
+    """A new process in the place of the dead one takes over state and goes on like the others.
+
+    It is then the only one of the first two that is left, so what it was given is all there is.
+    """
+    steps = 10
+    alone = play(Loop(1, steps=steps, deterministic=deterministic), tmp_path / "alone")
+    blows = (Blow(1, 1), Blow(0, 7, at="vote"), Blow(2, 8))
+    loop = Loop(3, steps=steps, blows=blows, returns=((1, 1),), deterministic=deterministic)
+    trace = play(loop, tmp_path)
+    assert_same_training(trace, alone, {0, 2})
+    assert_each_sample_once(trace)
+    assert trace.alive[5] == [0, 1, 2]
+    assert trace.taken[1, 6], "it has a quota again"
+    assert trace.alive[9] == [1]
+    if deterministic:
+        assert trace.losses == alone.losses
+        assert all(torch.equal(trace.models[1][k], v) for k, v in alone.models[0].items())
+
+
+@pytest.mark.parametrize("inner", ["fsdp2", "ddp"])
+def test_several_processes_come_back_as_one_replica(inner: str, tmp_path: Path) -> None:
+    steps = 8
+    alone = play(Loop(1, steps=steps), tmp_path / "alone")
+    blows = (Blow(3, 1, 2), Blow(0, 6, 1))
+    loop = Loop(2, members=2, inner=inner, steps=steps, blows=blows, returns=((1, 1),))
+    trace = play(loop, tmp_path, timeout_s=90)
+    assert_same_training(trace, alone, {0, 1})
+    assert_each_sample_once(trace)
+    assert trace.alive[7] == [1]
+
+
+def test_the_first_replica_is_lost_before_all_have_its_state(alone: Trace, tmp_path: Path) -> None:
+    trace = play(Loop(3, blows=(Blow(0, 0, at="give"),)), tmp_path)
+    assert_same_training(trace, alone, {0})
+    assert_each_sample_once(trace)
+
+
+@pytest.mark.parametrize("at", ["give", "take"])
+def test_one_is_lost_while_the_state_moves(at: str, tmp_path: Path) -> None:
+    """If it is the giver, another one gives; if it is the newcomer, the others go on as before."""
+    steps = 8
+    alone = play(Loop(1, steps=steps), tmp_path / "alone")
+    second = Blow(0, 0, 2, at=at) if at == "give" else Blow(1, 0, at=at, life=1)
+    trace = play(Loop(3, steps=steps, blows=(Blow(1, 1), second), returns=((1, 1),)), tmp_path)
+    victim = second.rank
+    assert_same_training(trace, alone, {victim})
+    assert_each_sample_once(trace)
+    assert trace.alive[7] == sorted({0, 1, 2} - {victim})

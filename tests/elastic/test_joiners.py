@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 
 from resihp.contracts import Layout, Replica
-from tests.elastic.job import ALONE, GRID, Case, Outcome, plan, run
+from resihp.elastic.membership.phases import Phase
+from tests.elastic.job import ALONE, GRID, Case, Fault, Outcome, plan, run
 
 STEPS = 24
 FIRST = Layout((GRID.replicas[0],))
-REPLACED = Layout(
-    (
-        Replica(
-            tuple(
-                replace(stage, ranks=tuple(8 if rank == 1 else rank for rank in stage.ranks))
-                for stage in GRID.replicas[0].stages
-            )
-        ),
+
+
+def _with_eight(replica: Replica, *, instead_of: int) -> Replica:
+    stages = (
+        replace(stage, ranks=tuple(8 if rank == instead_of else rank for rank in stage.ranks))
+        for stage in replica.stages
     )
-)
+    return Replica(tuple(stages))
+
+
+REPLACED = Layout((_with_eight(GRID.replicas[0], instead_of=1),))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,22 @@ def test_a_joiner_that_dies_while_it_joins_stops_nobody(alone: Outcome, tmp_path
     )
     outcome = run(case, tmp_path, timeout_s=120)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {8}, outcome.logs
+    assert "died before it came in" in outcome.logs
     assert_same_losses(outcome, alone)
+
+
+def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
+    alone: Outcome, tmp_path: Path
+) -> None:
+    """A rank dies at the moment of the invitation; the joiner is fenced out, and asks again."""
+    with_eight = Layout((GRID.replicas[0], _with_eight(GRID.replicas[1], instead_of=7)))
+    welcome = (plan(1, with_eight), plan(101, REPLACED))
+    faults = (Fault(8, Phase.IDLE, 0, victim="6"),)
+    case = Case(GRID, STEPS, faults=faults, joiners=(8,), welcome=welcome, step_s=0.3)
+    outcome = run(case, tmp_path, timeout_s=120)
+    assert {r for r, code in outcome.exit_codes.items() if code != 0} == {6}, outcome.logs
+    assert_same_losses(outcome, alone)
+    assert 8 in outcome.shards, outcome.logs
 
 
 def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from resihp.contracts import (
-    ContractError,
     Layout,
     ModelShape,
     Plan,
@@ -131,8 +130,3 @@ def test_eager_and_plain_1f1b_are_the_same_training() -> None:
     model, layout = MODELS["llama"], LAYOUTS["deep"]
     eager = run(model, layout, Schedule.EAGER_1F1B)
     assert eager.losses == run(model, layout).losses
-
-
-def test_interleaved_is_refused_by_name() -> None:
-    with pytest.raises(ContractError, match="several layer ranges"):
-        run(MODELS["llama"], ALONE, Schedule.INTERLEAVED)

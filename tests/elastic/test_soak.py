@@ -1,11 +1,11 @@
-"""Long chains of switches, and of deaths and returns: exact, and nothing accumulates."""
+"""Two hundred changes of layout and twenty deaths in one job: exact, and nothing accumulates."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,104 +13,108 @@ from typing import Any
 
 import pytest
 
-from resihp.contracts import Layout, Replica, Stage
+from resihp.contracts import Plan
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.store import Timeouts
-from tests.elastic.job import ALONE, GRID, MICROBATCHES, Case, plan, run, run_rank
+from tests.elastic.chains import random_plan
+from tests.elastic.job import ALONE, GRID, Case, Scripted, plan, run, run_rank
+from tests.elastic.snapshots import full_state
 
-SWITCHES, KILLS = 200, 20
+CYCLES, RESIZES = 20, 10
+STEADY = GRID.replicas[0].ranks
+ROOM = {"threads": 24, "files": 64, "maps": 150, "memory_mb": 48}
+"""By how much a rank may differ between early and late cycles: worlds not yet let go."""
 
 
-def random_layout(chosen: random.Random) -> Layout:
-    """One or two replicas of uneven stages over a random part of the eight ranks."""
-    free = chosen.sample(range(8), 8)
-    replicas = []
-    for _ in range(chosen.randint(1, 2)):
-        cuts = sorted(chosen.sample(range(1, 4), chosen.randint(0, 1)))
-        stages = []
-        for start, stop in zip([0, *cuts], [*cuts, 4], strict=True):
-            degree = chosen.randint(1, 2)
-            ranks, free = tuple(free[:degree]), free[degree:]
-            first = chosen.randint(1, 3)
-            stages.append(Stage(ranks, (start, stop), (first, 4 - first) if degree > 1 else (4,)))
-        replicas.append(Replica(tuple(stages)))
-    return Layout(tuple(replicas))
+class Chaos(Scripted):
+    """Random layouts, then one that can lose a rank; the next ones when it has come back."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__((), (), ())
+        self._folder, self._chosen = folder, random.Random(7)
+        self._given: dict[int, Plan] = {}
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        cycle, place = divmod(len(self._given) - (after in self._given), RESIZES)
+        if after not in self._given and not (self._folder / f"cycle-{cycle}").exists():
+            time.sleep(0.05)
+            return None
+        is_safe = place == RESIZES - 1
+        offered = plan(after + 1, GRID) if is_safe else random_plan(self._chosen, after + 1)
+        return self._given.setdefault(after, offered)
+
+    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+        return plan(current.version + 1, GRID)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_switches_leave_the_training_exact_and_nothing_behind(tmp_path: Path) -> None:
-    chosen = random.Random(7)
-    plans = []
-    for version in range(1, SWITCHES + 1):
-        layout = random_layout(chosen)
-        first = chosen.randint(1, MICROBATCHES - 1)
-        quotas = (first, MICROBATCHES - first) if layout.dp == 2 else (MICROBATCHES,)
-        plans.append(plan(version, layout, quotas=quotas, from_step=2 * version - 1))
-    steps = 2 * SWITCHES + 2
-    outcome = run(Case(GRID, steps, tuple(plans), ranks=tuple(range(8))), tmp_path, timeout_s=3000)
-    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
-    versions = {event["version"] for event in outcome.switches}
-    assert versions == set(range(1, SWITCHES + 1)), outcome.logs
-
-    alone = run(Case(ALONE, steps), tmp_path / "alone", timeout_s=600)
-    for step, loss in outcome.losses.items():
-        assert loss == pytest.approx(alone.losses[step], abs=1e-3)
-    for epoch in range(SWITCHES):
-        before = outcome.full_state(f"before{epoch}")
-        after = outcome.full_state(f"after{epoch + 1}")
-        for key, tensors in before.items():
-            assert all(a.equal(b) for a, b in zip(tensors, after[key], strict=True)), key
-    for rank in range(8):
-        own = [event for event in outcome.switches if event["rank"] == rank]
-        early = [event for event in own if 5 <= event["version"] <= 15]
-        late = [event for event in own if event["version"] > SWITCHES - 10]
-        for what in ("threads", "files"):
-            grown = max(e[what] for e in late) - max(e[what] for e in early)
-            assert grown <= 8, f"rank {rank}: {what} grew by {grown}"
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_ranks_that_die_and_return_leave_nothing_behind(tmp_path: Path) -> None:
+def test_many_changes_and_deaths_leave_nothing_behind(tmp_path: Path) -> None:
     """Ranks of one replica are killed one after another; each comes back as a joiner."""
     chosen = random.Random(11)
     timeouts = Timeouts(
-        heartbeat=timedelta(seconds=5),
+        heartbeat=timedelta(seconds=60),  # the machine may be busy; the killed are seen at once
         poll=timedelta(milliseconds=50),
-        connect=timedelta(seconds=15),
-        exchange=timedelta(seconds=20),  # broken worlds are held so long
+        connect=timedelta(seconds=60),
+        exchange=timedelta(seconds=60),  # broken worlds are held so long
     )
-    welcome = tuple(plan(version, GRID) for version in range(1, 102 * KILLS))
-    case = Case(GRID, 1_000_000, welcome=welcome, step_s=0.05, timeouts=timeouts)
-    steady = GRID.replicas[0].ranks[0]
+    case = Case(GRID, 1_000_000, source=Chaos, timeouts=timeouts)
     with LocalRanks("test", tmp_path) as ranks:
         ranks.start(GRID.ranks, run_rank, case, tmp_path)
-        log = tmp_path / f"events-{steady}.jsonl"
-        wait_for(lambda: log.exists() and "loss" in log.read_text(), ranks)
-        for kill in range(KILLS):
+        for cycle in range(CYCLES):
+            done = cycle * (RESIZES + 2)
+            (tmp_path / f"cycle-{cycle}").touch()
+            wait_for(lambda n=done + RESIZES: len(switches(tmp_path, 0)) == n, ranks)
             victim = chosen.choice(GRID.replicas[1].ranks)
             ranks.kill(victim)
-            wait_for(lambda n=kill: len(switches(tmp_path, steady)) == 2 * n + 1, ranks)
+            wait_for(lambda n=done + RESIZES + 1: len(switches(tmp_path, 0)) == n, ranks)
             ranks.start([victim], run_rank, replace(case, joiners=(victim,)), tmp_path)
-            wait_for(lambda n=kill: len(switches(tmp_path, steady)) == 2 * n + 2, ranks)
-        seen = switches(tmp_path, steady)
-    early, late = seen[KILLS // 2 : KILLS], seen[-KILLS // 2 :]
-    for what, most in (("threads", 40), ("files", 80), ("memory_mb", 64)):
+            wait_for(lambda n=done + RESIZES + 2: len(switches(tmp_path, 0)) == n, ranks)
+    for rank in STEADY:
+        assert_nothing_grew(switches(tmp_path, rank), rank)
+    assert_exact(tmp_path)
+
+
+def assert_exact(folder: Path) -> None:
+    """Every change kept all bits, and the losses are those of a job that nothing happened to."""
+    losses = {e["step"]: e["loss"] for e in events(folder, 0) if "loss" in e}
+    alone = run(Case(ALONE, max(losses) + 1), folder / "alone", timeout_s=1200)
+    for step, loss in losses.items():
+        assert loss == pytest.approx(alone.losses[step], abs=2e-5 if step < 50 else 2e-3), step
+    for switch in switches(folder, 0):
+        if switch["lost"]:
+            continue
+        before = full_state(folder, f"before{switch['epoch'] - 1}")
+        after = full_state(folder, f"after{switch['epoch']}")
+        for key, tensors in before.items():
+            assert all(a.equal(b) for a, b in zip(tensors, after[key], strict=True)), key
+
+
+def assert_nothing_grew(seen: list[dict[str, Any]], rank: int) -> None:
+    """Late cycles hold no more than early ones."""
+    each = RESIZES + 2
+    early, late = seen[2 * each : 6 * each], seen[-4 * each :]
+    for what, most in ROOM.items():
         grown = max(e[what] for e in late) - max(e[what] for e in early)
-        assert grown <= most, f"{what} grew by {grown}: {[e[what] for e in seen]}"
+        assert grown <= most, f"rank {rank}: {what} grew by {grown}: {[e[what] for e in seen]}"
 
 
 def switches(folder: Path, rank: int) -> list[dict[str, Any]]:
     """What a rank noted at each switch."""
-    lines = (folder / f"events-{rank}.jsonl").read_text().splitlines()
-    return [event for line in lines if "version" in (event := json.loads(line))]
+    return [event for event in events(folder, rank) if "version" in event]
+
+
+def events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """All that a rank noted."""
+    path = folder / f"events-{rank}.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 def wait_for(is_so: Callable[[], bool], ranks: LocalRanks) -> None:
     """Wait, and let the launcher announce deaths. Raises `TimeoutError` with the logs."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 400
     while not is_so():
-        ranks.poll(0.05)
+        ranks.poll(0.1)
         if time.monotonic() > deadline:
             raise TimeoutError(ranks.logs())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from resihp.contracts import ContractError
-from resihp.elastic.start import Environment
+from resihp.elastic.environment import Environment
 
 STEPS = 8
 SCRIPT = "tests/elastic/train_script.py"

@@ -56,6 +56,8 @@ def test_a_chain_of_live_switches_is_exact(alone: Outcome, tmp_path: Path) -> No
     outcome = run(Case(GRID, STEPS, plans, ranks=tuple(range(8))), tmp_path)
     assert_same_training(outcome, alone)
     assert sorted({s["version"] for s in outcome.switches}) == [1, 2, 3, 4], outcome.logs
+    assert all(s["extra"] <= 16384 for s in outcome.switches), "most of it went to files"
+    assert any(s["spilled"] > 0 for s in outcome.switches)
     for epoch in range(4):
         before, after = (
             outcome.full_state(f"before{epoch}"),

@@ -83,7 +83,8 @@ def test_the_rank_that_waits_least_tells_how_long_a_collective_takes(tmp_path):
         waits = dict(zip(batch.rank[rows].tolist(), batch.wait_ms[rows].tolist(), strict=True))
         assert waits == pytest.approx({0: 0.5, 1: 0.5, 2: 0.0, 3: 0.5})
     document = analyze(trace).to_json()
-    assert document["root_cause"] == "device"
+    # One stage and no lengths: rank 2 may as well have had more work.
+    assert document["root_cause"] == "none"
     assert document["attribution"]["device"] > 0.9
 
 

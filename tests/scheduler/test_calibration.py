@@ -1,13 +1,13 @@
 """Costs fitted to measured steps: predictions are those steps, and follow the plan from there."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout, ModelShape, Schedule
 from scheduler import make_plan, simulate
-from scheduler.calibration import calibrated, compute_ms, uneven
+from scheduler.calibration import calibrated, compute_ms
+from scheduler.costs import all_reduce_ms
 
 
 def a_job(**given_):
@@ -53,25 +53,23 @@ def test_what_is_left_is_latency_where_groups_reduce():
     assert lone_ms < simulate(job, alone, (3,) * 4).step_ms + 0.3 * step_ms
 
 
+def test_collectives_get_no_more_than_they_were_seen_to_take():
+    shape = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=100)
+    job = a_job(model=shape, tokens_per_microbatch=128)
+    healthy_ms = simulate(job, job.layout, job.quotas).step_ms
+    measured = {"forward": 1.0, "backward": 1.0, "step_ms": 2.0 * healthy_ms}
+    fitted = calibrated(job, **measured, collective_ms=0.1)
+    assert all_reduce_ms(fitted, 2) == pytest.approx(0.1)
+    assert simulate(fitted, job.layout, job.quotas).step_ms == pytest.approx(2.0 * healthy_ms)
+    assert fitted.cost.step_ms > 0.5 * healthy_ms
+    ample = calibrated(job, **measured, collective_ms=1e6)
+    free = calibrated(job, **measured)
+    assert ample.links.latency_ms == pytest.approx(free.links.latency_ms)
+
+
 def test_a_cost_of_every_step_stays_when_devices_slow_down():
     job = a_job()
     healthy_ms = simulate(job, job.layout, job.quotas).step_ms
     fitted = calibrated(job, forward=1.0, backward=1.0, step_ms=healthy_ms + 30.0)
     slow = {3: 0.5}
     assert make_plan(fitted, slow).step_ms == pytest.approx(make_plan(job, slow).step_ms + 30.0)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_uneven_microbatches_are_predicted(seed):
-    random = np.random.default_rng(seed)
-    sample = random.lognormal(0.0, 0.3, 400)
-    job = a_job()
-    assert uneven(job, [2.0] * 5).cost.step_ms == pytest.approx(0.0)
-    plan = make_plan(uneven(job, sample[:200].tolist(), steps=20), {3: 0.5})
-    work = sample[200:] / sample.mean()
-    steps = [
-        simulate(job, plan.layout, plan.quotas, {3: 0.5}, random.choice(work, 12).tolist()).step_ms
-        for _ in range(60)
-    ]
-    assert plan.step_ms == pytest.approx(np.mean(steps), rel=0.05)
-    assert make_plan(job, {3: 0.5}).step_ms < plan.step_ms

@@ -43,6 +43,7 @@ def test_a_preset_and_a_grid_are_written_out():
         (("tp = 2", ""), "layout.tp"),
         (("tp = 2", "tp = 2.5"), "layout.tp"),
         (("budget_bytes", "budget"), "memory.budget"),
+        (("budget_bytes = ", "budget_bytes = -"), "memory.budget_bytes"),
         (("zero_bubble", "zero"), "schedule"),
         (('name = "pretraining"', ""), "name"),
         (("[layout]", "[layout"), ""),

@@ -1,6 +1,7 @@
 """Plans conserve layers and microbatches, use no dead rank, are repeatable, and name what binds."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -165,8 +166,40 @@ def with_memory(share_of_need, **given_):
 
 def test_memory_that_no_plan_holds_names_the_device():
     with pytest.raises(InfeasibleError, match="rank 0 has memory for") as caught:
-        make_plan(with_memory(0.7), {})
+        make_plan(with_memory(0.3), {})
     assert caught.value.constraint == "memory"
+
+
+def test_where_no_replica_fits_two_become_one_of_twice_the_stages():
+    one = with_memory(0.7)
+    plan = make_plan(one, {})
+    assert [len(replica.stages) for replica in plan.layout.replicas] == [4]
+    assert (
+        max(simulate(one, plan.layout, plan.quotas).peak_bytes.values()) <= one.memory.budget_bytes
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    share_of_need=st.floats(0.3, 2.0),
+    sharded=st.booleans(),
+    schedules=st.sampled_from([(), PLANNED]),
+    seed=st.integers(0, 10**6),
+)
+def test_plans_hold_what_they_must(share_of_need, sharded, schedules, seed):
+    """Also the optimizer state of replicas that are left out, where the replicas share it."""
+    one = with_memory(share_of_need, schedules=schedules)
+    one = replace(one, memory=replace(one.memory, sharded_optimizer=sharded))
+    rng = random.Random(seed)
+    speeds = scatter(rng, one, rng.randint(0, 3), rng.randint(0, 4))
+    try:
+        plan = make_plan(one, speeds)
+    except InfeasibleError:
+        return
+    check_conserves(one, plan, speeds)
+    played = simulate(one, plan.layout, plan.quotas, speeds, schedule=plan.schedule)
+    assert max(played.peak_bytes.values()) <= one.memory.budget_bytes
+    assert played.step_ms == pytest.approx(plan.step_ms)
 
 
 @pytest.mark.parametrize(("share_of_need", "schedule"), [(1.01, 0), (3.0, 1)])
@@ -199,3 +232,22 @@ def test_a_time_limit_still_gives_a_plan():
         clock=lambda: float(next(ticks)),
     )
     assert sum(plan.quotas) == 64
+
+
+@pytest.mark.parametrize(
+    ("given_", "schedule"),
+    [
+        ({"share_of_need": 3.0}, Schedule.EAGER_1F1B),
+        ({"share_of_need": 1.01}, Schedule.ONE_F_ONE_B),
+        ({"share_of_need": 3.0, "schedules": (Schedule.ONE_F_ONE_B,)}, Schedule.ONE_F_ONE_B),
+        ({"share_of_need": 3.0, "schedule": Schedule.ZERO_BUBBLE}, Schedule.ZERO_BUBBLE),
+    ],
+)
+def test_a_job_that_tells_its_memory_gets_eager_plans_where_they_fit(given_, schedule):
+    assert make_plan(with_memory(**given_), {0: 0.8}).schedule is schedule
+
+
+def test_a_job_that_tells_nothing_of_memory_keeps_its_schedule():
+    one = with_memory(3.0)
+    untold = replace(one, memory=Memory())
+    assert make_plan(untold, {0: 0.8}).schedule is Schedule.ONE_F_ONE_B

@@ -115,7 +115,7 @@ def rented(situations, *, for_good=False):
     return lost
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(situations=SITUATIONS)
 def test_at_most_twice_what_a_clairvoyant_loses(situations):
     """Who knows how long each situation lasts, and decides at its start whether to change."""

@@ -1,5 +1,7 @@
 """Fast spans equal the replay; bounds never lie above them."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from resihp.contracts import Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
-from scheduler.bounds import Pipelines, chain_factors, in_flight_bound, least_span
+from scheduler.bounds import Stages, chain_factors, in_flight_bound, whole_layer_bound
+from scheduler.search.certificates import least_span
 from scheduler.spans import pipeline_spans
 
 PLANNED = [Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE]
@@ -64,6 +67,60 @@ def test_no_partition_beats_the_chain_bound(schedule, stages, microbatches, seed
     assert factor * work.sum() <= span * (1 + 1e-9)
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    schedule=SCHEDULES,
+    stages=st.integers(1, 5),
+    more_layers=st.integers(0, 6),
+    microbatches=st.integers(1, 20),
+    p2p=st.sampled_from([0.0, 0.3]),
+    cap=st.none() | st.integers(1, 5),
+    slack=st.sampled_from([1.0, 1.2, 100.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_no_whole_layers_beat_their_bound(
+    schedule, stages, more_layers, microbatches, p2p, cap, slack, seed
+):
+    random = np.random.default_rng(seed)
+    layers = stages + more_layers
+    forward, backward = random.uniform(0.3, 1.5, (2, 1, stages))
+    extra = np.zeros((1, stages))
+    extra[0, 0], extra[0, -1] = random.choice([0.0, 0.7], 2)
+    most = random.integers(1, layers + 1, (1, stages))
+    partitions = [
+        counts
+        for cuts in combinations(range(1, layers), stages - 1)
+        if ((counts := np.diff((0, *cuts, layers))) <= most[0]).all()
+    ]
+    given_ = {"p2p": p2p, "max_in_flight": cap, "schedule": schedule}
+    pipelines = Stages(forward, backward, extra, most)
+    count = np.array([microbatches])
+    if not partitions:
+        assert np.isinf(whole_layer_bound(pipelines, layers, count, 1e9, **given_)).all()
+        return
+    times = forward * partitions + extra, backward * partitions + 2.0 * extra
+    counts = np.full(len(partitions), microbatches)
+    best = pipeline_spans(*times, counts, **given_).min()
+    bound = whole_layer_bound(pipelines, layers, count, slack * best, **given_)[0]
+    assert bound <= best * (1 + 1e-9)
+    assert bound <= in_flight_bound(*times, counts, **given_).min() * (1 + 1e-9)
+
+
+def test_eager_stages_alike_but_in_layers_have_a_close_bound():
+    """Ten layers a stage and a little more or less of them: no fractions would do."""
+    stages = Stages(*(np.full((1, 8), each) for each in (0.25, 0.5, 0.0)), np.full((1, 8), 80))
+    given_ = {"schedule": Schedule.EAGER_1F1B}
+    bound = whole_layer_bound(stages, 80, np.array([32]), 300.0, **given_)[0]
+    even = np.full((1, 8), 10) + np.array([[1, 0, 0, 0, 0, 0, 0, -1]])
+    span = pipeline_spans(0.25 * even, 0.5 * even, [32], **given_)[0]
+    assert bound <= span < 1.04 * bound
+    assert chain_factors([np.full(8, 4 / 3)], [32], Schedule.EAGER_1F1B)[0] * 80 < 0.95 * bound
+
+
 def test_equal_pipelines_have_the_bound_of_the_formula():
-    part = Pipelines(np.ones((3, 4)), np.full(3, 12.0), np.array([5, 6, 7]))
-    assert least_span([part]) == pytest.approx((6 + 3) * 3.0)
+    counts = np.array([5, 6, 7])
+
+    def times(rows, tried):
+        return 12.0 * chain_factors(np.ones((len(rows), 4)), tried)
+
+    assert least_span([(counts, times)]) == pytest.approx((6 + 3) * 3.0)

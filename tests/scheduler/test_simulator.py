@@ -122,3 +122,23 @@ def test_a_speed_that_is_none_is_refused(speed):
     job = small_job()
     with pytest.raises(ContractError, match="rank 1"):
         make_plan(job, {1: speed})
+
+
+@pytest.mark.parametrize("speeds", [{1: "fast"}, {1: None}, {-1: 0.5}, {"1": 0.5}, {0.5: 1.0}])
+def test_speeds_that_are_no_numbers_of_ranks_are_refused(speeds):
+    with pytest.raises(ContractError, match="speeds"):
+        make_plan(small_job(), speeds)
+
+
+@pytest.mark.parametrize("quotas", [(2,), (3, -1), (), (2.0, 2.0)])
+def test_quotas_that_are_none_are_refused(quotas):
+    job = small_job()
+    with pytest.raises(ContractError, match="quotas"):
+        simulate(job, job.layout, quotas)
+
+
+def test_a_layout_of_another_model_is_refused():
+    job = small_job()
+    other = Layout.grid(dp=job.layout.dp, pp=2, tp=1, layers=job.layout.layers + 1)
+    with pytest.raises(ContractError, match="layout: holds"):
+        make_plan(job, {}, other)

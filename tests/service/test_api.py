@@ -124,6 +124,16 @@ def test_a_failure_leads_to_a_plan_without_the_rank(http: Http):
     assert http.statuses("dead")[2] == "fail_stop"
 
 
+def test_a_joiner_is_taken_note_of(http: Http):
+    http.register(job_of("grows"))
+    http.send("grows", batch_of(7))
+    answer = http("POST", "/v1/jobs/grows/joiners", {"ranks": [8], "step": 7})
+    assert answer.status == 202
+    assert answer.json() == {"accepted": 1}
+    assert http("POST", "/v1/jobs/grows/joiners", {"ranks": [8], "why": "x"}).status == 422
+    assert http("POST", "/v1/jobs/unknown/joiners", {"ranks": [8]}).status == 404
+
+
 def test_no_feasible_plan_is_told_and_kills_nothing(http: Http):
     http.register(job_of("hopeless"))
     http("POST", "/v1/jobs/hopeless/failures", {"ranks": [0, 1]})

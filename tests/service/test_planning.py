@@ -1,5 +1,6 @@
 """What a session makes of verdicts: plans at once, once they pay, or again after a failure."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,12 +9,21 @@ import pytest
 from conftest import batch_of, job_of
 from fakes import fake_engines
 
-from resihp.contracts import InfeasibleError, Op, Plan, TelemetryBatch
+from resihp.contracts import (
+    FaultRate,
+    InfeasibleError,
+    Op,
+    Plan,
+    Protection,
+    Status,
+    TelemetryBatch,
+    Verdict,
+)
 from resihp.contracts.codec import WireFormat, encode
 from scheduler import make_plan, replan, simulate
 from service.store.inbox import Entry, Kind
 from service.worker.forecast import Forecast
-from service.worker.planning import Planner, Retry
+from service.worker.planning import Planner, Retry, is_news, speeds_of
 from service.worker.session import Session
 
 RANKS = range(8)
@@ -58,6 +68,38 @@ def test_a_dear_plan_is_published_once_staying_has_cost_as_much(sessions):
     (plan,) = session.outbox.plans
     assert (plan.version, plan.from_step) == (1, 6)
     assert 3 not in plan.layout.ranks
+
+
+def test_a_dear_plan_is_published_at_once_where_the_next_fault_is_far_enough(sessions):
+    long, soon = (Protection(faults=FaultRate(mtbf_s)) for mtbf_s in (3600.0, 1e-3))
+    session = sessions(device="dear", protection=long)
+    tell(session, 0, 1)
+    tell(session, 2, slow=(3,))
+    assert [plan.version for plan in session.outbox.plans] == [1]
+    session = sessions(device="dear", protection=soon)
+    tell(session, 0, 1)
+    tell(session, 2, slow=(3,))
+    assert session.planning["state"] == "kept"
+
+
+def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
+    asked = []
+
+    def noting(*given, **more):
+        asked.append(more["horizon_steps"])
+        return fake_engines().replan(*given, **more)
+
+    known = Protection(faults=FaultRate(3600.0))
+    session = sessions(replace(fake_engines(), replan=noting), protection=known)
+    tell(session, 0, 1)
+    for rank in (3, 5):
+        body = json.dumps({"ranks": [rank], "step": 1, "detail": "lost"}).encode()
+        session.apply(Entry(f"9{rank}-0", Kind.FAILURE, body))
+    assert asked[1] == pytest.approx(asked[0] * 2 / 3, rel=1e-3)
+    other = sessions(replace(fake_engines(), replan=noting), protection=known)
+    other.resume(*session.save())
+    tell(other, 2, slow=(1,))
+    assert asked[-1] == asked[-2]
 
 
 def test_an_account_survives_a_restart(sessions):
@@ -166,3 +208,35 @@ def test_steps_of_a_slow_fleet_are_no_baseline():
         forecast.learn(first, step, observed_ms, healthy=True)
     assert forecast.predict(early) is None
     assert forecast.made(replace(early, version=2)) is not None
+
+
+def test_a_device_outside_the_layout_keeps_its_speed_until_it_is_found_healthy():
+    known, working = {3: 0.5}, [0, 1, 2]
+    others = [Verdict(rank=rank, status=Status.HEALTHY) for rank in working]
+    slow = Verdict(rank=3, status=Status.FAIL_SLOW, slowdown=2.0)
+    healthy = Verdict(rank=3, status=Status.HEALTHY)
+    for verdicts in (others, [*others, slow]):
+        assert speeds_of(verdicts, known, working) == known
+    speeds = speeds_of([*others, healthy], known, working)
+    assert speeds == {}
+    assert is_news(known, speeds)
+
+
+def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
+    asked = []
+
+    def noting(job, current, speeds, **more):
+        asked.append(dict(speeds))
+        return fake_engines().replan(job, current, speeds, **more)
+
+    session = sessions(replace(fake_engines(), replan=noting))
+    tell(session, 0)
+    session.apply(Entry("90-0", Kind.JOINER, json.dumps({"ranks": [8], "step": 0}).encode()))
+    assert asked[-1][8] == 1.0
+    other = sessions(replace(fake_engines(), replan=noting))
+    other.resume(*session.save())
+    tell(other, 1, slow=(3,))
+    assert asked[-1][8] == 1.0
+    gone = {"ranks": [8], "step": 1, "detail": "lost"}
+    other.apply(Entry("91-0", Kind.FAILURE, json.dumps(gone).encode()))
+    assert asked[-1].get(8) != 1.0

@@ -48,6 +48,17 @@ class Doubting(FakeDetector):
         ]
 
 
+class Hopeful(Doubting):
+    """Asks for a probe of a rank that has no work in the layout."""
+
+    def probe_requests(self, now: float) -> list[ProbeRequest]:
+        return [replace(request, rank=42) for request in super().probe_requests(now)]
+
+
+def hopeful_engines() -> Engines:
+    return replace(fake_engines(), detector=Hopeful, restore=Hopeful.restore)
+
+
 def doubting_engines() -> Engines:
     return replace(fake_engines(), detector=Doubting, restore=Doubting.restore)
 
@@ -105,6 +116,29 @@ def test_only_the_rank_itself_is_asked(doubtful):
     assert (order["kind"], order["peer"]) == ("gemm", -1)
     assert doubtful.send("j", batch_of(0)).json().get("probes", []) == []
     assert doubtful.send("j", batch_of(0).select(np.arange(4))).json().get("probes", []) == []
+
+
+def test_a_rank_without_work_is_asked_too_and_its_signs_of_life_are_no_records(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("resihp.hooks._probes._CALL_S", 0.1)
+    settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.05)
+    with running(settings, hopeful_engines) as http:
+        http.register(job_of())
+        *working, idle = (
+            Monitor(job="j", url=http.url, rank=r, interval_s=0.05) for r in (1, 3, 42)
+        )
+
+        def told() -> bool:
+            idle.while_idle()
+            return bool(evidence(http))
+
+        train_until(told, working)
+        verdicts = {v["rank"]: v for v in http.get("/v1/jobs/j/verdicts")["verdicts"]}
+        assert 42 not in verdicts
+        for monitor in (*working, idle):
+            monitor.close()
+            assert monitor.stats.failures == 0
 
 
 def test_an_answer_that_makes_no_sense_is_refused_or_forgotten(doubtful):

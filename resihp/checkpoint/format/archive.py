@@ -42,8 +42,17 @@ class _Member:
     offset: int
 
 
-def frame(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, start: int) -> Frame:
+def frame(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    nbytes: int,
+    start: int,
+    rest: int = 0,
+    modulus: int = ALIGN,
+) -> Frame:
     """The frame of an archive that starts at byte `start` of its file.
+
+    The tensor's memory starts at the first byte possible that leaves `rest` modulo `modulus`.
 
     The data's own CRC is left 0, as `torch.serialization.set_crc32_options(False)` does; torch
     does not look at it, and the chunks of the file have checksums.
@@ -55,7 +64,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, start: int) -
         head += _local(members[-1]) + content
     data = _Member(b"archive/data/0", nbytes, 0, len(head))
     unpadded = start + len(head) + len(_local(data)) + 4
-    head += _local(data, padding=-unpadded % ALIGN)
+    head += _local(data, padding=(rest - unpadded) % modulus)
     version = _Member(b"archive/version", 2, zlib.crc32(b"3\n"), len(head) + nbytes)
     directory_at = version.offset + len(_local(version)) + 2
     directory = b"".join(map(_central, [*members, data, version]))

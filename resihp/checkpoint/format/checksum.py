@@ -10,16 +10,25 @@ an adversary.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
 ROW_BYTES = 4096
 """Chunks are a whole number of rows; files too, which is what direct I/O asks for as well."""
 
+ROW_WORDS = ROW_BYTES // 8
 
-def checksum(chunk: memoryview) -> int:
-    """64 bits: CRC-32 of the row sums above, of the column sums below."""
-    words = np.frombuffer(chunk, dtype=np.int64).reshape(-1, ROW_BYTES // 8)
-    rows = np.add.reduce(words, axis=1)
-    columns = np.add.reduce(words, axis=0)
-    return zlib.crc32(rows) << 32 | zlib.crc32(columns)
+
+def checksum(parts: Sequence[memoryview]) -> int:
+    """Of a chunk that lies in memory in parts, each of whole rows.
+
+    64 bits: CRC-32 of the row sums above, of the column sums below.
+    """
+    tables = [np.frombuffer(part, dtype=np.int64).reshape(-1, ROW_WORDS) for part in parts if part]
+    rows = zlib.crc32(b"")
+    columns = np.zeros(ROW_WORDS, dtype=np.int64)
+    for words in tables:
+        rows = zlib.crc32(np.add.reduce(words, axis=1).data, rows)
+        columns += np.add.reduce(words, axis=0)
+    return rows << 32 | zlib.crc32(columns.data)

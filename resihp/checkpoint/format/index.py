@@ -14,6 +14,7 @@ from typing import Any
 
 from resihp.contracts import CheckpointDamagedError
 
+from ..lineage import Lineage
 from ..parts import Box, Path
 
 CHUNK_BYTES = 4 << 20
@@ -48,7 +49,7 @@ class Entry:
 class Index:
     """The file of one rank in the checkpoint of one step.
 
-    run           the same text for all ranks of a job, another one after a restart
+    lineage       of the state, as this rank knows it
     ranks         all ranks that write to the same checkpoint
     tensors       parts of tensors, the same at each step; `tensor_bytes` in all
     things        other values; they come after the tensors
@@ -58,13 +59,18 @@ class Index:
 
     step: int
     rank: int
-    run: str
+    lineage: Lineage
     ranks: tuple[int, ...]
     tensors: tuple[Entry, ...]
     tensor_bytes: int
     things: tuple[Entry, ...] = ()
     file_bytes: int = 0
     checksums: tuple[int, ...] = ()
+
+    @property
+    def run(self) -> str:
+        """The same text for all ranks, another one for each lineage."""
+        return self.lineage.run
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -102,7 +108,7 @@ def read_index(text: str, where: str) -> Index:
     if not intact:
         raise CheckpointDamagedError(where, (), "its index is damaged")
     rest: dict[str, Any] = obj["rest"]
-    rest["ranks"] = tuple(rest["ranks"])
+    rest["ranks"], rest["lineage"] = tuple(rest["ranks"]), Lineage(**rest["lineage"])
     rest["checksums"] = tuple(int(value, 16) for value in rest["checksums"])
     rest["things"] = tuple(map(_entry, rest["things"]))
     return Index(tensors=tuple(map(_entry, obj["tensors"])), **rest)

@@ -28,6 +28,9 @@ from .index import Entry, Index
 METADATA = ".metadata"
 """Its presence says that a checkpoint is complete."""
 
+LINEAGE = "lineage.json"
+"""Of the checkpoint, so that one need not read an index to learn it."""
+
 
 def data_name(rank: int) -> str:
     """The file of a rank."""

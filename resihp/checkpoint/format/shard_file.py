@@ -20,10 +20,16 @@ from .archive import ALIGN, Frame, frame
 from .checksum import ROW_BYTES
 from .index import CHUNK_BYTES, Entry, spans
 
+_LARGE = 64 * ROW_BYTES
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor goes: shape and type, without its memory."""
+    """Where a part of a tensor goes: shape and type, without its memory.
+
+    phase  where its memory began within a row (4 KiB) when this was planned. What is large is put
+           at the same phase of the file, so that it can be written from where it lies.
+    """
 
     key: str
     path: Path
@@ -31,17 +37,26 @@ class Place:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    phase: int = 0
 
     @classmethod
     def of(cls, part: Part) -> Place:
         """The place that a part needs."""
         sizes = tuple(part.tensor.shape)
-        return cls(part.key, part.path, part.shape, part.offsets, sizes, part.tensor.dtype)
+        phase = part.tensor.data_ptr() % ROW_BYTES
+        return cls(part.key, part.path, part.shape, part.offsets, sizes, part.tensor.dtype, phase)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's memory."""
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+    @property
+    def alignment(self) -> tuple[int, int]:
+        """Its memory starts at a byte of the file that leaves this rest when divided by that."""
+        if self.nbytes < _LARGE or self.phase % ALIGN:
+            return 0, ALIGN
+        return self.phase, ROW_BYTES
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class ShardFile:
         frames: list[Frame] = []
         entries, at = [], 0
         for place in self.places:
-            around = frame(place.dtype, place.sizes, place.nbytes, at)
+            around = frame(place.dtype, place.sizes, place.nbytes, at, *place.alignment)
             data = at + len(around.head)
             length = len(around.head) + place.nbytes + len(around.tail)
             kind = str(place.dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..format.index import Index
+from ..lineage import Found
 from ..staging.filling import Filling
 
 
@@ -42,8 +43,11 @@ class Level(Protocol):
         Says with `filling.done_with` which chunks it needs no more.
         """
 
+    def found(self) -> list[Found]:
+        """The complete checkpoints that this level holds, of each step one at most."""
+
     def steps(self) -> list[int]:
-        """Steps of which this level holds a complete checkpoint."""
+        """Their steps, ascending."""
 
     def open(self, step: int) -> Source:
         """Raises `OSError` or `CheckpointError` where it cannot be read."""

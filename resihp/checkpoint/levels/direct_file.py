@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..format.checksum import ROW_BYTES
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_MOST_PARTS = 512
 
 
 class DirectFile:
@@ -34,13 +35,13 @@ class DirectFile:
         """A file to be read."""
         return cls(path, os.O_RDONLY)
 
-    def write(self, view: memoryview, at: int) -> None:
-        """All of `view`. Raises `OSError`."""
-        self._all(lambda part, where: os.pwrite(self._fd, part, where), view, at)
+    def write(self, parts: Sequence[memoryview], at: int) -> None:
+        """All of the parts, one after the other. Raises `OSError`."""
+        self._all(lambda rest, where: os.pwritev(self._fd, rest, where), parts, at)
 
     def read(self, view: memoryview, at: int) -> None:
         """Fill `view`. Raises `OSError`, also where the file ends before."""
-        self._all(lambda part, where: os.preadv(self._fd, [part], where), view, at)
+        self._all(lambda rest, where: os.preadv(self._fd, rest, where), [view], at)
 
     def truncate(self, nbytes: int) -> None:
         """Set the length."""
@@ -54,11 +55,13 @@ class DirectFile:
         """Give the descriptor back."""
         os.close(self._fd)
 
-    def _all(self, access: Callable[[memoryview, int], int], view: memoryview, at: int) -> None:
-        done = 0
-        while done < len(view):
+    def _all(
+        self, access: Callable[[list[memoryview], int], int], parts: Sequence[memoryview], at: int
+    ) -> None:
+        rest = [part for part in parts if part]
+        while rest:
             try:
-                moved = access(view[done:], at + done)
+                moved = access(rest[:_MOST_PARTS], at)
             except OSError as problem:
                 if problem.errno != errno.EINVAL or not self._is_direct():
                     raise
@@ -66,8 +69,8 @@ class DirectFile:
                 continue
             if not moved:
                 raise OSError(errno.EIO, "file ends too early", str(self._path))
-            done += moved
-            if done % ROW_BYTES and done < len(view):
+            at, rest = at + moved, _beyond(rest, moved)
+            if at % ROW_BYTES and rest:
                 self._leave_direct()
 
     def _is_direct(self) -> bool:
@@ -75,6 +78,16 @@ class DirectFile:
 
     def _leave_direct(self) -> None:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _beyond(parts: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of the parts after the first `done` bytes."""
+    rest = []
+    for part in parts:
+        if done < len(part):
+            rest.append(part[done:])
+        done = max(0, done - len(part))
+    return rest
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -7,18 +7,22 @@ import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 from resihp.contracts import ContractError
 
 from ..format.metadata import data_name
+from ..lineage import Found
 from ..staging.filling import Filling
+from ..staging.straight import Straight
 from .contract import Source
 from .direct_file import DirectFile
 from .folder import (
     FolderSource,
     drop_old,
+    found_in,
     part_folder,
     publish,
     reuse,
@@ -27,8 +31,8 @@ from .folder import (
     sweep,
 )
 
-WRITERS = 2
-"""Threads, and so writes in flight; while one sums a chunk the other one writes."""
+WRITERS = 3
+"""Threads; while one sums a chunk the others keep the disk busy."""
 
 
 class LocalDisk:
@@ -49,15 +53,14 @@ class LocalDisk:
             raise ContractError("keep", "at least one checkpoint must stay")
         self.folder, self.name = Path(folder), str(folder)
         self._keep, self._ranks = keep, tuple(sorted(ranks)) if ranks is not None else None
-        self._pool = ThreadPoolExecutor(WRITERS, "resihp-checkpoint-disk")
-        self._swept = False
+        self._swept_for = ""
 
     def put(self, filling: Filling) -> None:
         """Write this rank's file beside those of the others; the last one publishes."""
         me = filling.identity
         ranks = self._ranks or me.ranks
-        part = part_folder(self.folder, me.step, me.run)
-        self._sweep(me.run, is_first=me.rank == min(ranks))
+        part = part_folder(self.folder, me.step, me.lineage.run)
+        self._sweep(me.lineage.run, is_first=me.rank == min(ranks))
         target = part / data_name(me.rank)
         reuse(self.folder, target)
         try:
@@ -71,6 +74,10 @@ class LocalDisk:
             _discard(target)
             raise
 
+    def found(self) -> list[Found]:
+        """The complete checkpoints in this folder."""
+        return found_in(self.folder)
+
     def steps(self) -> list[int]:
         """Steps of which this folder holds a complete checkpoint."""
         return steps_in(self.folder)
@@ -80,25 +87,26 @@ class LocalDisk:
         return FolderSource(self.folder / step_name(step))
 
     def close(self) -> None:
-        """End the writing threads."""
-        self._pool.shutdown()
+        """Nothing to let go of."""
 
     def _write(self, filling: Filling, target: Path) -> None:
         file = DirectFile.create(target)
         try:
             work = _Work(filling, file, self.name)
-            for future in [self._pool.submit(work.run) for _ in range(WRITERS)]:
+            with ThreadPoolExecutor(WRITERS, "resihp-checkpoint-disk") as pool:
+                futures = [pool.submit(work.run) for _ in range(WRITERS)]
+            for future in futures:  # all have ended: none writes once the descriptor is closed
                 future.result()
-            file.write(memoryview(filling.section), filling.file.nbytes)
+            file.write([memoryview(filling.section)], filling.file.nbytes)
             file.truncate(filling.file.nbytes + len(filling.section))
             file.sync()
         finally:
             file.close()
 
     def _sweep(self, run: str, *, is_first: bool) -> None:
-        if is_first and not self._swept:
+        if is_first and self._swept_for != run:
             sweep(self.folder, run)
-        self._swept = True
+        self._swept_for = run
 
 
 class _Work:
@@ -113,11 +121,11 @@ class _Work:
 
     def run(self) -> None:
         """Until no chunk is left, or one could not be written."""
+        straight = Straight(self._filling)
         try:
             while (number := self._claim()) is not None:
-                self._filling.take(number)
-                self._filling.checksum(number)
-                self._file.write(self._filling.chunk(number), self._filling.file.chunks[number][0])
+                at = self._filling.file.chunks[number][0]
+                straight.write(number, partial(self._file.write, at=at))
                 self._finish(number)
         except BaseException:
             self._is_broken = True

@@ -1,8 +1,10 @@
 """A folder of checkpoints: how one becomes visible as a whole, and how old ones go.
 
     step-000000042/            complete: `.metadata`, and for each rank a file and its index
-    .step-000000043.RUN.part/  being written; RUN keeps a restarted job apart from its former self.
+    .step-000000043.RUN.part/  being written; RUN keeps a restarted job apart from its former self,
+                               and what follows a dot in it one layout of the job from another.
                                As .ready.part it is complete and about to be published.
+                               The same step of another lineage has another RUN.
     .step-000000040.retired/   dropped; its files serve the next checkpoint as room on disk
 
 Whichever rank finds the index of every rank in place writes `.metadata` and renames the folder, so
@@ -21,7 +23,8 @@ from pathlib import Path
 from resihp.contracts import CheckpointError
 
 from ..format.index import Index, read_index
-from ..format.metadata import METADATA, data_name, index_name, to_metadata
+from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
+from ..lineage import UNKNOWN, Found, Lineage, joined, lineage_json, living, read_lineage
 from .direct_file import DirectFile, sync_folder, write_whole
 
 _PREFIX = "step-"
@@ -38,12 +41,21 @@ def step_of(name: str) -> int | None:
     return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
 
 
-def steps_in(root: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
+def found_in(root: Path) -> list[Found]:
+    """The complete checkpoints, in the order of their steps."""
     if not root.is_dir():
         return []
-    found = [(step_of(path.name), path) for path in root.iterdir()]
-    return sorted(step for step, path in found if step is not None and (path / METADATA).exists())
+    found = [(step_of(path.name), path) for path in sorted(root.iterdir())]
+    return [
+        Found(step, _lineage(path))
+        for step, path in found
+        if step is not None and (path / METADATA).exists()
+    ]
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    return [found.step for found in found_in(root)]
 
 
 def part_folder(root: Path, step: int, run: str) -> Path:
@@ -65,6 +77,11 @@ def publish(root: Path, part: Path, own: Index) -> bool:
     except FileNotFoundError:
         return False  # another rank, as late as this one, is about to publish
     indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
+    lineage = joined(index.lineage for index in indexes)
+    if _lineage(root / step_name(own.step)).born > lineage.born:
+        shutil.rmtree(claimed, ignore_errors=True)  # late, from a past that was given up
+        return False
+    write_whole(claimed / LINEAGE, lineage_json(lineage))
     reveal(claimed, root / step_name(own.step), to_metadata(indexes))
     return True
 
@@ -80,26 +97,33 @@ def reveal(part: Path, final: Path, metadata: bytes) -> None:
 
 
 def drop_old(root: Path, keep: int, published: Index) -> None:
-    """Retire all but the newest `keep` up to the one published; delete what was retired before.
+    """Retire what is abandoned and all but the best `keep`; delete what was retired before.
 
-    Later ones, of a job that has gone back, stay. What this run left unfinished before the
-    published one goes, too: every rank is past it.
+    What this lineage left unfinished before the published one goes, too: every rank is past it.
     """
     for path in root.glob(".step-*.retired"):
         shutil.rmtree(path, ignore_errors=True)
-    for step in [step for step in steps_in(root) if step <= published.step][:-keep]:
-        _retire(root / step_name(step))
-    for path in root.glob(f".step-*.{published.run}.part"):
+    found = found_in(root)
+    for step in {one.step for one in found} - {one.step for one in living(found)[:keep]}:
+        if step != published.step:
+            _retire(root / step_name(step))
+    for path in _parts_of(root, published.run):
         step_of_part = step_of(path.name.split(".")[1])
-        if step_of_part is not None and step_of_part < published.step:
+        is_ready = path.name.endswith(".ready.part")
+        if step_of_part is not None and step_of_part < published.step and not is_ready:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep(root: Path, run: str) -> None:
     """Delete what a former run of the job left unfinished."""
-    for path in root.glob(".step-*.part"):
-        if not path.name.endswith(f".{run}.part"):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in set(root.glob(".step-*.part")) - set(_parts_of(root, run)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _parts_of(root: Path, run: str) -> list[Path]:
+    """What this run has begun, in whichever layout."""
+    job = run.partition(".")[0]
+    return [path for path in root.glob(".step-*.part") if path.name.split(".")[2] == job]
 
 
 def reuse(root: Path, target: Path) -> None:
@@ -138,6 +162,8 @@ def _read_all(folder: Path) -> dict[int, Index]:
     paths: Sequence[Path] = sorted(folder.glob("__*.index.json"))
     found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
     indexes = {index.rank: index for index in found}
+    if len({index.run for index in found}) > 1:
+        raise CheckpointError(f"{folder}: its files are of different runs")
     missing = sorted({rank for index in found for rank in index.ranks} - set(indexes))
     if missing or not indexes:
         names = ", ".join(index_name(rank) for rank in missing) or "every index"
@@ -147,6 +173,14 @@ def _read_all(folder: Path) -> dict[int, Index]:
 
 def _read(folder: Path, rank: int) -> Index:
     return read_index((folder / index_name(rank)).read_text(), f"{folder}, rank {rank}")
+
+
+def _lineage(folder: Path) -> Lineage:
+    """Of one that has been published; without a past where torch's own writer was at work."""
+    try:
+        return read_lineage((folder / LINEAGE).read_bytes())
+    except OSError:
+        return UNKNOWN
 
 
 def _retire(folder: Path) -> None:

@@ -9,6 +9,7 @@ from threading import Lock
 from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import Index
+from ..lineage import Found
 from ..staging.filling import Filling
 
 
@@ -47,11 +48,15 @@ class ImageStore:
         with self._lock:
             dropped = [self._images.pop((rank, step), None)]
             self._images[rank, step] = image
-            held = sorted(key for key in self._images if key[0] == rank)
+            held = sorted((k for k in self._images if k[0] == rank), key=self._age)
             dropped += [self._images.pop(key) for key in held[: -self.keep]]
         for old in dropped:
             if old is not None:
                 old.release()
+
+    def _age(self, key: tuple[int, int]) -> tuple[int, int]:
+        """Of a job that has gone back, the newer lineage is worth more than the later step."""
+        return self._images[key].index.lineage.born, key[1]
 
     def get(self, rank: int, step: int) -> Image:
         """Raises `CheckpointError` where it is not held."""
@@ -99,9 +104,13 @@ class HostMemory:
         filling.keep_for(self.name)
         self.store.add(Image(index, buffer, filling.section, release))
 
+    def found(self) -> list[Found]:
+        """What this process holds."""
+        return [Found(index.step, index.lineage) for index in self.store.indexes()]
+
     def steps(self) -> list[int]:
         """Steps that this process holds."""
-        return sorted(index.step for index in self.store.indexes())
+        return sorted(found.step for found in self.found())
 
     def open(self, step: int) -> MemorySource:
         """Raises `CheckpointError` where it is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from threading import Lock
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from resihp.contracts import CheckpointError
 
 from ..format.index import Index, read_index
+from ..lineage import Found, joined, living
 from ..staging.filling import Filling
 from .memory import HostMemory, ImageStore
 from .peer_server import PeerServer
@@ -98,21 +99,24 @@ class PeerMemory:
         line.send_bytes(memoryview(filling.section))
         line.receive()
 
+    def found(self) -> list[Found]:
+        """Checkpoints of which the reachable ranks together hold every file."""
+        whole = _whole(self._inventory())
+        newest = {one.step: one for one in reversed(living(whole))}
+        return [newest[step] for step in sorted(newest)]
+
     def steps(self) -> list[int]:
         """Steps of which the reachable ranks together hold every file."""
-        found: dict[int, set[int]] = {}
-        wanted: dict[int, set[int]] = {}
-        for index, _ in self._inventory():
-            found.setdefault(index.step, set()).add(index.rank)
-            wanted.setdefault(index.step, set()).update(index.ranks)
-        return sorted(step for step, ranks in wanted.items() if ranks <= found[step])
+        return [found.step for found in self.found()]
 
     def open(self, step: int) -> PeerSource:
         """Raises `CheckpointError` where no reachable rank holds any of it."""
-        held = {i.rank: (i, address) for i, address in self._inventory() if i.step == step}
-        if not held:
+        held = [(i, address) for i, address in self._inventory() if i.step == step]
+        best = living(_whole(held)) or living(Found(step, i.lineage) for i, _ in held)
+        if not best:
             raise CheckpointError(f"no reachable rank holds step {step}")
-        return PeerSource(held, self.token, self._timeout_s)
+        of_run = {i.rank: (i, address) for i, address in held if i.run == best[0].lineage.run}
+        return PeerSource(of_run, self.token, self._timeout_s)
 
     def close(self) -> None:
         """Stop sending and serving."""
@@ -164,6 +168,18 @@ class PeerSource:
         for lines in self._idle.values():
             for line in lines:
                 line.close()
+
+
+def _whole(inventory: Iterable[tuple[Index, Address]]) -> list[Found]:
+    """The checkpoints of which every rank's file is there; files of different runs never mix."""
+    held: dict[tuple[int, str], list[Index]] = {}
+    for index, _ in inventory:
+        held.setdefault((index.step, index.run), []).append(index)
+    return [
+        Found(step, joined(index.lineage for index in indexes))
+        for (step, _), indexes in held.items()
+        if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
+    ]
 
 
 @contextlib.contextmanager

@@ -125,5 +125,5 @@ def _verify(index: Index, tensors: memoryview, section: memoryview) -> None:
     split = index.tensor_bytes
     for (start, stop), expected in zip(index.chunks, index.checksums, strict=True):
         part = tensors[start:stop] if start < split else section[start - split : stop - split]
-        if checksum(part) != expected:
+        if checksum([part]) != expected:
             raise ValueError("an image arrived damaged")

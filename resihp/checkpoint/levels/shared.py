@@ -16,7 +16,8 @@ import fsspec
 from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import CHUNK_BYTES, Index, read_index
-from ..format.metadata import METADATA, data_name, index_name, to_metadata
+from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
+from ..lineage import UNKNOWN, Found, Lineage, joined, lineage_json, living, read_lineage
 from ..staging.filling import Filling
 from .folder import step_name, step_of
 
@@ -38,7 +39,10 @@ class SharedStorage:
         if keep < 1:
             raise ContractError("keep", "at least one checkpoint must stay")
         self.name, self._keep = url, keep
-        self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+        except (ValueError, ImportError) as problem:
+            raise ContractError("url", f"{url}: {problem}") from problem
 
     def put(self, filling: Filling) -> None:
         """Upload file and index; the rank that comes last writes `.metadata` and drops old ones."""
@@ -74,8 +78,14 @@ class SharedStorage:
                 return False
         if any(index.run != own.run for index in indexes):
             return False  # a file of a former run of the job, soon to be written anew
+        lineage = joined(index.lineage for index in indexes)
+        self._fs.pipe_file(f"{folder}/{LINEAGE}", lineage_json(lineage))
         self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes))
         return True
+
+    def found(self) -> list[Found]:
+        """The complete checkpoints of the storage."""
+        return [Found(step, self._lineage(step)) for step, whole in self._folders() if whole]
 
     def steps(self) -> list[int]:
         """Steps of which the storage holds a complete checkpoint."""
@@ -89,11 +99,20 @@ class SharedStorage:
         indexes = {rank: self._index(folder, rank) for rank in sorted(ranks)}
         wanted = {rank for index in indexes.values() for rank in index.ranks}
         if not indexes or wanted - set(indexes):
-            raise CheckpointError(f"{self.name}, step {step}: an index is missing")
+            lost = ", ".join(index_name(rank) for rank in sorted(wanted - set(indexes)))
+            raise CheckpointError(f"{folder}: {lost or 'every index'} missing")
+        if len({indexes[rank].run for rank in wanted}) > 1:
+            raise CheckpointError(f"{folder}: its files are of different runs")
         return SharedSource(self._fs, folder, {rank: indexes[rank] for rank in sorted(wanted)})
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    def _lineage(self, step: int) -> Lineage:
+        try:
+            return read_lineage(self._fs.cat_file(f"{self._root}/{step_name(step)}/{LINEAGE}"))
+        except FileNotFoundError:
+            return UNKNOWN
 
     def _index(self, folder: str, rank: int) -> Index:
         path = f"{folder}/{index_name(rank)}"
@@ -111,10 +130,10 @@ class SharedStorage:
                 yield step, self._fs.exists(f"{path}/{METADATA}")
 
     def _drop_old(self, published: int) -> None:
-        """Up to the one published; later ones, of a job that has gone back, stay."""
-        whole = [step for step in self.steps() if step <= published]
-        for step, _ in list(self._folders()):
-            if step < whole[-self._keep :][0]:
+        """Whatever is abandoned, unfinished before the published one, or not of the best `keep`."""
+        kept = {found.step for found in living(self.found())[: self._keep]} | {published}
+        for step, is_whole in list(self._folders()):
+            if step not in kept and (is_whole or step < min(kept)):
                 folder = f"{self._root}/{step_name(step)}"
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{folder}/{METADATA}")

@@ -8,7 +8,7 @@ makes training's stream wait for the copies, not the host. (Written for CUDA; ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..format.shard_file import flat_bytes
 from .filling import Filling
+from .progress import Stage
 
 IN_FLIGHT = 4
 """Chunks of which the copy from a device is ordered and has not ended."""
@@ -43,10 +44,15 @@ class Copier:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._queue.put(filling)
 
-    def help(self, filling: Filling, until: int) -> None:
-        """Copy in the caller's thread what nobody has begun yet, of the first `until` chunks."""
-        if self._stream is None:
-            _fill(filling, patient=False, until=until)
+    def help(self, filling: Filling, needed: Iterable[int]) -> bool:
+        """Copy in the caller's thread what nobody copies yet; whether the caller may do so."""
+        if self._stream is not None:
+            return False
+        put = _Put(filling)
+        for number in needed:
+            if _takes_over(filling, number):
+                put(number, Stage.COPIED)
+        return True
 
     def fence(self) -> None:
         """Let the caller's stream wait for every copy that has been ordered."""
@@ -66,71 +72,103 @@ class Copier:
                 self._copy(filling)
             except Exception as problem:  # noqa: BLE001 - told to the levels, which count it
                 filling.veto(problem)
-            filling.sources = ()
+            with filling.changed:
+                filling.sources = ()
             del filling
 
     def _copy(self, filling: Filling) -> None:
-        if self._stream is None:
-            _fill(filling)
-        else:
-            _fill_from_device(filling, self._stream)
-
-
-def _fill(filling: Filling, *, patient: bool = True, until: int | None = None) -> None:
-    """Copy chunk by chunk; several threads may do so at once."""
-    put = _Put(filling)
-    while until is None or filling.copied < until:
-        number = filling.claim(patient=patient)
-        if number is None:
+        if self._stream is not None:
+            _copy_from_device(filling, self._stream)
             return
-        put(number)
-        filling.landed(number)
+        put = _Put(filling)
+        while (number := _next(filling)) is not None:
+            put(number, Stage.COPIED)
 
 
-def _fill_from_device(filling: Filling, stream: torch.cuda.Stream) -> None:
+def _copy_from_device(filling: Filling, stream: torch.cuda.Stream) -> None:
+    """A few chunks in flight at a time; all at once when training's stream waits at the fence."""
     put = _Put(filling)
     flying: deque[tuple[int, torch.cuda.Event]] = deque()
-    while (number := filling.claim()) is not None:
-        put(number)
-        flying.append((number, stream.record_event()))
-        filling.ordered(number)
-        if len(flying) >= IN_FLIGHT:
+    try:
+        while (number := _next(filling)) is not None:
+            put(number, Stage.ORDERED)
+            flying.append((number, stream.record_event()))
+            if len(flying) >= IN_FLIGHT and not filling.hurry.is_set():
+                _land(filling, flying)
+        while flying:
             _land(filling, flying)
-    while flying:
-        _land(filling, flying)
+    finally:
+        stream.synchronize()  # the tensors are let go of after this
 
 
 def _land(filling: Filling, flying: deque[tuple[int, torch.cuda.Event]]) -> None:
     number, event = flying.popleft()
     event.synchronize()
-    filling.landed(number)
+    filling.move(number, Stage.COPIED)
+
+
+def _next(filling: Filling) -> int | None:
+    """For the copying thread: what to copy next, once there is room and reason; None at the end.
+
+    Beside a level that writes from the tensors it begins at the other end, and as late as it can.
+    """
+    while True:
+        with filling.changed:
+            if filling.problem is not None or filling.is_safe:
+                return None
+            progress, pace = filling.progress, filling.pace
+            number = progress.last_open() if pace else progress.first_open()
+            if number is None or not filling.has_room(number):
+                filling.changed.wait()
+                continue
+            nap_s = pace.nap_s(filling) if pace and not filling.hurry.is_set() else 0.0
+            if not nap_s:
+                progress.set(number, Stage.COPYING)
+                return number
+        filling.hurry.wait(nap_s)
+
+
+def _takes_over(filling: Filling, number: int) -> bool:
+    """At the fence: whether to copy this chunk at once, though a level may be writing it."""
+    with filling.changed:
+        is_free = filling.progress[number] in (Stage.OPEN, Stage.STRAIGHT)
+        if filling.problem is not None or not is_free or not filling.has_room(number):
+            return False
+        filling.progress.set(number, Stage.COPYING)
+        return True
 
 
 class _Put:
     """Copies what of the tensors lies in a chunk into the buffer."""
 
     def __init__(self, filling: Filling) -> None:
-        self._file, self._sources = filling.file, filling.sources
+        self._filling, self._sources = filling, filling.sources
         self._image = filling.slot.buffer.tensor
         self._held, self._source = -1, torch.empty(0)
 
-    def __call__(self, number: int) -> None:
-        for cut in self._file.cuts[number]:
-            if cut.tensor != self._held:
-                self._held, self._source = cut.tensor, flat_bytes(self._sources[cut.tensor])
-            goal = self._image[cut.at : cut.at + cut.stop - cut.start]
-            goal.copy_(self._source[cut.start : cut.stop], non_blocking=True)
+    def __call__(self, number: int, then: Stage) -> None:
+        """A claimed chunk, which is at that stage afterwards."""
+        try:
+            for cut in self._filling.file.cuts[number]:
+                if cut.tensor != self._held:
+                    self._held, self._source = cut.tensor, flat_bytes(self._sources[cut.tensor])
+                goal = self._image[cut.at : cut.at + cut.stop - cut.start]
+                goal.copy_(self._source[cut.start : cut.stop], non_blocking=True)
+        except BaseException:
+            self._filling.move(number, Stage.OPEN)  # the buffer is not held for it
+            raise
+        self._filling.move(number, then)
 
 
-def chunks_until(filling: Filling, tensors: Sequence[Tensor]) -> int:
-    """How many chunks must be copied until all of these tensors are."""
+def chunks_of(filling: Filling, tensors: Sequence[Tensor]) -> list[int]:
+    """The chunks that hold any of these tensors, in order."""
     wanted = {tensor.data_ptr() for tensor in tensors}
-    last = 0
-    for number, cuts in enumerate(filling.file.cuts):
-        for cut in cuts:
-            if filling.sources and filling.sources[cut.tensor].data_ptr() in wanted:
-                last = number + 1
-    return last
+    with filling.changed:
+        if not filling.sources:
+            return []  # every chunk is copied
+        held = {i for i, source in enumerate(filling.sources) if source.data_ptr() in wanted}
+    cuts = filling.file.cuts
+    return [n for n in range(filling.count) if any(cut.tensor in held for cut in cuts[n])]
 
 
 def write_order(

@@ -3,6 +3,9 @@
 Copying, reading and the next checkpoint's copying chase each other through the buffer chunk by
 chunk: a level may take a chunk once it is copied, the next checkpoint may overwrite it once every
 level has taken it. So a single buffer is enough while the disk keeps up.
+
+A level that reads tensors where they are (`views`) spares the copy: what it has written before the
+fence is never copied; what it is writing then is copied, and written again from the buffer.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Event
 
 from torch import Tensor
 
 from ..format.checksum import checksum
 from ..format.index import Entry, Index, spans
 from ..format.shard_file import ShardFile
+from ..lineage import Lineage
 from .host_buffer import HostBuffer
+from .progress import Progress, Stage
 
 
 class Abandoned(Exception):  # noqa: N818
@@ -39,15 +44,17 @@ class Identity:
 
     step: int
     rank: int
-    run: str
+    lineage: Lineage
     ranks: tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Filling:
-    """A checkpoint on its way through a slot. All counters are guarded by `changed`.
+    """A checkpoint on its way through a slot. All state is guarded by `changed`.
 
-    copied     chunks whose copy has ended; `enqueued` chunks whose copy has been ordered
+    pace       how the only level, which writes straight from the tensors, is expected to get on
+               until the fence; None: everything is copied
+    hurry      set when training waits at the fence
     taken      for each level, chunks that it needs no more (a prefix of them all)
     uploads    levels that take the checkpoint from the disk level's file
     stored     descriptor of that file, open while one of them needs it
@@ -62,19 +69,17 @@ class Filling:
     changed: Condition
     previous: Filling | None = None
     begun_s: float = field(default_factory=time.monotonic)
-    enqueued: int = 0
-    copied: int = 0
-    is_blocked: bool = False
+    pace: Pace | None = None
+    hurry: Event = field(default_factory=Event)
     problem: BaseException | None = None
     taken: dict[str, int] = field(default_factory=dict)
     uploads: int = 0
     stored: int | None = None
 
     def __post_init__(self) -> None:
+        self.progress = Progress(self.count)
         self._sums: dict[int, int] = {}
         self._kept: set[str] = set()
-        self._landed: set[int] = set()
-        self._claimed = 0
         self._section: tuple[tuple[Entry, ...], bytes] | None = None
         self.slot.last = self
 
@@ -84,15 +89,15 @@ class Filling:
         return len(self.file.chunks)
 
     @property
-    def is_copied(self) -> bool:
+    def is_safe(self) -> bool:
         """Whether the state may change again."""
-        return self.copied == self.count
+        return self.progress.safe == self.count
 
     @property
     def is_idle(self) -> bool:
         """Whether the slot may be given to another checkpoint as a whole."""
-        ended = self.is_copied or self.problem is not None
-        return ended and not self.taken
+        is_given_up = self.problem is not None and not self.progress.copying
+        return (self.is_safe or is_given_up) and not self.taken
 
     @property
     def released(self) -> int:
@@ -102,39 +107,19 @@ class Filling:
     def released_within(self, window_s: float) -> bool:
         """Whether, at the pace so far, every level will have taken everything by then."""
         ahead, taken = self.count - self.released, self.released
-        if not self.is_copied or not taken:
+        if not self.is_safe or not taken:
             return False
         return (time.monotonic() - self.begun_s) / taken * ahead <= window_s
 
-    def claim(self, *, patient: bool = True) -> int | None:
-        """The next chunk to copy, once its place is free; None where there is none (in time)."""
-        with self.changed:
-            while self.problem is None and self._claimed < self.count:
-                self.is_blocked = self.previous is not None
-                if self.previous is None or self.previous.released > self._claimed:
-                    self.is_blocked = False
-                    self._claimed += 1
-                    return self._claimed - 1
-                if not patient:
-                    break
-                self.changed.notify_all()
-                self.changed.wait()
-        return None
+    def has_room(self, chunk: int) -> bool:
+        """Whether nobody reads what was in the chunk's place before."""
+        return self.previous is None or self.previous.released > chunk
 
-    def ordered(self, chunk: int) -> None:
-        """The copy of a chunk, and of those before it, is under way on the device."""
+    def move(self, chunk: int, stage: Stage) -> None:
+        """A chunk has got further."""
         with self.changed:
-            self.enqueued = chunk + 1
-            self.changed.notify_all()
-
-    def landed(self, chunk: int) -> None:
-        """A chunk is copied."""
-        with self.changed:
-            self._landed.add(chunk)
-            while self.copied in self._landed:
-                self.copied += 1
-            self.enqueued = max(self.enqueued, self.copied)
-            if self.is_copied:
+            self.progress.set(chunk, stage)
+            if self.is_safe:
                 self.previous = None
             self.changed.notify_all()
 
@@ -145,9 +130,9 @@ class Filling:
             self.changed.notify_all()
 
     def take(self, chunk: int) -> None:
-        """Wait until a chunk is there. Raises what ended the checkpoint instead."""
+        """Wait until the buffer holds a chunk. Raises what ended the checkpoint instead."""
         with self.changed:
-            while self.copied <= chunk and self.problem is None:
+            while self.progress.copied <= chunk and self.problem is None:
                 self.changed.wait()
             if self.problem is not None:
                 raise self.problem
@@ -178,16 +163,31 @@ class Filling:
                 os.close(self.stored)
                 self.stored = None
 
+    def falls_back(self) -> bool:
+        """Write no more from the tensors; whether the buffer has, or will have, every chunk."""
+        with self.changed:
+            was_straight, self.pace = self.pace is not None, None
+            if was_straight and self.progress.beyond_buffer:
+                if self.hurry.is_set() or not self.sources:
+                    return False
+                self.progress.reopen()
+            self.changed.notify_all()
+            return not self.released
+
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, as they go into the file."""
+        """The bytes of a chunk in the buffer, as they go into the file."""
         start, stop = self.file.chunks[number]
         return self.slot.buffer.view[start:stop]
 
     def checksum(self, number: int) -> int:
-        """Of a chunk that is there; computed by the level that asks first."""
+        """Of a chunk that is in the buffer; computed by the level that asks first."""
         if number not in self._sums:
-            self._sums[number] = checksum(self.chunk(number))
+            self._sums[number] = checksum([self.chunk(number)])
         return self._sums[number]
+
+    def note_checksum(self, number: int, value: int) -> None:
+        """Of a chunk that was written straight from the tensors."""
+        self._sums[number] = value
 
     @property
     def section(self) -> bytes:
@@ -199,10 +199,10 @@ class Filling:
         things, section = self._encoded()
         view = memoryview(section)
         sums = [self.checksum(number) for number in range(self.count)]
-        sums += [checksum(view[start:stop]) for start, stop in spans(0, len(section))]
+        sums += [checksum([view[start:stop]]) for start, stop in spans(0, len(section))]
         me, nbytes = self.identity, self.file.nbytes
         return Index(
-            me.step, me.rank, me.run, me.ranks, self.file.entries, nbytes,
+            me.step, me.rank, me.lineage, me.ranks, self.file.entries, nbytes,
             things, nbytes + len(section), tuple(sums),
         )  # fmt: skip
 
@@ -210,3 +210,27 @@ class Filling:
         if self._section is None:
             self._section = self.things(self.file.nbytes)
         return self._section
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When the fence is expected, and how fast the level was the last time.
+
+    window_s   from the start of the checkpoint to the fence
+    durable_s  that the level needed for the checkpoint before
+    """
+
+    window_s: float
+    durable_s: float
+
+    def nap_s(self, filling: Filling) -> float:
+        """How long the copy can wait; 0: from now on the level alone would come too late."""
+        elapsed = time.monotonic() - filling.begun_s
+        left = self.window_s - elapsed
+        safe, share = filling.progress.safe, filling.progress.safe / max(filling.count, 1)
+        need = elapsed / share * (1 - share) if safe >= _ENOUGH else self.durable_s - elapsed
+        return 0.0 if need > _MARGIN * left else min(left / 8, _LONGEST_NAP_S)
+
+
+_ENOUGH, _MARGIN, _LONGEST_NAP_S = 16, 0.9, 0.05
+"""Chunks that show the pace; part of the time left to be used; between two looks at it."""

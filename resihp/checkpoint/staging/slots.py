@@ -41,7 +41,8 @@ class Slots:
             if reader is None and (slot.last is None or slot.last.is_idle):
                 return slot, None
         for slot, reader in readers:
-            if reader is not None and reader.released_within(window_s):
+            is_quiet = slot.last is None or not slot.last.progress.copying
+            if reader is not None and is_quiet and reader.released_within(window_s):
                 return slot, reader
         return None
 

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..lineage import Lineage
 from ..parts import Part, State, Thing, collect
 from ..ranks import Ranks
-from .copier import Copier, chunks_until, write_order
-from .filling import Abandoned, Filling, Identity
+from .copier import Copier, chunks_of, write_order
+from .filling import Abandoned, Filling, Identity, Pace
+from .huge_pages import collapse
 from .plan import (
     SavePlan,
     buffer_addresses,
@@ -57,6 +59,7 @@ class Staging:
         if plan is None or plan.signature != signature_of(parts, things):
             order = write_order([part.tensor for part in parts], self._optimizers)
             plan = self._plan = make_plan(parts, things, self._ranks, order)
+            collapse([parts[pick].tensor for pick in plan.picks])
         if self._copier is None:
             cuda = (part.tensor.device for part in parts if part.tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
@@ -65,6 +68,7 @@ class Staging:
     def lend(
         self,
         step: int,
+        lineage: Lineage,
         found: Fitted,
         state: State,
         extra: Mapping[str, object],
@@ -80,7 +84,7 @@ class Staging:
         mine = [thing for thing in found.things if thing.key in self._plan.things]
         mine.append(extra_of(extra, self._ranks.rank))
         return Filling(
-            Identity(step, self._ranks.rank, self._ranks.run, self._ranks.all),
+            Identity(step, self._ranks.rank, lineage, self._ranks.all),
             self._plan.file,
             lent[0],
             [snapshot(found.parts[pick].tensor, volatile) for pick in self._plan.picks],
@@ -94,29 +98,44 @@ class Staging:
         """Positions of the parts that are copied, in the order of the buffer."""
         return self._plan.picks if self._plan is not None else ()
 
-    def start(self, filling: Filling) -> None:
-        """Begin to copy."""
+    def start(self, filling: Filling, pace: Pace | None = None) -> None:
+        """Begin to copy; with a pace, what the level that reads tensors will not write in time."""
         assert self._copier is not None
+        if filling.previous is None and not self._copier.pins:
+            filling.pace = pace
         self._copier.start(filling)
 
     def fence(self, filling: Filling, tensors: Sequence[Tensor] | None) -> bool:
         """Wait until the tensors (None: all) may change; False where it gives the checkpoint up.
 
         It waits for copies, never for storage: a copy that waits for room in the buffer is given
-        up instead.
+        up instead, and what a level is writing from the tensors is copied.
         """
         assert self._copier is not None
-        needed = filling.count if tensors is None else chunks_until(filling, tensors)
-        self._copier.help(filling, needed)
-        with filling.changed:
-            while filling.enqueued < needed and filling.problem is None:
-                if filling.is_blocked:
-                    filling.problem = Abandoned("no room in the buffer at the fence")
-                    filling.changed.notify_all()
+        if filling.is_safe and not self._copier.pins:
+            return True
+        filling.hurry.set()
+        needed = range(filling.count) if tensors is None else chunks_of(filling, tensors)
+        try:
+            return self._secure(filling, needed, self._copier)
+        except BaseException as problem:
+            filling.veto(problem)  # the state is about to change all the same
+            raise
+        finally:
+            self._copier.fence()
+
+    def _secure(self, filling: Filling, needed: Sequence[int], copier: Copier) -> bool:
+        while True:
+            helps = copier.help(filling, needed)
+            with filling.changed:
+                if filling.problem is not None or filling.progress.are_safe(needed):
+                    return True
+                number = filling.progress.first_unsafe(needed)
+                if number is not None and not filling.has_room(number):
+                    filling.veto(Abandoned("no room in the buffer at the fence"))
                     return False
-                filling.changed.wait()
-        self._copier.fence()
-        return True
+                if number is None or not helps:
+                    filling.changed.wait()
 
     def close(self) -> None:
         """End the copying thread."""

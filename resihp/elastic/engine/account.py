@@ -10,7 +10,7 @@ import torch
 from resihp.contracts import Layout
 from resihp.layout import Parameters
 
-from ..instep.ledger import MiscountError, Spans, indices
+from ..instep.ledger import Holding, MiscountError, Spans, indices
 from ..worlds.world import World
 from .sums import Gradients
 
@@ -41,6 +41,12 @@ def losses_of(summed: torch.Tensor) -> dict[int, float]:
         told = {int(i): round(float(counts[i]), 3) for i in wrong.nonzero().flatten()[:6]}
         raise MiscountError(f"microbatches do not count once: {told}")
     return dict(enumerate(summed[0].tolist()))
+
+
+def holding(world: World, epoch: int, finished: Spans, *, summed: bool = False) -> Holding:
+    """What gradients of `finished` microbatches stand for on this rank of `world`."""
+    dp = world.place.dp
+    return Holding(epoch, dp, len(world.layout.replicas[dp].ranks), finished, summed)
 
 
 def squared_norms(gradients: Gradients, world: World, parameters: Parameters) -> torch.Tensor:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from resihp.contracts import ContractError, Op, Plan, Schedule
-from resihp.pipeline.orders import Part, Pass, stage_order
+from resihp.contracts import Op, Plan, Schedule
+from resihp.pipeline.orders import Part, Pass
 
-from ..instep.ledger import Holding, Kept, Spans, indices
+from ..instep.ledger import Holding, Kept, indices
 from ..instep.shares import full_shares
 from ..models import Packed
 from ..worlds.comm import WaitClock
 from ..worlds.world import World
-from .account import account, losses_of, norm_of, squared_norms
+from .account import account, holding, losses_of, norm_of, squared_norms
 from .data import Cursor
 from .gradients import clip
 from .ordered import OrderedReduction
 from .passes import Passes
 from .reduction import BucketedReduction, Reduction
+from .schedule import check_schedule, order_of
 from .setup import Setup
 from .shard import Shard
 from .sums import Gradients, OrderedSums, Parts, Rest, Sums
+from .telemetry import Telemetry
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Reduced:
     loss   mean over the tokens of the step
     norm   of the whole gradient
     ready  how many ranks stand ready for the world of `epoch`, and the sum of those epochs
+    is_due the state after this step is to be saved
     """
 
     step: int
     loss: float
     norm: float
     ready: tuple[int, int]
+    is_due: bool = False
 
 
 class Engine:
@@ -63,9 +66,8 @@ class Engine:
         rest: Rest | None = None,
     ) -> None:
         self.setup, self.world, self.shard, self.plan = setup, world, shard, plan
-        self._waited = waited
-        if plan.schedule is Schedule.INTERLEAVED:
-            raise ContractError("schedule", "interleaved needs several layer ranges per stage")
+        self._telemetry = Telemetry(setup.record, waited)
+        check_schedule(plan)
         self._passes = Passes(
             setup.model,
             world,
@@ -103,17 +105,22 @@ class Engine:
         is_mine = self.world.place.dp == kept.replica and self.world.after is None
         return self._sums.losses if is_mine else {}
 
-    def accumulate(self, step: int) -> None:
-        """All passes of this rank's microbatches; no other replica takes part."""
-        batches, order = self._load(step), self._order()
+    def accumulate(self, step: int, is_broken: Callable[[], bool] = lambda: False) -> None:
+        """All passes of this rank's microbatches; no other replica takes part.
+
+        A replica of one stage leaves off between two microbatches when the world `is_broken`, if
+        a replica of several ranks is hurt that could share in what is left.
+        """
+        batches = self._load(step)
+        order = order_of(self.plan, self.world, len(batches))
         last_of = {item.microbatch: item for item in order}
         first_halves: dict[int, tuple[float, float]] = {}
         for item in order:
             packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
-            timing, loss_weight = _Timing(self._waited), self._loss_weight(packed)
+            timing, loss_weight = self._telemetry.start(), self._loss_weight(packed)
             with self._adding(item, index, is_last=item is order[-1]):
                 outgoing = self._passes.run(item, packed, loss_weight)
-            if item.op is Op.FORWARD and self.world.after is None:
+            if item.op is Op.FORWARD and self.world.target(item.chunk) is None:
                 self._losses[index] = outgoing.item() * loss_weight
             if item is last_of[item.microbatch]:
                 self._sums.finish(index, self._losses.pop(index, 0.0))
@@ -125,32 +132,38 @@ class Engine:
                 first_halves[index] = timing.stop_ms()
                 continue
             timing.earlier = first_halves.pop(index, (0.0, 0.0))
-            self._record(item.op, step, index, timing, packed)
+            self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
+            if self._may_leave_off() and item is not order[-1]:
+                told = torch.tensor([float(is_broken())])
+                if self.world.tp.all_reduce_max(told).item():
+                    break
         self._passes.drain()
 
-    def reduce(self, step: int, ready_epoch: int) -> Reduced:
+    def reduce(self, step: int, ready_epoch: int, *, is_due: bool = False) -> Reduced:
         """Sum the gradients and agree that they are whole. Nothing is updated yet.
 
         The last all-reduce is the point of no return: a rank that comes out of it knows that all
         ranks hold whole gradients, so that the update of this step can always be completed.
-        `ready_epoch` is the next world for which this rank is ready, or 0.
+        `ready_epoch` is the next world for which this rank is ready, or 0; `is_due` says that the
+        state is to be saved after this step, and all ranks learn of it.
         """
-        timing, everyone = _Timing(self._waited), self.world.everyone
+        timing, everyone = self._telemetry.start(), self.world.everyone
         line = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
         counting = everyone.start_all_reduce(line)  # on its way while the buckets are
         total = self._reduction.finish()
         everyone.complete(counting)
         self._losses, self.total = losses_of(line), total
         squares = squared_norms(total, self.world, self.setup.model.parameters)
-        votes = torch.tensor([float(ready_epoch > 0), float(ready_epoch)], dtype=torch.float64)
+        votes = torch.tensor([ready_epoch > 0, ready_epoch, is_due], dtype=torch.float64)
         summed = everyone.all_reduce(torch.cat((votes, squares)))
-        self._record(Op.COLLECTIVE, step, -1, timing)
+        self._telemetry.record(Op.COLLECTIVE, step, timing)
         ready = (round(float(summed[0])), round(float(summed[1])))
-        return Reduced(step, math.fsum(self._losses.values()), norm_of(summed[2:]), ready)
+        loss, norm = math.fsum(self._losses.values()), norm_of(summed[3:])
+        return Reduced(step, loss, norm, ready, bool(summed[2] > 0))
 
     def update(self, norm: float, step: int) -> None:
         """Clip the summed gradients and make the update. No communication."""
-        timing = _Timing(self._waited)
+        timing = self._telemetry.start()
         optimizer, data = self.setup.optimizer, self.setup.data
         assert self.total is not None, "only a gradient that is whole everywhere may be used"
         for param, tensor in self.shard.tensors.items():
@@ -162,7 +175,7 @@ class Engine:
         if isinstance(data, Cursor):
             data.finish(step)
         self._start(Rest(full_shares(self.plan)))
-        self._record(Op.OPTIMIZER, step, -1, timing)
+        self._telemetry.record(Op.OPTIMIZER, step, timing)
 
     def release(self) -> None:
         """Free the state; only the groups are left. What another shard shares lives on there."""
@@ -180,9 +193,21 @@ class Engine:
         sends_ahead = is_last and item.part is Part.WHOLE
         with (
             self._sums.adding(microbatch) if item.op is Op.BACKWARD else nullcontext(),
-            self._reduction.during_last_pass() if sends_ahead else nullcontext(),
+            self._reduction.during_last_pass(self._passes.params(item))
+            if sends_ahead
+            else nullcontext(),
         ):
             yield
+
+    def _may_leave_off(self) -> bool:
+        """Between two microbatches of a replica of one stage; a pipeline would have to drain.
+
+        Where each other replica is one rank, none is left of a hurt one, so nobody gains by it.
+        """
+        layout, dp = self.world.layout, self.world.place.dp
+        others = (len(r.ranks) for i, r in enumerate(layout.replicas) if i != dp)
+        is_alone = self.world.before is None and self.world.after is None
+        return is_alone and not self._passes.in_flight and any(ranks > 1 for ranks in others)
 
     def _start(self, rest: Rest) -> None:
         """Begin a step, or what is left of one."""
@@ -200,69 +225,13 @@ class Engine:
                 self.shard, self.world, self._sums, bucket_bytes=self.setup.bucket_bytes
             )
 
-    def _order(self) -> tuple[Pass, ...]:
-        """The passes of this rank's stage over its share."""
-        place = self.world.place
-        return stage_order(
-            self.plan.schedule,
-            stage=place.pp,
-            stages=len(self.world.layout.replicas[place.dp].stages),
-            microbatches=len(self._share.todo),
-        )
-
     def _load(self, step: int) -> list[Packed]:
-        timing = _Timing(self._waited)
+        timing = self._telemetry.start()
         data, todo = self.setup.data, self._share.todo
         batches = [replace(data(step, index), step=step, index=index) for index in todo]
-        self._record(Op.DATA, step, -1, timing)
+        self._telemetry.record(Op.DATA, step, timing)
         return batches
 
     def _loss_weight(self, packed: Packed) -> float:
         """The token budget is the same for all microbatches, so the mean is over all of them."""
         return 1.0 / (len(packed.tokens) * self.plan.microbatches)
-
-    def _record(
-        self, op: Op, step: int, microbatch: int, timing: _Timing, packed: Packed | None = None
-    ) -> None:
-        compute_ms, wait_ms = timing.stop_ms()
-        if packed is None:
-            self.setup.record(
-                op=op, step=step, microbatch=microbatch, compute_ms=compute_ms, wait_ms=wait_ms
-            )
-            return
-        self.setup.record(
-            op=op,
-            step=step,
-            microbatch=microbatch,
-            compute_ms=compute_ms,
-            wait_ms=wait_ms,
-            tokens=len(packed.tokens),
-            sequences=len(packed.seq_lens),
-            sum_sq_len=packed.sum_sq_len,
-            max_len=max(packed.seq_lens),
-        )
-
-
-def holding(world: World, epoch: int, finished: Spans, *, summed: bool = False) -> Holding:
-    """What gradients of `finished` microbatches stand for on this rank of `world`."""
-    dp = world.place.dp
-    return Holding(epoch, dp, len(world.layout.replicas[dp].ranks), finished, summed)
-
-
-class _Timing:
-    """Time since it was made, split into computing and waiting; `earlier` is added to it."""
-
-    def __init__(self, waited: WaitClock) -> None:
-        self.earlier = (0.0, 0.0)
-        self._waited, self._waited_before = waited, waited.seconds
-        self._start = time.perf_counter()
-
-    @property
-    def compute_s(self) -> float:
-        return time.perf_counter() - self._start - (self._waited.seconds - self._waited_before)
-
-    def stop_ms(self) -> tuple[float, float]:
-        """Computing and waiting so far, in milliseconds, and what was `earlier`."""
-        waited_s = self._waited.seconds - self._waited_before
-        compute_ms = max(self.compute_s, 0.0) * 1e3
-        return self.earlier[0] + compute_ms, self.earlier[1] + waited_s * 1e3

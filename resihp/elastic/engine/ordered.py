@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from resihp.layout import Param
 from resihp.layout import Reduction as Summed
 
 from ..instep.ledger import Spans, indices
@@ -31,7 +32,7 @@ class OrderedReduction:
         self._shard, self._world, self._sums, self._leaves = shard, world, sums, microbatches
         self._nodes = [nodes(indices(finished), microbatches) for finished in held]
 
-    def during_last_pass(self) -> AbstractContextManager[None]:
+    def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
         """Nothing can be sent ahead: a node is whole only when its last microbatch is."""
         return nullcontext()
 

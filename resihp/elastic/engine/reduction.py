@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,8 +24,11 @@ Piece = tuple[Param, Range]
 class Reduction(Protocol):
     """Sums one step's gradients over the replicas. Made anew for every attempt."""
 
-    def during_last_pass(self) -> AbstractContextManager[None]:
-        """Around the last backward pass of the step: what it completes may be sent at once."""
+    def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
+        """Around the last backward pass of the step, which adds to `params`.
+
+        What it completes may be sent at once; all other gradients are whole.
+        """
         ...
 
     def finish(self) -> Gradients:
@@ -60,11 +63,11 @@ class BucketedReduction:
         self._started: list[_Bucket] = []
 
     @contextmanager
-    def during_last_pass(self) -> Iterator[None]:
+    def during_last_pass(self, params: Collection[Param]) -> Iterator[None]:
         """Start each bucket as soon as backward has completed its last gradient."""
         for queue in self._queues:
             for bucket in queue:
-                bucket.missing = {param for param, _ in bucket.pieces}
+                bucket.missing = {param for param, _ in bucket.pieces if param in params}
         hooks = [
             tensor.register_post_accumulate_grad_hook(self._on_gradient(param))
             for param, tensor in self._shard.tensors.items()

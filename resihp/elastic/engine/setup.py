@@ -26,6 +26,7 @@ class Recorder(Protocol):
         microbatch: int,
         compute_ms: float,
         wait_ms: float,
+        chunk: int = 0,
         tokens: int = -1,
         sequences: int = -1,
         sum_sq_len: int = -1,

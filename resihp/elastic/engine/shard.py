@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,14 @@ from resihp.layout import Param, Range
 from ..models import Model
 from ..optim import Optimizer
 from ..worlds.world import World
+
+Allot = Callable[[Param, torch.Tensor], torch.Tensor]
+"""Gives zeros of the shape of a tensor that belongs to a parameter, in memory that was touched."""
+
+
+def zeros(param: Param, like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of `like`."""
+    return torch.zeros_like(like)
 
 
 @dataclass
@@ -44,14 +53,14 @@ class Shard:
         moments = (held.get(name) for name in self.settings.form.moments)
         return (tensor.data, *(torch.zeros_like(tensor) if m is None else m for m in moments))
 
-    def reserve(self, param: Param) -> None:
+    def reserve(self, param: Param, allot: Allot = zeros) -> None:
         """Make room for the state of a parameter, to be filled from another rank."""
         tensor, defaults = self.tensors[param], self.optimizer.defaults
         held = self.optimizer.state[tensor]
         if not held:
             on_device = defaults.get("fused") or defaults.get("capturable")
             device = tensor.device if on_device else torch.device("cpu")
-            self.settings.form.fill(held, tensor, device)
+            self.settings.form.fill(held, tensor, device, partial(allot, param))
 
     def forget_updates(self) -> None:
         """Let the optimizer begin: what it makes before its first update only, it has."""
@@ -103,13 +112,18 @@ def initial_shard(model: Model, settings: Optimizer, world: World) -> Shard:
 
 
 def build_shard(
-    model: Model, settings: Optimizer, world: World, *, present: Shard | None = None
+    model: Model,
+    settings: Optimizer,
+    world: World,
+    *,
+    present: Shard | None = None,
+    allot: Allot = zeros,
 ) -> Shard:
     """This rank's shard of a world, its memory in place but its values still to come.
 
     What `present` holds in the very same range is shared with it, not copied: neither changes
-    before one of the two is let go. Raises `ContractError` for a part that is not as the model
-    says.
+    before one of the two is let go. `allot` gives the memory of all else. Raises `ContractError`
+    for a part that is not as the model says.
     """
     place, parameters = world.place, model.parameters
     parts = parameters.parts(world.layout.replicas[place.dp], place.pp)
@@ -138,8 +152,8 @@ def build_shard(
         if present is not None and present.tensors.get(param) is tensor:
             shard.optimizer.state[tensor] = present.optimizer.state[tensor]
         else:
-            tensor.data.zero_()  # touch the memory now, not in the pause
-            shard.reserve(param)
+            tensor.data = allot(param, tensor.data)
+            shard.reserve(param, allot)
     return shard
 
 

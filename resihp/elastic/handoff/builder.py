@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from resihp.contracts import Layout
+from resihp.layout import holdings
 
 from ..engine import Engine, Setup
 from ..engine.shard import Shard, build_shard, initial_shard
@@ -14,6 +16,8 @@ from ..membership.rendezvous import Rendezvous
 from ..present import Present
 from ..worlds.comm import Network, WaitClock
 from ..worlds.world import World
+from .draft import Draft, Room
+from .memory import Memory, coming, held_twice, to_spill
 from .prepare import Preparation, Prepared, Target
 
 
@@ -21,16 +25,21 @@ class Builder:
     """Prepares worlds for one rank; `waited` counts the time that training waits in them."""
 
     def __init__(
-        self, setup: Setup, present: Present, rendezvous: Rendezvous, waited: WaitClock
+        self,
+        setup: Setup,
+        present: Present,
+        rendezvous: Rendezvous,
+        waited: WaitClock,
+        memory: Memory,
     ) -> None:
         self._setup, self._present = setup, present
-        self._rendezvous, self._waited = rendezvous, waited
+        self._rendezvous, self._waited, self._memory = rendezvous, waited, memory
 
     def first(self) -> Preparation:
         """The world with which the job starts, filled with the model's initial values."""
 
-        def build(world: World) -> Shard:
-            return initial_shard(self._setup.model, self._setup.optimizer, world)
+        def build(world: World) -> Draft:
+            return Draft(initial_shard(self._setup.model, self._setup.optimizer, world))
 
         offer = Offer(self._present.plan, self._rendezvous.alive)
         return self._prepare(0, offer, build, old=None, lost=None)
@@ -38,15 +47,31 @@ class Builder:
     def next(self, epoch: int, offer: Offer, lost: tuple[int, ...] | None = None) -> Preparation:
         """The world of `offer`, its memory in place.
 
-        After a loss, `lost` can send nothing any more; otherwise it is None.
+        After a loss, `lost` can send nothing any more; otherwise it is None. Where state is gone,
+        no rank sends any.
         """
         engine = self._present.engine
 
-        def build(world: World) -> Shard:
+        def build(world: World) -> Draft:
             present = engine.shard if engine is not None else None
-            return build_shard(self._setup.model, self._setup.optimizer, world, present=present)
+            if offer.gone:
+                model, optimizer = self._setup.model, self._setup.optimizer
+                return Draft(build_shard(model, optimizer, world, present=present))
+            return self._draft(world, present)
 
-        return self._prepare(epoch, offer, build, old=self._present.plan.layout, lost=lost)
+        old = None if offer.gone else self._present.plan.layout
+        return self._prepare(epoch, offer, build, old=old, lost=lost)
+
+    def _draft(self, world: World, present: Shard | None) -> Draft:
+        model, optimizer = self._setup.model, self._setup.optimizer
+        old = present.ranges if present is not None else {}
+        new = holdings(world.layout, model.parameters)[self._rendezvous.rank]
+        copies = optimizer.copies + 1  # and the gradient
+        excess = self._memory.excess(held_twice(old, new, copies))
+        spilled = to_spill(coming(old, new), -(-excess // copies)) if self._memory.spill else ()
+        room = Room(spilled, self._memory.spill)
+        shard = build_shard(model, optimizer, world, present=present, allot=room.allot)
+        return Draft(shard, room)
 
     def engine(self, prepared: Prepared) -> Engine:
         """What runs steps in a world that is taken on."""
@@ -67,7 +92,7 @@ class Builder:
         self,
         epoch: int,
         offer: Offer,
-        build: Callable[[World], Shard],
+        build: Callable[[World], Draft],
         *,
         old: Layout | None,
         lost: tuple[int, ...] | None,
@@ -81,23 +106,28 @@ class Builder:
             staying=offer.staying,
             is_repair=lost is not None,
             name=f"world{self._rendezvous.recovery}.{epoch}",
+            gone=offer.gone,
         )
         engine = self._present.engine
         present = (engine.world, engine.shard) if engine is not None else None
         return Preparation(target, self._setup.model.parameters, self.network, build, present)
 
-    def network(self, cancelled: threading.Event) -> Network:
+    @contextmanager
+    def network(self, cancelled: threading.Event) -> Iterator[Network]:
         """What groups are made of; it gives up when the job does, or when `cancelled` is set."""
         rendezvous = self._rendezvous
+        store = rendezvous.link.borrow()
 
         def broken(ranks: Sequence[int], waited_s: float) -> str | None:
             return "given up" if cancelled.is_set() else rendezvous.broken(ranks, waited_s)
 
-        return Network(
-            rendezvous.open_store(),
+        yield Network(
+            store,
             rendezvous.rank,
             broken=broken,
             timeout=rendezvous.timeouts.exchange,
             waited=self._waited,
             host=rendezvous.host,
         )
+        # Only now: an attempt that failed may have left a thread that is blocked in it.
+        rendezvous.link.give_back(store)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from resihp.layout import Move
+from resihp.layout import Move, Param, Range
 
-from ..engine.shard import Shard, rows
+from ..engine.shard import rows
 from ..engine.sums import Gradients
 from ..worlds.comm import Group
 from .parcels import Parcel, Piece, parcels
@@ -22,7 +24,6 @@ View = Callable[[Piece], torch.Tensor]
 """The rows of a piece where this rank holds them."""
 
 _WINDOW = 4
-_MOST_BYTES = 4 << 20
 
 
 class Courier:
@@ -30,7 +31,7 @@ class Courier:
 
     Between two ranks parcels follow one another in the one order in which all ranks know them,
     and at most a window of them is under way at a rank: so none waits in a circle, and what is
-    buffered stays within `limit_bytes`. Direct parcels are not buffered at all. `on_parcel` is
+    buffered stays within `buffer_bytes`. Direct parcels are not buffered at all. `on_parcel` is
     called, with its number, before each parcel of this rank.
     """
 
@@ -39,16 +40,16 @@ class Courier:
         pairs: Mapping[Pair, Group],
         rank: int,
         *,
-        limit_bytes: int,
+        buffer_bytes: int,
         on_parcel: Callable[[int], None],
     ) -> None:
         self._pairs, self._rank, self._on_parcel = pairs, rank, on_parcel
-        self._most = max(1, min(_MOST_BYTES, limit_bytes // _WINDOW) // 4)
+        self._most = max(1, buffer_bytes // _WINDOW // 4)
         # Filled, so that memory is there before it is needed: touching it costs more than a copy.
         self._buffers = [torch.zeros(self._most if pairs else 0) for _ in range(_WINDOW)]
 
     @property
-    def buffer_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Memory of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
@@ -111,30 +112,42 @@ def pairs_of(planned: Sequence[Move], rank: int) -> list[Pair]:
     return sorted(pair for pair in every if rank in pair)
 
 
-def state_view(shard: Shard | None) -> View:
-    """Where pieces of parameters and moments lie in `shard`."""
+class Holder(Protocol):
+    """What holds ranges of tensors that move; `Shard` is one."""
+
+    @property
+    def ranges(self) -> Mapping[Param, Range]:
+        """Range of each parameter held."""
+        ...
+
+    def state(self, param: Param) -> Sequence[torch.Tensor]:
+        """The tensors that move for a parameter, each cut to its range."""
+        ...
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Gradient sums, one for each of `parts`, all of them cut to `ranges`."""
+
+    ranges: Mapping[Param, Range]
+    parts: Sequence[Gradients]
+
+    def state(self, param: Param) -> Sequence[torch.Tensor]:
+        """The parameter's gradient in each of the sums."""
+        return [gradients[param] for gradients in self.parts]
+
+
+def state_view(holder: Holder | None) -> View:
+    """Where pieces of what moves lie in `holder`."""
 
     def view(piece: Piece) -> torch.Tensor:
-        assert shard is not None, "only ranks that hold state send or receive it"
-        tensor = shard.state(piece.move.param)[piece.copy]
-        return _rows(tensor, piece.move, shard)
+        assert holder is not None, "only ranks that hold state send or receive it"
+        move = piece.move
+        origin = holder.ranges[move.param][0]
+        tensor = holder.state(move.param)[piece.copy]
+        return rows(tensor, move.param, (move.start, move.stop), origin)
 
     return view
-
-
-def gradient_view(shard: Shard | None, gradients: Gradients | None) -> View:
-    """Where pieces of `gradients` lie, which are cut as `shard` is."""
-
-    def view(piece: Piece) -> torch.Tensor:
-        assert shard is not None, "only ranks that hold gradients send or receive them"
-        assert gradients is not None
-        return _rows(gradients[piece.move.param], piece.move, shard)
-
-    return view
-
-
-def _rows(tensor: torch.Tensor, move: Move, shard: Shard) -> torch.Tensor:
-    return rows(tensor, move.param, (move.start, move.stop), shard.ranges[move.param][0])
 
 
 def _ends(parcel: Parcel) -> Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from ..engine.sums import Gradients, Rest
 from ..worlds.comm import Group, Network, WorldBrokenError
 from ..worlds.world import World, build_world
 from .courier import Pair, pairs_of
+from .draft import Draft
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Prepared:
     staying    members of the world once it is taken on
     source     a rank that knows what all ranks of the old world hold alike
     world      None for a rank that has no place in the new layout
-    shard      what the rank will hold, its memory in place
+    draft      what the rank will hold, its memory in place
     cancelled  set when this world is given up
     rest       of the step that the old world has begun; None between two steps
     total      whole gradients of a step whose update the new world is to make
+    rewound    steps completed in the checkpoint with which it begins; None: it goes on with the
+               state of the old world
     """
 
     epoch: int
@@ -44,22 +48,30 @@ class Prepared:
     staying: tuple[int, ...]
     source: int
     world: World | None
-    shard: Shard | None
+    draft: Draft | None
     cancelled: threading.Event
     rest: Rest | None = None
     total: Gradients | None = None
+    rewound: int | None = None
+
+    @property
+    def shard(self) -> Shard | None:
+        """What the rank will hold."""
+        return self.draft.shard if self.draft is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """The world to build.
 
-    old           layout that holds the state now; None at the start of a job
+    old           layout that holds the state now; None where no rank has it: at the start of a
+                  job, and when some of it is gone
     lost          ranks of `old` that can send nothing any more
     participants  every rank that takes part in the switch
     staying       those that are members afterwards
     is_repair     groups of the present world may be broken and are not used again
     name          unique to the attempt
+    gone          state that nobody alive holds, named
     """
 
     epoch: int
@@ -70,6 +82,7 @@ class Target:
     staying: tuple[int, ...]
     is_repair: bool
     name: str
+    gone: str = ""
 
     @property
     def keeps_layout(self) -> bool:
@@ -97,8 +110,8 @@ class Preparation:
         self,
         target: Target,
         parameters: Parameters,
-        network: Callable[[threading.Event], Network],
-        build: Callable[[World], Shard],
+        network: Callable[[threading.Event], AbstractContextManager[Network]],
+        build: Callable[[World], Draft],
         present: tuple[World, Shard] | None,
     ) -> None:
         self.target = target
@@ -129,7 +142,7 @@ class Preparation:
         start = time.perf_counter()
         try:
             self.result = self._connect(self.target)
-        except (RuntimeError, dist.DistError) as error:
+        except (RuntimeError, dist.DistError, OSError) as error:
             self.error = error
         self.took_s = time.perf_counter() - start
 
@@ -141,23 +154,28 @@ class Preparation:
         planned: tuple[Move, ...] = ()
         if target.keeps_layout:
             world, shard = self._present or (None, None)
-            return self._prepared(None, {}, planned, world, shard)
-        layout = target.plan.layout
+            return self._prepared(None, {}, planned, world, Draft(shard) if shard else None)
         if target.old is not None:
-            planned = moves(target.old, layout, self._parameters, lost=target.lost)
-        network = self._make_network(self.cancelled)
+            planned = moves(target.old, target.plan.layout, self._parameters, lost=target.lost)
+        with self._make_network(self.cancelled) as network:
+            return self._build_groups(network, target, planned)
+
+    def _build_groups(
+        self, network: Network, target: Target, planned: tuple[Move, ...]
+    ) -> Prepared:
+        layout = target.plan.layout
         transit = network.group(f"{target.name}/transit", target.participants)
         pairs = {
             pair: network.group(f"{target.name}/pair", pair)
             for pair in pairs_of(planned, network.rank)
         }
-        world = shard = None
+        world = draft = None
         if network.rank in layout.ranks:
             world = build_world(network, layout, self._parameters, name=target.name)
-            shard = self._build(world)
+            draft = self._build(world)
         for group in (transit, *pairs.values(), *(world.groups if world else ())):
             group.warm_up()
-        return self._prepared(transit, pairs, planned, world, shard)
+        return self._prepared(transit, pairs, planned, world, draft)
 
     def _prepared(
         self,
@@ -165,7 +183,7 @@ class Preparation:
         pairs: dict[Pair, Group],
         planned: tuple[Move, ...],
         world: World | None,
-        shard: Shard | None,
+        draft: Draft | None,
     ) -> Prepared:
         target = self.target
         return Prepared(
@@ -177,6 +195,6 @@ class Preparation:
             target.staying,
             target.source,
             world,
-            shard,
+            draft,
             self.cancelled,
         )

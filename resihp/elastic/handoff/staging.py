@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,10 +16,20 @@ from ..engine.replicated import carry_over
 from ..engine.shard import Shard, rows
 from ..engine.sums import Gradients
 from ..worlds.comm import WorldBrokenError
-from .courier import Courier, gradient_view, state_view
+from .courier import Courier, Summed, state_view
+from .draft import Draft
 from .prepare import Prepared
 
 _NICENESS = 5
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes of state and of gradients that one rank received, and of the buffers for both."""
+
+    received_bytes: int = 0
+    handed_bytes: int = 0
+    buffer_bytes: int = 0
 
 
 class Staging:
@@ -39,35 +50,34 @@ class Staging:
         rank: int,
         completed: int,
         *,
-        limit_bytes: int,
+        buffer_bytes: int,
         on_parcel: Callable[[int], None],
     ) -> None:
         self.completed = completed
-        self.received_bytes = self.handed_bytes = 0
+        self._received_bytes = self._handed_bytes = 0
         self._setup, self._prepared = setup, prepared
-        self._old, self._new = old, prepared.shard
-        self._rank, self._limit_bytes, self._on_parcel = rank, limit_bytes, on_parcel
+        self._old, self._new = old, prepared.draft
+        self._rank, self._buffer_bytes, self._on_parcel = rank, buffer_bytes, on_parcel
         self._courier: Courier | None = None
         self._gradients: Gradients = {}
         self._error: WorldBrokenError | None = None
-        self._thread = threading.Thread(target=self._run, name="resihp-staging", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @property
-    def extra_bytes(self) -> int:
-        """Memory held for the new world beside the old one."""
-        held = list(self._gradients.values())
-        if self._new is not None:
-            for param in _changed(self._old, self._new):
-                held += self._new.state(param)
-        buffers = self._courier.buffer_bytes if self._courier is not None else 0
-        return buffers + sum(tensor.nbytes for tensor in held)
+    def carried(self) -> Carried:
+        """What has been received so far, and the memory of the exchange's buffers."""
+        buffer_bytes = self._courier.held_bytes if self._courier is not None else 0
+        return Carried(self._received_bytes, self._handed_bytes, buffer_bytes)
 
     def start(self) -> None:
         """Fill in the background; `wait` for it before the update."""
+        # A thread that is never started would keep this, and the world, until cycles are collected.
+        self._thread = threading.Thread(target=self._run, name="resihp-staging", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Wait until the shard is filled. Raises `WorldBrokenError` if it will never be."""
+        assert self._thread is not None
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -75,7 +85,7 @@ class Staging:
     def stop(self) -> None:
         """Give it up; no state is read or written any more afterwards."""
         self._prepared.cancelled.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
 
     def fill(self) -> None:
@@ -87,13 +97,13 @@ class Staging:
             self._setup,
             self.completed,
             old=old,
-            new=new,
+            new=new.shard if new is not None else None,
             source=self._prepared.source,
         )
         self._courier = Courier(
             self._prepared.pairs,
             self._rank,
-            limit_bytes=self._limit_bytes,
+            buffer_bytes=self._buffer_bytes,
             on_parcel=self._on_parcel,
         )
         for param, span, origin in self._kept():
@@ -102,7 +112,7 @@ class Staging:
             for source, target in zip(old.state(param), new.state(param), strict=True):
                 _copy(source, target, param, span, origin)
         copies = self._setup.optimizer.copies
-        self.received_bytes = self._courier.carry(
+        self._received_bytes = self._courier.carry(
             self._prepared.planned, copies, state_view(old), state_view(new)
         )
 
@@ -110,7 +120,8 @@ class Staging:
         """Memory for the gradients of ranges that change, touched before the pause."""
         if self._new is not None:
             for param in _changed(self._old, self._new):
-                self._gradients[param] = torch.zeros_like(self._new.tensors[param])
+                room, like = self._new.room, self._new.shard.tensors[param]
+                self._gradients[param] = room.gradient(param, like)
 
     def hand_over(self, total: Gradients | None) -> Gradients | None:
         """Give the new holders the whole gradients of this step; the old world keeps its own.
@@ -122,17 +133,16 @@ class Staging:
         for param, span, origin in self._kept():
             assert total is not None
             _copy(total[param], self._gradients[param], param, span, origin)
-        self.handed_bytes = self._courier.carry(
+        self._handed_bytes = self._courier.carry(
             self._prepared.planned,
             1,
-            gradient_view(old, total),
-            gradient_view(new, self._gradients),
+            state_view(Summed(old.ranges, [total]) if old is not None and total else None),
+            state_view(Summed(new.ranges, [self._gradients]) if new is not None else None),
         )
         if new is None:
             return None
-        return {
-            p: self._gradients[p] if p in self._gradients else (total or {})[p] for p in new.tensors
-        }
+        whole = {**(total or {}), **self._gradients}
+        return {param: whole[param] for param in new.shard.tensors}
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -157,11 +167,12 @@ class Staging:
         return kept
 
 
-def _changed(old: Shard | None, new: Shard) -> Sequence[Param]:
+def _changed(old: Shard | None, new: Draft) -> Sequence[Param]:
     """Parameters of the new shard that it does not share with the old one."""
+    tensors = new.shard.tensors
     if old is None:
-        return list(new.tensors)
-    return [p for p, tensor in new.tensors.items() if old.tensors.get(p) is not tensor]
+        return list(tensors)
+    return [p for p, tensor in tensors.items() if old.tensors.get(p) is not tensor]
 
 
 def _copy(

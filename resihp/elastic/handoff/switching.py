@@ -10,20 +10,24 @@ from datetime import timedelta
 
 import torch
 
+from resihp.contracts import Plan
+
+from ..checkpoints.contract import Keeper
 from ..engine import Reduced, Setup
-from ..engine.sums import Rest
 from ..events import Hooks, Switch
 from ..instep.ledger import Kept, indices, spans
 from ..membership.offers import Offer
 from ..membership.phases import Phase
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
-from ..worlds.comm import Network, WaitClock, WorldBrokenError
+from ..worlds.comm import WaitClock, WorldBrokenError
 from .builder import Builder
+from .carrier import Carrier
 from .disposal import dispose
-from .inherit import Succession
+from .memory import Memory, refusal
 from .prepare import Preparation, Prepared
-from .staging import Staging
+from .staging import Carried
+from .warmup import warm_up
 
 
 class Switching:
@@ -43,23 +47,24 @@ class Switching:
         waited: WaitClock,
         enter: Callable[[Phase], None],
         hooks: Hooks,
+        keeper: Keeper,
         *,
-        limit_bytes: int,
+        memory: Memory,
     ) -> None:
         self.pending: Preparation | None = None
         self.doubt: Prepared | None = None
         self.paused_at: float | None = None
         self._setup, self._present, self._rendezvous = setup, present, rendezvous
-        self._builder = Builder(setup, present, rendezvous, waited)
-        self._enter, self._hooks = enter, hooks
-        self._limit_bytes = limit_bytes
-        self._staging: Staging | None = None
+        self._builder = Builder(setup, present, rendezvous, waited, memory)
+        self._enter, self._hooks, self._memory = enter, hooks, memory
+        self._carrier = Carrier(setup, present, rendezvous.rank, keeper, memory, hooks.on_parcel)
 
     # Before a switch.
 
-    def network(self) -> Network:
-        """One of this rank's own, for what it does before it takes a place."""
-        return self._builder.network(threading.Event())
+    def warm_up(self) -> None:
+        """Do beside the job what is slow the first time, before this rank takes a place."""
+        with self._builder.network(threading.Event()) as network:
+            warm_up(self._setup, network)
 
     @property
     def is_prepared(self) -> bool:
@@ -69,7 +74,7 @@ class Switching:
     @property
     def is_filling(self) -> bool:
         """Whether the next world is taken on before the update of the present step."""
-        return self._staging is not None
+        return self._carrier.is_filling
 
     @property
     def is_handed_over(self) -> bool:
@@ -98,6 +103,17 @@ class Switching:
         elif self.pending.error is not None:
             # Someone is not there. Those who are agree on it as after any other loss.
             raise WorldBrokenError(f"the next world could not be built: {self.pending.error}")
+        elif self.pending.result is None:
+            coming = set(self.pending.target.participants) - set(self._rendezvous.alive)
+            if self._rendezvous.has_died(coming):
+                # Its connections would be waited for until they time out.
+                raise WorldBrokenError(f"one of {sorted(coming)} died before it came in")
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Why this job will not change to `plan`, if it will not."""
+        settings, parameters = self._setup.optimizer, self._setup.model.parameters
+        present = self._present.plan.layout
+        return refusal(self._memory, present, plan.layout, parameters, settings.copies + 1)
 
     def repair(self, epoch: int, offer: Offer, lost: tuple[int, ...]) -> None:
         """Begin to build a world in place of a broken one; `lost` can send nothing any more."""
@@ -105,7 +121,7 @@ class Switching:
 
     def ready_epoch(self, next_step: int) -> int:
         """The epoch that this rank could fill during `next_step`; 0 if there is none."""
-        if self.is_filling or self._rendezvous.is_cut_off:
+        if self.is_filling or self._rendezvous.link.is_cut_off:
             return 0
         self.look_for_plan()
         if self.pending is None or self.pending.result is None:
@@ -140,8 +156,7 @@ class Switching:
         if prepared.transit is None:
             self._requota(prepared)
         else:
-            self._staging = self._stage(prepared)
-            self._staging.start()
+            self._carrier.start(prepared)
 
     def follow(self) -> bool:
         """On an idle rank: keep up with the others; whether it is to take part in a switch now."""
@@ -176,27 +191,26 @@ class Switching:
         are the gradient sums of the step that they left. Otherwise the gradients of the present
         step are whole: they are handed over, `norm` is theirs, and it is returned on every rank,
         for the update in the new world. Raises `WorldBrokenError` if a rank is lost on the way:
-        the survivors then agree on which world holds.
+        the survivors then agree on which world holds; and `StateLostError` on all ranks if state
+        is gone and no checkpoint can be used.
         """
         assert self.pending is not None
         pending, prepared = self.pending, self.pending.wait(self._rendezvous.broken)
         start = self.paused_at or time.perf_counter()
         was_training = self._present.engine is not None
         self._enter(Phase.STREAMING)
-        staging = self._filled(prepared)
-        self._present.completed = staging.completed
-        if kept is not None:
-            prepared = replace(prepared, rest=self._succession(prepared, kept))
+        if pending.target.gone:
+            prepared = self._carrier.take_back(prepared, pending.target.gone)
+            carried = Carried()
         else:
-            engine = self._present.engine
-            total = staging.hand_over(engine.total if engine is not None else None)
-            prepared = replace(prepared, total=total)
+            prepared, carried = self._carrier.carry_over(prepared, kept)
         self._enter(Phase.VOTING)
         self.doubt = prepared
         self._rendezvous.alive = pending.target.participants  # whichever world holds
         assert prepared.transit is not None
         vote = torch.tensor([-1.0, -1.0] if norm is None else [1.0, norm], dtype=torch.float64)
         is_owed, norm = prepared.transit.all_reduce_max(vote).tolist()
+        extra_bytes = carried.buffer_bytes + self._carrier.held_twice(prepared)
         self.adopt(prepared)
         pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
         switch = Switch(
@@ -204,11 +218,13 @@ class Switching:
             step=self._present.completed + (is_owed > 0),
             pause_ms=pause_ms,
             prepare_ms=pending.took_s * 1e3,
-            received_bytes=staging.received_bytes,
-            handed_bytes=staging.handed_bytes,
-            extra_bytes=staging.extra_bytes,
+            received_bytes=carried.received_bytes,
+            handed_bytes=carried.handed_bytes,
+            extra_bytes=extra_bytes,
+            spilled_bytes=prepared.draft.room.bytes if prepared.draft is not None else 0,
             lost=lost,
             kept=spans(index for one in kept or () for index in indices(one.finished)),
+            is_rewound=prepared.rewound is not None,
         )
         self._hooks.on_switch(switch)
         return norm if is_owed > 0 else None
@@ -217,6 +233,8 @@ class Switching:
         """Take on a world; only now is the old state let go."""
         present = self._present
         present.epoch, present.plan = prepared.epoch, prepared.plan
+        if prepared.rewound is not None:
+            present.completed, present.norm = prepared.rewound, None
         alive = self._rendezvous.alive
         self._rendezvous.alive = tuple(rank for rank in prepared.staying if rank in alive)
         old, present.engine = present.engine, None
@@ -228,7 +246,8 @@ class Switching:
             self._let_go(old, prepared, was_broken=self.paused_at is not None)
         if prepared.world is not None:
             present.engine = self._builder.engine(prepared)
-        self.pending = self.doubt = self.paused_at = self._staging = None
+        self.pending = self.doubt = self.paused_at = None
+        self._carrier.done()
 
     def forget(self) -> None:
         """Let go of a next world that was given up."""
@@ -236,10 +255,8 @@ class Switching:
             return
         if self.pending is not None:
             self.pending.cancelled.set()
-        if self._staging is not None:
-            self._staging.stop()
-        self._let_go(self.pending, self.doubt, self._staging, was_broken=True)
-        self.pending = self.doubt = self._staging = None
+        self._let_go(self.pending, self.doubt, self._carrier.stop(), was_broken=True)
+        self.pending = self.doubt = None
 
     # Inside.
 
@@ -255,43 +272,6 @@ class Switching:
                 pause_ms=pause_ms,
             )
         )
-
-    def _stage(self, prepared: Prepared) -> Staging:
-        engine = self._present.engine
-        return Staging(
-            self._setup,
-            prepared,
-            engine.shard if engine is not None else None,
-            self._rendezvous.rank,
-            self._present.completed,
-            limit_bytes=self._limit_bytes,
-            on_parcel=self._hooks.on_parcel,
-        )
-
-    def _succession(self, prepared: Prepared, kept: Sequence[Kept]) -> Rest:
-        """Bring the sums of the step in progress to those who go on with them."""
-        present = self._present
-        assert prepared.transit is not None
-        succession = Succession(
-            self._setup,
-            prepared.transit,
-            self._rendezvous.rank,
-            present.plan,
-            prepared.plan,
-            self._limit_bytes,
-        )
-        return succession.settle(kept, present.engine, prepared.shard)
-
-    def _filled(self, prepared: Prepared) -> Staging:
-        """What was filled in the background, or else what is filled now."""
-        if self._staging is not None:
-            self._staging.wait()
-            return self._staging
-        staging = self._stage(prepared)
-        if self.paused_at is None:
-            staging.make_room_for_gradients()
-        staging.fill()
-        return staging
 
     def _let_go(self, *old: object, was_broken: bool) -> None:
         """Drop worlds; one that was broken may have exchanges under way that nobody will end."""

@@ -7,89 +7,130 @@ out the microbatches: each replica its quota, and after a loss the lost share to
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from resihp.contracts import ContractError, Layout, Plan, Replica, Stage, even_quotas
+from resihp.contracts import ContractError
 
+from ..environment import Environment
+from ..handoff.disposal import dispose
 from ..membership.agreement import Decision, Report
-from ..membership.rendezvous import FencedOutError, Rendezvous
-from ..membership.store import Timeouts
-from ..worlds.comm import Network, WaitClock, WorldBrokenError
-from .ledger import Holding, Kept, indices, spans
-from .peers import Peers, connect_peers, losses_of
-from .shares import Share, full_shares, rest_shares
-from .tree import Node, nodes, put
-from .user_loop import Seat, Step
-
-__all__ = ["Quotas", "Replicas", "Seat", "Step"]
-
-Quotas = Callable[[Sequence[int]], Sequence[int]]
-"""Microbatches of each of the given replicas, in their order; the sum never changes."""
+from ..membership.rendezvous import Rendezvous
+from ..membership.store import Timeouts, address_towards
+from ..worlds.comm import WorldBrokenError
+from .account import Account, read, written
+from .ledger import Holding, spans
+from .loop_sums import LoopSums
+from .newcomers import Door
+from .peers import Peers, connect_peers
+from .refusals import check_model, check_optimizers, fingerprint
+from .roster import Quotas, Roster
+from .user_loop import Seat, Step, Told
+from .user_state import Giving, Stateful, take
 
 
 class Replicas:
     """Hands out microbatches and sums gradients over the replicas that are alive.
 
-    Every process makes one with the same arguments but its own seat, before the first step and
-    with equal parameters on all replicas. The store must outlive any replica. A process whose
-    replica loses another one of its members gets `FencedOutError`: it ends, the others go on.
+    Every process makes one with the same arguments before the first step. All begin with the
+    state of replica 0, and a replica that comes (back) later gets that of a living one. The store
+    must outlive any replica. A process whose replica loses another one of its members gets
+    `FencedOutError`: it ends, the others go on.
 
+    microbatches   of a step, over all replicas; the number never changes
+    members        processes of a replica: consecutive ranks
+    state          what else a newcomer needs to go on like the others: LR schedules, a gradient
+                   scaler, averages, a cursor
+    overlap        send gradients while the last backward pass of a share still runs; not where a
+                   replica has several members. Needs one backward pass a microbatch
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; holds about log2(quota) gradients more
+    environment    who this process is; default: what torchrun or our launcher says
+    interface      address by which other hosts reach this one; default: the one towards the store
     """
 
     def __init__(
         self,
-        open_store: Callable[[], dist.Store],
-        seat: Seat,
-        parameters: Iterable[torch.nn.Parameter],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         *,
         microbatches: int,
+        members: int = 1,
+        state: Mapping[str, Stateful] | None = None,
         quotas: Quotas | None = None,
         timeouts: Timeouts | None = None,
         bucket_bytes: int = 25 << 20,
+        overlap: bool = True,
         deterministic: bool = False,
+        environment: Environment | None = None,
+        interface: str | None = None,
     ) -> None:
-        self.seat, self.completed, self.recoveries = seat, 0, 0
-        self.parameters = [p for p in parameters if p.requires_grad]
-        self._microbatches = microbatches
-        self._quotas = quotas or (lambda alive: even_quotas(microbatches, len(alive)))
-        self._bucket_bytes, self._is_ordered = bucket_bytes, deterministic
+        environment = environment or Environment.read(os.environ)
         timeouts = timeouts or Timeouts()
-        every = range(seat.replicas * seat.members)
-        self._rendezvous = Rendezvous(open_store, seat.rank, every, timeouts)
-        self._alive = list(range(seat.replicas))
-        self._plan = self._new_plan()
-        self._shares = full_shares(self._plan)
+        self.seat, self.completed, self.recoveries = Seat.of(environment, members), 0, 0
+        check_model(model, self.seat)
+        self._model = model
+        self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **(state or {})}
+        self._optimizers = [
+            one for one in self._state.values() if isinstance(one, torch.optim.Optimizer)
+        ]
+        check_optimizers(model, self._optimizers)
+        for one in self._optimizers:
+            one.register_step_pre_hook(self._refuse_half_sums)
+        self._microbatches = microbatches
+        self._roster = Roster(self.seat, microbatches, quotas)
+        self._sums = LoopSums(
+            model.parameters(),
+            microbatches,
+            bucket_bytes=bucket_bytes,
+            overlap=overlap and members == 1,
+            ordered=deterministic,
+        )
+        self._server = environment.host_store(timeouts)
+        ranks = range(0 if self.seat.joins else self.seat.replicas * members)
+        self._rendezvous = Rendezvous(
+            lambda: environment.connect(timeouts),
+            self.seat.rank,
+            ranks,
+            timeouts,
+            host=interface or address_towards(environment.host, environment.port),
+        )
+        self._door = Door(self._rendezvous, self.seat)
         self._peers: Peers | None = None
-        self._old: list[Peers] = []
+        self._has_begun = False
+        self._giving: Giving | None = None
+        self._account: Account | None = None
         self._committed: tuple[int, float] | None = None
-        self._total: list[torch.Tensor] | None = None
-        self._losses: list[float] = []
-        self._held: dict[Node, list[torch.Tensor]] = {}
+        self._due: str | None = None
+        self._is_open = False
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The replicas that still take part."""
-        return tuple(self._alive)
+        """The replicas that take part."""
+        return tuple(self._roster.alive)
 
     def steps(self, count: int) -> Iterator[Step]:
-        """Steps up to `count` completed ones, each to be iterated to its end."""
+        """Steps up to `count` completed ones, each to be iterated to its end.
+
+        A newcomer waits for its place first; its steps begin where the others are.
+        """
+        if self._has_begun:
+            raise ContractError("steps", "call it once, with the number of all steps")
+        self._has_begun = True
         self._rendezvous.start()
         try:
-            self._connect(is_starting=True)
+            if not self._take_place():
+                return
             while self.completed < count:
                 step = Step(self.completed, iter(()))
                 step.microbatches = self._work(step)
                 yield step
                 if self.completed == step.number:
                     raise ContractError("step", "not all of its microbatches were taken")
-            self._rendezvous.finish(len(self._alive) * self.seat.members)
+            self._rendezvous.finish(len(self._rendezvous.alive))
         finally:
             self._rendezvous.close()
 
@@ -97,73 +138,69 @@ class Replicas:
 
     def _work(self, step: Step) -> Iterator[int]:
         """The microbatches of this replica, and what it redoes of others."""
-        self._total, self._held = None, {}
-        for parameter in self.parameters:
-            parameter.grad = None
-        broken: str | None = None
+        self._is_open = True
+        self._sums.begin()
+        broken, self._due = self._due, None
         while broken is not None or self.completed == step.number:
             try:
                 if broken is not None:
                     self._recover(broken, step)
                     broken = None
-                for index in self._todo(step):
-                    yield index
-                    if self._is_ordered:
-                        self._put_away(index)
-                    step.reported.setdefault(index, 0.0)
                 if self.completed == step.number:
+                    self._share_state()
+                    yield from self._compute(step)
                     self._reduce(step)
             except WorldBrokenError as error:
                 broken = str(error)
+        self._is_open = False
 
-    def _todo(self, step: Step) -> list[int]:
-        return [index for index in self._share.todo if index not in step.reported]
-
-    @property
-    def _share(self) -> Share:
-        return self._shares[self._alive.index(self.seat.replica)]
+    def _compute(self, step: Step) -> Iterator[int]:
+        assert self._peers is not None
+        todo = [index for index in self._roster.share.todo if index not in step.done]
+        for index in todo:
+            with self._sums.adding(index, self._peers, is_last=index == todo[-1]):
+                yield index
+            step.done.setdefault(index, Told())
 
     def _reduce(self, step: Step) -> None:
         """Sum out of place; the last exchange tells all that all hold whole sums."""
         peers = self._peers
         assert peers is not None
-        line, counting = peers.start_count(step.reported, self._microbatches, self.seat.members)
-        if self._is_ordered:
-            total = self._sum_in_order(peers)
-        else:
-            total = peers.sum_buckets(_local(self.parameters), self._bucket_bytes)
+        lines = written(step.done, self._microbatches, self.seat.members)
+        counting = peers.everyone.start_all_reduce(lines)  # on its way while the sums are
+        self._sums.sum_over(peers, self._roster.shares, self._roster.place)
         peers.everyone.complete(counting)
-        self._losses, self._total = losses_of(line), total
+        self._account = read(lines)
+        if self._giving is not None:
+            self._giving.finish()
         self._vote(peers)
         self._complete(step)
 
     def _vote(self, peers: Peers) -> None:
-        peers.everyone.all_reduce(torch.ones(1))
-
-    def _put_away(self, microbatch: int) -> None:
-        """Add one microbatch's gradients to the nodes of the tree, and make room for the next."""
-        gradients = _local(self.parameters)
-        for parameter in self.parameters:
-            parameter.grad = None
-        node = (microbatch, microbatch + 1)
-        put(self._held, node, gradients, self._microbatches, _added)
-
-    def _sum_in_order(self, peers: Peers) -> list[torch.Tensor]:
-        leaves = self._microbatches
-        nodes_of = [nodes(indices(share.whole), leaves) for share in self._shares]
-        own = [gradients for _, gradients in sorted(self._held.items(), key=lambda item: item[0])]
-        index = self._alive.index(self.seat.replica)
-        return peers.sum_nodes(own, _local(self.parameters), nodes_of, index, leaves)
+        """The point of no return; also, whether replicas wait to come in, and are all alike."""
+        alike, waiting = fingerprint(self._optimizers), self._door.waiting(self.alive)
+        vote = torch.tensor([alike, -alike, float(bool(waiting))], dtype=torch.float64)
+        most, least, is_due = peers.everyone.all_reduce_max(vote).tolist()
+        if most != -least:
+            raise ContractError(
+                "optimizer",
+                "its settings differ between replicas: set them alike, and give `state` the LR "
+                "schedules, so that newcomers go on with them",
+            )
+        self._due = "replicas come in" if is_due else None
 
     def _complete(self, step: Step) -> None:
         """Put the whole sums in place of this replica's own."""
-        assert self._total is not None, "only gradients that are whole everywhere may be used"
-        for gradient, total in zip(_local(self.parameters), self._total, strict=True):
-            gradient.copy_(total)
-        step.loss = math.fsum(self._losses)
-        self._committed = (self.completed, 0.0)
-        self._shares = full_shares(self._plan)
+        assert self._account is not None
+        step.loss, step.weight = self._account.loss, self._account.weight
+        self._sums.use(step.weight)
+        self._committed, self._giving = (self.completed, 0.0), None
+        self._roster.next_step()
         self.completed += 1
+
+    def _refuse_half_sums(self, *_: Any) -> None:
+        if self._is_open:
+            raise ContractError("step", "an update before all of its microbatches were taken")
 
     # Losses.
 
@@ -171,93 +208,89 @@ class Replicas:
         """Agree with the survivors on what is kept, and share out the rest."""
         self.recoveries += 1
         self._rendezvous.call_recovery(reason)
-        decision = self._rendezvous.agree(self._report(step), self._microbatches)
+        if self._giving is not None:
+            self._giving.abandon()
+            self._giving = None
+        replicas = [self.seat.ranks(replica) for replica in self.alive]
+        decision = self._rendezvous.agree(self._report(step), self._microbatches, bound=replicas)
         if decision.completed > self.completed:
             self._complete(step)
-        before = self._plan.layout
-        self._take_leave(decision)
-        self._shares = rest_shares(self._plan, before, decision.kept)
+        self._enter(decision)
         if self.completed == step.number:
-            self._keep(step, self._share.inherited)
+            self._keep(step)
         self._connect()
 
     def _report(self, step: Step) -> Report:
-        place = self._alive.index(self.seat.replica)
-        summed = self._total is not None
-        held = Holding(0, place, self.seat.members, spans(step.reported), summed)
-        if self.completed > step.number:
-            held = Holding(0, place, self.seat.members)
-        return Report(epoch=0, completed=self.completed, holdings=(held,), norm=self._committed)
+        if self._roster.is_taker:
+            return Report(epoch=0, completed=self.completed, idle=True)
+        held = Holding(0, self._roster.place, self.seat.members)
+        if self.completed == step.number:
+            summed = self._sums.total is not None
+            held = Holding(0, held.replica, held.members, spans(step.done), summed)
+        return Report(
+            epoch=0,
+            completed=self.completed,
+            holdings=(held,),
+            norm=self._committed,
+            newcomers=self._roster.ranks(self._door.waiting(self.alive)),
+        )
 
-    def _take_leave(self, decision: Decision) -> None:
-        """Go on with the replicas that are whole; leave if this one is not."""
-        alive = set(decision.survivors)
-        self._alive = [r for r in self._alive if alive.issuperset(self.seat.ranks(r))]
-        if self.seat.replica not in self._alive:
-            raise FencedOutError(f"replica {self.seat.replica} has lost a member")
-        self._rendezvous.alive = tuple(k for r in self._alive for k in self.seat.ranks(r))
-        self._plan = self._new_plan()
+    def _enter(self, decision: Decision) -> None:
+        """Go on with the replicas that are whole, and let newcomers in."""
+        roster, before = self._roster, self._roster.plan
+        roster.enter(decision)
+        self.completed = decision.completed
+        self._rendezvous.alive = roster.ranks(roster.alive)
+        self._door.invite(roster.ranks(roster.takers), before)
 
-    def _keep(self, step: Step, inherited: Sequence[Kept]) -> None:
-        """Bring the local sums to what the decision says that they are."""
-        if not inherited:
-            step.reported.clear()
-            self._held.clear()
-            for gradient in _local(self.parameters):
-                gradient.zero_()
-        elif inherited[0].total:
-            assert self._total is not None
-            self._held = {(0, self._microbatches): self._total}
-            step.reported.update(enumerate(self._losses))
-            for gradient, total in zip(_local(self.parameters), self._total, strict=True):
-                gradient.copy_(total)
-        self._total = None
+    def _keep(self, step: Step) -> None:
+        """Bring account and sums to what was decided that they are."""
+        share = self._roster.share
+        if not share.inherited:
+            step.done.clear()
+        elif share.inherited[0].total:
+            assert self._account is not None
+            step.done.update(self._account.told())
+        self._sums.keep(share)
 
     # Worlds.
 
-    def _new_plan(self) -> Plan:
-        seats = [tuple(self.seat.ranks(replica)) for replica in self._alive]
-        layout = Layout(tuple(Replica((Stage(ranks, (0, 1)),)) for ranks in seats))
-        quotas = tuple(self._quotas(self._alive))
-        if sum(quotas) != self._microbatches:
-            raise ContractError("quotas", f"must sum to {self._microbatches}, not {sum(quotas)}")
-        return Plan(version=self.recoveries, layout=layout, quotas=quotas)
+    def _take_place(self) -> bool:
+        """At the beginning. False: the job has ended before it let this newcomer in."""
+        decision = self._door.come_in() if self.seat.joins else None
+        if self.seat.joins and decision is None:
+            return False
+        try:
+            if decision is not None:
+                assert self._door.plan is not None
+                self._roster.plan = self._door.plan
+                self._enter(decision)
+            self._connect(is_starting=decision is None)
+        except WorldBrokenError as error:
+            self._due = str(error)
+        return True
+
+    def _share_state(self) -> None:
+        """Give or take the state, where there are replicas without it."""
+        if not self._roster.takers:
+            return
+        assert self._peers is not None
+        group, giver = self._peers.state, self._roster.giver
+        if group is not None and self.seat.rank == giver:
+            self._giving = Giving(group, giver, self._state)
+        elif group is not None:
+            take(group, giver, self._state, list(self._model.parameters()))
+        self._roster.takers = []
 
     def _connect(self, *, is_starting: bool = False) -> None:
         """Build the groups of those alive. At the start a peer's silence means nothing yet."""
-        rendezvous = self._rendezvous
+        rendezvous, roster = self._rendezvous, self._roster
         if self._peers is not None:
-            self._old.append(self._peers)  # closing it could block as long as its exchanges
-        network = Network(
-            rendezvous.open_store(),
-            self.seat.rank,
-            broken=rendezvous.broken,
-            timeout=rendezvous.timeouts.exchange,
-            waited=WaitClock(),
-        )
-        peers = [self.seat.ranks(replica)[self.seat.index] for replica in self._alive]
+            dispose(self._peers, hold_s=rendezvous.timeouts.exchange.total_seconds() + 5.0)
+            self._peers = None
+        state = [roster.giver, *roster.mirrors(roster.takers)] if roster.takers else []
         self._peers = connect_peers(
-            network,
-            f"loop{rendezvous.recovery}",
-            rendezvous.alive,
-            peers,
-            lambda ranks, waited_s: rendezvous.broken(ranks, 0.0 if is_starting else waited_s),
+            rendezvous,
+            (rendezvous.alive, roster.mirrors(roster.alive), state),
+            is_starting=is_starting,
         )
-
-
-def _local(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """This process's part of each gradient; zeros where nothing was computed."""
-    found = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-    return found
-
-
-def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    """left + right, in the memory of `left`."""
-    for total, gradient in zip(left, right, strict=True):
-        total.add_(gradient)
-    return left

@@ -36,10 +36,12 @@ class PlanAgent:
         rendezvous: Rendezvous,
         present: Present,
         is_settled: Callable[[], bool],
+        refusal: Callable[[Plan], str | None],
     ) -> None:
         self._plans, self._rendezvous = plans, rendezvous
-        self._present, self._is_settled = present, is_settled
-        self._offered: set[tuple[int, int]] = set()
+        self._present, self._is_settled, self._refusal = present, is_settled, refusal
+        self._refused = -1
+        self._offered: set[tuple[int, int, int]] = set()
         self._wants_to_leave = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-agent", daemon=True)
@@ -67,7 +69,7 @@ class PlanAgent:
 
     def _run(self) -> None:
         try:
-            self._serve(Standbys(self._rendezvous.open_store()))
+            self._serve(Standbys(self._rendezvous.link.store))
         except dist.DistError as error:
             _log.info("no new plans without the store: %s", error)
 
@@ -78,7 +80,7 @@ class PlanAgent:
                 standbys.leave(self._rendezvous.rank)
                 self._wants_to_leave = False
             turn = (self._rendezvous.recovery, self._present.epoch)
-            is_first = self._rendezvous.rank == self._rendezvous.alive[0]
+            is_first = self._rendezvous.alive[:1] == (self._rendezvous.rank,)
             if not is_first or turn == published or not self._is_settled():
                 self._over.wait(_TURN_S)
                 continue
@@ -96,11 +98,11 @@ class PlanAgent:
         plan: Plan | None = None
         if leaving:
             plan = self._without(leaving)
-        elif set(waiting.items()) - self._offered:
-            self._offered |= set(waiting.items())
+        elif offered := self._new_among(waiting):
+            self._offered |= offered
             plan = self._plans.joined(current, tuple(waiting), self._present.completed)
-        plan = plan or self._plans.wait(current.version, _PATIENCE_S)
-        if plan is None:
+        plan = plan or self._plans.wait(max(current.version, self._refused), _PATIENCE_S)
+        if plan is None or self._refuses(plan):
             return None
         members = set(alive) | (set(plan.layout.ranks) & set(waiting))
         if not set(plan.layout.ranks) <= members:
@@ -109,6 +111,21 @@ class PlanAgent:
             return None
         leaving = tuple(rank for rank in leaving if rank not in plan.layout.ranks)
         return Offer(plan, tuple(sorted(members)), leaving)
+
+    def _refuses(self, plan: Plan) -> bool:
+        """Whether the plan asks too much; its source is told, and not asked for it again."""
+        why = self._refusal(plan)
+        if why is not None:
+            self._refused = plan.version
+            _log.warning("plan %d is refused: %s", plan.version, why)
+            self._plans.refused(plan, self._rendezvous.rank, why)
+            self._over.wait(_PATIENCE_S)
+        return why is not None
+
+    def _new_among(self, waiting: dict[int, int]) -> set[tuple[int, int, int]]:
+        """Standbys that have not been thought of yet, or not since the last loss."""
+        now = {(self._rendezvous.recovery, rank, number) for rank, number in waiting.items()}
+        return now - self._offered
 
     def _without(self, leaving: tuple[int, ...]) -> Plan | None:
         current = self._present.plan
@@ -126,7 +143,8 @@ class PlanAgent:
         present, rendezvous = self._present, self._rendezvous
         alive = tuple(sorted(set(offer.members)))
         invitation = Invitation(rendezvous.recovery, present.epoch, present.plan, alive)
-        waiting = standbys.waiting()
+        waiting, new = standbys.waiting(), sorted(set(offer.members) - set(rendezvous.alive))
+        standbys.welcome(new)
         rendezvous.publish(present.epoch + 1, offer)
-        for rank in sorted(set(offer.members) - set(rendezvous.alive)):
+        for rank in new:
             standbys.invite(rank, waiting.get(rank, 0), invitation)

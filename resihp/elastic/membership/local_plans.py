@@ -46,3 +46,6 @@ class LocalPlans:
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Nobody to tell."""
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
+        """Nobody to tell."""

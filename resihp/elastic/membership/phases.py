@@ -29,7 +29,9 @@ ALLOWED: dict[Phase, frozenset[Phase]] = {
     Phase.VOTING: frozenset(
         {Phase.ACCUMULATING, Phase.UPDATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}
     ),
-    Phase.RECOVERING: frozenset({Phase.STREAMING, Phase.RECOVERING, Phase.STOPPED}),
+    Phase.RECOVERING: frozenset(
+        {Phase.STREAMING, Phase.RECOVERING, Phase.IDLE, Phase.STOPPED}  # idle: not yet let in
+    ),
     Phase.STOPPED: frozenset(),
 }
 

@@ -37,6 +37,10 @@ class PlanSource(Protocol):
         """Told when `plan` holds from `step` on. Never raises."""
         ...
 
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
+        """Told when the job will not take on `plan`. Never raises."""
+        ...
+
 
 class NoPlans:
     """For a job whose layout is never to change."""
@@ -55,6 +59,9 @@ class NoPlans:
         return None
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        """Nothing."""
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
         """Nothing."""
 
 
@@ -92,8 +99,16 @@ class ServicePlans:
         return plan or self._local.after_loss(current, survivors, step)
 
     def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        """The scheduler's own plan with the newcomers, if it uses any of them."""
-        return self._local.joined(current, standbys, step)
+        """The sidecar's plan with some of the newcomers; the scheduler's own if it does not answer.
+
+        None if the sidecar finds them of no use now: it knows them, and may offer a plan later.
+        """
+        try:
+            self._client.announce_joiners(self._job.name, ranks=standbys, step=step)
+            return self._await(current, {*current.layout.ranks, *standbys})
+        except ServiceError as error:
+            _log.warning("planning for standbys without the sidecar: %s", error)
+            return self._local.joined(current, standbys, step)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
         """Acknowledge."""
@@ -108,6 +123,15 @@ class ServicePlans:
             )
         except ServiceError as error:
             _log.warning("plan %d was applied but not acknowledged: %s", plan.version, error)
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
+        """Say so, so that the sidecar plans from the layout that stays."""
+        try:
+            self._client.acknowledge(
+                self._job.name, plan.version, rank=rank, state="refused", detail=why
+            )
+        except ServiceError as error:
+            _log.warning("plan %d was refused, but nobody was told: %s", plan.version, error)
 
     def _await(self, current: Plan, survivors: Collection[int]) -> Plan | None:
         deadline = time.monotonic() + self._patience.total_seconds()

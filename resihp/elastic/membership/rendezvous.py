@@ -11,26 +11,23 @@ without it; `report/K/R` and `decision/K` are that recovery's reports and outcom
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from resihp.contracts import Plan, ResiHPError, from_json, to_json
+from resihp.contracts import ResiHPError
 
 from ..worlds.comm import WorldBrokenError
-from .agreement import Decision, Report, decide, read_decision, read_report
+from .agreement import Decision, Report, decide, read_decision
 from .heartbeats import Heartbeats
-from .offers import Offer
+from .link import StoreLink
+from .offers import Offer, read_offer, write_offer
+from .reports import collect_reports
 from .store import Timeouts
-
-_log = logging.getLogger("resihp.elastic")
-Answer = TypeVar("Answer")
 
 
 class FencedOutError(ResiHPError):
@@ -54,7 +51,9 @@ class Rendezvous:
     """One rank's view of the others. `start` begins to watch the store in a thread.
 
     Without the store (`is_cut_off`) training goes on in the present world, but it cannot change
-    any more: a loss stops the job. `host` is the address by which peers reach this rank.
+    any more: a loss stops the job. `host` is the address by which peers reach this rank. `ranks`
+    are all members; none for a rank that is to `come_in`, which does not beat before: it may have
+    the number of a rank that the others have not yet given up.
     """
 
     def __init__(
@@ -70,9 +69,8 @@ class Rendezvous:
         self.rank, self.timeouts = rank, t
         self.alive = tuple(sorted(ranks))
         self.recovery = 0
-        self._open = open_store
-        self._store = open_store()
-        self.is_cut_off = False
+        self.link = StoreLink(open_store)
+        self._store = self.link.store
         self._broken: str | None = None
         self._among: _Among | None = None
         self._hurt: str | None = None
@@ -92,11 +90,12 @@ class Rendezvous:
         self._closed.set()
         self._watcher.join(timeout=5)
 
-    def open_store(self) -> dist.Store:
-        """A further connection, for a thread of its own."""
-        return self._open()
-
     # The present world.
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this rank knows of a loss, wherever it is."""
+        return self._broken is not None
 
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
         """Why the present world is to be given up, if it is; asked by every wait of any thread."""
@@ -106,7 +105,7 @@ class Rendezvous:
                 self._next_look = now + self._heartbeats.look_s
                 watched = tuple(ranks if among is None else among.ranks)
                 none: list[int] = []
-                silent = self._asked(lambda: self._heartbeats.silent(watched, waited_s), none)
+                silent = self.link.ask(lambda: self._heartbeats.silent(watched, waited_s), none)
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if among is not None:
@@ -131,22 +130,27 @@ class Rendezvous:
     def call_recovery(self, reason: str, leaves: Collection[str] = ()) -> None:
         """Make every rank leave the present world; work that this rank `leaves` at once."""
         self._broken = reason
-        if self.is_cut_off:
+        if self.link.is_cut_off:
             raise StopError(f"{reason}; survivors cannot agree, the store is gone")
         for work in leaves:
             self._store.set(f"left/{self.recovery}/{work}", "1")
         self._store.compare_set(f"broken/{self.recovery}", "", reason)
         self._store.add("signal", 1)
 
-    def agree(self, report: Report, microbatches: int) -> Decision:
+    def agree(
+        self, report: Report, microbatches: int, *, bound: Collection[Collection[int]] = ()
+    ) -> Decision:
         """Agree with all survivors on what holds. Raises `FencedOutError` if we are not one.
 
         Every rank that is alive calls this once per recovery. It may come late, when its replica
-        has finished its share; those that are dead or do not beat any more are not waited for.
+        has finished its share; those that are dead or do not beat any more are not waited for,
+        nor are the others of their `bound` set, who cannot go on without them.
         """
         prefix, key = f"report/{self.recovery}", f"decision/{self.recovery}"
         self._store.set(f"{prefix}/{self.rank}", json.dumps(asdict(report)))
-        reports = self._collect(prefix, key)
+        reports = collect_reports(
+            self._store, self._heartbeats, self.alive, prefix=prefix, decided=key, bound=bound
+        )
         if not self._store.check([key]):
             proposal = json.dumps(asdict(decide(reports, microbatches)))
             self._store.compare_set(key, "", proposal)
@@ -159,6 +163,20 @@ class Rendezvous:
             self._broken = None
         return decision
 
+    def decided(self, recovery: int) -> Decision:
+        """What was decided in a recovery that is over."""
+        return read_decision(self._store.get(f"decision/{recovery}"))
+
+    def stay_out(self) -> None:
+        """Be no member, and do not beat."""
+        with self._changed:
+            self.alive = ()
+
+    def has_died(self, ranks: Collection[int]) -> bool:
+        """Whether the process of any of `ranks` is known to have ended."""
+        keys = [f"dead/{rank}" for rank in sorted(ranks)]
+        return self.link.ask(lambda: any(self._store.check([key]) for key in keys), False)
+
     def come_in(self, recovery: int, alive: tuple[int, ...]) -> None:
         """Become a member of a job that is running; what broke in it before does not count."""
         with self._changed:
@@ -169,24 +187,19 @@ class Rendezvous:
 
     def publish(self, epoch: int, offer: Offer | str) -> None:
         """Make `offer` that of `epoch` (a string: the reason to stop). The first writer wins."""
-        if isinstance(offer, str):
-            document: dict[str, object] = {"stop": offer}
-        else:
-            document = {**vars(offer), "plan": to_json(offer.plan)}
         key = f"plan/{self.recovery}/{epoch}"
-        self._store.compare_set(key, "", json.dumps(document))
+        self._store.compare_set(key, "", write_offer(offer))
         self._store.add("signal", 1)
 
     def published(self, epoch: int, *, recoveries_ago: int = 0) -> Offer | None:
         """The offer of `epoch`, if there is one yet. Raises `StopError` if it is to stop."""
         key = f"plan/{self.recovery - recoveries_ago}/{epoch}"
-        if not self._asked(lambda: self._store.check([key]), False):
+        if not self.link.ask(lambda: self._store.check([key]), False):
             return None
-        told = json.loads(self._store.get(key))
-        if "stop" in told:
-            raise StopError(told["stop"])
-        plan = from_json(Plan, told["plan"])
-        return Offer(plan, tuple(told["members"]), tuple(told["leaving"]))
+        offer = read_offer(self._store.get(key))
+        if isinstance(offer, str):
+            raise StopError(offer)
+        return offer
 
     def go(self, epoch: int) -> None:
         """Tell idle ranks that the switch to `epoch` begins."""
@@ -211,7 +224,7 @@ class Rendezvous:
 
     def finish(self, ranks: int) -> None:
         """End idle ranks, and let no rank of the last world leave while another still needs it."""
-        if self.is_cut_off:
+        if self.link.is_cut_off:
             return
         self._store.set("finished", "1")
         self._store.add("signal", 1)
@@ -222,8 +235,8 @@ class Rendezvous:
 
     def finished(self) -> bool:
         """Whether the job is done. Raises `StopError` if nobody can tell any more."""
-        done = self._asked(lambda: self._store.check(["finished"]), False)
-        if self.is_cut_off:
+        done = self.link.ask(lambda: self._store.check(["finished"]), False)
+        if self.link.is_cut_off:
             raise StopError("the store is gone: an idle rank cannot be called in any more")
         return bool(done)
 
@@ -243,36 +256,23 @@ class Rendezvous:
         """Why to give up the present work."""
         return self._hurt if among else self._broken
 
-    def _asked(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """The store's answer; `otherwise`, now and ever after, if it is gone."""
-        if self.is_cut_off:
-            return otherwise
-        try:
-            return question()
-        except dist.DistError as error:
-            self._cut_off(error)
-            return otherwise
-
-    def _cut_off(self, error: Exception) -> None:
-        if not self.is_cut_off:
-            self.is_cut_off = True
-            _log.error("the store is gone; training goes on, but cannot change: %s", error)
-
     def _watch(self) -> None:
         try:
-            self._watch_store(self._open())
+            self._watch_store(self.link.open())
         except dist.DistError as error:
-            self._cut_off(error)
+            self.link.cut_off(error)
 
     def _watch_store(self, store: dist.Store) -> None:
-        seen = beat = 0
+        beat, seen = 0, (0, 0)
         while not self._closed.wait(self.timeouts.poll.total_seconds()):
-            beat += 1
-            store.set(f"beat/{self.rank}", str(beat))
-            signal = store.add("signal", 0)
-            if signal == seen and not (self._broken and self._among):
+            if self.rank in self.alive:
+                beat += 1
+                store.set(f"beat/{self.rank}", str(beat))
+            # The others may have broken the next world before this rank has come to it.
+            now = (store.add("signal", 0), self.recovery)
+            if now == seen and not (self._broken and self._among):
                 continue
-            seen = signal
+            seen = now
             with self._changed:
                 key = f"broken/{self.recovery}"
                 if self._broken is None and store.check([key]):
@@ -281,20 +281,3 @@ class Rendezvous:
                 if among is not None and store.check([f"left/{self.recovery}/{among.work}"]):
                     self._hurt = self._broken
                 self._changed.notify_all()
-
-    def _collect(self, prefix: str, decided: str) -> dict[int, Report]:
-        """The reports of all ranks that are alive; a decision made meanwhile ends the wait."""
-        start = next_look = time.monotonic()
-        missing, reports = set(self.alive), {}
-        while missing and not self._store.check([decided]):
-            for rank in sorted(missing):
-                if self._store.check([f"{prefix}/{rank}"]):
-                    reports[rank] = read_report(self._store.get(f"{prefix}/{rank}"))
-                    missing.discard(rank)
-                elif self._store.check([f"dead/{rank}"]):
-                    missing.discard(rank)
-            if missing and (now := time.monotonic()) >= next_look:
-                next_look = now + self._heartbeats.look_s
-                missing -= set(self._heartbeats.silent(missing, now - start))
-            time.sleep(0.005 if missing else 0.0)
-        return reports

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -41,22 +42,27 @@ class Standbys:
     def announce(self, rank: int) -> int:
         """Say that `rank` waits for a place; the number of the announcement."""
         number = self._store.add(f"announced/{rank}", 1)
-        self._store.delete_key(f"dead/{rank}")  # of the process that had this rank before
-        self._tell("standbys", f"{rank}:{number}")
+        self._tell("standbys", f"{rank}:{number}:{self._deaths(rank)}")
         return number
 
     def waiting(self) -> dict[int, int]:
-        """Who waits, with the number of the last announcement; the dead do not."""
-        latest: dict[int, int] = {}
+        """Who waits, with the number of the last announcement; who has died since does not."""
+        latest: dict[int, tuple[int, int]] = {}
         for entry in self._told("standbys"):
-            rank, number = entry.split(":")
-            latest[int(rank)] = int(number)
+            rank, number, deaths = map(int, entry.split(":"))
+            latest[rank] = (number, deaths)
         return {
             rank: number
-            for rank, number in latest.items()
+            for rank, (number, deaths) in latest.items()
             if not self._store.check([f"invitation/{rank}/{number}"])
-            and not self._store.check([f"dead/{rank}"])
+            and self._deaths(rank) == deaths
         }
+
+    def welcome(self, ranks: Collection[int]) -> None:
+        """Forget those who had these ranks before; to be called once, before they come in."""
+        for rank in ranks:
+            self._store.delete_key(f"dead/{rank}")
+            self._store.delete_key(f"beat/{rank}")
 
     def invite(self, rank: int, number: int, invitation: Invitation) -> None:
         """Answer an announcement."""
@@ -81,6 +87,9 @@ class Standbys:
     def leaving(self) -> tuple[int, ...]:
         """Who has been told to leave."""
         return tuple(sorted({int(entry) for entry in self._told("leaving")}))
+
+    def _deaths(self, rank: int) -> int:
+        return self._store.add(f"deaths/{rank}", 0)
 
     def _tell(self, key: str, entry: str) -> None:
         self._store.append(key, f"{entry},")  # type: ignore[attr-defined]

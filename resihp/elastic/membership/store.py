@@ -31,6 +31,25 @@ class Timeouts:
             raise ValueError("time-outs must satisfy 0 < poll < heartbeat <= connect <= exchange")
 
 
+def host_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Host the store in this process, at `host` and a free port where `port` is 0.
+
+    It listens on the addresses of one family. torch's own socket takes both, and its server then
+    asks the name server who `::ffff:127.0.0.1` is, for each connection; every rank waits when the
+    answer is late, seconds when it is lost.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN)
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
     """A connection of its own to the store; one thread must not block another's."""
     store = dist.TCPStore(host, port, is_master=False, timeout=timeouts.connect)
@@ -39,6 +58,7 @@ def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
 
 def announce_death(store: dist.Store, rank: int) -> None:
     """Tell the survivors that a process is known to have ended (its launcher calls this)."""
+    store.add(f"deaths/{rank}", 1)
     store.set(f"dead/{rank}", "1")
     store.add("signal", 1)
 

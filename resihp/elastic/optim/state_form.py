@@ -35,10 +35,19 @@ class StateForm:
     rest: Mapping[str, object] = field(compare=False)
     eager: bool
 
-    def fill(self, state: dict[str, Any], tensor: torch.Tensor, device: torch.device) -> None:
-        """Make room in `state` for what is kept for `tensor`; scalars live on `device`."""
+    def fill(
+        self,
+        state: dict[str, Any],
+        tensor: torch.Tensor,
+        device: torch.device,
+        allot: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
+    ) -> None:
+        """Make room in `state` for what is kept for `tensor`; scalars live on `device`.
+
+        `allot` gives zeros of a tensor's shape.
+        """
         for name in self.moments:
-            state[name] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+            state[name] = allot(tensor)
         for name, value in self.rest.items():
             state[name] = value
             if isinstance(value, torch.Tensor):

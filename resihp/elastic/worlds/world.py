@@ -39,6 +39,8 @@ class World:
     tp        the rank's stage
     before    boundary to the previous stage; None on the first
     after     boundary to the next stage; None on the last
+    around    boundary from the last stage to the first, between two model chunks; on these two
+              stages of an interleaved replica, else None
     sums      gradient sums over the replicas in which this rank takes part
     """
 
@@ -48,6 +50,7 @@ class World:
     tp: Group
     before: Boundary | None
     after: Boundary | None
+    around: Boundary | None = None
     sums: tuple[tuple[Reduction, Group], ...] = field(default=())
 
     @property
@@ -56,9 +59,22 @@ class World:
         return self.layout.stage_at(self.place)
 
     @property
+    def chunks(self) -> int:
+        """Model chunks of this rank's stage."""
+        return len(self.stage.chunks)
+
+    def source(self, chunk: int) -> Boundary | None:
+        """Where the input of a model chunk comes from; None for the first of the model."""
+        return self.around if self.before is None and chunk > 0 else self.before
+
+    def target(self, chunk: int) -> Boundary | None:
+        """Where the output of a model chunk goes to; None for the last of the model."""
+        return self.around if self.after is None and chunk + 1 < self.chunks else self.after
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """All of them, in the order in which every rank builds its own."""
-        sides = (side for side in (self.before, self.after) if side is not None)
+        sides = (s for s in (self.before, self.after, self.around) if s is not None)
         links = [link for side in sides for link in side.links]
         between = [group for link in links for group in (link.forward, link.backward)]
         sums = [group for _, group in self.sums]
@@ -78,17 +94,19 @@ def build_world(network: Network, layout: Layout, parameters: Parameters, *, nam
     stage = stages[place.pp]
     everyone = network.group(f"{name}/everyone", sorted(layout.ranks))
     tp = network.group(f"{name}/tp", stage.ranks)
-    before = after = None
+    before = after = around = None
     if place.pp > 0:
         before = _boundary(network, name, stages[place.pp - 1], stage)
     if place.pp + 1 < len(stages):
         after = _boundary(network, name, stage, stages[place.pp + 1])
+    if len(stage.chunks) > 1 and stage in (stages[0], stages[-1]):
+        around = _boundary(network, f"{name}/around", stages[-1], stages[0])
     sums = tuple(
         (reduction, network.group(f"{name}/sum", reduction.ranks))
         for reduction in reductions(layout, parameters)
         if network.rank in reduction.ranks and len(reduction.ranks) > 1
     )
-    return World(layout, place, everyone, tp, before, after, sums)
+    return World(layout, place, everyone, tp, before, after, around, sums)
 
 
 def _boundary(network: Network, name: str, sender: Stage, receiver: Stage) -> Boundary:

@@ -1,0 +1,214 @@
+"""A live change of layout in four processes, and what each rank saw of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
+from resihp.elastic.engine import Reduced, Setup
+from resihp.elastic.events import Hooks, Switch
+from resihp.elastic.handoff.memory import Memory
+from resihp.elastic.local import LocalRanks
+from resihp.elastic.membership.rendezvous import Rendezvous
+from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.models import Llama, Packed
+from resihp.elastic.optim import Optimizer
+from resihp.elastic.trainer import Trainer
+
+LONGEST = ("pause_ms", "prepare_ms", "extra_bytes", "spilled_bytes")
+TOTAL = ("received_bytes", "handed_bytes")
+LIMIT = Memory()
+SWITCHES_BEFORE = 5
+TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 128, 4, 9, 8, 8
+SHAPES = {
+    "30M": ModelShape(layers=LAYERS, hidden=512, heads=8, kv_heads=8, ffn=1536, vocab=4096),
+    "100M": ModelShape(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, ffn=2688, vocab=4096),
+}
+OPTIMIZER = Optimizer(torch.optim.AdamW, foreach=True)
+ALONE = Stage((0,), (0, LAYERS), (UNITS,))
+GRID = Layout.grid(dp=1, pp=2, tp=2, layers=LAYERS, units=UNITS)
+TWO = Layout.grid(dp=2, pp=1, tp=2, layers=LAYERS, units=UNITS)
+THREE = Layout((Replica((Stage((0, 1), (0, 4), (4, 4)), Stage((2,), (4, 8), (UNITS,)))),))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of layout; `quotas` of the new one."""
+
+    name: str
+    old: Layout
+    new: Layout
+    quotas: tuple[int, ...] = ()
+
+
+CHANGES = (
+    Change(
+        "TP2 x PP2 -> TP1, layers 5 + 3",
+        GRID,
+        Layout((Replica((Stage((0,), (0, 5), (UNITS,)), Stage((2,), (5, 8), (UNITS,)))),)),
+    ),
+    Change(
+        "DP2 -> DP1, shares 5 + 3",
+        TWO,
+        Layout((Replica((Stage((0, 1), (0, LAYERS), (5, 3)),)),)),
+    ),
+    Change("4 -> 3 ranks", GRID, THREE),
+    Change("3 -> 4 ranks", THREE, GRID),
+    Change("quotas only", TWO, TWO, (3, 1)),
+)
+
+
+def live(size: str, change: Change) -> dict[str, float]:
+    """What one change cost: the longest pause and preparation of a rank, bytes, steps."""
+    folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
+    try:
+        with LocalRanks("resize", folder) as ranks:
+            ranks.start(range(4), run_rank, size, change, folder)
+            codes = ranks.wait(600)
+            assert set(codes.values()) == {0}, ranks.logs()
+        switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
+        told = [json.loads(path.read_text()) for path in folder.glob("steps-*.json")]
+    finally:
+        shutil.rmtree(folder)
+    assert len(switches) == 4, "every rank sees the switch"
+    most = {key: max(seen[key] for seen in switches) for key in LONGEST}
+    total = {key: sum(seen[key] for seen in switches) for key in TOTAL}
+    extra = max(one["extra_bytes"] for one in told)
+    times = _step_times([one["steps"] for one in told], round(switches[0]["step"]))
+    return {**most, **total, "measured_bytes": extra, **times}
+
+
+def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
+    """Milliseconds of the usual steps before and after the switch, and of those next to it.
+
+    The pause lies at the end of the copying step and is not part of its time here.
+    """
+    longest: dict[int, float] = {}
+    for step, ms in (pair for steps in told for pair in steps):
+        longest[round(step)] = max(longest.get(round(step), 0.0), ms)
+    return {
+        "old": statistics.median(ms for step, ms in longest.items() if 0 < step < first - 1),
+        "copying": longest[first - 1],
+        "first": longest[first],
+        "new": statistics.median(ms for step, ms in longest.items() if step > first),
+    }
+
+
+def run_rank(rank: int, host: str, port: int, size: str, change: Change, folder: Path) -> None:
+    """One rank: a few steps in the old layout, the switch, a few in the new one."""
+    torch.set_num_threads(1)
+    timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
+    steps: list[tuple[int, float]] = []
+    paused_ms = 0.0
+    watch = MemoryWatch()
+
+    def on_switch(switch: Switch) -> None:
+        nonlocal paused_ms
+        paused_ms = switch.pause_ms
+        seen = {name: getattr(switch, name) for name in ("step", *LONGEST, *TOTAL)}
+        (folder / f"switch-{rank}.json").write_text(json.dumps(seen))
+
+    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+        nonlocal paused_ms
+        steps.append((reduced.step, ms - paused_ms))
+        paused_ms = 0.0
+        watch.phase = {2: "switch", SWITCHES_BEFORE + 1: "after"}.get(reduced.step, watch.phase)
+        _await_switch(trainer)
+
+    trainer = Trainer(
+        Setup(Llama(SHAPES[size]), OPTIMIZER, batch),
+        _plan(0, change.old),
+        Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
+        OnePlan(_plan(1, change.new, change.quotas), lambda: trainer.completed > 2),
+        hooks=Hooks(on_switch=on_switch, on_step=on_step),
+    )
+    watch.start()
+    trainer.run(STEPS)
+    told = {"steps": steps, "extra_bytes": watch.stop()}
+    (folder / f"steps-{rank}.json").write_text(json.dumps(told))
+
+
+class MemoryWatch:
+    """Looks at this process's memory, that of files apart, while a rank trains."""
+
+    def __init__(self) -> None:
+        self.phase = "before"
+        self._most = {"before": 0, "switch": 0, "after": 0}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="memory", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> int:
+        """By how many bytes the most during the switch was above the most before and after it."""
+        self._over.set()
+        self._thread.join()
+        return max(0, self._most["switch"] - max(self._most["before"], self._most["after"]))
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            held = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+            self._most[self.phase] = max(self._most[self.phase], held << 10)
+
+
+class OnePlan:
+    """Offers one plan, when it is due."""
+
+    def __init__(self, plan: Plan, is_due: Callable[[], bool]) -> None:
+        self._plan, self._is_due = plan, is_due
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        """The plan, until it is taken on."""
+        if after < self._plan.version and self._is_due():
+            return self._plan
+        time.sleep(min(seconds, 0.05))
+        return None
+
+    def after_loss(self, current: Plan, survivors: object, step: int) -> Plan:
+        """Nothing is lost here."""
+        raise AssertionError("no rank dies in this benchmark")
+
+    def joined(self, current: Plan, standbys: object, step: int) -> Plan | None:
+        """Nobody joins."""
+        return None
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        """Nothing to tell."""
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
+        """Nothing is refused here."""
+        raise AssertionError(why)
+
+
+def batch(step: int, index: int) -> Packed:
+    """Random tokens."""
+    chosen = torch.Generator().manual_seed(100 * step + index)
+    ids = torch.randint(0, 4096, (TOKENS + 1,), generator=chosen)
+    return Packed(ids[:-1], ids[1:], (TOKENS,))
+
+
+def _plan(version: int, layout: Layout, quotas: tuple[int, ...] = ()) -> Plan:
+    quotas = quotas or even_quotas(MICROBATCHES, layout.dp)
+    return Plan(version=version, layout=layout, quotas=quotas, from_step=SWITCHES_BEFORE * version)
+
+
+def _await_switch(trainer: Trainer) -> None:
+    """Hold the third step until the next world is ready, so that every run switches there."""
+    deadline = time.monotonic() + 60
+    while trainer.completed == 3 and not trainer.is_prepared and time.monotonic() < deadline:
+        trainer.look_for_plan()
+        time.sleep(0.01)

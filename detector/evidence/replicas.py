@@ -1,0 +1,152 @@
+"""Whole replicas that become slower where no lengths say how much work they had.
+
+Nothing can tell that from longer sequences, so it makes ranks inconclusive, never slow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resihp.contracts import TelemetryBatch
+
+from ..base.arrays import Bools, Floats, Ints, State
+from ..base.places import Places
+from ..base.robust import group_median
+from ..expectation.residual import FixedShare
+from ..settings import DetectorSettings
+from .level import LevelTest
+from .watch import Standing
+
+_CHUNKS = 128
+_MAJORITY = 3
+_STEPS = 8
+"""Steps over which the level of a replica is averaged, at most."""
+_OFFSET = 0.02
+"""Spread (log) of what healthy replicas differ by for good."""
+_CURVATURE = 0.04
+"""Share of a replica's rise by which maps that are not quite affine may be off."""
+_ODDS = 3.5
+"""Log-likelihood ratio from which the rank alone is to blame, not its whole replica."""
+_NO_SHARE = 0.05
+"""Fixed share below which a rank counts as having none."""
+_MOST_ODDS = 4.5
+"""Most that the level, or the pattern over the microbatches, may add to it: work has long tails."""
+
+
+class Replicas:
+    """Levels of the replicas, and how the residuals of their ranks go with the fixed share."""
+
+    def __init__(self, places: Places, settings: DetectorSettings) -> None:
+        self._places = places
+        self._count = int(places.dp.max()) + 1
+        self._two_stages = int(places.pp.max()) == 1
+        classes = np.zeros(self._count, np.int64)
+        self.test = LevelTest(classes, settings, least=1.08, error=0.02)
+        self._reference = np.full((int(places.peers.max()) + 1) * _CHUNKS * 2, np.nan)
+        self._fixed, self._unsure = np.zeros(places.size), np.zeros(places.size)
+        self._pattern = np.zeros((_STEPS, 2, places.size))
+        self._noise = 0.0
+
+    def observe(self, records: TelemetryBatch, index: Ints, step: int, fixed: FixedShare) -> Bools:
+        """Takes the compute records of a step; returns the ranks whose whole replica is slow."""
+        row = self.test.watch.count % _STEPS
+        self._fixed, self._unsure, self._noise = fixed.mean, fixed.unsure, fixed.noise
+        self._pattern[row] = fixed.both, fixed.square
+        slow = self.test.observe(step, self._levels(records, index))[self._places.dp]
+        # One replica has none to be compared with: a longer step then is just that. And of two it
+        # is to be learned first by how much their work differs.
+        return slow & (self._count > 1) & (self.test.watch.count > _STEPS)
+
+    def _levels(self, records: TelemetryBatch, index: Ints) -> Floats:
+        """How long each replica's records took (log): its least risen rank's. Relative to the
+        other replicas where these are a majority, else to the first step."""
+        places = self._places
+        logs = np.log(np.maximum(records.compute_ms, 1e-6))
+        chunk = np.minimum(records.chunk.astype(np.int64), _CHUNKS - 1)
+        kind = (places.peers[index] * _CHUNKS + chunk) * 2 + (records.op & 1)
+        usual = group_median(logs, kind, self._reference.size)
+        if self._count < _MAJORITY:
+            self._reference = np.where(np.isfinite(self._reference), self._reference, usual)
+            usual = self._reference
+        level = group_median(logs - usual[kind], index, places.size)
+        seen = np.isfinite(level)
+        lowest = np.full(self._count, np.inf)
+        np.minimum.at(lowest, places.dp[seen], level[seen])
+        value = np.where(np.isfinite(lowest), lowest, np.nan)
+        # What both of two have risen by is no matter of one of them.
+        return value - value[::-1] if self._count == 2 else value
+
+    def explains(self, now: Standing, excess: Floats, run: Ints) -> Bools:
+        """Ranks whose `excess` (log) may come from something that befell their whole replica, or
+        from a faster neighbour where a replica has two stages; `run`: slow steps so far.
+
+        A factor g on all stages looks like more work to the witnesses, but for the fixed share f
+        of a record's time that more work would not lengthen: that leaves an excess of
+        `log(1 + f * (g - 1))`, the larger the shorter the microbatch. Maps are known up to an
+        error and not exactly affine, which is granted to every rank as a larger share. The rank
+        alone is to blame if the replica's level and the pattern over the microbatches speak
+        clearly for that.
+        """
+        excess = np.maximum(excess, 0.0)
+        share = np.maximum(self._fixed, 0.0) + _CURVATURE + 2.0 * self._unsure
+        gain = np.expm1(excess) / share
+        odds = _odds(*self._level(run, now.by_past), np.log1p(gain))
+        by_pattern = _odds(*self._slope(run), gain * np.exp(-excess))
+        odds += np.where(self._fixed > _NO_SHARE, by_pattern, 0.0)
+        result: Bools = odds < _ODDS
+        if self._two_stages:
+            level, error = self._level(run, now.by_past)
+            result |= _odds(-level, error, excess) < -_ODDS
+        return result
+
+    def _level(self, run: Ints, by_past: Bools) -> tuple[Floats, Floats]:
+        """How far each rank's replica has risen over its last `run` steps, against its past or
+        its peers, and the standard error of that."""
+        watch, places = self.test.watch, self._places
+        level, error = np.zeros(places.size), np.ones(places.size)
+        steps = np.clip(run, 2, _STEPS)
+        for count in np.unique(steps).tolist():
+            ranks = np.flatnonzero(steps == count)
+            at, past = places.dp[ranks], by_past[ranks]
+            rows = watch.window[watch.recent(count)]
+            usual = np.where(past, watch.mean[at], 0.0)
+            level[ranks] = np.nan_to_num(np.median(rows, axis=0)[at] - usual)
+            noise = self.test.scale[at] * np.sqrt(1.5 / count + 1.0 / np.maximum(watch.past[at], 1))
+            error[ranks] = np.hypot(noise, np.where(past, 0.0, _OFFSET))
+        return level, np.maximum(error, 1e-3)
+
+    def _slope(self, run: Ints) -> tuple[Floats, Floats]:
+        """Slope of residuals against the fixed share over the last `run` steps, and its error."""
+        count = self.test.watch.count
+        age = (count - 1 - np.arange(_STEPS)) % _STEPS
+        use = (age[:, None] < np.clip(run, 1, min(_STEPS, count)))[:, None]
+        both, square = np.where(use, self._pattern, 0.0).sum(axis=0)
+        square = np.maximum(square, 1e-12)
+        return both / square, 1.5 * max(self._noise, 1e-4) / np.sqrt(square)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "test": self.test.state(),
+            "reference": self._reference,
+            "fixed": self._fixed,
+            "unsure": self._unsure,
+            "pattern": self._pattern,
+            "noise": self._noise,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.test.load(state["test"])
+        self._reference, self._fixed = state["reference"], state["fixed"]
+        self._unsure = state["unsure"]
+        self._pattern, self._noise = state["pattern"], state["noise"]
+
+
+def _odds(seen: Floats, error: Floats, needed: Floats) -> Floats:
+    """Log-likelihood ratio of 0 against `needed` (0 or more), one-sided: what lies beyond either
+    speaks no further for it."""
+    inside = np.clip(seen, 0.0, needed)
+    ratio = 0.5 * ((needed - inside) ** 2 - inside**2) / error**2
+    result: Floats = np.clip(ratio, -_MOST_ODDS, _MOST_ODDS)
+    return result

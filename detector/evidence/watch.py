@@ -1,0 +1,258 @@
+"""Evidence against every rank, from its peers and from its own past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from ..base.arrays import Bools, Floats, Ints, State
+from ..base.places import Places
+from ..base.robust import MAD_TO_SIGMA, group_median, mad_sigma
+from ..expectation.residual import StepResidual
+from ..settings import DetectorSettings
+from .sequential import EDetector
+
+_LAG = 3
+"""Steps before a residual may enter the baseline, so that an onset does not hide itself."""
+_FALL_STEPS = 4
+"""Steps over which the common fall of a pair is averaged."""
+_MEMORY = 100
+"""Steps that the baseline remembers, at most."""
+_SETTLED = 2
+"""Steps of own past before it counts without peers."""
+_OFFSET_WEIGHT = 16.0
+"""Ranks' worth of trust in the prior spread of healthy devices."""
+_UNKNOWN_OFFSET = 0.3
+"""Prior spread of the offset of a rank that has no peers (log)."""
+_DRIFT = 0.002
+"""Change of a healthy device against its past that nobody should be told about (log)."""
+_LEAST_HORIZON = 100_000
+"""Steps of a device to a false name, at least."""
+_SLOW_FROM_START = 0.001
+"""Chance that some healthy device of a job lies further from its peers than is granted to it."""
+_FLOOR = 5e-4
+"""Least scale of a residual (log): timers are no better."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How every rank stands after a step; arrays over ranks.
+
+    evidence  log e-value that the rank is slow
+    excess    log residual beyond its reference (its past, or its peers)
+    reference what the excess is measured from
+    doubt     standard error of that reference
+    scale     standard deviation of one step's residual
+    by_past   whether the past, not the peers, gave the evidence
+    seen      whether the rank had a residual in this step
+    able      whether the data can tell the rank's slowness from anything else
+    """
+
+    evidence: Floats
+    excess: Floats
+    reference: Floats
+    doubt: Floats
+    scale: Floats
+    by_past: Bools
+    seen: Bools
+    able: Bools
+
+
+class Watch:
+    """Sequential tests of all ranks of one layout, and the window of residuals they rest on."""
+
+    def __init__(self, places: Places, settings: DetectorSettings) -> None:
+        size = places.size
+        self._places, self._settings = places, settings
+        self.name_at = float(np.log(max(size * settings.horizon_steps, _LEAST_HORIZON)))
+        self._ceiling = self.name_at + 6.0
+        self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
+        peers = places.class_sizes[places.peers]
+        self._majority, self._pair = peers >= 3, peers == 2
+        self.window = np.full((settings.window_steps, size), np.nan, np.float32)
+        self.innovations = np.full((settings.window_steps, size), np.nan, np.float32)
+        self.steps = np.full(settings.window_steps, -1, np.int64)
+        self.count = 0
+        self._wider = 1.0
+        order = np.argsort(places.peers, kind="stable")
+        self._pairs = order[self._pair[order]].reshape(-1, 2).T
+        self.falls = np.full((_LAG + _FALL_STEPS, size), np.nan, np.float32)
+        self.mean = np.zeros(size)
+        self.past = np.zeros(size)
+        self.peer_test, self.past_test = EDetector(size), EDetector(size)
+
+    def observe(self, step: int, residual: StepResidual, trusted: Bools, able: Bools) -> Standing:
+        """Takes one step. `trusted` ranks may teach the baseline what is healthy; only those who
+        are `able` to be told apart from others may be named."""
+        deviation = self._centre(residual.value)
+        seen = np.isfinite(deviation)
+        self._push(step, deviation)
+        self._wider = residual.wider
+        offset = self._offset_spread()
+        scale = self._scale(residual, deviation)
+        spread = np.maximum(scale, _FLOOR)
+        prior = np.where(self._majority, offset, _UNKNOWN_OFFSET)
+        doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
+        mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
+        self._watch_pairs(deviation - self.mean, trusted)
+        by_peers = deviation - self._bound * offset
+        by_past = deviation - mean - 3.0 * doubt - _DRIFT
+        settled = seen & (self._majority | (self.past >= _SETTLED))
+        self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self._ceiling)
+        self.past_test.update(by_past, spread, settled, self._ceiling)
+        self._teach(trusted, spread, deviation, mean)
+        return self._standing(deviation, mean, doubt, offset, spread, able)
+
+    def _fallen(self) -> Floats:
+        """By how much both of a pair are lately below their past (0 or less): what expects them
+        has changed, not they. A pair has no majority that would take it out."""
+        recent = self.falls[(self.count - 1 - _LAG - np.arange(_FALL_STEPS)) % len(self.falls)]
+        known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
+        result: Floats = np.zeros(self._places.size)
+        if known.any():
+            result[known] = np.nanmedian(recent[:, known], axis=0)
+        return result
+
+    def _watch_pairs(self, change: Floats, trusted: Bools) -> None:
+        """Notes the lesser fall of both of each pair, as long as neither is in doubt."""
+        row = (self.count - 1) % len(self.falls)
+        self.falls[row] = np.nan
+        if self._pairs.size:
+            sound = trusted[self._pairs].all(axis=0) & (self.past[self._pairs] > 0).all(axis=0)
+            fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
+            self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
+
+    def _centre(self, value: Floats) -> Floats:
+        """Residuals against what is common to the peers, or to the job where peers are too few:
+        the median of what they differ from their own past by, which one that slows moves least."""
+        seen = np.isfinite(value)
+        if np.count_nonzero(seen) < 4:
+            return value.copy()
+        classes = self._places.peers
+        size = int(classes.max()) + 1
+        change = value - self.mean
+        middle = group_median(change[seen], classes[seen], size)
+        counts = np.bincount(classes[seen], minlength=size)
+        common = float(np.median(change[seen]))
+        result: Floats = value - np.where((counts >= 3)[classes], middle[classes], common)
+        return result
+
+    def _push(self, step: int, deviation: Floats) -> None:
+        row = self.count % self._settings.window_steps
+        self.window[row], self.steps[row] = deviation, step
+        self.innovations[row] = np.nan
+        self.count += 1
+
+    def recent(self, steps: int) -> Ints:
+        """Rows of the window for the last `steps` steps, oldest first."""
+        steps = min(steps, self.count, self._settings.window_steps)
+        rows: Ints = np.arange(self.count - steps, self.count, dtype=np.int64)
+        rows %= len(self.steps)
+        return rows
+
+    def _offset_spread(self) -> float:
+        """Spread of healthy devices around their peers, with a prior for small jobs."""
+        prior = self._settings.offset_spread * self._wider
+        use = self._majority & (self.past >= 2 * _SETTLED)
+        number = int(np.count_nonzero(use))
+        seen = mad_sigma(self.mean[use], 0.0) if number else 0.0
+        square = (_OFFSET_WEIGHT * prior**2 + number * seen**2) / (_OFFSET_WEIGHT + number)
+        return float(np.sqrt(square))
+
+    def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
+        """Standard deviation of a step's residual: the job's, refined by each rank's own."""
+        known = np.isfinite(self.innovations)
+        if np.count_nonzero(known) < max(16, 2 * self._places.size):
+            return np.maximum(residual.error, self._early_scale(deviation))
+        pooled = mad_sigma(self.innovations.astype(np.float64), 0.0)
+        counts = known.sum(axis=0)
+        own = np.full(self._places.size, pooled)
+        enough = counts >= 6
+        with_nan = np.abs(self.innovations[:, enough])
+        own[enough] = MAD_TO_SIGMA * np.nanmedian(with_nan, axis=0)
+        blend = (8.0 * pooled**2 + counts * own**2) / (8.0 + counts)
+        result: Floats = np.maximum(np.sqrt(blend), residual.error)
+        return result
+
+    def _early_scale(self, deviation: Floats) -> float:
+        """Before there is a baseline: changes from step to step, which offsets do not enter."""
+        changes = np.diff(self.window[self.recent(8)], axis=0) / np.sqrt(2.0)
+        number = int(np.count_nonzero(np.isfinite(changes)))
+        if number >= 8:
+            return mad_sigma(changes, 0.0) * (1.0 + 4.0 / number)
+        seen = deviation[np.isfinite(deviation)]
+        return mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0
+
+    def _teach(self, trusted: Bools, spread: Floats, deviation: Floats, mean: Floats) -> None:
+        """The residual of some steps ago joins the baseline of the ranks that are in control."""
+        row = self.recent(1)[0]
+        usable = trusted & (self.past >= _SETTLED)
+        self.innovations[row] = np.where(usable, deviation - mean, np.nan)
+        if self.count <= _LAG:
+            return
+        old = self.window[self.recent(_LAG + 1)[0]]
+        use = trusted & np.isfinite(old)
+        base = np.where(self.past > 0, self.mean, 0.0)
+        limit = np.where(self.past >= 2 * _SETTLED, 3.0 * spread, np.inf)
+        step = np.clip(np.where(use, old, 0.0) - base, -limit, limit)
+        self.past = np.where(use, np.minimum(self.past + 1.0, _MEMORY), self.past)
+        self.mean = np.where(use, base + step / np.maximum(self.past, 1.0), self.mean)
+
+    def _standing(
+        self,
+        deviation: Floats,
+        mean: Floats,
+        doubt: Floats,
+        offset: float,
+        scale: Floats,
+        able: Bools,
+    ) -> Standing:
+        peers, past = self.peer_test.evidence(), self.past_test.evidence()
+        by_past = past >= peers
+        able = able & (self._majority | (past >= self.name_at))
+        return Standing(
+            evidence=np.maximum(peers, past) - np.log(2.0),
+            excess=deviation - np.where(by_past, mean, 0.0),
+            reference=np.where(by_past, mean, 0.0),
+            doubt=np.where(by_past, doubt, offset),
+            scale=scale,
+            by_past=by_past,
+            seen=np.isfinite(deviation),
+            able=able,
+        )
+
+    def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
+        """Sets what is healthy for a rank (log residual), as if seen for so many steps."""
+        self.mean[rank], self.past[rank] = level, steps
+
+    def unsettled(self, now: Standing) -> Bools:
+        """Ranks with neither enough peers nor a past of their own to be judged by."""
+        return now.seen & ~self._majority & (self.past < _SETTLED)
+
+    def alike(self, level: float) -> bool:
+        """Whether a residual (log) is within what healthy devices differ by."""
+        return abs(level) < self._bound * self._offset_spread()
+
+    def add(self, rank: int, gain: float) -> None:
+        """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
+        self.peer_test.add(rank, gain, self._ceiling)
+        self.past_test.add(rank, gain, self._ceiling)
+
+    def clear(self, ranks: Bools) -> None:
+        """Forgets the evidence against some ranks."""
+        self.peer_test.reset(ranks)
+        self.past_test.reset(ranks)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        names = ("window", "innovations", "falls", "steps", "count", "mean", "past")
+        tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
+        return {**{name: getattr(self, name) for name in names}, **tests}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        for name in ("window", "innovations", "falls", "steps", "count", "mean", "past"):
+            setattr(self, name, state[name])
+        self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]

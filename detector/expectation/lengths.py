@@ -1,0 +1,139 @@
+"""Residuals of records that carry lengths: observed over expected compute time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resihp.contracts import Job, Op, TelemetryBatch
+
+from ..base.arrays import Bools, Floats, Ints, State
+from ..base.places import Places
+from ..base.robust import group_location, group_median, mad_sigma
+from .correction import Correction
+from .own import OwnLevels
+from .regression import CellRegression
+from .residual import StepResidual
+from .workload import TERMS, features_of, work_terms
+
+
+class LengthModel:
+    """Expected compute times from lengths, learned as the steps come in.
+
+    One small regression for each class of peers, chunk and op on the analytic terms. What a rank
+    itself is slower or faster by is taken out of its records before anything is learned from them,
+    so a slow device does not become the norm.
+    """
+
+    def __init__(self, job: Job, places: Places, correction: Correction) -> None:
+        self._job, self._places, self.correction = job, places, correction
+        self._cells = int(places.peers.max() + 1) * job.chunks * 2
+        self.regression = CellRegression(
+            self._cells,
+            prior=np.array([0.0, 1.0, 1.0]),
+            ridge=np.array([0.04, 0.0016, 0.0016]),
+            non_negative=np.ones(TERMS, bool),
+        )
+        self._own = OwnLevels(places.peers)
+        self._spread = 0.0
+
+    def cell_of(self, batch: TelemetryBatch, index: Ints) -> Ints:
+        """Regression cell of each record."""
+        kind = self._places.peers[index] * self._job.chunks + np.minimum(
+            batch.chunk, self._job.chunks - 1
+        )
+        result: Ints = kind * 2 + (batch.op == Op.BACKWARD)
+        return result
+
+    def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
+        """Scores one step of compute records, then learns from the ranks in `trusted`."""
+        terms = work_terms(self._job, self._places, batch, index)
+        features = features_of(self._places, batch, index)
+        applied, unsure = self.correction.of(features)
+        times = np.maximum(batch.compute_ms, 1e-6) * np.exp(-applied)
+        cell = self.cell_of(batch, index)
+        if not self._own.steps:
+            self._start(cell, terms, times, index, trusted)
+        self.regression.open(cell, terms, times)
+        expected, doubt = self.regression.predict(cell, terms)
+        doubt = np.hypot(doubt, unsure / max(self._spread, 1e-4))
+        ratio = np.log(times / expected)
+        result = self._score(ratio, doubt, index)
+        own, left, scatter = self._apart(ratio, index, result)
+        usable = trusted[index] & (np.abs(left) < 6.0 * scatter)
+        usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
+        self._learn(cell, terms, times, index, own, usual)
+        self._own.observe(result.value)
+        self.correction.observe(features, left + applied, applied, usable)
+        return result
+
+    def _apart(
+        self, ratio: Floats, index: Ints, result: StepResidual
+    ) -> tuple[Floats, Floats, float]:
+        """What each rank is slower by, what is left of its records, and how far that scatters."""
+        microbatches = result.records / (2.0 * self._job.chunks)
+        own = self._own.of(result.value, microbatches)
+        left = ratio - own[index]
+        return own, left, max(self._spread, self._own.scatter(left, microbatches), 1e-4)
+
+    def _score(self, residual: Floats, doubt: Floats, index: Ints) -> StepResidual:
+        size = self._places.size
+        centre = group_median(residual, index, size)
+        inner = mad_sigma(residual - centre[index], 0.0)
+        self._spread = inner if not self._own.steps else 0.8 * self._spread + 0.2 * inner
+        spread = max(self._spread, 1e-4)
+        error = doubt * spread
+        weights = 1.0 / (1.0 + (error / spread) ** 2)
+        value, left = group_location(residual, index, size, spread, weights)
+        counts = np.bincount(index, minlength=size)
+        some = np.maximum(left, 1e-9)
+        shared = np.bincount(index, weights * error, size) / np.maximum(
+            np.bincount(index, weights, size), 1e-9
+        )
+        total = np.sqrt(spread**2 / some + shared**2)
+        return StepResidual(np.where(counts > 0, value, np.nan), total, counts, spread)
+
+    def _start(self, cell: Ints, terms: Floats, times: Floats, index: Ints, trusted: Bools) -> None:
+        """First step: fit on it, with what each rank differs by from its class taken out."""
+        self.regression.open(cell, terms, times)
+        for _ in range(3):
+            expected, doubt = self.regression.predict(cell, terms)
+            ratio = np.log(times / expected)
+            result = self._score(ratio, 0.0 * doubt, index)
+            own, left, scatter = self._apart(ratio, index, result)
+            self.regression.forget()
+            usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
+            self._learn(cell, terms, times, index, own, usual)
+        self.regression.forget()
+
+    def _learn(
+        self, cell: Ints, terms: Floats, times: Floats, index: Ints, own: Floats, usual: Bools
+    ) -> None:
+        sound = np.bincount(index[usual], minlength=own.size) > 0
+        apart = self._own.beyond_class(own, sound)
+        self.regression.learn(cell, terms, times * np.exp(-apart[index]), usual.astype(np.float64))
+
+    def inherit(self, older: LengthModel) -> None:
+        """Starts from what an older layout taught: cost per FLOP and per layer, by op."""
+        for op in range(2):
+            known = [c for c in range(op, older._cells, 2) if older.regression.ready[c]]
+            if not known:
+                continue
+            for cell in range(op, self._cells, 2):
+                self.regression.inherit(cell, older.regression, known)
+        self._spread = older._spread
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "correction": self.correction.state(),
+            "regression": self.regression.state(),
+            "own": self._own.state(),
+            "spread": self._spread,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.correction.load(state["correction"])
+        self.regression.load(state["regression"])
+        self._own.load(state["own"])
+        self._spread = state["spread"]

@@ -1,0 +1,152 @@
+"""Small weighted regressions for many cells at once, from running moments.
+
+Every cell explains times `t` by a few terms `x`: `t ~ x @ theta`, in relative error, so that long
+and short microbatches count alike. Moments fade slowly; a weak ridge pulls towards the prior, which
+is what is left where the data say nothing (all lengths equal, the first step).
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from ..base.arrays import Bools, Floats, Ints, State
+
+
+class CellRegression:
+    """`cells` independent regressions on `terms` terms.
+
+    Term 0 is the fixed one. In a cell's own units a fixed coefficient of 1 is the typical time and
+    the others of 1 explain it in the proportions that `x` gives them.
+
+    prior        shape (terms,): coefficients before any data, in those units
+    ridge        shape (terms,): how strongly the prior holds, in equivalent records
+    non_negative shape (terms,): terms whose coefficient may not be negative
+    """
+
+    def __init__(
+        self, cells: int, prior: Floats, ridge: Floats, non_negative: Bools, fade: float = 0.98
+    ) -> None:
+        self._prior, self._ridge, self._non_negative = prior, ridge, non_negative
+        self._fade = fade
+        terms = prior.size
+        self._unit = np.full((cells, terms), np.nan)
+        self._gram = np.zeros((cells, terms, terms))
+        self._moment = np.zeros((cells, terms))
+        self.theta = np.full((cells, terms), np.nan)
+        self._spread = np.zeros((cells, terms, terms))
+
+    @property
+    def ready(self) -> Bools:
+        """Which cells have a prediction."""
+        result: Bools = np.isfinite(self.theta).all(axis=1)
+        return result
+
+    def open(self, cell: Ints, terms: Floats, times: Floats) -> None:
+        """Gives new cells their units and a first proportional fit, from the records' medians."""
+        for index in np.unique(cell[~self.ready[cell]]).tolist():
+            rows = cell == index
+            self.open_cell(index, np.median(terms[rows], axis=0), float(np.median(times[rows])))
+
+    def open_cell(self, index: int, typical: Floats, time_ms: float) -> None:
+        """One cell whose typical record has the terms `typical` and takes `time_ms`."""
+        unit = np.full(typical.size, time_ms / max(float(typical[1:].sum()), 1e-30))
+        unit[0] = time_ms / max(float(typical[0]), 1e-30)
+        self.set_unit(index, unit)
+
+    def set_unit(self, index: int, unit: Floats) -> None:
+        """Opens a cell whose prior coefficients are `prior * unit`."""
+        self._unit[index] = unit
+        self.theta[index] = self._prior * unit
+        self._spread[index] = np.diag(1.0 / self._ridge)
+
+    def inherit(self, index: int, older: CellRegression, known: list[int]) -> None:
+        """Opens a cell with what the cells `known` of an older regression agree on.
+
+        How far their level is off here is a constant that the rank's own past will show; only
+        the doubt about the shape is taken over.
+        """
+        self._unit[index] = np.median(older._unit[known], axis=0)
+        self.theta[index] = np.median(older.theta[known], axis=0)
+        self._spread[index] = np.median(older._spread[known], axis=0)
+
+    def predict(self, cell: Ints, terms: Floats) -> tuple[Floats, Floats]:
+        """Time of each record, and its relative standard error per unit of relative noise."""
+        time_ms = np.maximum((terms * self.theta[cell]).sum(axis=1), 1e-9)
+        relative = terms * self._unit[cell] / time_ms[:, None]
+        variance = np.einsum("ni,nij,nj->n", relative, self._spread[cell], relative)
+        return time_ms, np.sqrt(np.maximum(variance, 0.0))
+
+    def fixed_error(self, noise: float, unknown: float) -> Floats:
+        """Standard error of the share of a typical record's time that is fixed, shape (cells,), for
+        records with a relative `noise`; `unknown` where the records do not tell.
+
+        Only for two terms: what the records say of the first, the second given.
+        """
+        second = np.maximum(self._gram[:, 1, 1], 1e-12)
+        known = np.maximum(self._gram[:, 0, 0] - self._gram[:, 0, 1] ** 2 / second, 0.0)
+        result: Floats = 1.0 / np.sqrt(known / noise**2 + 1.0 / unknown**2)
+        return result
+
+    def forget(self) -> None:
+        """Empties the moments; coefficients and their uncertainty stay until the next `learn`."""
+        self._gram[:] = 0.0
+        self._moment[:] = 0.0
+
+    def learn(self, cell: Ints, terms: Floats, times: Floats, weights: Floats) -> None:
+        """Adds records to the moments and solves again."""
+        rows = weights > 0
+        cell, terms, times, weights = cell[rows], terms[rows], times[rows], weights[rows]
+        relative = terms * self._unit[cell] / times[:, None]
+        cells, width = self._moment.shape
+        touched = np.bincount(cell, minlength=cells) > 0
+        self._gram[touched] *= self._fade
+        self._moment[touched] *= self._fade
+        for i in range(width):
+            weighted = weights * relative[:, i]
+            self._moment[:, i] += np.bincount(cell, weighted, cells)
+            for j in range(width):
+                self._gram[:, i, j] += np.bincount(cell, weighted * relative[:, j], cells)
+        if touched.any():
+            self._solve(np.flatnonzero(touched))
+
+    def _solve(self, cells: Ints) -> None:
+        gram = self._gram[cells] + np.diag(self._ridge)
+        moment = self._moment[cells] + self._ridge * self._prior
+        best = _least_squares(gram, moment, self._non_negative)
+        self.theta[cells] = best * self._unit[cells]
+        self._spread[cells] = np.linalg.inv(gram)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        names = ("_unit", "_gram", "_moment", "theta", "_spread")
+        return {name.strip("_"): getattr(self, name) for name in names}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self._unit, self._gram, self._moment = state["unit"], state["gram"], state["moment"]
+        self.theta, self._spread = state["theta"], state["spread"]
+
+
+def _least_squares(gram: Floats, moment: Floats, non_negative: Bools) -> Floats:
+    """The minimum of `s G s / 2 - m s` with some `s >= 0`, for every cell.
+
+    With so few terms, trying every set of terms held at zero is exact and needs no iteration.
+    """
+    cells, terms = moment.shape
+    best = np.zeros((cells, terms))
+    lowest = np.full(cells, np.inf)
+    bound = np.flatnonzero(non_negative).tolist()
+    for count in range(len(bound) + 1):
+        for dropped in combinations(bound, count):
+            kept = [term for term in range(terms) if term not in dropped]
+            if not kept:
+                continue
+            part = np.zeros((cells, terms))
+            inner = gram[:, kept][:, :, kept]
+            part[:, kept] = np.linalg.solve(inner, moment[:, kept, None])[..., 0]
+            value = 0.5 * np.einsum("ci,cij,cj->c", part, gram, part) - (moment * part).sum(axis=1)
+            better = (part[:, bound] >= -1e-12).all(axis=1) & (value < lowest)
+            best[better], lowest[better] = part[better], value[better]
+    return best

@@ -1,0 +1,1 @@
+"""Records on their way in: messages to whole steps, and the last steps for the diagnosis."""

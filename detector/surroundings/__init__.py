@@ -1,0 +1,1 @@
+"""What is slow beside devices: links, groups' collectives, hosts."""

@@ -1,0 +1,61 @@
+"""How often a job meets faults, what protects it, and how long a change of layout has to pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from .errors import ContractError
+
+
+@dataclass(frozen=True)
+class FaultRate:
+    """What has been seen of faults, with a prior as heavy as one fault (a gamma posterior).
+
+    prior_mtbf_s  mean time between faults that one would guess beforehand
+    observed_s    how long the job has run;  `faults` how many it has had
+    """
+
+    prior_mtbf_s: float
+    faults: int = 0
+    observed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.prior_mtbf_s > 0.0 or self.faults < 0 or not self.observed_s >= 0.0:
+            raise ContractError("faults", "prior_mtbf_s must be above 0, what was seen 0 or more")
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between faults."""
+        return (self.prior_mtbf_s + self.observed_s) / (1 + self.faults)
+
+    def seen(self, faults: int, observed_s: float) -> FaultRate:
+        """After more faults in more time."""
+        total_s = self.observed_s + observed_s
+        return replace(self, faults=self.faults + faults, observed_s=total_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protection:
+    """How a job lives with faults.
+
+    faults      how often they come
+    interval_s  between checkpoints; 0: no work is done again after a fault
+    cost_s      of training time that one checkpoint takes
+    """
+
+    faults: FaultRate = field(default_factory=lambda: FaultRate(86_400.0))
+    interval_s: float = 0.0
+    cost_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.cost_s <= self.interval_s:
+            raise ContractError("cost_s", "must be from 0 to interval_s")
+
+    def horizon_steps(self, step_s: float) -> int:
+        """Steps until the next fault that last, in expectation: a change has to pay over these.
+
+        Half an interval is done again after the fault, and checkpoints take their part.
+        """
+        share = 1.0 - self.cost_s / self.interval_s if self.interval_s else 1.0
+        lasting_s = max(0.0, self.faults.mtbf_s - self.interval_s / 2.0) * share
+        return max(1, int(lasting_s / step_s))

@@ -1,0 +1,118 @@
+"""Writes a rank's part of the job's checkpoints, and reads them back into any layout."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch.distributed as dist
+
+from resihp.checkpoint import Alone, Checkpointer, EveryStep, Level
+from resihp.checkpoint.restore import restore
+from resihp.contracts import Plan
+from resihp.layout import writers
+
+from ..engine import Cursor, Setup
+from ..engine.shard import Shard, scalar_table
+from ..worlds.comm import Group
+from .pieces import all_pieces, scalars_piece
+from .settings import Checkpoints
+from .together import Together
+from .writer import Writer
+
+_UNTIL_WRITTEN_S = 600.0
+_UNTIL_GIVEN_UP_S = 10.0
+
+
+class CheckpointKeeper:
+    """A `Keeper` on the levels of `Checkpoints`.
+
+    Each layout has a `Writer` of its own, as other ranks write other ranges, and begins a lineage
+    of checkpoints. `store` gives all ranks the same time of the job's start: it names the job, so
+    that files which an earlier start left unfinished are not taken for ours, and lineages are as
+    old as it and their layout's epoch say, whatever the ranks' clocks do.
+    """
+
+    can_restore = True
+
+    def __init__(
+        self, checkpoints: Checkpoints, setup: Setup, rank: int, store: dist.Store
+    ) -> None:
+        self._checkpoints, self._setup, self._rank = checkpoints, setup, rank
+        self._job = store.compare_set("checkpoints", "", f"{time.time_ns()}-{rank}").decode()
+        self._started = int(self._job.split("-")[0])
+        self._writer: Writer | None = None
+
+    def prepare(self, plan: Plan, epoch: int, shard: Shard) -> None:
+        """Plan and make buffers for a layout that is new, in the background."""
+        before = self._writer
+        if before is not None and before.plan.layout == plan.layout:
+            before.plan = plan
+            return
+        if before is not None:
+            closing = threading.Thread(target=before.close, args=(_UNTIL_WRITTEN_S,), daemon=True)
+            closing.name = "resihp-checkpoint-close"
+            closing.start()
+        checkpointer = Checkpointer(
+            self._checkpoints.levels(),
+            EveryStep(),
+            ranks=Alone(self._rank, plan.layout.ranks, f"{self._job}.{epoch}"),
+            clock=lambda: self._started + epoch,
+        )
+        spans = writers(plan.layout, self._setup.model.parameters)[self._rank]
+        policy = self._checkpoints.policy
+        self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard)
+
+    def is_due(self, step: int) -> bool:
+        """What the policy says, and again until it has been done."""
+        return self._writer is not None and self._writer.is_due(step)
+
+    def save(self, step: int, shard: Shard) -> None:
+        """Begin to save the state after `step`."""
+        assert self._writer is not None, "prepared before the step"
+        self._writer.save(step, shard)
+
+    def fence(self) -> None:
+        """Wait for copies, never for storage."""
+        if self._writer is not None:
+            self._writer.fence()
+
+    def restore(self, group: Group, shard: Shard | None) -> int:
+        """Bring `shard` to the newest usable checkpoint, and the data's cursor along with it."""
+        if self._writer is not None:
+            self._writer.wait(_UNTIL_GIVEN_UP_S)  # nothing may come or go while it is read
+        ranks, setup = Together(group, self._rank), self._setup
+        table = scalar_table(setup.model, setup.optimizer)
+        pieces = [] if shard is None else [*all_pieces(shard), *scalars_piece(table)]
+        with self._levels() as levels:
+            restored = restore(levels, pieces, ranks)
+        completed, self._started = restored.step + 1, max(self._started, restored.newest_born + 1)
+        if shard is not None:
+            shard.set_scalars(table, completed)
+        if isinstance(setup.data, Cursor):
+            setup.data.load_state_dict(cast(dict[str, object], restored.extra["cursor"]))
+        return completed
+
+    def resume(self, group: Group, shard: Shard) -> int:
+        """As `restore`; 0 where no rank sees a checkpoint."""
+        with self._levels() as levels:
+            has_any = any(level.steps() for level in levels)
+        is_there = any(Together(group, self._rank).gather(has_any))
+        return self.restore(group, shard) if is_there else 0
+
+    def close(self, *, is_done: bool) -> None:
+        """End all threads; what was begun is given time to be written."""
+        if self._writer is not None:
+            self._writer.close(_UNTIL_WRITTEN_S if is_done else _UNTIL_GIVEN_UP_S)
+
+    @contextmanager
+    def _levels(self) -> Iterator[Sequence[Level]]:
+        levels = self._checkpoints.levels()
+        try:
+            yield levels
+        finally:
+            for level in levels:
+                level.close()

@@ -1,0 +1,39 @@
+"""Where and when a job writes its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .contract import Keeper
+
+if TYPE_CHECKING:
+    from resihp.checkpoint import Level, Policy
+
+    from ..engine import Setup
+    from ..membership.rendezvous import Rendezvous
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints that an elastic job writes and, where state is lost, goes back to.
+
+    `Checkpoints(lambda: [LocalDisk("/shared/run7", keep=3)], Every(50))`
+
+    levels  makes the levels, anew for each layout. What one rank writes must be there for the
+            others to read: shared storage, or a disk if all ranks are on one machine
+    policy  at which steps; asked on one rank, whose answer holds for all
+
+    A job that starts where there are checkpoints goes on from the newest that is usable. Needs
+    `resihp[checkpoint]`.
+    """
+
+    levels: Callable[[], Sequence[Level]]
+    policy: Policy
+
+    def keeper(self, setup: Setup, rendezvous: Rendezvous) -> Keeper:
+        """What writes and reads them for one rank."""
+        from .keeper import CheckpointKeeper  # an extra that jobs without checkpoints do without
+
+        return CheckpointKeeper(self, setup, rendezvous.rank, rendezvous.link.store)

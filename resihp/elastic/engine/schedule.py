@@ -1,0 +1,29 @@
+"""The order in which a rank runs the passes of its share of a step."""
+
+from __future__ import annotations
+
+from resihp.contracts import ContractError, Plan, Schedule
+from resihp.pipeline.orders import Pass, stage_order
+
+from ..worlds.world import World
+
+
+def order_of(plan: Plan, world: World, microbatches: int) -> tuple[Pass, ...]:
+    """The passes of this rank's stage over `microbatches`, which count from 0 in its share."""
+    place = world.place
+    return stage_order(
+        plan.schedule,
+        stage=place.pp,
+        stages=len(world.layout.replicas[place.dp].stages),
+        microbatches=microbatches,
+        chunks=world.chunks,
+    )
+
+
+def check_schedule(plan: Plan) -> None:
+    """Whether stages hold as many model chunks as the schedule needs. Raises `ContractError`."""
+    chunks = {replica.chunks for replica in plan.layout.replicas}
+    if plan.schedule is Schedule.INTERLEAVED and chunks == {1}:
+        raise ContractError("schedule", "interleaved needs several model chunks in each stage")
+    if plan.schedule is not Schedule.INTERLEAVED and chunks != {1}:
+        raise ContractError("schedule", f"{plan.schedule} runs one model chunk in each stage")

@@ -1,0 +1,91 @@
+"""A shard whose values are still to come, and where they are written: to memory, or to files.
+
+A file takes what the limit on memory has no room for beside the old world. Its tensor is a private
+mapping of it: what is written to the file shows there, and only once the new world is trained does
+the first update turn its pages into memory, of which the old world has by then let go. Linux
+promises to show it; a page that was not yet written through the private mapping is the file's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from resihp.layout import Param, Range
+
+from ..engine.shard import Shard
+
+
+@dataclass(frozen=True)
+class Room:
+    """Gives out memory for what comes; for `spilled` parameters, in files of `folder`."""
+
+    spilled: Collection[Param] = ()
+    folder: Path | None = None
+    files: dict[Param, list[torch.Tensor]] = field(default_factory=dict)
+    _gradients: list[torch.Tensor] = field(default_factory=list)
+
+    def allot(self, param: Param, like: torch.Tensor) -> torch.Tensor:
+        """Zeros of the shape of `like`, for `param` or one of its moments.
+
+        Raises `OSError` if the disk is full.
+        """
+        if param not in self.spilled:
+            return torch.zeros_like(like)
+        seen, written = self._mapped(like, ("private", "shared"))
+        self.files.setdefault(param, []).append(written)
+        return seen
+
+    def gradient(self, param: Param, like: torch.Tensor) -> torch.Tensor:
+        """The same for a gradient, which is let go before memory is short."""
+        if param not in self.spilled:
+            return torch.zeros_like(like)
+        gradient = self._mapped(like, ("shared",))[0].zero_()
+        self._gradients.append(gradient)
+        return gradient
+
+    @property
+    def bytes(self) -> int:
+        """What is in files, and would be in memory otherwise."""
+        copies = [tensor for tensors in self.files.values() for tensor in tensors]
+        return sum(tensor.nbytes for tensor in (*copies, *self._gradients))
+
+    def _mapped(self, like: torch.Tensor, kinds: tuple[str, ...]) -> list[torch.Tensor]:
+        if like.numel() == 0:
+            return [torch.zeros_like(like) for _ in kinds]
+        descriptor, name = tempfile.mkstemp(prefix="resihp-spill-", dir=self.folder)
+        try:
+            # Without room on the disk a write through a mapping would end the process.
+            os.posix_fallocate(descriptor, 0, like.nbytes)
+            return [
+                torch.from_file(
+                    name, shared=kind == "shared", size=like.numel(), dtype=like.dtype
+                ).view_as(like)
+                for kind in kinds
+            ]
+        finally:
+            os.close(descriptor)
+            os.unlink(name)  # it lives on until the last tensor is let go
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A shard that is being filled; `state` is where its values are to be written."""
+
+    shard: Shard
+    room: Room = field(default_factory=Room)
+
+    @property
+    def ranges(self) -> Mapping[Param, Range]:
+        """Range of each parameter held."""
+        return self.shard.ranges
+
+    def state(self, param: Param) -> tuple[torch.Tensor, ...]:
+        """The parameter and its moments."""
+        files = self.room.files.get(param)
+        return self.shard.state(param) if files is None else tuple(files)

@@ -1,0 +1,140 @@
+"""What a rank does when others are lost: agree, settle, and go on in a world without them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from resihp.contracts import ContractError, InfeasibleError, Plan, StateLostError
+from resihp.layout import moves
+
+from .engine import Setup
+from .engine.account import holding
+from .engine.schedule import check_schedule
+from .handoff.switching import Switching
+from .membership.agreement import Decision, Report
+from .membership.offers import Offer
+from .membership.plans import PlanSource
+from .membership.rendezvous import Rendezvous
+from .present import Present
+from .worlds.world import World
+
+_log = logging.getLogger("resihp.elastic")
+
+
+class Recovery:
+    """One rank's side of it. `complete` makes the update of a step, given its norm.
+
+    can_restore  state that nobody alive holds can be read from a checkpoint
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        present: Present,
+        rendezvous: Rendezvous,
+        plans: PlanSource,
+        switching: Switching,
+        complete: Callable[[int, float], None],
+        *,
+        can_restore: bool,
+    ) -> None:
+        self._setup, self._present, self._rendezvous = setup, present, rendezvous
+        self._plans, self._switching, self._complete = plans, switching, complete
+        self._can_restore = can_restore
+
+    def recover(self, reason: str) -> None:
+        """Agree with the survivors on what holds, and take on a world without the lost ranks.
+
+        Raises `WorldBrokenError` if another rank is lost on the way: call it again.
+        """
+        rendezvous, switching, present = self._rendezvous, self._switching, self._present
+        switching.paused_at = switching.paused_at or time.perf_counter()
+        _log.warning("rank %d: %s", rendezvous.rank, reason)
+        rendezvous.call_recovery(reason, self._leaves())
+        decision = rendezvous.agree(self._report(), present.plan.microbatches)
+        self._settle(decision)
+        lost = tuple(sorted(set(present.plan.layout.ranks) - set(decision.survivors)))
+        if rendezvous.rank == decision.survivors[0]:
+            self._publish(decision)
+        offer = rendezvous.await_offer(decision.next_epoch)
+        switching.repair(decision.next_epoch, offer, lost)
+        switching.switch(lost, () if offer.gone else decision.kept)
+
+    def _leaves(self) -> list[str]:
+        """The passes that the other ranks of this one's replica cannot finish without it."""
+        left, present, doubt = [], self._present, self._switching.doubt
+        if present.engine is not None:
+            step = present.completed + present.engine.is_accumulated
+            left.append(passes(present.epoch, present.engine.world, step))
+        if doubt is not None and doubt.world is not None:
+            step = present.completed if doubt.rewound is None else doubt.rewound
+            left.append(passes(doubt.epoch, doubt.world, step))
+        return left
+
+    def _report(self) -> Report:
+        present = self._present
+        pending, doubt = self._switching.pending, self._switching.doubt
+        holdings = [] if present.engine is None else [present.engine.holding(present.epoch)]
+        if doubt is not None and doubt.world is not None:
+            begun = doubt.rest.shares[doubt.world.place.dp].begun if doubt.rest else ()
+            summed = self._switching.is_handed_over
+            holdings.append(holding(doubt.world, doubt.epoch, begun, summed=summed))
+        return Report(
+            epoch=present.epoch,
+            completed=present.completed,
+            holdings=tuple(holdings),
+            norm=present.norm,
+            doubt=doubt.epoch if doubt is not None else None,
+            rewound=doubt.rewound if doubt is not None else None,
+            seen=pending.target.epoch if pending is not None else present.epoch,
+            idle=present.engine is None,
+        )
+
+    def _settle(self, decision: Decision) -> None:
+        """Bring this rank to the state that was decided."""
+        present, switching = self._present, self._switching
+        doubt = switching.doubt
+        if doubt is not None and decision.epoch == doubt.epoch:
+            switching.adopt(doubt)
+            switching.paused_at = time.perf_counter()
+        switching.catch_up(decision.epoch)
+        if present.engine is not None and decision.completed > present.completed:
+            assert decision.norm is not None
+            self._complete(present.completed, decision.norm)
+        present.completed = decision.completed
+        switching.forget()
+
+    def _publish(self, decision: Decision) -> None:
+        """Offer a plan for the survivors, or the reason why there is none."""
+        present, gone = self._present, ""
+        plan, lost = present.plan, set(present.plan.layout.ranks) - set(decision.survivors)
+        try:
+            if lost:
+                plan = self._plans.after_loss(plan, decision.survivors, decision.completed)
+            if plan.microbatches != present.plan.microbatches:
+                raise InfeasibleError("microbatches", "a plan must not change their number")
+            check_schedule(plan)
+            gone = self._gone(plan, lost)
+        except (ContractError, InfeasibleError, StateLostError) as error:
+            self._rendezvous.publish(decision.next_epoch, str(error))
+            return
+        offer = Offer(plan, decision.survivors, gone=gone)
+        self._rendezvous.publish(decision.next_epoch, offer)
+
+    def _gone(self, plan: Plan, lost: set[int]) -> str:
+        """The state that nobody alive holds; raises `StateLostError` if it is lost for ever."""
+        try:
+            moves(self._present.plan.layout, plan.layout, self._setup.model.parameters, lost=lost)
+        except StateLostError as error:
+            if not self._can_restore:
+                raise StateLostError(f"{error}; the job keeps no checkpoints") from error
+            _log.warning("%s; going back to the newest checkpoint", error)
+            return str(error)
+        return ""
+
+
+def passes(epoch: int, world: World, step: int) -> str:
+    """Names the passes of one step in the replica of `world` in which this rank stands."""
+    return f"{epoch}.{world.place.dp}.{step}"

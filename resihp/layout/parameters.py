@@ -1,0 +1,130 @@
+"""The parameters of a model: where each lives, and how tensor parallelism may cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from resihp.contracts import ContractError, Replica
+
+Range = tuple[int, int]
+"""Half-open."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of the whole model.
+
+    key    unique name, e.g. "layers.3.wq"
+    shape  of the unsharded tensor
+    dim    dimension that tensor parallelism splits; None: every rank of the stage holds all of it
+    unit   shard edges are multiples of this many rows of `dim` (e.g. the width of a KV group)
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    unit: int = 1
+
+    @property
+    def size(self) -> int:
+        """Rows along the split dimension (along dimension 0 where it is not split)."""
+        return self.shape[self.dim or 0]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements in one row along that dimension."""
+        return prod(self.shape) // self.size
+
+    def ranges(self, shares: Sequence[int]) -> tuple[Range, ...]:
+        """The range that each rank of a stage with these shares holds."""
+        if self.dim is None:
+            return ((0, self.size),) * len(shares)
+        return split(self.size, shares, unit=self.unit)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """All parameters of a model by where they live: first stage, `layers[i]`, last stage.
+
+    A tied parameter stands in `first` and in `last`: the two stages hold equal copies, whose
+    gradients are summed. Raises `ContractError` for one that is tied in any other way.
+    """
+
+    layers: tuple[tuple[Param, ...], ...]
+    first: tuple[Param, ...] = ()
+    last: tuple[Param, ...] = ()
+
+    def __post_init__(self) -> None:
+        inner = [param for layer in self.layers for param in layer]
+        once = {param.key for param in (*inner, *self.first)} | {p.key for p in self._last_alone}
+        if len(once) < len(inner) + len(self.first) + len(self._last_alone):
+            raise ContractError("parameters", "only first and last stage may share a parameter")
+        for param in set(self.first) & set(self.last):
+            if param.dim is None:
+                raise ContractError(param.key, "a tied parameter needs a dimension to split")
+
+    @property
+    def all(self) -> tuple[Param, ...]:
+        """Every parameter once, in the order in which they are used."""
+        inner = tuple(param for layer in self.layers for param in layer)
+        return self.first + inner + self._last_alone
+
+    @property
+    def second_copies(self) -> Parameters:
+        """The tied parameters alone, where the last stage holds them."""
+        tied = tuple(param for param in self.last if param in self.first)
+        return Parameters(((),) * len(self.layers), (), tied)
+
+    @property
+    def first_copies(self) -> Parameters:
+        """Every parameter, but tied ones in the first stage only."""
+        return Parameters(self.layers, self.first, self._last_alone)
+
+    def parts(self, replica: Replica, index: int) -> dict[str, tuple[Param, ...]]:
+        """The parts of a replica's stage, in the order in which they run, and their parameters.
+
+        A part is "first", "layers.N" or "last"; the first stage may hold no layers, or the last.
+        """
+        parts: dict[str, tuple[Param, ...]] = {}
+        for chunk in range(replica.chunks):
+            parts |= self.chunk_parts(replica, index, chunk)
+        return parts
+
+    def chunk_parts(self, replica: Replica, index: int, chunk: int) -> dict[str, tuple[Param, ...]]:
+        """Those of one model chunk of the stage."""
+        start, stop = replica.stages[index].chunks[chunk]
+        is_first = (index, chunk) == (0, 0)
+        is_last = (index + 1, chunk + 1) == (len(replica.stages), replica.chunks)
+        inner = {f"layers.{number}": self.layers[number] for number in range(start, stop)}
+        first = {"first": self.first} if is_first else {}
+        return first | inner | ({"last": self.last} if is_last else {})
+
+    def of_stage(self, replica: Replica, index: int) -> tuple[Param, ...]:
+        """The parameters of a replica's stage, each once, in the order in which they are used."""
+        parts = self.parts(replica, index).values()
+        return tuple(dict.fromkeys(param for params in parts for param in params))
+
+    @property
+    def _last_alone(self) -> tuple[Param, ...]:
+        return tuple(param for param in self.last if param not in self.first)
+
+
+def split(size: int, shares: Sequence[int], *, unit: int = 1) -> tuple[Range, ...]:
+    """`size` rows cut in proportion to `shares`, at multiples of `unit`.
+
+    >>> split(8, (1, 3))
+    ((0, 2), (2, 8))
+    >>> split(12, (1, 1), unit=4)
+    ((0, 8), (8, 12))
+    """
+    if size % unit:
+        raise ContractError("unit", f"{unit} does not divide {size}")
+    blocks, total = size // unit, sum(shares)
+    edges, held = [0], 0
+    for share in shares:
+        held += share
+        edges.append((2 * blocks * held + total) // (2 * total) * unit)
+    return tuple(pairwise(edges))

@@ -1,0 +1,128 @@
+"""Lower bounds of a step, each of which holds for every plan of the class that it names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from resihp.contracts import Schedule
+from resihp.pipeline.orders import most_ahead, most_in_flight
+from resihp.pipeline.replay import WEIGHT_PART
+
+Floats = NDArray[np.float64]
+
+
+def in_flight_bound(
+    forward: ArrayLike,
+    backward: ArrayLike,
+    microbatches: ArrayLike,
+    *,
+    p2p: float = 0.0,
+    max_in_flight: int | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Floats:
+    """Lower bound of the span of given pipelines under any order that holds the schedule's limits.
+
+    forward, backward  [pipeline, stage]; microbatches [pipeline]
+
+    Stage s is reached after the forwards before it and left before the backwards before it, A_s.
+    It works m * w_s, w = F + B. Before its first backward it waits for a trip through the stages
+    behind, D_s, during which it may run c_s - 1 more forwards; after its last forward likewise,
+    with backwards. The two waits are apart as soon as m > c_s; else only one counts:
+
+        T >= A_s + m w_s + max(0, D_s - (c_s-1) F_s) + max(0, D_s - (c_s-1) B_s)
+
+    It equals (m + p - 1) w when all stages are alike. Where the backward is split into I + W, only
+    I is waited for, and W of the l_s microbatches in flight can be put off: until after the last
+    I, which takes those off the work before it (second line), or into the last wait (first line).
+
+        T >= A^F_s + m w_s + max(0, D_s - (c_s-1) F_s) + max(0, D_s - (c_s-1) I_s - (l_s-1) W_s)
+        T >= A_s + W_0 + m w_s - l_s W_s + max(0, D_s - (c_s-1) F_s) + max(0, D_s - (c_s-1) I_s)
+
+    Here A^F counts forwards alone, A and D count F + I; it is m w + (p-1)(F + I - W) for equal
+    passes (Qi et al., 2024).
+    """
+    f, b = np.asarray(forward, float), np.asarray(backward, float)
+    m = np.asarray(microbatches, float)[:, None]
+    stages = f.shape[1]
+    passes = Passes.of(f, b, schedule)
+    trip = passes.trip
+    index = np.arange(stages)
+    before = np.cumsum(trip, axis=1) - trip + 2 * p2p * index
+    behind = trip.sum(axis=1, keepdims=True) + 2 * p2p * (stages - 1) - before - trip
+    reached = np.cumsum(f, axis=1) - f + p2p * index
+    limits = Limits.of(schedule, stages, max_in_flight)
+    if limits.split:
+        before[:, 1:] += passes.weight[:, :1]
+    spans = stage_line(passes, m, limits, reached=reached, before=before, behind=behind)
+    return np.asarray(np.where(m > 0, spans, 0.0).max(axis=1))
+
+
+_NO_WEIGHT = np.zeros((1, 1))
+
+
+class Passes(NamedTuple):
+    """Times of one microbatch's passes; the weight half is 0 unless the backward is split."""
+
+    forward: Floats
+    inputs: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, forward: Floats, backward: Floats, schedule: Schedule) -> Passes:
+        """The passes of a schedule with these forwards and whole backwards."""
+        if schedule is not Schedule.ZERO_BUBBLE:
+            return cls(forward, backward, _NO_WEIGHT)
+        weight = backward * WEIGHT_PART
+        return cls(forward, backward - weight, weight)
+
+    @property
+    def trip(self) -> Floats:
+        """Forward and what a stage before waits for."""
+        return self.forward + self.inputs
+
+
+class Limits(NamedTuple):
+    """Microbatches whose input gradient a stage owes, and whose activations it holds, at most."""
+
+    owed: NDArray[np.intp]
+    held: NDArray[np.intp]
+    split: bool
+
+    @classmethod
+    def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> Limits:
+        """Of all stages."""
+        owed = np.array(most_ahead(schedule, stages, max_in_flight))
+        held = np.array(most_in_flight(schedule, stages, max_in_flight))
+        return cls(owed, held, schedule is Schedule.ZERO_BUBBLE)
+
+    def at(self, stage: int) -> Limits:
+        """Of one stage."""
+        return Limits(self.owed[stage], self.held[stage], self.split)
+
+
+def stage_line(
+    passes: Passes, m: Floats, limits: Limits, *, reached: Floats, before: Floats, behind: Floats
+) -> Floats:
+    """What `in_flight_bound` says of one stage, or of each in an array of them.
+
+    reached         forwards of the stages before it: A^F_s
+    before, behind  trips through the stages before it (with W_0 where there are any): A_s + W_0;
+                    and through those behind it: D_s
+    """
+    owed, held, split = limits
+    forward, inputs, weight = passes
+    more = np.minimum(owed, m) - 1
+    filling = np.maximum(0.0, behind - more * forward)
+    draining = np.maximum(0.0, behind - more * inputs)
+    apart = m > owed
+    work = m * (forward + inputs + weight)
+    spans = before + work + np.where(apart, filling + draining, np.maximum(filling, draining))
+    if not split:
+        return np.asarray(spans)
+    held = np.minimum(held, m)
+    draining = np.maximum(0.0, behind - more * inputs - (held - 1) * weight)
+    waits = np.where(apart, filling + draining, np.maximum(filling, draining))
+    return np.maximum(reached + work + waits, spans - held * weight)

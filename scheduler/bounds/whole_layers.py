@@ -1,0 +1,170 @@
+"""Lower bounds of pipelines over every way to spread whole layers: a dynamic program.
+
+`chain_factors` allows parts of layers. Where a stage holds ten, one more or less
+is ten percent; and a schedule that lets stages run far ahead would have layers spread more finely
+than that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from resihp.contracts import Schedule
+
+from .in_flight import Floats, Limits, Passes, stage_line
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Pipelines of equally many stages; all arrays are [pipeline, stage], times in milliseconds.
+
+    forward, backward  of one layer
+    extra              of the forward beside the layers (embedding, head); the backward's is twice
+    most               layers that a stage may hold
+    """
+
+    forward: Floats
+    backward: Floats
+    extra: Floats
+    most: Ints
+
+    def within(self, span_ms: float, microbatches: Ints, layers: int) -> Stages:
+        """Without the layers that would keep a stage busy for longer than `span_ms`."""
+        each = span_ms * (1 + 1e-9) / microbatches[:, None]
+        room = np.floor((each - 3.0 * self.extra) / (self.forward + self.backward))
+        most = np.clip(np.minimum(room, self.most), 0, layers).astype(np.int64)
+        return Stages(self.forward, self.backward, self.extra, most)
+
+
+def whole_layer_bound(
+    stages: Stages,
+    layers: int,
+    microbatches: Ints,
+    within_ms: float,
+    *,
+    p2p: float = 0.0,
+    max_in_flight: int | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Floats:
+    """Least span of each pipeline with any whole layers, 1 or more in each stage; [pipeline].
+
+    inf where `within_ms` does not suffice. If n layers are before stage s and l are in it, its line
+    of `in_flight_bound` holds with the least that n layers can take before it and the rest behind
+    it. The least largest line of all stages is found stage by stage: with L_s(n, l) for that line,
+
+        G_s+1(n) = min over l of max(G_s(n - l), L_s(n - l, l))
+    """
+    stages = stages.within(within_ms, microbatches, layers)
+    bands = _Bands.of(stages.most, layers)
+    if bands is None:
+        return np.full(len(microbatches), np.inf)
+    limits = Limits.of(schedule, bands.stages, max_in_flight)
+    behind = _behind(stages, bands, p2p, schedule)
+    reached = before = worst = np.zeros((len(microbatches), 1))
+    for stage in range(bands.stages):
+        passes = bands.passes(stages, stage, schedule)
+        reached, before, worst = (bands.before(rows, stage) for rows in (reached, before, worst))
+        line = stage_line(
+            passes,
+            microbatches[:, None, None].astype(float),
+            limits.at(stage),
+            reached=reached,
+            before=before,
+            behind=behind[stage + 1][:, None, :],
+        )
+        fits = bands.fits(stages, stage)
+        worst = _least(np.maximum(worst, line), fits)
+        reached = _least(reached + passes.forward, fits) + p2p
+        first = passes.weight if stage == 0 else 0.0
+        before = _least(before + (passes.trip + first), fits) + 2.0 * p2p
+    return worst[:, 0]
+
+
+def _behind(stages: Stages, bands: _Bands, p2p: float, schedule: Schedule) -> list[Floats]:
+    """Least trip through all stages from s on, by the layers before it; for s = 0.. and none."""
+    tables = [np.zeros((len(stages.most), 1))]
+    for stage in reversed(range(bands.stages)):
+        trip = bands.passes(stages, stage, schedule).trip
+        further = bands.behind(tables[0], stage) + trip
+        tables.insert(0, _least(further, bands.fits(stages, stage)) + 2.0 * p2p)
+    return tables
+
+
+def _least(options: Floats, fits: NDArray[np.bool_]) -> Floats:
+    """Over the layers of a stage that fit; inf where none does."""
+    return np.asarray(np.where(fits, options, np.inf).min(axis=1))
+
+
+@dataclass(frozen=True)
+class _Bands:
+    """How many layers may be before every stage (from `low` to `high`), and in one (`most`).
+
+    Tables are [pipeline, layers before - low]; options [pipeline, layers of a stage - 1, layers
+    before the next one - its low].
+    """
+
+    low: list[int]
+    high: list[int]
+    most: int
+
+    @classmethod
+    def of(cls, most: Ints, layers: int) -> _Bands | None:
+        """The bands of all pipelines that can hold all layers; None if there are none."""
+        able = most[(most.min(axis=1) >= 1) & (most.sum(axis=1) >= layers)]
+        if not len(able):
+            return None
+        stages = most.shape[1]
+        held = np.cumsum(np.pad(able, ((0, 0), (1, 0))), axis=1)
+        ahead, left = held.max(axis=0).tolist(), (held[:, -1:] - held).max(axis=0).tolist()
+        edges = range(stages + 1)
+        low = [max(s, layers - left[s]) for s in edges]
+        high = [min(layers - (stages - s), ahead[s]) for s in edges]
+        return cls(low, high, int(able.max()))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.low) - 1
+
+    def passes(self, stages: Stages, stage: int, schedule: Schedule) -> Passes:
+        """Of a stage with 1, 2, ... layers, [pipeline, layers - 1, 1]."""
+        counts = np.arange(1, self.most + 1)
+        extra = stages.extra[:, stage, None]
+        forward = stages.forward[:, stage, None] * counts + extra
+        backward = stages.backward[:, stage, None] * counts + 2.0 * extra
+        return Passes.of(forward[:, :, None], backward[:, :, None], schedule)
+
+    def fits(self, stages: Stages, stage: int) -> NDArray[np.bool_]:
+        """Which of 1, 2, ... layers a stage may hold, [pipeline, layers - 1, 1]."""
+        counts = np.arange(1, self.most + 1)
+        return (counts <= stages.most[:, stage, None])[:, :, None]
+
+    def before(self, table: Floats, stage: int) -> Floats:
+        """What `table` says before a stage, for each of its layers and what is before the next."""
+        first = self.low[stage + 1] - 1 - self.low[stage]
+        windows = _windows(table, first - self.most + 1, self.most, self._width(stage + 1))
+        return windows[:, ::-1]
+
+    def behind(self, table: Floats, stage: int) -> Floats:
+        """What `table` says behind a stage, for each of its layers and what is before it."""
+        first = self.low[stage] + 1 - self.low[stage + 1]
+        return _windows(table, first, self.most, self._width(stage))
+
+    def _width(self, edge: int) -> int:
+        return self.high[edge] - self.low[edge] + 1
+
+
+def _windows(table: Floats, first: int, count: int, width: int) -> Floats:
+    """`table[:, first + k : first + k + width]` for k = 0..count-1, inf beyond the table."""
+    left = max(0, -first)
+    right = max(0, first + count + width - 1 - table.shape[1])
+    padded = np.full((len(table), left + table.shape[1] + right), np.inf)
+    padded[:, left : left + table.shape[1]] = table
+    start = first + left
+    return np.asarray(sliding_window_view(padded, width, axis=1)[:, start : start + count])

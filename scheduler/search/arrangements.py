@@ -1,0 +1,129 @@
+"""Arrangements of groups into replicas that a search can start from, all within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from resihp.contracts import InfeasibleError, Job, Layout
+
+from .certificates import chains_bound, quick_bound
+from .fleet import Group, GroupMaker, muster, share_units
+from .layers import most_layers
+from .quotas import Chain, Division, Evaluator
+
+
+@dataclass(frozen=True)
+class Found:
+    """An arrangement: chains of groups with their layers and quotas."""
+
+    evaluator: Evaluator
+    chains: tuple[Chain, ...]
+    division: Division
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """Certified bound; see `chains_bound`."""
+        division = self.division
+        return chains_bound(self.evaluator.setting, self.chains, division.quotas, division.span_ms)
+
+    @property
+    def gap(self) -> float:
+        """How far the step lies above its bound, as a fraction of it."""
+        return self.division.span_ms / self.bound_ms - 1.0
+
+    @cached_property
+    def spare(self) -> float:
+        """What might be gained at best with parts of layers, as a fraction of the step."""
+        quick = quick_bound(self.evaluator.setting, self.chains, self.division.quotas)
+        return self.division.span_ms / quick - 1.0
+
+
+def arrange(
+    job: Job, layout: Layout, speeds: Mapping[int, float], *, even: bool, folds: int
+) -> tuple[list[Group], list[Chain], list[int]]:
+    """All groups, the chains of replicas as they stand, and the groups without a replica.
+
+    even   equal shares in every group
+    folds  how often the number of replicas is halved, for jobs whose memory holds no more
+    """
+    staff = muster(job, layout, speeds)
+    make = GroupMaker(job, speeds, share_units(job, layout), even=even)
+    groups: list[Group] = []
+
+    def numbered(stages: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
+        first = len(groups)
+        made = [make(ranks, column) for column, ranks in stages]
+        groups.extend(group for group in made if group is not None)
+        return list(range(first, len(groups)))
+
+    chains = [tuple(numbered(replica)) for replica in staff.replicas]
+    spare = numbered(staff.spare)
+    chains = [chain for chain in chains if chain]
+    if not chains:
+        raise InfeasibleError("ranks", "no replica has a living rank")
+    for _ in range(folds):
+        chains = _folded(groups, chains)
+    return groups, chains, spare
+
+
+def _folded(groups: Sequence[Group], chains: Sequence[Chain]) -> list[Chain]:
+    """Half as many replicas, each with the groups of two; the stages in the order of columns."""
+    half = (len(chains) + 1) // 2
+    pairs = [
+        (*chains[i], *(chains[i + half] if i + half < len(chains) else ())) for i in range(half)
+    ]
+    return [tuple(sorted(pair, key=lambda g: (groups[g].column, g))) for pair in pairs]
+
+
+def feasible(
+    evaluator: Evaluator, chains: Sequence[Chain], microbatches: int
+) -> tuple[list[Chain], list[int]]:
+    """The chains whose memory holds all layers, and the groups of the others.
+
+    Raises `InfeasibleError` where no chain does, or where more replicas are left than microbatches.
+    """
+    total = evaluator.setting.layers
+    trimmed, left = [], []
+    for chain in chains:
+        kept = sorted(chain, key=lambda g: (-evaluator.speed((g,)), g))[:total]
+        trimmed.append(tuple(g for g in chain if g in kept))
+        left += [g for g in chain if g not in kept]
+    held = _held(evaluator, trimmed, microbatches)
+    for chain in trimmed:
+        left += [] if chain in held else list(chain)
+    if microbatches < len(held):
+        raise InfeasibleError(
+            "microbatches", f"microbatches ({microbatches}) are fewer than replicas ({len(held)})"
+        )
+    return held, left
+
+
+def _held(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
+    """The chains that fit into memory; the fewer they are, the more runs through each of them."""
+    held = list(chains)
+    while True:
+        typical = max(1, microbatches // len(held))
+        fits = evaluator.fits(held, typical)
+        if not any(fits):
+            raise out_of_memory(evaluator, held[0], typical)
+        if all(fits):
+            return held
+        held = [chain for chain, fit in zip(held, fits, strict=True) if fit]
+
+
+def out_of_memory(evaluator: Evaluator, chain: Chain, microbatches: int) -> InfeasibleError:
+    """Names the device with the least room in a chain that cannot hold all layers."""
+    setting = evaluator.setting
+    rows = np.array([chain], np.int64)
+    most = np.maximum(most_layers(setting, rows, np.array([microbatches])), 0)[0]
+    group = setting.fleet.groups[chain[int(most.argmin())]]
+    rank = group.ranks[group.shares.index(max(group.shares))]
+    return InfeasibleError(
+        "memory",
+        f"the {len(chain)} stages of a replica hold {int(most.sum())} of {setting.layers} layers; "
+        f"rank {rank} has memory for {int(most.min())}",
+    )

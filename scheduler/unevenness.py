@@ -1,0 +1,79 @@
+"""What microbatches of unequal work cost a step: stages wait for the longer ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import ContractError, Job, Layout, Schedule
+
+from .costs import layer_cost, transfer_ms
+from .simulator import stage_times
+from .spans import pipeline_spans
+
+Floats = NDArray[np.float64]
+
+_STEPS = 32
+_SEED = 0
+
+
+def expected_step_ms(
+    job: Job,
+    layout: Layout,
+    quotas: Sequence[int],
+    speeds: Mapping[int, float],
+    schedule: Schedule,
+    work: Sequence[float],
+) -> float:
+    """Mean step time of a layout whose microbatches are drawn from those of a sample.
+
+    work  of a sample of microbatches, in any unit (what their lengths cost); 1 is the mean
+
+    Every replica is timed over 32 draws of its microbatches. Replicas draw apart, so that the step
+    ends by t with the product of their chances; the mean over all combinations of the draws
+    follows. The same input gives the same result.
+    """
+    relative = relative_work(work)
+    random = np.random.default_rng(_SEED)
+    times = [stage_times(job, replica, speeds) for replica in layout.replicas]
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, (forward, _) in enumerate(times):
+        by_length[len(forward)].append(index)
+    ends = np.zeros((layout.dp, _STEPS))
+    for rows in by_length.values():
+        counts = np.array([quotas[row] for row in rows])
+        drawn = random.choice(relative, (len(rows) * _STEPS, int(counts.max())))
+        spans = pipeline_spans(
+            np.repeat([times[row][0] for row in rows], _STEPS, axis=0),
+            np.repeat([times[row][1] for row in rows], _STEPS, axis=0),
+            np.repeat(counts, _STEPS),
+            p2p=transfer_ms(job),
+            max_in_flight=job.max_in_flight,
+            schedule=schedule,
+            work=drawn,
+        )
+        ends[rows] = spans.reshape(len(rows), _STEPS)
+    return mean_of_latest(ends) + layer_cost(job).step_ms
+
+
+def relative_work(work: Sequence[float]) -> Floats:
+    """Work over its mean. Raises `ContractError` for what is no work."""
+    values = np.asarray(work, np.float64)
+    if values.ndim != 1 or not values.size or not (np.isfinite(values) & (values > 0.0)).all():
+        raise ContractError("work", "must be a list of numbers above 0")
+    return np.asarray(values / values.mean())
+
+
+def mean_of_latest(ends: Floats) -> float:
+    """Mean of the latest of independent ends, each as likely one of its row as another.
+
+    >>> mean_of_latest(np.array([[1.0, 3.0], [1.0, 3.0]]))
+    2.5
+    """
+    moments = np.unique(ends)
+    over = [np.searchsorted(row, moments, side="right") for row in np.sort(ends, axis=1)]
+    chance = np.prod(np.array(over) / ends.shape[1], axis=0)
+    return float((moments * np.diff(chance, prepend=0.0)).sum())

@@ -1,0 +1,89 @@
+"""What is known of the devices of a job, and whether that calls for another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from resihp.contracts import InfeasibleError, Job, Plan, Verdict, from_json, to_json
+from scheduler.rental import Rental
+
+from .horizon import Horizon
+from .planning import Planner, Retry, is_news, speeds_of, why_kept
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """Why there is none: `state` is `kept` or `infeasible`, `told` what the API says with it."""
+
+    state: str
+    told: dict[str, Any]
+
+
+class Replanning:
+    """Speeds that the last plan was made for, ranks that wait outside, and offers not yet taken."""
+
+    def __init__(self, job: Job, planner: Planner) -> None:
+        self.known: dict[int, float] = {}
+        self.horizon = Horizon(job)
+        self._job = job
+        self._planner = planner
+        self._joiners: set[int] = set()
+        self._rental = Rental()
+        self._retry = Retry()
+
+    def joined(self, ranks: Iterable[int], *, working: Iterable[int]) -> None:
+        """Ranks are ready, whatever was said of those who had their numbers."""
+        self._joiners |= set(ranks) - set(working)
+
+    def wait_no_more(self, ranks: Iterable[int]) -> None:
+        """These ranks work now, or are gone."""
+        self._joiners -= set(ranks)
+
+    def decide(
+        self, job: Job, current: Plan, verdicts: Iterable[Verdict], *, step: int, clock_s: float
+    ) -> Plan | NoPlan | None:
+        """A plan, or why there is none; None where the speeds are those of the last one and no
+        attempt is due."""
+        speeds = speeds_of(verdicts, self.known, current.layout.ranks)
+        speeds |= dict.fromkeys(self._joiners, 1.0)
+        if is_news(self.known, speeds):
+            self.known, self._retry = speeds, Retry()
+        elif clock_s < self._retry.due_s:
+            return None
+        horizon_steps = self.horizon.steps(clock_s)
+        try:
+            decision = self._planner.replan(
+                job, current, speeds, step=step, rental=self._rental, horizon_steps=horizon_steps
+            )
+        except InfeasibleError as error:
+            self._retry = self._retry.failed(clock_s)
+            return NoPlan("infeasible", {"constraint": error.constraint, "detail": error.detail})
+        self._retry, self._rental = Retry(), decision.rental
+        return decision.plan or NoPlan("kept", {"detail": why_kept(self._rental)})
+
+    def count_step(self) -> Plan | None:
+        """Hold a step under the newest plan against the offer; the offer's plan once it pays."""
+        self._rental = self._rental.stepped()
+        if self._rental.offer is None or not self._rental.due:
+            return None
+        offer, self._rental = self._rental.offer, Rental()
+        return offer.plan
+
+    def save(self) -> dict[str, Any]:
+        """For `restore`."""
+        return {
+            "known": {str(rank): speed for rank, speed in self.known.items()},
+            "joiners": sorted(self._joiners),
+            "rental": to_json(self._rental),
+            "horizon": self.horizon.save(),
+        }
+
+    def restore(self, saved: dict[str, Any], *, failed_at_s: float | None) -> None:
+        """Be as saved; `failed_at_s` is when planning failed, if it did."""
+        self.known = {int(rank): speed for rank, speed in saved["known"].items()}
+        self._joiners = set(saved["joiners"])
+        self._rental = from_json(Rental, saved["rental"])
+        self.horizon = Horizon(self._job, **saved["horizon"])
+        self._retry = Retry() if failed_at_s is None else Retry().failed(failed_at_s)

@@ -1,0 +1,99 @@
+"""The order of what a device is told, with a stand-in for its streams: nothing here needs one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+from resihp.checkpoint import Checkpointer, LocalDisk
+from resihp.checkpoint.staging.copier import IN_FLIGHT, Copier
+from resihp.checkpoint.staging.filling import Filling
+
+CHUNKS = 12
+PATIENCE_S = 60
+
+
+class Stream:
+    """Notes what it is told. Its events have happened once the test lets them."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.going, self.recorded = name, log, Event(), 0
+        self.reached_limit = Event()
+
+    def wait_stream(self, other: Stream) -> None:
+        """What comes here next comes after what the other has been told so far."""
+        self.log.append(f"{self.name} after {other.name}")
+
+    def record_event(self) -> Stream:
+        """An event after what it has been told so far."""
+        self.recorded += 1
+        if self.recorded >= IN_FLIGHT:
+            self.reached_limit.set()
+        return self
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        assert self.going.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream, list[str]]:
+    log: list[str] = []
+    training, copying = Stream("training", log), Stream("copying", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: training)
+    return training, copying, log
+
+
+def test_copies_come_after_the_optimizer_and_before_its_next_step(
+    tmp_path: Path, streams: tuple[Stream, Stream, list[str]]
+) -> None:
+    _, copying, log = streams
+    state, disk = {"w": torch.full((CHUNKS << 20,), 3.0)}, LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        saver.prepare(state)
+        copier = saver._staging._copier
+        assert copier is not None
+        copier._stream = copying  # type: ignore[assignment]
+        assert saver.save(0, state)
+        assert log == ["copying after training"]
+        assert copying.reached_limit.wait(PATIENCE_S)
+        assert copying.recorded == IN_FLIGHT, "few are in flight: training's own get in between"
+        copying.going.set()
+        saver.fence()
+        assert log == ["copying after training", "training after copying"]
+        state["w"].fill_(9.0)
+        assert saver.wait(PATIENCE_S)
+        assert copying.recorded >= CHUNKS
+        assert not saver.counters.failures
+        into = {"w": torch.zeros(CHUNKS << 20)}
+        saver.restore(into)
+        assert torch.equal(into["w"], torch.full((CHUNKS << 20,), 3.0))
+
+
+def test_a_fence_that_comes_early_makes_the_stream_wait_and_not_the_host(
+    tmp_path: Path, streams: tuple[Stream, Stream, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, copying, log = streams
+    start = Copier.start
+
+    def at_once(copier: Copier, filling: Filling) -> None:
+        filling.hurry.set()
+        start(copier, filling)
+
+    monkeypatch.setattr(Copier, "start", at_once)
+    state, disk = {"w": torch.zeros(CHUNKS << 20)}, LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        saver.prepare(state)
+        copier = saver._staging._copier
+        assert copier is not None
+        copier._stream = copying  # type: ignore[assignment]
+        assert saver.save(0, state)
+        saver.fence()  # no copy has ended yet
+        assert copying.recorded >= CHUNKS
+        assert log == ["copying after training", "training after copying"]
+        assert disk.steps() == []
+        copying.going.set()
+    assert disk.steps() == [0]

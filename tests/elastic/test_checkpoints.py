@@ -1,0 +1,196 @@
+"""State that nobody alive holds comes back from the newest checkpoint, in the same processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from resihp.checkpoint import EveryStep, LocalDisk
+from resihp.contracts import Layout, Plan, Replica, Stage
+from resihp.elastic.checkpoints import Checkpoints
+from resihp.elastic.checkpoints.keeper import CheckpointKeeper
+from resihp.elastic.engine import IteratorData, Setup
+from resihp.elastic.engine.shard import Shard, initial_shard
+from resihp.elastic.membership.phases import Phase
+from resihp.elastic.models import Llama
+from resihp.elastic.optim import Optimizer, no_decay_on_vectors
+from resihp.elastic.worlds.comm import Network
+from resihp.elastic.worlds.world import build_world
+from tests.elastic.job import ALONE, MICROBATCHES, SHAPE, Case, Fault, Outcome, plan, run
+from tests.elastic.test_engine_data import Shuffled
+from tests.elastic.test_models import LAYOUTS, MODELS, batch
+from tests.elastic.threads import gathered, on_ranks, train
+
+STEPS, LOST_AT = 8, 4
+PAIR = Layout((Replica((Stage((0,), (0, 2), (4,)), Stage((1,), (2, 4), (4,)))),))
+TWICE = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
+STAGE_LOST = (Fault(1, Phase.ACCUMULATING, LOST_AT),)
+
+
+def with_second(rank: int) -> Layout:
+    """As `PAIR`, with another rank in the place of the second stage's."""
+    first, second = PAIR.replicas[0].stages
+    return Layout((Replica((first, replace(second, ranks=(rank,)))),))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The undisturbed run."""
+    return run(Case(ALONE, STEPS), tmp_path_factory.mktemp("alone"))
+
+
+def assert_went_on(outcome: Outcome, alone: Outcome, *, dead: set[int], back_at: list[int]) -> None:
+    """All steps were made, alike; each rewind began at the step given."""
+    assert {r for r, code in outcome.exit_codes.items() if code != 0} == dead, outcome.logs
+    assert sorted({s["at"] for s in outcome.switches if s["rewound"]}) == back_at, outcome.logs
+    assert sorted(outcome.losses) == list(range(STEPS))
+    for step, loss in outcome.losses.items():
+        assert loss == pytest.approx(alone.losses[step], abs=2e-5), outcome.logs
+
+
+def test_the_survivor_alone_goes_on_from_the_checkpoint(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(
+        PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),), checkpoints=tmp_path / "saved"
+    )
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
+    assert "no surviving rank holds" in outcome.logs
+
+
+def test_a_joiner_takes_the_place_of_the_lost_stage(alone: Outcome, tmp_path: Path) -> None:
+    """The survivor goes back alone, and then takes the joiner in without another rewind."""
+    case = Case(
+        PAIR,
+        STEPS,
+        faults=STAGE_LOST,
+        rescues=(plan(9, ALONE),),
+        joiners=(5,),
+        welcome=(plan(10, with_second(5), from_step=LOST_AT + 2),),
+        checkpoints=tmp_path / "saved",
+    )
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
+    assert 5 in outcome.shards
+
+
+def test_a_torn_checkpoint_gives_way_to_the_one_before(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(
+        PAIR,
+        STEPS,
+        faults=STAGE_LOST,
+        rescues=(plan(9, ALONE),),
+        checkpoints=tmp_path / "saved",
+        torn_at=LOST_AT - 1,
+    )
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT - 1])
+    assert f"step {LOST_AT - 1} on" in outcome.logs
+    assert "is unusable" in outcome.logs
+
+
+@pytest.mark.parametrize("phase", [Phase.STREAMING, Phase.VOTING])
+def test_a_further_loss_on_the_way_back(phase: Phase, alone: Outcome, tmp_path: Path) -> None:
+    """Survivors that have gone back and such as have not yet agree on where they are."""
+    faults = (*STAGE_LOST, Fault(2, phase, LOST_AT))
+    case = Case(
+        PAIR,
+        STEPS,
+        faults=faults,
+        ranks=(0, 1, 2, 3),
+        rescues=(plan(9, with_second(2)), plan(10, with_second(3))),
+        checkpoints=tmp_path / "saved",
+    )
+    assert_went_on(run(case, tmp_path), alone, dead={1, 2}, back_at=[LOST_AT])
+
+
+def test_without_checkpoints_the_job_stops_and_names_what_is_lost(tmp_path: Path) -> None:
+    case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),))
+    outcome = run(case, tmp_path)
+    assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
+    assert "no surviving rank holds last.norm" in outcome.logs
+    assert "the job keeps no checkpoints" in outcome.logs
+
+
+def test_a_loss_before_the_first_checkpoint_is_a_clear_stop(tmp_path: Path) -> None:
+    faults = (Fault(1, Phase.ACCUMULATING, 0),)
+    case = Case(
+        PAIR, STEPS, faults=faults, rescues=(plan(9, ALONE),), checkpoints=tmp_path / "saved"
+    )
+    outcome = run(case, tmp_path)
+    assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
+    assert "no usable checkpoint" in outcome.logs
+
+
+def test_a_job_that_starts_again_goes_on_in_another_layout(alone: Outcome, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    first = run(Case(PAIR, 3, checkpoints=saved), tmp_path / "first")
+    second = run(Case(TWICE, STEPS, checkpoints=saved), tmp_path / "second")
+    assert (min(second.losses), max(second.losses)) == (3, STEPS - 1), second.logs
+    for step, loss in (first.losses | second.losses).items():
+        assert loss == pytest.approx(alone.losses[step], abs=2e-5), second.logs
+
+
+def bf16_setup() -> Setup:
+    """Operators in bf16, groups, scalars beside the count of steps, data with a cursor."""
+    optimizer = Optimizer(torch.optim.NAdam, lr=5e-3, options=no_decay_on_vectors)
+    data = IteratorData(Shuffled(), MICROBATCHES)
+    model = Llama(replace(SHAPE, tied_embeddings=True))
+    return Setup(model, optimizer, data, compute_dtype=torch.bfloat16)
+
+
+def test_what_comes_back_is_equal_to_the_last_bit(tmp_path: Path) -> None:
+    """A spare takes the lost place: the same layout, so that the same bits are to be expected."""
+    undisturbed = run(Case(PAIR, STEPS, setup=bf16_setup), tmp_path / "undisturbed")
+    case = Case(
+        PAIR,
+        STEPS,
+        faults=STAGE_LOST,
+        ranks=(0, 1, 2),
+        rescues=(plan(9, with_second(2)),),
+        checkpoints=tmp_path / "saved",
+        setup=bf16_setup,
+    )
+    outcome = run(case, tmp_path / "disturbed")
+    assert outcome.losses == undisturbed.losses, outcome.logs
+    expected = undisturbed.full_state()
+    for key, tensors in outcome.full_state().items():
+        assert all(map(torch.equal, tensors, expected[key])), key
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [Optimizer(torch.optim.SGD, lr=1e-2), Optimizer(torch.optim.RAdam, lr=1e-3)],
+    ids=["nothing kept", "moments and scalars"],
+)
+def test_pieces_of_one_layout_fill_any_other(optimizer: Optimizer, tmp_path: Path) -> None:
+    setup = Setup(MODELS["tied"], optimizer, batch)
+    before, after = LAYOUTS["uneven"], LAYOUTS["grid"]
+    checkpoints = Checkpoints(lambda: [LocalDisk(tmp_path)], EveryStep())
+    store = HashStore()
+
+    def keeper(rank: int) -> CheckpointKeeper:
+        return CheckpointKeeper(checkpoints, setup, rank, store)
+
+    trained = train(setup, Plan(version=0, layout=before, quotas=(3, 2)), STEPS)
+    for rank, shard in trained.shards.items():
+        saving = keeper(rank)
+        saving.prepare(Plan(version=0, layout=before, quotas=(3, 2)), 0, shard)
+        saving.save(STEPS - 1, shard)
+        saving.close(is_done=True)
+
+    def restored(network: Network) -> Shard:
+        world = build_world(network, after, setup.model.parameters, name="after")
+        shard = initial_shard(setup.model, setup.optimizer, world)
+        assert keeper(network.rank).resume(world.everyone, shard) == STEPS
+        return shard
+
+    shards = on_ranks(after.ranks, restored)
+    expected = trained.state()
+    for param, tensors in gathered(shards).items():
+        assert all(map(torch.equal, tensors, expected[param])), param.key
+    for shard in shards.values():
+        assert torch.equal(shard.scalars(), trained.shards[0].scalars())

@@ -1,0 +1,107 @@
+"""What a change of layout holds twice: bounded, in files beyond that, or the plan is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.contracts import ContractError, Layout
+from resihp.elastic.handoff.draft import Room
+from resihp.elastic.handoff.memory import Memory, coming, held_twice, refusal, to_spill
+from resihp.elastic.models import Llama
+from resihp.layout import Param, Range, holdings
+from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, plan, run
+
+PARAMETERS = Llama(SHAPE).parameters
+LAYOUTS = (GRID, SHIFTED, UNEVEN, ALONE)
+COPIES = 4
+LINE = Param("layers.0.w", (8, 5), 0)
+
+
+@given(
+    old=st.sampled_from(LAYOUTS),
+    new=st.sampled_from(LAYOUTS),
+    limit=st.integers(1 << 10, 1 << 18),
+    rank=st.integers(0, 7),
+)
+def test_what_is_not_spilled_fits_the_limit(
+    old: Layout, new: Layout, limit: int, rank: int
+) -> None:
+    memory = Memory(limit_bytes=limit)
+    before, after = (holdings(layout, PARAMETERS).get(rank, {}) for layout in (old, new))
+    twice, sizes = held_twice(before, after, COPIES), coming(before, after)
+    excess = memory.excess(twice)
+    spilled = to_spill(sizes, -(-excess // COPIES))
+    in_files = COPIES * sum(sizes[param] for param in spilled)
+    assert memory.buffer_bytes + twice - in_files <= limit
+    if excess == 0:
+        assert not spilled
+    if old == new:
+        assert twice == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rows"),
+    [((0, 4), (0, 4), 0), ((0, 4), (0, 5), 4), ((0, 5), (1, 4), 3), ((0, 4), None, 0)],
+)
+def test_held_twice_is_the_lesser_of_what_goes_and_comes(
+    old: Range, new: Range | None, rows: int
+) -> None:
+    after = {LINE: new} if new is not None else {}
+    assert held_twice({LINE: old}, after, COPIES) == COPIES * rows * LINE.row_numel * 4
+
+
+def test_a_plan_is_refused_only_where_nothing_can_be_spilled(tmp_path: Path) -> None:
+    narrow, wide = Memory(1 << 12, None), Memory(1 << 30, None)
+    assert refusal(wide, GRID, UNEVEN, PARAMETERS, COPIES) is None
+    assert refusal(Memory(1 << 12, tmp_path), GRID, UNEVEN, PARAMETERS, COPIES) is None
+    assert refusal(narrow, GRID, GRID, PARAMETERS, COPIES) is None
+    why = refusal(narrow, GRID, UNEVEN, PARAMETERS, COPIES)
+    assert why is not None
+    assert "twice" in why
+
+
+def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="limit_bytes"):
+        Memory(0)
+    with pytest.raises(ContractError, match="spill"):
+        Memory(spill=tmp_path / "nowhere")
+
+
+def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None:
+    room = Room({LINE}, tmp_path)
+    seen = room.allot(LINE, torch.empty(8, 5))
+    assert not list(tmp_path.iterdir()), "the file has no name any more"
+    (written,) = room.files[LINE]
+    written.copy_(torch.arange(40.0).view(8, 5))
+    assert seen.sum() == 780
+    seen.add_(1.0)
+    assert written.sum() == 780, "an update is the tensor's own"
+    assert seen.sum() == 820
+    assert room.bytes == 160
+
+
+def test_a_disk_without_room_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"large|space"):
+        Room({LINE}, tmp_path).allot(LINE, torch.empty(1, device="meta").expand(1 << 48))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_goes_on_without_the_plan_that_it_refuses(tmp_path: Path) -> None:
+    memory = Memory(limit_bytes=1 << 13, spill=None)
+    plans = (plan(1, UNEVEN, from_step=99), plan(2, GRID, quotas=(4, 2), from_step=2))
+    outcome = run(Case(GRID, 6, plans, memory=memory), tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert "plan 1 is refused: rank" in outcome.logs
+    assert {event["version"] for event in outcome.switches} == {2}, outcome.logs
+
+
+def test_a_change_within_the_limit_touches_no_file(tmp_path: Path) -> None:
+    plans = (plan(1, UNEVEN, from_step=2),)
+    outcome = run(Case(GRID, 5, plans, memory=Memory(spill=None)), tmp_path)
+    assert {event["version"] for event in outcome.switches} == {1}, outcome.logs
+    assert all(event["spilled"] == 0 for event in outcome.switches), outcome.logs

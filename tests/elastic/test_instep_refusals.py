@@ -1,0 +1,189 @@
+"""What would silently differ or block between replicas is refused, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from resihp.contracts import ContractError
+from resihp.elastic.environment import Environment
+from resihp.elastic.instep.refusals import check_model, check_optimizers
+from resihp.elastic.instep.replicas import Replicas
+from resihp.elastic.instep.user_loop import Seat
+from resihp.elastic.membership.store import host_store
+
+ALONE = Seat(0, 4)
+
+
+@pytest.fixture
+def four_processes() -> Iterator[None]:
+    """This process, as the first of four that talk to nobody."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "BatchNorm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "running statistics"),
+    "sparse": (lambda: nn.Embedding(8, 4, sparse=True), "sparse=False"),
+    "frozen": (lambda: linear().requires_grad_(False), "none of its parameters is trained"),
+    "DDP over all": (lambda: DistributedDataParallel(linear()), "one group or mesh per replica"),
+    "FSDP2 over all": (lambda: fully_shard(linear()), "one group or mesh per replica"),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(linear(), device_id=torch.device("cpu")),
+        "use fully_shard",
+    ),
+}
+
+
+@pytest.mark.usefixtures("four_processes")
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    build, told = MODELS[name]
+    with pytest.raises(ContractError, match=told):
+        check_model(build(), ALONE)
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_what_stays_within_a_replica_is_welcome() -> None:
+    replica = Seat(1, 2, members=4)
+    check_model(DistributedDataParallel(linear()), replica)
+    check_model(fully_shard(linear()), replica)
+    check_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), ALONE)
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_no_sync_within_a_replica() -> None:
+    model = DistributedDataParallel(linear())
+    check_model(model, Seat(0, 1, members=4))
+    with model.no_sync(), pytest.raises(ContractError, match="each microbatch's gradients"):
+        model(torch.ones(1, 4))
+
+
+def test_hooks_that_act_before_the_sum() -> None:
+    model = linear()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ContractError, match="before that is summed"):
+        check_model(model, ALONE)
+
+
+def test_members_that_do_not_fill_replicas() -> None:
+    environment = Environment(0, 6, "127.0.0.1", 1, "job", False, False)
+    with pytest.raises(ContractError, match="6 processes are no replicas of 4 each"):
+        Seat.of(environment, 4)
+
+
+def test_parameters_that_are_not_summed() -> None:
+    optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+    with pytest.raises(ContractError, match="not the model's"):
+        check_optimizers(linear(), [optimizer])
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer, Replicas]
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    """A job of one replica."""
+    store = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(0, 1, "127.0.0.1", store.port, "job", False, False)
+    yield model, optimizer, Replicas(model, optimizer, microbatches=3, environment=environment)
+    del store  # not before
+
+
+def compute(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(1, 4)).square().sum()
+    loss.backward()
+    return loss
+
+
+def misuse(made: Made, inside: Callable[[int], None]) -> str:
+    """What a loop is told that does `inside` with each microbatch."""
+    with pytest.raises(ContractError) as caught:  # noqa: PT012
+        for step in made[2].steps(2):
+            for index in step:
+                inside(index)
+    return str(caught.value)
+
+
+def test_an_update_in_the_inner_loop(made: Made) -> None:
+    model, optimizer, _ = made
+
+    def inside(_: int) -> None:
+        compute(model)
+        optimizer.step()
+
+    assert "an update before all of its microbatches were taken" in misuse(made, inside)
+
+
+def test_gradients_zeroed_in_the_inner_loop(made: Made) -> None:
+    model, optimizer, _ = made
+
+    def inside(_: int) -> None:
+        optimizer.zero_grad()
+        compute(model)
+
+    assert "belong behind the inner loop" in misuse(made, inside)
+
+
+def test_a_microbatch_without_backward(made: Made) -> None:
+    assert "call backward()" in misuse(made, lambda _: None)
+
+
+def test_weights_with_some_microbatches_only(made: Made) -> None:
+    model, _, replicas = made
+    with pytest.raises(ContractError, match="with every microbatch of a step, or with none"):  # noqa: PT012
+        for step in replicas.steps(1):
+            for index in step:
+                step.report(compute(model), weight=2.0 if index else None)
+
+
+def test_a_loss_that_is_not_one_number(made: Made) -> None:
+    with pytest.raises(ContractError, match="a loss is one number"):  # noqa: PT012
+        for step in made[2].steps(1):
+            for _ in step:
+                step.report(torch.ones(3))
+
+
+def test_a_step_that_is_left_in_the_middle(made: Made) -> None:
+    with pytest.raises(ContractError, match="not all of its microbatches were taken"):  # noqa: PT012
+        for step in made[2].steps(2):
+            for _ in step:
+                compute(made[0])
+                break
+
+
+def test_steps_a_second_time(made: Made) -> None:
+    for step in made[2].steps(1):
+        for _ in step:
+            compute(made[0])
+    with pytest.raises(ContractError, match="call it once"):
+        next(made[2].steps(2))
+
+
+def test_quotas_with_another_sum() -> None:
+    environment = Environment(0, 2, "127.0.0.1", 1, "job", False, False)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ContractError, match="2 numbers with the sum 4"):
+        Replicas(
+            model,
+            optimizer,
+            microbatches=4,
+            quotas=lambda alive: [1] * len(alive),
+            environment=environment,
+        )

@@ -1,0 +1,126 @@
+"""Who takes part in a user's loop and what it counts: pure functions, no processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.contracts import ContractError, StateLostError
+from resihp.elastic.instep.account import read, written
+from resihp.elastic.instep.ledger import Kept, MiscountError, indices
+from resihp.elastic.instep.roster import Roster
+from resihp.elastic.instep.user_loop import Seat, Told
+from resihp.elastic.instep.user_state import empties, pack, unpack
+from resihp.elastic.membership.agreement import Decision
+from resihp.elastic.membership.rendezvous import FencedOutError
+
+
+def decision(
+    survivors: tuple[int, ...],
+    *,
+    completed: int = 3,
+    stateless: tuple[int, ...] = (),
+    kept: tuple[Kept, ...] = (),
+) -> Decision:
+    return Decision(survivors, 0, completed, 0.0, 1, kept, stateless)
+
+
+def test_a_replica_without_one_of_its_members_is_left_out() -> None:
+    roster = Roster(Seat(0, 3, members=2), 6, None)
+    roster.enter(decision((0, 1, 2, 4, 5)))
+    assert roster.alive == [0, 2]
+    assert [share.todo for share in roster.shares] == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_a_process_whose_replica_is_left_out_ends() -> None:
+    roster = Roster(Seat(1, 3, members=2), 6, None)
+    with pytest.raises(FencedOutError, match="replica 1 has lost a member"):
+        roster.enter(decision((0, 1, 2, 4, 5)))
+
+
+def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
+    roster = Roster(Seat(2, 3), 6, None)
+    roster.enter(decision((0, 2)))
+    roster.enter(decision((0, 1, 2), stateless=(1,)))
+    assert (roster.alive, roster.takers, roster.giver) == ([0, 1, 2], [1], 0)
+    assert [len(share.todo) for share in roster.shares] == [3, 0, 3]
+    roster.next_step()
+    assert [len(share.todo) for share in roster.shares] == [2, 2, 2]
+
+
+def test_state_that_nobody_holds_stops_the_job_but_not_before_its_first_step() -> None:
+    roster = Roster(Seat(2, 3), 6, None)
+    with pytest.raises(StateLostError):
+        roster.enter(decision((1, 2), stateless=(1, 2)))
+    roster.enter(decision((1, 2), stateless=(1, 2), completed=0))
+    assert (roster.giver, roster.takers) == (1, [2])
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=4),
+    st.data(),
+)
+def test_each_microbatch_is_kept_or_redone_once(
+    microbatches: int, worlds: list[set[int]], data: st.DataObject
+) -> None:
+    """Whoever is lost or comes, and whatever each replica of those before has finished."""
+    seen = Roster(Seat(0, 6), microbatches, None)
+    for world in worlds:
+        finished: list[Kept] = []
+        for place, share in enumerate(seen.shares):
+            done = data.draw(st.integers(0, len(share.todo)))
+            mine = sorted({*indices(share.begun), *share.todo[:done]})
+            spans = tuple((index, index + 1) for index in mine)
+            if mine and seen.alive[place] in world:
+                finished.append(Kept(place, spans))
+        here = tuple(sorted(world | {0}))
+        finished = [one for one in finished if seen.alive[one.replica] in here]
+        seen.enter(
+            decision(here, stateless=tuple(set(here) - set(seen.alive)), kept=tuple(finished))
+        )
+        covered = sorted(index for share in seen.shares for index in indices(share.whole))
+        assert covered == list(range(microbatches))
+
+
+def test_losses_and_weights_of_all() -> None:
+    first = written({0: Told(torch.tensor(2.0), 3.0), 2: Told(4.0, 0.0)}, 3, 1)
+    second = written({1: Told(6.0, 5.0)}, 3, 1)
+    account = read(first + second)
+    assert (account.losses, account.weight, account.loss) == ((2.0, 6.0, 4.0), 8.0, 1.5)
+    assert account.told()[1] == Told(6.0, 5.0)
+
+
+def test_counts_that_cannot_be() -> None:
+    once, twice = written({0: Told(1.0)}, 1, 1), written({0: Told(1.0), 1: Told(1.0, 2.0)}, 2, 1)
+    with pytest.raises(MiscountError):
+        read(once + once)
+    with pytest.raises(ContractError, match="or with none"):
+        read(twice)
+    with pytest.raises(ContractError, match="sum to 0"):
+        read(written({0: Told(1.0, 0.0)}, 1, 1))
+
+
+TENSORS: list[torch.Tensor] = [
+    torch.tensor(3.0),
+    torch.arange(6, dtype=torch.int64).reshape(2, 3),
+    torch.zeros(0, 4),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.arange(6.0).reshape(2, 3).t(),
+]
+
+
+def test_state_of_any_shape_travels() -> None:
+    state: dict[str, Any] = {"a": TENSORS[:3], "b": {"c": (TENSORS[3], 7), "d": TENSORS[4:]}}
+    skeleton, tensors = pack(state)
+    room = empties(skeleton)
+    assert [(t.shape, t.dtype) for t in room] == [(t.shape, t.dtype) for t in tensors]
+    again = unpack(skeleton, tensors, [])
+    assert again["b"]["c"][1] == 7
+    found = [*again["a"], again["b"]["c"][0], *again["b"]["d"]]
+    assert all(map(torch.equal, found, TENSORS))
