@@ -35,6 +35,7 @@ SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
 OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 MICROBATCHES = 6
 TOKENS = 33
+LAST = 4
 ALONE = Layout((Replica((Stage((0,), (0, 4), (4,)),)),))
 GRID = Layout.grid(dp=2, pp=2, tp=2, layers=4, units=4)
 UNEVEN = Layout(
@@ -96,6 +97,7 @@ class Case:
     source              of plans, made from the job's folder, instead of `plans` and `welcome`
     memory              for a change of layout; next to none, so that all of it goes to files
     step_s              each step lasts at least so long
+    awaited             the last steps wait until the plan of this version stands ready
     store_dies_at       the store ends when this step has been made
     """
 
@@ -114,6 +116,7 @@ class Case:
     joiner_dies: bool = False
     warned: tuple[tuple[int, int, int], ...] = ()
     step_s: float = 0.0
+    awaited: int = 0
     store_dies_at: int | None = None
     memory: Memory = field(default=Memory(limit_bytes=16384))
     source: Callable[[Path], PlanSource] | None = None
@@ -155,6 +158,7 @@ def run(case: Case, folder: Path, *, timeout_s: float = 60.0) -> Outcome:
         while set(processes.poll(0.2)) - case.stopped:
             if (folder / "store-dies").exists():
                 processes.close_store()
+                (folder / "store-dies").unlink()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"ranks did not end in {timeout_s} s\n{processes.logs()}")
         codes = dict(processes.exit_codes)
@@ -228,12 +232,12 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
 
     def await_plan(completed: int) -> None:
         """Let no step begin before the plan that is due is prepared; here all working ranks are."""
-        deadline = time.monotonic() + 20
         version = trainer.plan.version
         due = any(p.version > version and p.from_step <= completed for p in case.plans) or any(
             p.version > version and p.from_step == completed > 0 for p in case.welcome
         )
-        while due and not trainer.is_prepared and time.monotonic() < deadline:
+        due = due or (version < case.awaited and completed >= case.steps - LAST)
+        while due and not trainer.is_prepared and not rendezvous.is_broken:
             trainer.look_for_plan()
             time.sleep(0.01)
 
@@ -284,16 +288,19 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
                 tear(case.checkpoints, reduced.step, rank)
         if reduced.step == case.store_dies_at:
             (folder / "store-dies").touch()
+            while (folder / "store-dies").exists():
+                time.sleep(0.01)
         for warned, with_signal, step in case.warned:
             if (warned, step) == (rank, reduced.step):
                 os.kill(os.getpid(), with_signal)
 
+    rendezvous = Rendezvous(
+        lambda: connect(host, port, "test", case.timeouts), rank, members, case.timeouts
+    )
     trainer = Trainer(
         case.setup(),
         plan(0, case.layout),
-        Rendezvous(
-            lambda: connect(host, port, "test", case.timeouts), rank, members, case.timeouts
-        ),
+        rendezvous,
         case.source(folder) if case.source else Scripted(case.plans, case.welcome, case.rescues),
         hooks=Hooks(on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch),
         checkpoints=kept_in(case.checkpoints),

@@ -44,7 +44,8 @@ class Blow:
 
     at        `microbatch` (behind its `count`-th one), those of `INSIDE`, `after` (the update),
               `give` and `take` (the `count`-th time that it gives or takes state; in any step)
-    resume_s  so long after a SIGSTOP it is let go on
+    resume_s  so long after a SIGSTOP it is let go on; at the latest when the other replicas have
+              ended
     life      how often it has come back before
     """
 
@@ -131,7 +132,7 @@ def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: floa
     stopped: dict[int, float] = {}
     lives: dict[int, int] = {}
     kills, begun = sorted(loop.kills), math.inf
-    while processes.poll(0.005 if kills else 0.02):
+    while running := processes.poll(0.005 if kills else 0.02):
         if begun == math.inf and any(path.stat().st_size for path in folder.glob("steps-*")):
             begun = time.monotonic()
         if kills and time.monotonic() > begun + kills[0][0]:
@@ -145,14 +146,23 @@ def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: floa
                 lives[replica] = lives.get(replica, 0) + 1
                 processes.start(ranks, run, loop, folder, lives[replica])
                 break
+        left = {rank // loop.members for rank in running}
         for blow in loop.blows:
-            if blow.resume_s and (folder / f"stops-{blow.rank}").exists():
-                since = stopped.setdefault(blow.rank, time.monotonic())
-                if time.monotonic() > since + blow.resume_s:
-                    stopped[blow.rank] = math.inf
-                    processes.kill(blow.rank, signal.SIGCONT)
+            if not blow.resume_s or not _is_stopped(folder / f"stops-{blow.rank}"):
+                continue
+            since = stopped.setdefault(blow.rank, time.monotonic())
+            if time.monotonic() > since + blow.resume_s or left == {blow.rank // loop.members}:
+                (folder / f"stops-{blow.rank}").unlink()
+                processes.kill(blow.rank, signal.SIGCONT)
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes did not end in {timeout_s} s\n{processes.logs()}")
+
+
+def _is_stopped(told: Path) -> bool:
+    """Whether the process that has said that it will stop has done so."""
+    if not told.exists():
+        return False
+    return Path(f"/proc/{told.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def build_model() -> nn.Module:
@@ -242,7 +252,9 @@ def _strike(blows: list[Blow], folder: Path, at: str, step: int, count: int = 1)
         if (blow.at, blow.step) == (at, step) and (at != "microbatch" or blow.count == count):
             blows.remove(blow)
             if blow.resume_s:
-                (folder / f"stops-{blow.rank}").touch()
+                told = folder / f"stops-{blow.rank}"
+                told.with_suffix(".new").write_text(str(os.getpid()))
+                told.with_suffix(".new").rename(told)
             os.kill(os.getpid(), blow.signal)
             return
 

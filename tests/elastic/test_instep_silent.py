@@ -54,7 +54,7 @@ def test_stopped_and_let_go_on_when_it_has_been_given_up(
     at: str, exact: Trace, tmp_path: Path
 ) -> None:
     """It finds that the others have gone on without it, and ends without having touched them."""
-    blow = Blow(1, 1, at=at, signal=signal.SIGSTOP, resume_s=5.0)
+    blow = Blow(1, 1, at=at, signal=signal.SIGSTOP, resume_s=math.inf)
     trace = play(Loop(3, blows=(blow,), deterministic=True, timeouts=BRISK), tmp_path)
     assert trace.exit_codes == {0: 0, 1: 1, 2: 0}, trace.logs
     assert "rank 1 was given up by the others" in trace.logs
@@ -65,7 +65,7 @@ def test_stopped_and_let_go_on_when_it_has_been_given_up(
 def test_a_stopped_member_ends_its_replica_and_stops_nobody_else(tmp_path: Path) -> None:
     """The other member is stuck in an exchange with it, and beats: it is not waited for."""
     alone = play(Loop(1, deterministic=True), tmp_path / "alone")
-    blow = Blow(3, 1, signal=signal.SIGSTOP, resume_s=8.0)
+    blow = Blow(3, 1, signal=signal.SIGSTOP, resume_s=math.inf)
     loop = Loop(2, members=2, blows=(blow,), deterministic=True, timeouts=BRISK)
     trace = play(loop, tmp_path, timeout_s=90)
     assert {rank for rank, code in trace.exit_codes.items() if code} == {2, 3}, trace.logs

@@ -40,7 +40,7 @@ def assert_same_losses(outcome: Outcome, alone: Outcome) -> None:
 
 
 def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), step_s=0.3)
+    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), awaited=1, step_s=0.1)
     outcome = run(case, tmp_path, timeout_s=120)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
@@ -67,7 +67,7 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
     with_eight = Layout((GRID.replicas[0], _with_eight(GRID.replicas[1], instead_of=7)))
     welcome = (plan(1, with_eight), plan(101, REPLACED))
     faults = (Fault(8, Phase.IDLE, 0, victim="6"),)
-    case = Case(GRID, STEPS, faults=faults, joiners=(8,), welcome=welcome, step_s=0.3)
+    case = Case(GRID, STEPS, faults=faults, joiners=(8,), welcome=welcome, awaited=101, step_s=0.1)
     outcome = run(case, tmp_path, timeout_s=120)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {6}, outcome.logs
     assert_same_losses(outcome, alone)
@@ -76,7 +76,7 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
 
 def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_path: Path) -> None:
     """After SIGTERM a rank ends by itself, and nobody is lost."""
-    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), step_s=0.3)
+    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), awaited=100, step_s=0.1)
     outcome = run(case, tmp_path, timeout_s=120)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
