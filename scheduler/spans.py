@@ -13,6 +13,7 @@ from resihp.pipeline.replay import WEIGHT_PART
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer]
+Mask = NDArray[np.bool_]
 
 
 def pipeline_spans(
@@ -34,122 +35,149 @@ def pipeline_spans(
 
     Round k runs forward k and the backward that follows it in every stage. Forwards of a round
     form a chain over the stages, which is a running maximum after the stages' own times are
-    subtracted; backwards wait for those of the round before. So a round costs a few array
+    subtracted; backwards wait for those of a round before. So a round costs a few array
     operations, whatever the number of pipelines. Where the backward is split, it is the half for
     the inputs that others wait for; the other one follows in the same round.
     """
-    f, b = np.asarray(forward, float), np.asarray(backward, float)
-    counts = np.asarray(microbatches)[:, None]
-    lead = _Lead.of(schedule, f.shape[1], max_in_flight)
+    counts = np.asarray(microbatches)
+    order = np.argsort(-counts, kind="stable")
+    f, b = np.asarray(forward, float)[order].T, np.asarray(backward, float)[order].T
+    lead = _Lead.of(schedule, len(f), max_in_flight)
     if work is None:
-        rounds = _Rounds(f, b, counts, p2p, lead)
+        rounds = _Rounds(f, b, counts[order], p2p, lead)
     else:
-        rounds = _UnevenRounds(f, b, counts, p2p, lead, work)
-    steady = rounds.steady()
-    for number in range(int(counts.max(initial=0)) + int(rounds.lead.ahead[0])):
-        if number in steady:
-            rounds.run_steady()
-        else:
-            rounds.run(number)
-    return rounds.last()
+        rounds = _UnevenRounds(f, b, counts[order], p2p, lead, work[order].T)
+    ends = np.empty(len(counts))
+    ends[order] = rounds.spans()
+    return ends
 
 
 class _Lead(NamedTuple):
-    """How far each stage of a schedule runs ahead, in rounds."""
+    """How far each stage of a schedule runs ahead, in rounds; arrays are [stage, 1]."""
 
-    ahead: NDArray[np.intp]  # forwards before the first backward
-    put_off: NDArray[np.intp]  # backwards before the first weight half
+    ahead: Counts  # forwards before the first backward
+    put_off: Counts  # backwards before the first weight half
     weight_part: float
-    lag: NDArray[np.intp]  # since the stage behind ran the same backward
+    lag: Counts  # since the stage behind ran the same backward
 
     @classmethod
     def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> _Lead:
-        owed = np.array(most_ahead(schedule, stages, max_in_flight))
-        put_off = np.array(most_in_flight(schedule, stages, max_in_flight)) - owed
+        owed = np.array(most_ahead(schedule, stages, max_in_flight))[:, None]
+        held = np.array(most_in_flight(schedule, stages, max_in_flight))[:, None]
         part = WEIGHT_PART if schedule is Schedule.ZERO_BUBBLE else 0.0
-        return cls(owed - 1, put_off, part, owed[:-1] - owed[1:])
+        return cls(owed - 1, held - owed, part, owed[:-1] - owed[1:])
+
+
+class _Times(NamedTuple):
+    """What the passes of one microbatch take, [stage, pipeline]."""
+
+    forward: Floats
+    inputs: Floats
+    weight: Floats
+    reach: Floats  # end of a forward that no stage lets wait; `before` is its start
+    before: Floats
+    arrive: Floats  # from the end of a backward to that of the stage before
+
+    @classmethod
+    def of(cls, forward: Floats, backward: Floats, p2p: float, weight_part: float) -> _Times:
+        weight = backward * weight_part
+        inputs = backward - weight
+        reach = np.cumsum(forward, axis=0) + p2p * np.arange(len(forward))[:, None]
+        return cls(forward, inputs, weight, reach, reach - forward, inputs[:-1] + p2p)
 
 
 class _Rounds:
-    """All pipelines after some rounds: when each stage ended its last pass and last backwards."""
+    """All pipelines, those with more microbatches first; arrays are [stage, pipeline].
+
+    Pipelines that have forwards left are all in the same round, in which their last stages run a
+    backward too; then all of them together run the backwards that are left in the first stages. A
+    stage whose turn has not come runs a backward of no length that waits for nothing.
+    """
 
     def __init__(
         self, forward: Floats, backward: Floats, counts: Counts, p2p: float, lead: _Lead
     ) -> None:
-        self.lead, self._counts, self._p2p = lead, counts, p2p
-        self._weight = backward * lead.weight_part
-        self._inputs = backward - self._weight
-        self._reach = np.cumsum(forward, axis=1) + p2p * np.arange(forward.shape[1])
-        self._before = self._reach - forward
-        self._free = np.zeros_like(forward)  # end of the last pass of each stage
-        self._returned = np.zeros_like(forward)  # end of its last backward
-        self._earlier = np.zeros_like(forward)  # end of the one before
-        self._most = max(counts.ravel().tolist(), default=0)
-        self._same = np.flatnonzero(lead.lag == 0)[::-1]
-        self._long_ago = np.flatnonzero(lead.lag == 2)
+        self._lead, self._counts, self._p2p = lead, counts, p2p
+        self._all = _Times.of(forward, backward, p2p, lead.weight_part)
+        self._times = self._all
+        self._free = np.zeros(forward.shape)  # end of the last pass of each stage
+        self._returned = self._free  # end of its last backward
+        self._earlier = self._free  # end of the one before
+        self._same = np.flatnonzero(lead.lag == 0)[::-1].tolist()
+        self._long_ago = lead.lag == 2
+        self._looks_back = bool(self._long_ago.any()), bool(self._long_ago.all())
 
-    def steady(self) -> range:
-        """Rounds in which every stage of every pipeline runs all kinds of passes."""
-        first = int((self.lead.ahead + self.lead.put_off).max())
-        alike = (self.lead.lag == 1).all() or (self.lead.lag == 2).all()
-        return range(first, min(self._counts.ravel().tolist(), default=0) if alike else first)
+    def spans(self) -> Floats:
+        """When every pipeline has ended, with the weight halves that are left."""
+        ahead, counts = self._lead.ahead, self._counts.tolist()
+        full = int(ahead[0, 0])
+        ended = np.zeros((3, *self._free.shape))
+        number, width = 0, len(counts)
+        while width:
+            self._keep(width)
+            stop = counts[width - 1]
+            for index in range(number, stop):
+                self._run_forwards(index)
+                self._run_backwards(index, index >= ahead if index < full else None)
+            ended[:, :, :width] = self._free, self._returned, self._earlier
+            number, width = stop, counts.index(stop)
+        self._times = self._all
+        self._free, self._returned, self._earlier = ended[0], ended[1], ended[2]
+        short = bool(counts) and counts[-1] < full
+        for more in range(full):
+            turns, runs = self._counts + more, more < ahead
+            self._run_backwards(turns, runs & (turns >= ahead) if short else runs)
+        return np.asarray((self._free + self._left()).max(axis=0))
 
-    def run_steady(self) -> None:
-        """One of those rounds; the same as `run`, in fewer operations."""
-        free = self._reach + np.maximum.accumulate(self._free - self._before, axis=1)
-        source = self._earlier if self._long_ago.size else self._returned
-        returned = free + self._inputs
-        arrival = source[:, 1:] + (self._inputs[:, :-1] + self._p2p)
-        np.maximum(returned[:, :-1], arrival, out=returned[:, :-1])
-        self._earlier, self._returned = self._returned, returned
-        self._free = returned + self._weight
+    def _keep(self, width: int) -> None:
+        """Goes on with the first pipelines only."""
+        self._times = _Times(*(times[:, :width] for times in self._all))
+        self._free, self._returned = self._free[:, :width], self._returned[:, :width]
+        self._earlier = self._earlier[:, :width]
 
-    def run(self, number: int) -> None:
-        """Any round."""
-        free, counts = self._free, self._counts
-        if number < self._most:
-            reach, before = self._forwards(number)
-            ends = reach + np.maximum.accumulate(free - before, axis=1)
-            np.copyto(free, ends, where=number < counts)
-        turn = number - self.lead.ahead
-        runs = (turn >= 0) & (turn < counts)
-        inputs = self._input_halves(turn)
-        ends = np.maximum(free, self._arrivals()) + inputs
+    def _run_forwards(self, number: int) -> None:
+        reach, before = self._forwards(number)
+        self._free = np.maximum.accumulate(self._free - before, axis=0) + reach
+
+    def _run_backwards(self, number: int | Counts, runs: Mask | None) -> None:
+        """In the round of that number, in all stages or those that `runs` says.
+
+        Weight halves follow from the round on in which the first stage runs a backward.
+        """
+        inputs, arrive = self._backwards(number)
+        if runs is not None:
+            inputs, arrive = inputs * runs, np.where(runs[:-1], arrive, -np.inf)
+        ends = self._free + inputs
+        np.maximum(ends[:-1], self._source()[1:] + arrive, out=ends[:-1])
         for stage in self._same:
-            arrived = np.maximum(free[:, stage], ends[:, stage + 1] + self._p2p)
-            ends[:, stage] = arrived + inputs[:, stage]
-        self._earlier = self._returned
-        self._returned = np.where(runs, ends, self._returned)
-        if self.lead.weight_part:
-            late = turn - self.lead.put_off
-            ends += self._weight_halves(late) * (late >= 0)
-        np.copyto(free, ends, where=runs)
+            ends[stage] = np.maximum(ends[stage], ends[stage + 1] + arrive[stage])
+        self._free, self._returned, self._earlier = ends, ends, self._returned
+        if self._lead.weight_part and (runs is None or isinstance(number, np.ndarray)):
+            self._free = ends + self._weight_halves(number - self._lead.ahead[0], runs)
 
-    def _arrivals(self) -> Floats:
-        """When the backwards of the stages behind are there; 0 where none is waited for."""
-        arrival = np.zeros_like(self._free)
-        arrival[:, :-1] = self._returned[:, 1:] + self._p2p
-        if self._long_ago.size:
-            arrival[:, self._long_ago] = self._earlier[:, self._long_ago + 1] + self._p2p
-        return arrival
-
-    def last(self) -> Floats:
-        """When every pipeline ends: with the weight halves that are left."""
-        return np.asarray((self._free + self._left()).max(axis=1))
+    def _source(self) -> Floats:
+        """Ends of the backwards that the stages before wait for."""
+        some, every = self._looks_back
+        if every or not some:
+            return self._earlier if some else self._returned
+        source = self._returned.copy()
+        np.copyto(source[1:], self._earlier[1:], where=self._long_ago)
+        return source
 
     def _forwards(self, number: int) -> tuple[Floats, Floats]:
         """Ends and starts of the forwards of a microbatch that no stage lets wait."""
-        return self._reach, self._before
+        return self._times.reach, self._times.before
 
-    def _input_halves(self, turn: NDArray[np.intp]) -> Floats:
-        """Of the microbatches whose turn it is in each stage."""
-        return self._inputs
+    def _backwards(self, number: int | Counts) -> tuple[Floats, Floats]:
+        """What stages take for the inputs of the microbatches whose turn it is."""
+        return self._times.inputs, self._times.arrive
 
-    def _weight_halves(self, turn: NDArray[np.intp]) -> Floats:
-        return self._weight
+    def _weight_halves(self, turn: Counts, runs: Mask | None) -> Floats:
+        """Of the microbatches of that index, which is the same in all stages; 0 below 0."""
+        return self._times.weight if runs is None else self._times.weight * (runs & (turn >= 0))
 
     def _left(self) -> Floats:
-        return np.asarray(self._weight * np.minimum(self.lead.put_off, self._counts))
+        return np.asarray(self._all.weight * np.minimum(self._lead.put_off, self._counts))
 
 
 class _UnevenRounds(_Rounds):
@@ -165,29 +193,27 @@ class _UnevenRounds(_Rounds):
         work: Floats,
     ) -> None:
         super().__init__(forward, backward, counts, p2p, lead)
-        done = np.arange(work.shape[1]) < counts
-        self._work = np.where(done, work, 0.0)
-        self._forward, self._transfers = forward, p2p * np.arange(forward.shape[1])
-
-    def steady(self) -> range:
-        return range(0)
+        self._work = np.where(np.arange(len(work))[:, None] < counts, work, 0.0)
+        self._transfers = p2p * np.arange(len(forward))[:, None]
 
     def _forwards(self, number: int) -> tuple[Floats, Floats]:
-        forward = self._forward * self._work[:, number, None]
-        reach = np.cumsum(forward, axis=1) + self._transfers
+        forward = self._times.forward * self._at(np.asarray(number))
+        reach = np.cumsum(forward, axis=0) + self._transfers
         return reach, reach - forward
 
-    def _input_halves(self, turn: NDArray[np.intp]) -> Floats:
-        return np.asarray(self._inputs * self._at(turn))
+    def _backwards(self, number: int | Counts) -> tuple[Floats, Floats]:
+        inputs = self._times.inputs * self._at(number - self._lead.ahead)
+        return inputs, inputs[:-1] + self._p2p
 
-    def _weight_halves(self, turn: NDArray[np.intp]) -> Floats:
-        return np.asarray(self._weight * self._at(turn))
+    def _weight_halves(self, turn: Counts, runs: Mask | None) -> Floats:
+        return super()._weight_halves(turn, runs) * self._at(turn)
 
-    def _at(self, turn: NDArray[np.intp]) -> Floats:
-        """Work of the microbatches whose turn it is, [pipeline, stage]."""
-        return np.asarray(self._work[:, np.clip(turn, 0, self._work.shape[1] - 1)])
+    def _at(self, turn: Counts) -> Floats:
+        """Work of the microbatches with these indices."""
+        columns = np.arange(len(self._free.T))
+        return np.asarray(self._work[np.clip(turn, 0, len(self._work) - 1), columns])
 
     def _left(self) -> Floats:
-        upto = np.cumsum(np.pad(self._work, ((0, 0), (1, 0))), axis=1)
-        first = np.maximum(self._counts - self.lead.put_off, 0)
-        return np.asarray(self._weight * (upto[:, -1:] - np.take_along_axis(upto, first, axis=1)))
+        upto = np.cumsum(np.pad(self._work, ((1, 0), (0, 0))), axis=0)
+        first = np.maximum(self._counts - self._lead.put_off, 0)
+        return np.asarray(self._all.weight * (upto[-1] - np.take_along_axis(upto, first, axis=0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ def in_flight_bound(
 ) -> Floats:
     """Lower bound of the span of given pipelines under any order that holds the schedule's limits.
 
-    forward, backward  [pipeline, stage]; microbatches [pipeline]
+    forward, backward  [..., pipeline, stage]; microbatches [pipeline]; the bounds [..., pipeline]
 
     Stage s is reached after the forwards before it and left before the backwards before it, A_s.
     It works m * w_s, w = F + B. Before its first backward it waits for a trip through the stages
@@ -46,18 +47,20 @@ def in_flight_bound(
     """
     f, b = np.asarray(forward, float), np.asarray(backward, float)
     m = np.asarray(microbatches, float)[:, None]
-    stages = f.shape[1]
+    stages = f.shape[-1]
     passes = Passes.of(f, b, schedule)
     trip = passes.trip
-    index = np.arange(stages)
-    before = np.cumsum(trip, axis=1) - trip + 2 * p2p * index
-    behind = trip.sum(axis=1, keepdims=True) + 2 * p2p * (stages - 1) - before - trip
-    reached = np.cumsum(f, axis=1) - f + p2p * index
+    transfers = p2p * np.arange(stages)
+    upto = np.cumsum(trip, axis=-1) + 2.0 * transfers
+    before = upto - trip
+    behind = upto[..., -1:] - upto
+    reached = np.zeros(1)
     limits = Limits.of(schedule, stages, max_in_flight)
     if limits.split:
-        before[:, 1:] += passes.weight[:, :1]
+        reached = np.cumsum(f, axis=-1) - f + transfers
+        before[..., 1:] += passes.weight[..., :1]
     spans = stage_line(passes, m, limits, reached=reached, before=before, behind=behind)
-    return np.asarray(np.where(m > 0, spans, 0.0).max(axis=1))
+    return np.asarray((spans * (m > 0)).max(axis=-1))
 
 
 _NO_WEIGHT = np.zeros((1, 1))
@@ -92,6 +95,7 @@ class Limits(NamedTuple):
     split: bool
 
     @classmethod
+    @cache
     def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> Limits:
         """Of all stages."""
         owed = np.array(most_ahead(schedule, stages, max_in_flight))
@@ -114,10 +118,9 @@ def stage_line(
     """
     owed, held, split = limits
     forward, inputs, weight = passes
-    more = np.minimum(owed, m) - 1
+    more, apart = np.minimum(owed, m) - 1, m > owed
     filling = np.maximum(0.0, behind - more * forward)
     draining = np.maximum(0.0, behind - more * inputs)
-    apart = m > owed
     work = m * (forward + inputs + weight)
     spans = before + work + np.where(apart, filling + draining, np.maximum(filling, draining))
     if not split:

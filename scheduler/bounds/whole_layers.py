@@ -8,9 +8,9 @@ than that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from resihp.contracts import Schedule
@@ -64,49 +64,68 @@ def whole_layer_bound(
     bands = _Bands.of(stages.most, layers)
     if bands is None:
         return np.full(len(microbatches), np.inf)
+    options = _Options.of(stages, bands.most, schedule)
     limits = Limits.of(schedule, bands.stages, max_in_flight)
-    behind = _behind(stages, bands, p2p, schedule)
-    reached = before = worst = np.zeros((len(microbatches), 1))
+    behind = _behind(options, bands, p2p)
+    m = microbatches[:, None, None].astype(float)
+    table = np.zeros((3, len(microbatches), 1))  # forwards before a stage, trips, the worst line
     for stage in range(bands.stages):
-        passes = bands.passes(stages, stage, schedule)
-        reached, before, worst = (bands.before(rows, stage) for rows in (reached, before, worst))
+        passes, reach, trip = options.of_stage(stage)
+        reached, before, worst = ahead = bands.before(table, stage)
         line = stage_line(
             passes,
-            microbatches[:, None, None].astype(float),
+            m,
             limits.at(stage),
             reached=reached,
             before=before,
             behind=behind[stage + 1][:, None, :],
         )
-        fits = bands.fits(stages, stage)
-        worst = _least(np.maximum(worst, line), fits)
-        reached = _least(reached + passes.forward, fits) + p2p
-        first = passes.weight if stage == 0 else 0.0
-        before = _least(before + (passes.trip + first), fits) + 2.0 * p2p
-    return worst[:, 0]
+        fresh = ahead + np.array([reach, trip, np.zeros_like(trip)])
+        np.maximum(worst, line, out=fresh[2])
+        table = np.where(options.fits[:, stage], fresh, np.inf).min(axis=2)
+        table[:2] += [[[p2p]], [[2.0 * p2p]]]
+    return table[2, :, 0]
 
 
-def _behind(stages: Stages, bands: _Bands, p2p: float, schedule: Schedule) -> list[Floats]:
+def _behind(options: _Options, bands: _Bands, p2p: float) -> list[Floats]:
     """Least trip through all stages from s on, by the layers before it; for s = 0.. and none."""
-    tables = [np.zeros((len(stages.most), 1))]
+    tables = [np.zeros((len(options.fits), 1))]
     for stage in reversed(range(bands.stages)):
-        trip = bands.passes(stages, stage, schedule).trip
-        further = bands.behind(tables[0], stage) + trip
-        tables.insert(0, _least(further, bands.fits(stages, stage)) + 2.0 * p2p)
+        further = bands.behind(tables[0], stage) + options.passes.trip[:, stage]
+        least = np.where(options.fits[:, stage], further, np.inf).min(axis=1)
+        tables.insert(0, least + 2.0 * p2p)
     return tables
 
 
-def _least(options: Floats, fits: NDArray[np.bool_]) -> Floats:
-    """Over the layers of a stage that fit; inf where none does."""
-    return np.asarray(np.where(fits, options, np.inf).min(axis=1))
+class _Options(NamedTuple):
+    """What stages take that hold 1, 2, ... layers, [pipeline, stage, layers - 1, 1]."""
+
+    passes: Passes
+    fits: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, stages: Stages, most: int, schedule: Schedule) -> _Options:
+        """With up to `most` layers in a stage."""
+        counts = np.arange(1, most + 1)[:, None]
+        each = (stages.forward, stages.backward, stages.extra, stages.most)
+        forward, backward, extra, fitting = (array[:, :, None, None] for array in each)
+        passes = Passes.of(forward * counts + extra, backward * counts + 2.0 * extra, schedule)
+        return cls(passes, counts <= fitting)
+
+    def of_stage(self, stage: int) -> tuple[Passes, Floats, Floats]:
+        """The passes of a stage; its forward; its trip, with the weight half of the first one."""
+        forward, inputs, weight = self.passes
+        weight = weight[:, stage] if weight.shape == forward.shape else weight
+        passes = Passes(forward[:, stage], inputs[:, stage], weight)
+        return passes, passes.forward, passes.trip + (weight if stage == 0 else 0.0)
 
 
 @dataclass(frozen=True)
 class _Bands:
     """How many layers may be before every stage (from `low` to `high`), and in one (`most`).
 
-    Tables are [pipeline, layers before - low]; options [pipeline, layers of a stage - 1, layers
-    before the next one - its low].
+    Tables are [..., pipeline, layers before - low]; options [..., pipeline, layers of a stage - 1,
+    layers before the next one - its low].
     """
 
     low: list[int]
@@ -132,24 +151,11 @@ class _Bands:
         """Number of stages."""
         return len(self.low) - 1
 
-    def passes(self, stages: Stages, stage: int, schedule: Schedule) -> Passes:
-        """Of a stage with 1, 2, ... layers, [pipeline, layers - 1, 1]."""
-        counts = np.arange(1, self.most + 1)
-        extra = stages.extra[:, stage, None]
-        forward = stages.forward[:, stage, None] * counts + extra
-        backward = stages.backward[:, stage, None] * counts + 2.0 * extra
-        return Passes.of(forward[:, :, None], backward[:, :, None], schedule)
-
-    def fits(self, stages: Stages, stage: int) -> NDArray[np.bool_]:
-        """Which of 1, 2, ... layers a stage may hold, [pipeline, layers - 1, 1]."""
-        counts = np.arange(1, self.most + 1)
-        return (counts <= stages.most[:, stage, None])[:, :, None]
-
     def before(self, table: Floats, stage: int) -> Floats:
         """What `table` says before a stage, for each of its layers and what is before the next."""
         first = self.low[stage + 1] - 1 - self.low[stage]
         windows = _windows(table, first - self.most + 1, self.most, self._width(stage + 1))
-        return windows[:, ::-1]
+        return windows[..., ::-1, :]
 
     def behind(self, table: Floats, stage: int) -> Floats:
         """What `table` says behind a stage, for each of its layers and what is before it."""
@@ -161,10 +167,12 @@ class _Bands:
 
 
 def _windows(table: Floats, first: int, count: int, width: int) -> Floats:
-    """`table[:, first + k : first + k + width]` for k = 0..count-1, inf beyond the table."""
+    """`table[..., first + k : first + k + width]` for k = 0..count-1, inf beyond the table."""
+    *rows, held = table.shape
     left = max(0, -first)
-    right = max(0, first + count + width - 1 - table.shape[1])
-    padded = np.full((len(table), left + table.shape[1] + right), np.inf)
-    padded[:, left : left + table.shape[1]] = table
-    start = first + left
-    return np.asarray(sliding_window_view(padded, width, axis=1)[:, start : start + count])
+    right = max(0, first + count + width - 1 - held)
+    padded = np.full((*rows, left + held + right), np.inf)
+    padded[..., left : left + held] = table
+    offset, step = (first + left) * padded.itemsize, padded.itemsize
+    # what `sliding_window_view` gives, which takes ten times as long to say so
+    return np.ndarray((*rows, count, width), float, padded, offset, (*padded.strides, step))

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from resihp.contracts import InfeasibleError, Job, Layout
 
 from .certificates import chains_bound, quick_bound
 from .fleet import Group, GroupMaker, muster, share_units
-from .layers import most_layers
 from .quotas import Chain, Division, Evaluator
 
 
@@ -28,7 +25,7 @@ class Found:
     def bound_ms(self) -> float:
         """Certified bound; see `chains_bound`."""
         division = self.division
-        return chains_bound(self.evaluator.setting, self.chains, division.quotas, division.span_ms)
+        return chains_bound(self.evaluator.proven, self.chains, division.quotas, division.span_ms)
 
     @property
     def gap(self) -> float:
@@ -118,12 +115,11 @@ def _held(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) -> l
 def out_of_memory(evaluator: Evaluator, chain: Chain, microbatches: int) -> InfeasibleError:
     """Names the device with the least room in a chain that cannot hold all layers."""
     setting = evaluator.setting
-    rows = np.array([chain], np.int64)
-    most = np.maximum(most_layers(setting, rows, np.array([microbatches])), 0)[0]
-    group = setting.fleet.groups[chain[int(most.argmin())]]
+    most = [max(count, 0) for count in evaluator.most_layers(chain, microbatches)]
+    group = setting.fleet.groups[chain[most.index(min(most))]]
     rank = group.ranks[group.shares.index(max(group.shares))]
     return InfeasibleError(
         "memory",
-        f"the {len(chain)} stages of a replica hold {int(most.sum())} of {setting.layers} layers; "
-        f"rank {rank} has memory for {int(most.min())}",
+        f"the {len(chain)} stages of a replica hold {sum(most)} of {setting.layers} layers; "
+        f"rank {rank} has memory for {min(most)}",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +20,57 @@ from ..bounds.in_flight import Floats
 from ..costs import group_cost, layer_cost, transfer_ms
 from ..memory import Footprint
 from .fleet import Fleet, Group
-from .layers import Setting, ends_ms, most_layers
+from .rows import Rows, Setting
 
 Ints = NDArray[np.int64]
 Times = Callable[[Ints, Ints], Floats]  # of pipelines (their indices) with these microbatches
 
 _CLOSE = 1e-3  # a gap that is not worth a closer look
 _CELLS = 60_000  # pipelines x stages up to which there is one
+_AT_ONCE = 256  # pipelines that are worked out together, which bounds the memory
+
+
+class Proven:
+    """Bounds of pipelines over whole layers, looked up once known.
+
+    Pipelines whose groups cost the same are the same pipeline.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._within_ms = inf
+        self._known: dict[bytes, float] = {}
+
+    def bounds(self, rows: Rows, within_ms: float) -> Floats:
+        """Of every row; what was found for a longer time holds for a shorter one too."""
+        if within_ms > self._within_ms:
+            self._known.clear()
+        self._within_ms = within_ms
+        cases = np.column_stack([self.setting.fleet.kind[rows.chains], rows.microbatches])
+        keys = [case.tobytes() for case in cases]
+        missing = list(
+            {key: row for row, key in enumerate(keys) if key not in self._known}.values()
+        )
+        for start in range(0, len(missing), _AT_ONCE):
+            part = missing[start : start + _AT_ONCE]
+            found = self._worked_out(rows.pick(np.array(part)), within_ms).tolist()
+            self._known.update(zip([keys[row] for row in part], found, strict=True))
+        return np.array([self._known[key] for key in keys])
+
+    def _worked_out(self, rows: Rows, within_ms: float) -> Floats:
+        return whole_layer_bound(
+            Stages(rows.forward, rows.backward, rows.extra, rows.most),
+            self.setting.layers,
+            rows.microbatches,
+            within_ms,
+            p2p=self.setting.p2p_ms,
+            max_in_flight=self.setting.max_in_flight,
+            schedule=self.setting.schedule,
+        )
 
 
 def chains_bound(
-    setting: Setting,
+    proven: Proven,
     chains: Sequence[Sequence[int]],
     quotas: Sequence[int],
     within_ms: float,
@@ -39,11 +80,11 @@ def chains_bound(
     The groups stay where they are with the shares that they have. `within_ms`: what a plan
     reached; a bound is worth nothing beyond it.
     """
-    quick = quick_bound(setting, chains, quotas)
+    quick = quick_bound(proven.setting, chains, quotas)
     if within_ms < quick * (1 + _CLOSE) or sum(map(len, chains)) > _CELLS:
         return min(quick, within_ms)
     parts = _by_length(chains, quotas)
-    close = least_span([(counts, _whole(setting, rows, within_ms)) for rows, counts in parts])
+    close = least_span([(counts, _whole(proven, rows, within_ms)) for rows, counts in parts])
     return max(quick, min(close, within_ms))
 
 
@@ -101,7 +142,8 @@ def _fractional(setting: Setting, chains: Ints) -> Times:
     """Bounds that allow parts of layers; embedding and head are work that any stage may do."""
     fleet = setting.fleet
     speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[chains]
-    ends = 3.0 * (ends_ms(setting, chains) * speeds).sum(axis=1)
+    extra = Rows(setting, chains, np.ones(len(chains), np.int64)).extra
+    ends = 3.0 * (extra * speeds).sum(axis=1)
     parts = fleet.forward_ms / (fleet.forward_ms + fleet.backward_ms)
     if fleet.embedding_ms.any() or fleet.head_ms.any():
         parts = np.append(parts, 1.0 / 3.0)
@@ -114,27 +156,11 @@ def _fractional(setting: Setting, chains: Ints) -> Times:
     return times
 
 
-def _whole(setting: Setting, chains: Ints, within_ms: float) -> Times:
-    """Bounds over whole layers; chains whose groups cost the same are looked at once."""
-    fleet, extra = setting.fleet, ends_ms(setting, chains)
+def _whole(proven: Proven, chains: Ints, within_ms: float) -> Times:
+    """Bounds over whole layers."""
 
     def times(rows: Ints, counts: Ints) -> Floats:
-        cases = np.column_stack([fleet.kind[chains[rows]], counts])
-        _, first, inverse = np.unique(cases, axis=0, return_index=True, return_inverse=True)
-        row, count = rows[first], counts[first]
-        groups = chains[row]
-        most = most_layers(setting, groups, count)
-        stages = Stages(fleet.forward_ms[groups], fleet.backward_ms[groups], extra[row], most)
-        bounds = whole_layer_bound(
-            stages,
-            setting.layers,
-            count,
-            within_ms,
-            p2p=setting.p2p_ms,
-            max_in_flight=setting.max_in_flight,
-            schedule=setting.schedule,
-        )
-        return np.asarray(bounds[inverse.ravel()])
+        return proven.bounds(Rows(proven.setting, chains[rows], counts), within_ms)
 
     return times
 
@@ -165,4 +191,4 @@ def layout_bound(
         job.max_in_flight,
         schedule,
     )
-    return chains_bound(setting, chains, quotas, step_ms - cost.step_ms) + cost.step_ms
+    return chains_bound(Proven(setting), chains, quotas, step_ms - cost.step_ms) + cost.step_ms

@@ -15,8 +15,8 @@ from ..schedules import plan_schedules
 from .arrangements import Found, arrange, feasible, out_of_memory
 from .exhaustive import exhaustive
 from .fleet import Fleet
-from .layers import Setting
 from .quotas import Chain, Evaluator, divide
+from .rows import Setting
 from .slots import gathered, inserted, settled, thinned, traded
 
 _CLOSE = 2e-3  # a gap that is not worth a further search
@@ -183,7 +183,7 @@ def _under(setting: Setting, schedule: Schedule) -> Evaluator:
 def _is_loose(found: Found, microbatches: int) -> bool:
     """Whether trades may gain under this schedule: much filling and draining, or a wide gap."""
     slots = sum(map(len, found.chains))
-    return microbatches < 2 * slots or found.gap > _WIDE
+    return microbatches < 2 * slots or (found.spare > _WIDE and found.gap > _WIDE)
 
 
 def _exact(question: _Question, setting: Setting, replicas: int) -> Found | None:

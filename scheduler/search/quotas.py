@@ -9,22 +9,15 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from .layers import (
-    Floats,
-    Ints,
-    Setting,
-    candidates,
-    every_partition,
-    is_small,
-    most_layers,
-    partition,
-    polish,
-    stage_times,
-)
+from .certificates import Proven
+from .layers import candidates, every_partition, is_small, partition, polish
+from .rows import Rows, Setting
 
 Chain = tuple[int, ...]  # group indices in pipeline order
 _POLISH_CELLS = 12_000  # chains x stages^2 beyond which single layer moves are not timed
 _Estimate = Callable[[Sequence[Chain], Sequence[int]], tuple[list[float], list[float]]]
+_AROUND = (-2, -1, 0, 1, 2, 3)  # quotas near a wanted one
+_NEAR_CELLS = 4_000  # chains x stages^2 up to which those are worked out with it
 _WHOLE = 0.7  # weight of complete microbatches
 
 
@@ -45,6 +38,7 @@ class Evaluator:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.proven = Proven(setting)
         self.columns = [group.column for group in setting.fleet.groups]
         self.kinds: list[int] = setting.fleet.kind.tolist()
         self._speed = 1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)
@@ -81,38 +75,40 @@ class Evaluator:
         for key, chain in missing.items():
             by_length[len(chain)].append((key, chain))
         for stages, entries in by_length.items():
-            rows = np.array([chain for _, chain in entries], np.int64).reshape(-1, stages)
-            counts = np.array([key[1] for key, _ in entries], np.int64)
+            rows = self._rows([chain for _, chain in entries], [key[1] for key, _ in entries])
             if is_small(self.setting.layers, stages):
-                layers, ends = every_partition(self.setting, rows, counts)
-                self._keep(entries, rows, layers, ends)
-                continue
-            layers, bounds = partition(self.setting, rows, counts)
-            rounds = 0 if rows.size * stages > _POLISH_CELLS else 12
-            layers, ends = polish(self.setting, rows, layers, counts, rounds=rounds)
-            ends = np.where(np.isfinite(bounds), ends, np.inf)
-            self._keep(entries, rows, layers, ends)
+                layers, ends = every_partition(rows)
+            else:
+                layers, bounds = partition(rows)
+                rounds = 0 if rows.chains.size * stages > _POLISH_CELLS else 12
+                layers, ends = polish(rows, layers, rounds=rounds)
+                ends = np.where(np.isfinite(bounds), ends, np.inf)
+            parts = zip(map(tuple, layers.tolist()), ends.tolist(), strict=True)
+            keys = [key for key, _ in entries]
+            self._best.update(zip(keys, parts, strict=True))
+            self._slowest.update(zip(keys, rows.slowest(layers).tolist(), strict=True))
 
-    def _keep(
-        self,
-        entries: Sequence[tuple[tuple[Chain, int], Chain]],
-        rows: Ints,
-        layers: Ints,
-        ends: Floats,
-    ) -> None:
-        forward, backward = stage_times(self.setting, rows, layers)
-        slowest = (forward + backward).max(axis=1).tolist()
-        for row, (key, _) in enumerate(entries):
-            self._best[key] = (tuple(layers[row].tolist()), float(ends[row]))
-            self._slowest[key] = slowest[row]
+    def _rows(self, chains: Sequence[Chain], microbatches: Sequence[int]) -> Rows:
+        """Chains of equally many stages."""
+        return Rows(self.setting, np.array(chains, np.int64), np.array(microbatches, np.int64))
 
     def spans(
         self, chains: Sequence[Chain], quotas: Sequence[int]
     ) -> tuple[list[float], list[float]]:
         """Spans of `best`, and what the bottleneck stages need for one microbatch."""
         pairs = list(zip(chains, quotas, strict=True))
-        self.prepare(pairs)
+        self.prepare_near(pairs)
         return [self.best(*pair)[1] for pair in pairs], [self.slowest(*pair) for pair in pairs]
+
+    def prepare_near(self, pairs: Sequence[tuple[Chain, int]]) -> None:
+        """`prepare`, with a few microbatches more and less as well where that costs little.
+
+        What is looked at next is mostly there then: of few chains the calls take the time.
+        """
+        missing = [(c, m) for c, m in pairs if (self.signature(c), m) not in self._best]
+        cells = sum(len(chain) ** 2 for chain, _ in missing)
+        around = _AROUND if len(_AROUND) * cells <= _NEAR_CELLS else (0,)
+        self.prepare((c, m + more) for c, m in missing for more in around if m + more > 0)
 
     def estimates(
         self, chains: Sequence[Chain], quotas: Sequence[int]
@@ -123,20 +119,18 @@ class Evaluator:
         for index, chain in enumerate(chains):
             by_length[len(chain)].append(index)
         for indices in by_length.values():
-            rows = np.array([chains[i] for i in indices], np.int64)
-            counts = np.array([quotas[i] for i in indices], np.int64)
-            layers, ends[indices] = partition(self.setting, rows, counts)
-            forward, backward = stage_times(self.setting, rows, layers)
-            rates[indices] = (forward + backward).max(axis=1)
+            rows = self._rows([chains[i] for i in indices], [quotas[i] for i in indices])
+            layers, ends[indices] = partition(rows)
+            rates[indices] = rows.slowest(layers)
         return ends.tolist(), rates.tolist()
 
     def fits(self, chains: Sequence[Chain], microbatches: int) -> list[bool]:
         """Whether the memory of each chain holds all layers."""
-        fit = []
-        for chain in chains:
-            most = most_layers(self.setting, np.array([chain]), np.array([microbatches]))
-            fit.append(bool(most.min() >= 1 and most.sum() >= self.setting.layers))
-        return fit
+        return [bool(self._rows([chain], [microbatches]).fits[0]) for chain in chains]
+
+    def most_layers(self, chain: Chain, microbatches: int) -> list[int]:
+        """Layers for which each stage has the memory."""
+        return list(self._rows([chain], [microbatches]).most[0].tolist())
 
     def capacities(
         self,
@@ -160,13 +154,10 @@ class Evaluator:
         for signature, chain in zip(signatures, chains, strict=True):
             if signature not in known:
                 by_length[len(chain)].setdefault(signature, chain)
-        for stages, distinct in by_length.items():
-            rows = np.array(list(distinct.values()), np.int64).reshape(-1, stages)
-            counts = np.full(len(rows), microbatches)
-            layers, bounds = candidates(self.setting, rows, counts, few=True)
-            forward, backward = stage_times(self.setting, rows, layers)
-            slowest = (forward + backward).max(axis=2)
-            capacity = microbatches + (span_ms - bounds) / slowest
+        for distinct in by_length.values():
+            rows = self._rows(list(distinct.values()), [microbatches] * len(distinct))
+            layers, bounds = candidates(rows, few=True)
+            capacity = microbatches + (span_ms - bounds) / rows.slowest(layers)
             best = np.maximum(np.where(np.isfinite(bounds), capacity, 0.0).max(axis=0), 0.0)
             if whole:
                 best = _WHOLE * np.floor(best + 1e-9) + (1.0 - _WHOLE) * best
@@ -242,7 +233,7 @@ def _exchange(
 ) -> None:
     """Improves `quotas` in place."""
     pairs = list(zip(chains, quotas, strict=True))
-    evaluator.prepare([*pairs, *((c, q + 1) for c, q in pairs)])
+    evaluator.prepare_near([*pairs, *((c, q + 1) for c, q in pairs)])
     ends = [evaluator.best(c, q)[1] for c, q in zip(chains, quotas, strict=True)]
     later = [evaluator.best(c, q + 1)[1] for c, q in zip(chains, quotas, strict=True)]
     for _ in range(4 * len(chains) + 16):
@@ -256,7 +247,7 @@ def _exchange(
         quotas[worst] -= 1
         quotas[taker] += 1
         moved = [(chains[i], quotas[i]) for i in (worst, taker)]
-        evaluator.prepare([*moved, *((chain, quota + 1) for chain, quota in moved)])
+        evaluator.prepare_near([*moved, *((chain, quota + 1) for chain, quota in moved)])
         for index in (worst, taker):
             chain, quota = chains[index], quotas[index]
             ends[index] = evaluator.best(chain, quota)[1]
