@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import ContractError, Job, Layout, Op, Replica, Schedule
-from resihp.pipeline.orders import Part, Pass, job_orders
-from resihp.pipeline.replay import pass_durations, replay
+from resihp.contracts import ContractError, Job, Layout, Op, Plan, Replica, Schedule, Stage
+from resihp.pipeline.orders import Part, Pass, stage_order
+from resihp.pipeline.replay import Replay, pass_durations, replay
 
-from .costs import group_cost, layer_cost, transfer_ms
+from .costs import GroupCost, group_cost, layer_cost, transfer_ms
 from .memory import Footprint
 
 Speeds = Mapping[int, float] | Sequence[float]
@@ -69,46 +69,114 @@ class Timeline:
 
 def simulate(
     job: Job,
-    layout: Layout,
-    quotas: Sequence[int],
+    layout: Layout | Plan,
+    quotas: Sequence[int] | None = None,
     speeds: Speeds | None = None,
     work: Sequence[Sequence[float]] | Sequence[float] | None = None,
     *,
     schedule: Schedule | None = None,
 ) -> Timeline:
-    """One step of `job` in `layout`.
+    """One step of `job` in `layout`, which may be a plan.
 
+    quotas    microbatches of each replica; where none are given those of the plan, or of the job
     speeds    by rank, 1.0 where none is given; all of the layout's must be above 0
     work      the work of each microbatch relative to the mean one (what the lengths of its
               sequences cost, over the mean cost), one list for each replica, or one for all of
               them, replica after replica; all 1 where none is given
-    schedule  of the pipelines; the job's own where none is given
+    schedule  of the pipelines; where none is given that of the plan which the layout is from, else
+              the job's own
+
+    So a plan, or its layout with its quotas, takes the plan's `step_ms` at the speeds that it was
+    made for. Raises `ContractError` naming the argument: quotas that are not one whole number for
+    each replica, speeds that are none, dead ranks, work of another shape, and a schedule for one
+    model chunk in each stage where the layout has several.
     """
+    if isinstance(layout, Plan):
+        quotas, layout = layout.quotas if quotas is None else quotas, layout.layout
+    quotas = job.quotas if quotas is None else quotas
     known = speed_map(speeds)
     _check(layout, quotas, known)
-    loads_by_replica = _loads(work, quotas)
+    loads = _loads(work, quotas)
+    chosen = _schedule(job, layout, schedule)
+    untold = chosen is Schedule.INTERLEAVED and all(r.chunks == 1 for r in layout.replicas)
     footprint = Footprint.of(job, layout.dp)
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
-    for index, (replica, quota) in enumerate(zip(layout.replicas, quotas, strict=True)):
-        orders = job_orders(job, len(replica.stages), quota, schedule)
-        loads = loads_by_replica[index]
-        forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, known))
-        played = replay(orders, pass_durations(orders, forward, backward), p2p=transfer_ms(job))
-        for s, (order, starts, ends) in enumerate(
-            zip(orders, played.starts, played.ends, strict=True)
-        ):
+    for index, replica in enumerate(layout.replicas):
+        chunks = job.chunks if untold else replica.chunks
+        orders, played = play_replica(job, replica, loads[index], known, chosen, chunks)
+        rows = zip(replica.stages, orders, played.starts, played.ends, strict=True)
+        for s, (stage, order, starts, ends) in enumerate(rows):
             spans = zip(order, starts.tolist(), ends.tolist(), strict=True)
             passes += [TimedPass(index, s, item, start, end) for item, start, end in spans]
             held = footprint.stage_bytes(
-                replica.stages[s],
-                first=s == 0,
-                last=s == len(orders) - 1,
-                in_flight=most_in_flight(order),
+                stage, first=s == 0, last=s == len(orders) - 1, in_flight=most_in_flight(order)
             )
-            peak.update(zip(replica.stages[s].ranks, held, strict=True))
+            peak.update(zip(stage.ranks, held, strict=True))
     end = max((item.end_ms for item in passes), default=0.0)
     return Timeline(end + layer_cost(job).step_ms, tuple(passes), peak)
+
+
+def _schedule(job: Job, layout: Layout, given: Schedule | None) -> Schedule:
+    """The schedule that a layout runs; one with several model chunks in a stage is interleaved."""
+    chunked = any(replica.chunks > 1 for replica in layout.replicas)
+    if chunked and given not in (None, Schedule.INTERLEAVED):
+        raise ContractError("schedule", f"{given} runs one model chunk in each stage")
+    return Schedule.INTERLEAVED if chunked else given or layout.schedule or job.schedule
+
+
+def play_replica(
+    job: Job,
+    replica: Replica,
+    loads: NDArray[np.float64],
+    speeds: Mapping[int, float],
+    schedule: Schedule,
+    chunks: int,
+) -> tuple[list[tuple[Pass, ...]], Replay]:
+    """The order of every stage, and when its passes run; `loads` is the work of each microbatch.
+
+    chunks  in each stage; of equal parts where the replica does not tell their layers
+    """
+    orders = [
+        stage_order(
+            schedule,
+            stage=stage,
+            stages=len(replica.stages),
+            microbatches=len(loads),
+            chunks=chunks,
+            max_in_flight=job.max_in_flight,
+        )
+        for stage in range(len(replica.stages))
+    ]
+    if replica.chunks > 1:
+        durations = _chunk_durations(job, replica, orders, loads, speeds)
+    else:
+        forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, speeds))
+        durations = pass_durations(orders, forward, backward)
+    return orders, replay(orders, durations, p2p=transfer_ms(job))
+
+
+def _chunk_durations(
+    job: Job,
+    replica: Replica,
+    orders: Sequence[Sequence[Pass]],
+    loads: NDArray[np.float64],
+    speeds: Mapping[int, float],
+) -> list[list[float]]:
+    """Of every pass of an interleaved replica, by the layers of its chunk."""
+    work = loads.tolist()
+    ends = (0, 0), (len(replica.stages) - 1, replica.chunks - 1)
+    durations = []
+    for index, (stage, order) in enumerate(zip(replica.stages, orders, strict=True)):
+        cost = _stage_cost(job, stage, speeds)
+        each = [
+            cost.stage(
+                stop - start, first=(index, chunk) == ends[0], last=(index, chunk) == ends[1]
+            )
+            for chunk, (start, stop) in enumerate(stage.chunks)
+        ]
+        durations.append([each[p.chunk][p.op is Op.BACKWARD] * work[p.microbatch] for p in order])
+    return durations
 
 
 def _check(layout: Layout, quotas: Sequence[int], speeds: Mapping[int, float]) -> None:
@@ -175,12 +243,14 @@ def stage_times(
     job: Job, replica: Replica, speeds: Mapping[int, float]
 ) -> tuple[list[float], list[float]]:
     """Forward and backward time of one mean microbatch in each stage, in milliseconds."""
-    cost = layer_cost(job)
     last = len(replica.stages) - 1
     times = [
-        group_cost(
-            job, cost, stage.shares, [speeds.get(r, 1.0) for r in stage.ranks], stage.ranks
-        ).stage(stage.layer_count, first=i == 0, last=i == last)
+        _stage_cost(job, stage, speeds).stage(stage.layer_count, first=i == 0, last=i == last)
         for i, stage in enumerate(replica.stages)
     ]
     return [f for f, _ in times], [b for _, b in times]
+
+
+def _stage_cost(job: Job, stage: Stage, speeds: Mapping[int, float]) -> GroupCost:
+    values = [speeds.get(rank, 1.0) for rank in stage.ranks]
+    return group_cost(job, layer_cost(job), stage.shares, values, stage.ranks)

@@ -12,9 +12,10 @@ from .errors import (
     TraceError,
 )
 from .faults import FaultRate, Protection
-from .job import Job, LayerCost, Links, Memory, ModelShape, Schedule, even_quotas
+from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
 from .layout import Layout, Place, Replica, Stage
 from .plan import Plan
+from .schedule import Schedule
 from .telemetry import COLUMNS, Op, TelemetryBatch
 from .verdict import Cause, Diagnosis, Status, Verdict
 

@@ -23,9 +23,12 @@ OMIT_EMPTY = "omit empty"
 
 
 def to_json(value: Any) -> Any:
-    """A dataclass, enum, tuple or mapping as dicts, lists, strings and numbers."""
+    """A dataclass, enum, tuple or mapping as dicts, lists, strings and numbers.
+
+    Of a dataclass, the fields that its constructor takes.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        held = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
         return {f.name: to_json(v) for f, v in held if v or OMIT_EMPTY not in f.metadata}
     if isinstance(value, enum.Enum):
         return value.value

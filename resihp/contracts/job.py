@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from .errors import ContractError
 from .faults import Protection
 from .layout import Layout
-
-
-class Schedule(StrEnum):
-    """Order of the microbatches' passes within a pipeline."""
-
-    ONE_F_ONE_B = "1f1b"
-    EAGER_1F1B = "eager_1f1b"
-    INTERLEAVED = "interleaved"
-    ZERO_BUBBLE = "zero_bubble"
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +144,7 @@ class Job:
 
     def __post_init__(self) -> None:
         _require_positive(self, "microbatches", "chunks")
+        object.__setattr__(self, "layout", self.layout.under(None))
         if not self.name or len(self.name) > 128 or "/" in self.name or not self.name.isprintable():
             raise ContractError("name", "must be 1 to 128 printable characters without a slash")
         if self.model is not None and self.model.layers != self.layout.layers:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ._json import OMIT_EMPTY
 from .errors import ContractError
+from .schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,14 @@ class Replica:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every replica of a job. No rank works in two places; all replicas hold the same layers."""
+    """Every replica of a job. No rank works in two places; all replicas hold the same layers.
+
+    schedule  under which the plan that the layout is part of runs it; None outside of a plan, and
+              no part of what makes two layouts equal
+    """
 
     replicas: tuple[Replica, ...]
+    schedule: Schedule | None = field(init=False, default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.replicas:
@@ -150,6 +157,14 @@ class Layout:
                 for d in range(dp)
             )
         )
+
+    def under(self, schedule: Schedule | None) -> Layout:
+        """This layout as part of a plan with that schedule, or of none."""
+        if self.schedule is schedule:
+            return self
+        same = copy(self)
+        object.__setattr__(same, "schedule", schedule)
+        return same
 
     @property
     def layers(self) -> int:

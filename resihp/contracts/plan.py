@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import ContractError
-from .job import Schedule
 from .layout import Layout
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Plan:
             raise ContractError("version", "must be 0 or more")
         if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
             raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+        object.__setattr__(self, "layout", self.layout.under(self.schedule))
 
     @property
     def gap(self) -> float:

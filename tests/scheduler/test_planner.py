@@ -15,7 +15,10 @@ from resihp.contracts import (
     Layout,
     Memory,
     ModelShape,
+    Plan,
     Schedule,
+    from_json,
+    to_json,
 )
 from scheduler import make_plan, simulate
 
@@ -73,8 +76,7 @@ def test_any_job_under_any_faults(shape, layers, per_replica, fixed_ms, head_ms,
     check_conserves(one, plan, speeds)
     assert plan == make_plan(one, speeds)
     assert plan.schedule in (schedules or (one.schedule,))
-    played = simulate(one, plan.layout, plan.quotas, speeds, schedule=plan.schedule)
-    assert played.step_ms == pytest.approx(plan.step_ms)
+    assert simulate(one, plan.layout, plan.quotas, speeds).step_ms == pytest.approx(plan.step_ms)
     ranks = set(plan.layout.ranks)
     if not any(speeds.get(rank, 1.0) == 0.0 for rank in one.layout.ranks):
         started = simulate(one, one.layout, one.quotas, speeds, schedule=plan.schedule).step_ms
@@ -197,9 +199,26 @@ def test_plans_hold_what_they_must(share_of_need, sharded, schedules, seed):
     except InfeasibleError:
         return
     check_conserves(one, plan, speeds)
-    played = simulate(one, plan.layout, plan.quotas, speeds, schedule=plan.schedule)
+    played = simulate(one, plan.layout, plan.quotas, speeds)
     assert max(played.peak_bytes.values()) <= one.memory.budget_bytes
     assert played.step_ms == pytest.approx(plan.step_ms)
+
+
+def test_a_plan_takes_its_predicted_time_however_it_is_played():
+    one, speeds = with_memory(3.0), {0: 0.8}
+    plan = make_plan(one, speeds)
+    assert plan.schedule is not one.schedule
+    for played in (
+        simulate(one, plan, speeds=speeds),
+        simulate(one, plan.layout, plan.quotas, speeds),
+        simulate(one, plan.layout, plan.quotas, speeds, schedule=plan.schedule),
+        simulate(one, from_json(Plan, to_json(plan)), speeds=speeds),
+    ):
+        assert played.step_ms == pytest.approx(plan.step_ms)
+    own = simulate(one, plan, speeds=speeds, schedule=one.schedule).step_ms
+    assert own > plan.step_ms
+    restarted = replace(one, layout=plan.layout, quotas=plan.quotas)
+    assert simulate(restarted, restarted.layout, speeds=speeds).step_ms == own
 
 
 @pytest.mark.parametrize(("share_of_need", "schedule"), [(1.01, 0), (3.0, 1)])
