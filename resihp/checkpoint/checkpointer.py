@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ class Checkpointer:
              keeps up, a peer's memory asks for one more (the default). `HostMemory` holds as many
              in addition as it keeps.
     clock    nanoseconds since 1970; tells a later lineage of a job that has gone back
+    niceness  how far the threads that write are below training's, as in `nice` (on Linux)
 
     Neither `save` nor `fence` raises or waits for storage: problems are counted in `counters`
     and logged once. One thread calls them, the same at each step on all ranks.
@@ -51,6 +53,7 @@ class Checkpointer:
         ranks: Ranks | None = None,
         buffers: int | None = None,
         clock: Callable[[], int] = time.time_ns,
+        niceness: int = 0,
     ) -> None:
         if len({level.name for level in levels}) < len(levels):
             raise ContractError("levels", "two have the same name")
@@ -63,7 +66,7 @@ class Checkpointer:
         held = sum(level.keep for level in levels if isinstance(level, HostMemory))
         lagging = any(isinstance(level, PeerMemory) for level in levels)
         self._staging = Staging(self.ranks, held + (buffers or 1 + lagging))
-        self._runners = [self._runner(level) for level in self.levels]
+        self._runners = [self._runner(level, niceness) for level in self.levels]
         self._agreement = ThreadPoolExecutor(1, "resihp-checkpoint-agree")
         self._current: Filling | None = None
         self._begun_s: float | None = None
@@ -81,11 +84,13 @@ class Checkpointer:
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def prepare(self, state: State) -> None:
-        """Plan and allocate for a state like this one, which the first `save` does otherwise.
+        """Plan, and allocate in the background, for a state like this one.
 
-        A collective call where there is a group. Raises `ContractError` for what cannot be saved.
+        The first `save` does so otherwise, and takes longer. A collective call where there is a
+        group. Raises `ContractError` for what cannot be saved.
         """
         self._staging.fit(state)
+        self._staging.settle()
 
     def save(self, step: int, state: State, extra: Mapping[str, object] | None = None) -> bool:
         """Begin a checkpoint, right after the optimizer's step; whether one was begun.
@@ -205,11 +210,14 @@ class Checkpointer:
         return filling
 
     def _pace(self, able: Sequence[Runner]) -> Pace | None:
-        """How a disk that alone takes the checkpoint is expected to get on; None: not known."""
+        """How a disk that alone takes the checkpoint is expected to get on; None: others take it.
+
+        Of the first one nothing is known: the copy begins at once, from the other end.
+        """
         (one, *others) = able
         durable_s = one.counters.durable_s
         is_alone = isinstance(one.level, LocalDisk) and not others
-        return Pace(self._window_s, durable_s) if is_alone and durable_s else None
+        return Pace(self._window_s, durable_s or math.inf) if is_alone else None
 
     def _agree(self, filling: Filling | None) -> None:
         """In the background: a checkpoint that not every rank takes part in is given up by all."""
@@ -223,14 +231,15 @@ class Checkpointer:
             self._begun_s = None  # due again
             filling.veto(Abandoned("another rank had no buffer"))
 
-    def _runner(self, level: Level) -> Runner:
+    def _runner(self, level: Level, niceness: int) -> Runner:
         counters = self.counters.levels[level.name] = LevelCounters()
-        return Runner(level, counters, self._said, self._after(level))
+        return Runner(level, counters, self._said, self._after(level), niceness)
 
     def _after(self, level: Level) -> Callable[[Filling, bool], None]:
         """Hand a checkpoint from the disk on to the levels after it; also one that it failed on."""
 
         def hand_on(filling: Filling, is_put: bool) -> None:
+            self._staging.settle()
             if level is not self._disk():
                 if level.after_disk and self._disk() is not None:
                     filling.uploaded()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from resihp.contracts import CheckpointDamagedError
 
-from .format.checksum import checksum
 from .format.index import CHUNK_BYTES, Entry, Index
 from .format.shard_file import flat_bytes
 from .levels.contract import Source
@@ -116,7 +115,7 @@ class _Chunks:
             self._source.read(index.rank, start, view)
         except OSError as problem:
             raise _damaged(index, number, f"cannot be read ({problem})") from problem
-        if checksum([view]) != index.checksums[number]:
+        if not index.is_intact(number, view):
             raise _damaged(index, number, "checksum differs")
         self._held = (index.rank, number)
 

@@ -8,13 +8,15 @@ from threading import Condition, Thread
 
 from .counters import LevelCounters, Said, seconds_since
 from .levels.contract import Level
+from .priority import be_nice
 from .staging.filling import Abandoned, Filling
 
 
 class Runner:
     """Puts checkpoints into a level, one after the other.
 
-    `then` is called after each put with the checkpoint and whether the level holds it now.
+    `then` is called after each put with the checkpoint and whether the level holds it now. The
+    thread, and those that the level starts from it, are `niceness` below training's.
     """
 
     def __init__(
@@ -23,9 +25,10 @@ class Runner:
         counters: LevelCounters,
         said: Said,
         then: Callable[[Filling, bool], None],
+        niceness: int,
     ) -> None:
         self.level, self.counters = level, counters
-        self._said, self._then = said, then
+        self._said, self._then, self._niceness = said, then, niceness
         self._waiting: deque[Filling] = deque()
         self._is_busy = self._is_closed = False
         self._changed = Condition()
@@ -65,6 +68,7 @@ class Runner:
         self.level.close()
 
     def _run(self) -> None:
+        be_nice(self._niceness)
         while (filling := self._next()) is not None:
             is_put = self._put(filling)
             self._then(filling, is_put)

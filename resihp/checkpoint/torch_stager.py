@@ -60,6 +60,7 @@ class Stager:
         """The copy is needed no more."""
         if self._filling is not None:
             self._filling.done_with(_UPLOAD)
+            self._staging.settle()
 
     def close(self) -> None:
         """End the threads."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.checkpoint.format.checksum import ROW_BYTES, checksum
+from resihp.checkpoint.format.checksum import KINDS, ROW_BYTES, checksum, rows_and_columns
+from resihp.checkpoint.format.index import Index, read_index
+from resihp.checkpoint.lineage import Lineage
+from resihp.contracts import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,10 @@ unhurried = settings(deadline=None)
 
 
 def is_seen(before: bytearray, after: bytearray) -> bool:
-    return checksum([memoryview(before)]) != checksum([memoryview(after)])
+    """By every kind alike."""
+    seen = {sums([memoryview(before)]) != sums([memoryview(after)]) for sums in KINDS.values()}
+    assert len(seen) == 1
+    return seen.pop()
 
 
 @unhurried
@@ -68,3 +76,37 @@ def test_a_bit_stuck_in_many_words_of_a_sector_is_seen(
     for word in words:
         content[word * 8 + bit // 8] |= 1 << bit % 8
     assert is_seen(chunk.content(), content) == (content != chunk.content())
+
+
+def test_in_parts_or_whole_it_is_the_crc_of_zlib() -> None:
+    content = Chunk(4, 0).content()
+    view = memoryview(content)
+    assert checksum([view]) == zlib.crc32(content)
+    assert checksum([view[:ROW_BYTES], view[ROW_BYTES:]]) == zlib.crc32(content)
+
+
+def index_of(content: bytearray, value: int) -> str:
+    nbytes = len(content)
+    return Index(0, 0, Lineage("run"), (0,), (), nbytes, (), nbytes, (value,)).to_json()
+
+
+def edited(text: str, before: str, after: str) -> str:
+    """An index as another version would have written it."""
+    body = text.rsplit('"crc": ', 1)[0].replace(before, after) + '"crc": '
+    return f"{body}{zlib.crc32(body.encode())}}}"
+
+
+def test_an_index_from_before_the_crc_still_verifies() -> None:
+    content = Chunk(3, 1).content()
+    text = index_of(content, rows_and_columns([memoryview(content)]))
+    index = read_index(edited(text, ', "sums": "crc32"', ""), "old")
+    assert index.is_intact(0, memoryview(content))
+    content[5000] ^= 1
+    assert not index.is_intact(0, memoryview(content))
+
+
+def test_checksums_of_a_later_version_are_named() -> None:
+    content = Chunk(1, 2).content()
+    text = index_of(content, checksum([memoryview(content)]))
+    with pytest.raises(CheckpointError, match="new: its checksums are blake9, not known here"):
+        read_index(edited(text, "crc32", "blake9"), "new")

@@ -14,7 +14,7 @@ from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
 from resihp.checkpoint.format.archive import ALIGN
 from resihp.checkpoint.format.checksum import ROW_BYTES
 from resihp.checkpoint.levels.direct_file import DirectFile
-from resihp.checkpoint.staging.huge_pages import _collapse
+from resihp.checkpoint.staging.pages import collapse, populate
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 WARM, PATIENCE_S = 3, 60
@@ -139,7 +139,8 @@ def test_a_copy_that_fails_costs_the_checkpoint(
 def test_tensors_moved_to_huge_pages_are_the_same(tmp_path: Path) -> None:
     tensors = [torch.arange(size, dtype=torch.int32) for size in (3_000_000, 600_001, 5)]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    _collapse(tensors)
+    collapse(tensors)
+    populate(tensors)  # which keeps what is there
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     for tensor in tensors:
         assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.int32))

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from resihp.contracts import CheckpointDamagedError
+from resihp.contracts import CheckpointDamagedError, CheckpointError
 
 from ..lineage import Lineage
 from ..parts import Box, Path
+from .checksum import CRC32, KINDS, ROWS_AND_COLUMNS
 
 CHUNK_BYTES = 4 << 20
 """Chunks are copied, summed, written, read and verified one by one."""
@@ -55,6 +56,7 @@ class Index:
     things        other values; they come after the tensors
     file_bytes    a multiple of 4096
     checksums     one for each of `chunks`
+    sums          what kind of checksums they are
     """
 
     step: int
@@ -66,6 +68,7 @@ class Index:
     things: tuple[Entry, ...] = ()
     file_bytes: int = 0
     checksums: tuple[int, ...] = ()
+    sums: str = CRC32
 
     @property
     def run(self) -> str:
@@ -81,6 +84,10 @@ class Index:
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """First and last byte (exclusive) of every chunk; none holds tensors and things."""
         return spans(0, self.tensor_bytes) + spans(self.tensor_bytes, self.file_bytes)
+
+    def is_intact(self, number: int, chunk: memoryview) -> bool:
+        """Whether these are the bytes that were saved as a chunk."""
+        return KINDS[self.sums]([chunk]) == self.checksums[number]
 
     def to_json(self) -> str:
         """With a checksum of its own at its end."""
@@ -98,7 +105,10 @@ def spans(start: int, stop: int) -> tuple[tuple[int, int], ...]:
 
 
 def read_index(text: str, where: str) -> Index:
-    """Raises `CheckpointDamagedError` where the text is not what `to_json` gave."""
+    """Raises `CheckpointDamagedError` where the text is not what `to_json` gave.
+
+    Raises `CheckpointError` where a later version of the format gave it.
+    """
     try:
         body, crc = text.rsplit('"crc": ', 1)
         intact = int(crc[:-1]) == zlib.crc32(f'{body}"crc": '.encode())
@@ -108,6 +118,8 @@ def read_index(text: str, where: str) -> Index:
     if not intact:
         raise CheckpointDamagedError(where, (), "its index is damaged")
     rest: dict[str, Any] = obj["rest"]
+    if rest.setdefault("sums", ROWS_AND_COLUMNS) not in KINDS:
+        raise CheckpointError(f"{where}: its checksums are {rest['sums']}, not known here")
     rest["ranks"], rest["lineage"] = tuple(rest["ranks"]), Lineage(**rest["lineage"])
     rest["checksums"] = tuple(int(value, 16) for value in rest["checksums"])
     rest["things"] = tuple(map(_entry, rest["things"]))

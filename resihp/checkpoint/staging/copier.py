@@ -149,6 +149,7 @@ class _Put:
     def __call__(self, number: int, then: Stage) -> None:
         """A claimed chunk, which is at that stage afterwards."""
         try:
+            self._filling.slot.frame(number)
             for cut in self._filling.file.cuts[number]:
                 if cut.tensor != self._held:
                     self._held, self._source = cut.tensor, flat_bytes(self._sources[cut.tensor])

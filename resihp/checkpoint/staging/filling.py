@@ -32,10 +32,19 @@ class Abandoned(Exception):  # noqa: N818
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer and the checkpoint that is, or was, last in it."""
+    """A buffer that is an image of `file`, and the checkpoint that is, or was, last in it."""
 
     buffer: HostBuffer
+    file: ShardFile
     last: Filling | None = None
+    framed: set[int] = field(default_factory=set)
+
+    def frame(self, chunk: int) -> None:
+        """Put in place what stands between tensors, for whoever fills the chunk first."""
+        if chunk not in self.framed:
+            start, stop = self.file.chunks[chunk]
+            self.file.put_frames(chunk, self.buffer.tensor[start:stop])
+            self.framed.add(chunk)
 
 
 @dataclass(frozen=True)

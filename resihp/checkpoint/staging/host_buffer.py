@@ -1,4 +1,4 @@
-"""Host memory that is allocated and touched once, aligned for direct I/O, pinned on request."""
+"""Host memory that is allocated once, aligned for direct I/O, pinned on request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from ..format.checksum import ROW_BYTES
 
 
 class HostBuffer:
-    """`nbytes` bytes that start at a multiple of 4096; the same memory as tensor and as view."""
+    """`nbytes` bytes that start at a multiple of 4096; the same memory as tensor and as view.
+
+    Zeros, whose pages the kernel finds when they are first touched; pinned ones at once.
+    """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.tensor = _pinned(nbytes) if pinned else _mapped(nbytes)
-        self.tensor.zero_()
         self.view: memoryview = self.tensor.numpy().data
 
 
@@ -32,4 +34,4 @@ def _mapped(nbytes: int) -> Tensor:
 def _pinned(nbytes: int) -> Tensor:
     memory = torch.empty(nbytes + ROW_BYTES, dtype=torch.uint8, pin_memory=True)
     start = -memory.data_ptr() % ROW_BYTES
-    return memory[start : start + nbytes]
+    return memory[start : start + nbytes].zero_()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..format.shard_file import ShardFile
 from .filling import Filling, Slot
 from .host_buffer import HostBuffer
 
 
 class Slots:
-    """A fixed number of buffers, each an image of the same file."""
+    """A fixed number of buffers, each an image of the same file.
+
+    fresh  buffers whose pages nobody has begun to find
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self.fresh: list[Tensor] = []
         self._slots: list[Slot] = []
         self._file: ShardFile | None = None
 
@@ -21,13 +27,13 @@ class Slots:
             return True
         if any(slot.last is not None and not slot.last.is_idle for slot in self._slots):
             return False
+        buffers = [slot.buffer for slot in self._slots]
         if self._file is None or self._file.nbytes != file.nbytes:
-            self._slots = []
-            self._slots = [Slot(HostBuffer(file.nbytes, pinned=pinned)) for _ in range(self._count)]
-        for slot in self._slots:
-            slot.last = None
-            for number, (start, stop) in enumerate(file.chunks):
-                file.put_frames(number, slot.buffer.tensor[start:stop])
+            self._slots.clear()
+            buffers.clear()
+            buffers = [HostBuffer(file.nbytes, pinned=pinned) for _ in range(self._count)]
+            self.fresh = [buffer.tensor for buffer in buffers]
+        self._slots = [Slot(buffer, file) for buffer in buffers]
         self._file = file
         return True
 

@@ -14,7 +14,7 @@ from ..parts import Part, State, Thing, collect
 from ..ranks import Ranks
 from .copier import Copier, chunks_of, write_order
 from .filling import Abandoned, Filling, Identity, Pace
-from .huge_pages import collapse
+from .pages import arrange
 from .plan import (
     SavePlan,
     buffer_addresses,
@@ -46,6 +46,7 @@ class Staging:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[nn.Module] = []
         self._plan: SavePlan | None = None
+        self._unmoved: list[Tensor] = []
 
     def know(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
         """Copy in the order in which this optimizer writes; save buffers of modules at once."""
@@ -59,11 +60,21 @@ class Staging:
         if plan is None or plan.signature != signature_of(parts, things):
             order = write_order([part.tensor for part in parts], self._optimizers)
             plan = self._plan = make_plan(parts, things, self._ranks, order)
-            collapse([parts[pick].tensor for pick in plan.picks])
+            self._unmoved = [parts[pick].tensor for pick in plan.picks]
         if self._copier is None:
             cuda = (part.tensor.device for part in parts if part.tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
         return Fitted(parts, things, self._slots.fit(plan.file, pinned=self._copier.pins))
+
+    def settle(self) -> None:
+        """Arrange pages for state and buffers, once for each plan, in the background.
+
+        After the first checkpoint rather than beside it, where the loop has not been prepared.
+        """
+        with self._changed:
+            tensors, self._unmoved = self._unmoved, []
+            fresh, self._slots.fresh = self._slots.fresh, []
+        arrange(tensors, fresh)
 
     def lend(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from ..format.shard_file import Cut, flat_bytes
 from .filling import Filling
 from .progress import Stage
 
-Put = Callable[[list[memoryview]], None]
+Put = Callable[[list[memoryview], int], None]
+"""Writes these bytes from a chunk on."""
 
 
 class Straight:
@@ -26,57 +27,87 @@ class Straight:
         self._filling = filling
         self._held, self._source = -1, torch.empty(0)
 
-    def write(self, number: int, put: Put) -> None:
-        """Let `put` write the bytes of a chunk; twice where the fence comes in between.
+    def write(self, first: int, stop: int, put: Put) -> None:
+        """Let `put` write the bytes of a run of chunks, as many at once as are ready together.
 
-        Waits while somebody copies the chunk. Raises what ended the checkpoint.
+        A chunk is written twice where the fence comes in between. Waits while somebody copies.
+        Raises what ended the checkpoint.
         """
-        if self._claim(number):
-            views = self._views(number)
-            total = checksum(views)
-            put(views)
-            if self._is_stored(number, total):
-                return
-            self._claim(number)  # waits: the fence copies it
-        self._filling.checksum(number)
-        put([self._filling.chunk(number)])
+        while first < stop:
+            is_ours, end = self._claim(first, stop)
+            if is_ours:
+                self._from_tensors(range(first, end), put)
+            else:
+                self._from_buffer(range(first, end), put)
+            first = end
 
-    def _claim(self, number: int) -> bool:
-        """True: it is ours to read from the tensors; False: the buffer holds it."""
+    def _claim(self, first: int, stop: int) -> tuple[bool, int]:
+        """True: chunks up to this one are ours to read from the tensors; False: they are copied."""
         filling = self._filling
         with filling.changed:
             while filling.problem is None:
-                stage = filling.progress[number]
-                if stage is Stage.COPIED:
-                    return False
-                if stage is Stage.OPEN and filling.pace and filling.has_room(number):
-                    filling.progress.set(number, Stage.COPYING)
-                    return True
+                if filling.progress[first] is Stage.COPIED:
+                    return False, self._until(first, stop, self._is_copied)
+                if self._is_free(first):
+                    end = self._until(first, stop, self._is_free)
+                    for number in range(first, end):
+                        filling.progress.set(number, Stage.COPYING)
+                    return True, end
                 filling.changed.wait()
             raise filling.problem
 
-    def _views(self, number: int) -> list[memoryview]:
-        """Fill the buffer where the chunk needs it; from then on the fence may take it over."""
+    def _is_copied(self, number: int) -> bool:
+        return self._filling.progress[number] is Stage.COPIED
+
+    def _is_free(self, number: int) -> bool:
+        is_open = self._filling.progress[number] is Stage.OPEN
+        return is_open and self._filling.pace is not None and self._filling.has_room(number)
+
+    @staticmethod
+    def _until(first: int, stop: int, is_alike: Callable[[int], bool]) -> int:
+        return next((n for n in range(first + 1, stop) if not is_alike(n)), stop)
+
+    def _from_buffer(self, numbers: range, put: Put) -> None:
+        for number in numbers:
+            self._filling.checksum(number)
+        put([self._filling.chunk(number) for number in numbers], numbers[0])
+
+    def _from_tensors(self, numbers: range, put: Put) -> None:
+        views = self._views(numbers)
+        sums = [checksum(each) for each in views]
+        put([view for each in views for view in each], numbers[0])
+        for number in self._overtaken(numbers, sums):
+            self.write(number, number + 1, put)  # waits: the fence copies it
+
+    def _views(self, numbers: range) -> list[list[memoryview]]:
+        """Fill the buffer where chunks need it; from then on the fence may take them over."""
+        stage = Stage.OPEN
         try:
-            views = list(self._parts(number))
-        except BaseException:
-            self._filling.move(number, Stage.OPEN)
-            raise
-        self._filling.move(number, Stage.STRAIGHT)
+            views = [list(self._parts(number)) for number in numbers]
+            stage = Stage.STRAIGHT
+        finally:
+            self._move(numbers, stage)
         return views
 
-    def _is_stored(self, number: int, total: int) -> bool:
-        """Whether the tensors stood still until the chunk was written."""
+    def _overtaken(self, numbers: range, sums: Sequence[int]) -> list[int]:
+        """Note what was written while the tensors stood still; the others."""
         filling = self._filling
         with filling.changed:
-            if filling.progress[number] is not Stage.STRAIGHT:
-                return False
-            filling.note_checksum(number, total)
-            filling.move(number, Stage.STORED)
-            return True
+            still = [filling.progress[number] is Stage.STRAIGHT for number in numbers]
+            for number, value, is_still in zip(numbers, sums, still, strict=True):
+                if is_still:
+                    filling.note_checksum(number, value)
+                    filling.move(number, Stage.STORED)
+        return [number for number, is_still in zip(numbers, still, strict=True) if not is_still]
+
+    def _move(self, numbers: range, stage: Stage) -> None:
+        with self._filling.changed:  # who waits is woken once
+            for number in numbers:
+                self._filling.move(number, stage)
 
     def _parts(self, number: int) -> Iterator[memoryview]:
         file, buffer = self._filling.file, self._filling.slot.buffer
+        self._filling.slot.frame(number)
         at, stop = file.chunks[number]
         for cut in file.cuts[number]:
             source = self._bytes(cut.tensor)[cut.start : cut.stop]

@@ -1,0 +1,66 @@
+"""What the kernel is told of memory: to put tensors on huge pages, to find pages beforehand.
+
+Direct writes out of small pages take twice as long: a disk's request holds a limited number of
+pages, so that out of pages of 4 KiB it takes many. The kernel moves the memory behind the same
+addresses (`madvise`, MADV_COLLAPSE of Linux 6.1); what it cannot move stays as it is. Fresh memory
+is copied into slowly, as each page is found and cleared first; MADV_POPULATE_WRITE (Linux 5.14)
+does that beforehand and leaves what has been written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from threading import Thread
+
+from torch import Tensor
+
+from ..priority import FAR_BELOW, be_nice
+
+_HUGE, _STRETCH = 2 << 20, 32 << 20
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
+
+
+def arrange(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Begin to move tensors and to find pages for buffers, in a thread far below training.
+
+    What is on a device, pinned or small is left alone.
+    """
+    large = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes >= _HUGE]
+    loose = [buffer for buffer in buffers if buffer.nbytes and not buffer.is_pinned()]
+    if (large or loose) and sys.platform == "linux":
+        Thread(target=_work, args=(large, loose), name="resihp-pages", daemon=True).start()
+
+
+def _work(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    be_nice(FAR_BELOW)
+    collapse(tensors)
+    populate(buffers)
+
+
+def collapse(tensors: Sequence[Tensor]) -> None:
+    """Move whole huge pages that belong to one tensor alone."""
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // _HUGE) * _HUGE
+        nbytes = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - start
+        if nbytes > 0:
+            _advise(start, nbytes, _MADV_HUGEPAGE)
+            _advise(start, nbytes, _MADV_COLLAPSE)
+
+
+def populate(buffers: Sequence[Tensor]) -> None:
+    """Find pages, a stretch at a time; they keep what has been written to them."""
+    for buffer in buffers:
+        for at in range(0, buffer.nbytes, _STRETCH):
+            nbytes = min(_STRETCH, buffer.nbytes - at)
+            if not _advise(buffer.data_ptr() + at, nbytes, _MADV_POPULATE_WRITE):
+                return
+
+
+def _advise(start: int, nbytes: int, advice: int) -> bool:
+    """Whether the kernel took the advice; others run meanwhile."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    done: int = madvise(start, nbytes, advice)
+    return done == 0
