@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .arrays import Floats, Ints
 
@@ -47,7 +48,21 @@ def group_location(
     return result, total.astype(np.float64)
 
 
-def mad_sigma(values: Floats, centre: float | None = None) -> float:
+def column_median(values: NDArray[np.floating]) -> Floats:
+    """Median of the finite values of each column; NaN where there are none.
+
+    >>> column_median(np.array([[1.0, np.nan], [4.0, np.nan], [2.0, np.nan]])).tolist()
+    [2.0, nan]
+    """
+    ordered = np.sort(values.T, axis=1)  # NaN sorts last; rows lie together in memory
+    counts = np.isfinite(ordered).sum(axis=1)
+    row = np.arange(counts.size)
+    low, high = np.maximum(counts - 1, 0) // 2, np.minimum(counts // 2, values.shape[0] - 1)
+    result: Floats = 0.5 * (ordered[row, low] + ordered[row, high]).astype(np.float64)
+    return result
+
+
+def mad_sigma(values: NDArray[np.floating], centre: float | None = None) -> float:
     """Robust standard deviation of the finite values; 0 where there are none.
 
     >>> round(mad_sigma(np.array([1.0, 2.0, 3.0, 100.0])), 3)

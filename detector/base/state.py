@@ -11,7 +11,7 @@ from resihp.contracts import ContractError
 
 from .arrays import State
 
-FORMAT = 3
+FORMAT = 4
 
 
 def pack(state: State) -> bytes:

@@ -17,6 +17,8 @@ HEALTHY, SUSPECT, FAIL_SLOW, FAIL_STOP, INCONCLUSIVE = range(len(CODES))
 _CARRY_STEPS = 3
 """Steps on a new layout before a device named on the old one is measured again."""
 _LEAST_PAST = 3
+_IN_DOUBT = 0.25
+"""Share of the evidence of a suspicion from which a rank no longer teaches what is healthy."""
 _MOST_ERROR = 2.0
 """Most that a factor may be uncertain by (log), where its records contradict each other."""
 _FACTOR_STEPS = 12
@@ -81,7 +83,8 @@ class Judge:
     def trusted(self) -> Bools:
         """Ranks that may teach what is healthy."""
         book = self.book
-        result: Bools = (book.status == HEALTHY) & ~(book.evidence > 0.5 * self._suspect_at)
+        doubtful = book.evidence > _IN_DOUBT * self._suspect_at
+        result: Bools = (book.status == HEALTHY) & ~doubtful
         return result
 
     def rule(self, watch: Watch, now: Standing, excused: Bools) -> None:

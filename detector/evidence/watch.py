@@ -9,15 +9,20 @@ import numpy as np
 
 from ..base.arrays import Bools, Floats, Ints, State
 from ..base.places import Places
-from ..base.robust import MAD_TO_SIGMA, group_median, mad_sigma
+from ..base.robust import column_median, group_median, mad_sigma
 from ..expectation.residual import StepResidual
 from ..settings import DetectorSettings
+from .noise import noise_of
 from .sequential import EDetector
 
 _LAG = 3
 """Steps before a residual may enter the baseline, so that an onset does not hide itself."""
 _FALL_STEPS = 4
 """Steps over which the common fall of a pair is averaged."""
+_FIRST = 5
+"""Steps that the baseline starts from together, so that one interrupted step moves it little."""
+_ALIKE = 8.0
+"""Most that the first two residuals may differ by, in standard deviations, to be a past."""
 _MEMORY = 100
 """Steps that the baseline remembers, at most."""
 _SETTLED = 2
@@ -72,7 +77,6 @@ class Watch:
         peers = places.class_sizes[places.peers]
         self._majority, self._pair = peers >= 3, peers == 2
         self.window = np.full((settings.window_steps, size), np.nan, np.float32)
-        self.innovations = np.full((settings.window_steps, size), np.nan, np.float32)
         self.steps = np.full(settings.window_steps, -1, np.int64)
         self.count = 0
         self._wider = 1.0
@@ -81,6 +85,7 @@ class Watch:
         self.falls = np.full((_LAG + _FALL_STEPS, size), np.nan, np.float32)
         self.mean = np.zeros(size)
         self.past = np.zeros(size)
+        self.first = np.full((_FIRST, size), np.nan)
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
 
     def observe(self, step: int, residual: StepResidual, trusted: Bools, able: Bools) -> Standing:
@@ -99,10 +104,10 @@ class Watch:
         self._watch_pairs(deviation - self.mean, trusted)
         by_peers = deviation - self._bound * offset
         by_past = deviation - mean - 3.0 * doubt - _DRIFT
-        settled = seen & (self._majority | (self.past >= _SETTLED))
+        settled = seen & (self._has_past(spread) | (self._majority & (self.past == 0)))
         self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self._ceiling)
         self.past_test.update(by_past, spread, settled, self._ceiling)
-        self._teach(trusted, spread, deviation, mean)
+        self._teach(trusted, spread)
         return self._standing(deviation, mean, doubt, offset, spread, able)
 
     def _fallen(self) -> Floats:
@@ -142,7 +147,6 @@ class Watch:
     def _push(self, step: int, deviation: Floats) -> None:
         row = self.count % self._settings.window_steps
         self.window[row], self.steps[row] = deviation, step
-        self.innovations[row] = np.nan
         self.count += 1
 
     def recent(self, steps: int) -> Ints:
@@ -162,43 +166,42 @@ class Watch:
         return float(np.sqrt(square))
 
     def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
-        """Standard deviation of a step's residual: the job's, refined by each rank's own."""
-        known = np.isfinite(self.innovations)
-        if np.count_nonzero(known) < max(16, 2 * self._places.size):
-            return np.maximum(residual.error, self._early_scale(deviation))
-        pooled = mad_sigma(self.innovations.astype(np.float64), 0.0)
-        counts = known.sum(axis=0)
-        own = np.full(self._places.size, pooled)
-        enough = counts >= 6
-        with_nan = np.abs(self.innovations[:, enough])
-        own[enough] = MAD_TO_SIGMA * np.nanmedian(with_nan, axis=0)
-        blend = (8.0 * pooled**2 + counts * own**2) / (8.0 + counts)
-        result: Floats = np.maximum(np.sqrt(blend), residual.error)
+        """Standard deviation of a step's residual: what steps scatter by, and at least what the
+        expectation leaves open."""
+        noise = noise_of(self.window[self.recent(self.count)])
+        if not noise.any():
+            seen = deviation[np.isfinite(deviation)]
+            noise = np.full_like(noise, mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0)
+        result: Floats = np.maximum(noise, residual.error)
         return result
 
-    def _early_scale(self, deviation: Floats) -> float:
-        """Before there is a baseline: changes from step to step, which offsets do not enter."""
-        changes = np.diff(self.window[self.recent(8)], axis=0) / np.sqrt(2.0)
-        number = int(np.count_nonzero(np.isfinite(changes)))
-        if number >= 8:
-            return mad_sigma(changes, 0.0) * (1.0 + 4.0 / number)
-        seen = deviation[np.isfinite(deviation)]
-        return mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0
-
-    def _teach(self, trusted: Bools, spread: Floats, deviation: Floats, mean: Floats) -> None:
+    def _teach(self, trusted: Bools, spread: Floats) -> None:
         """The residual of some steps ago joins the baseline of the ranks that are in control."""
-        row = self.recent(1)[0]
-        usable = trusted & (self.past >= _SETTLED)
-        self.innovations[row] = np.where(usable, deviation - mean, np.nan)
         if self.count <= _LAG:
             return
         old = self.window[self.recent(_LAG + 1)[0]]
         use = trusted & np.isfinite(old)
-        base = np.where(self.past > 0, self.mean, 0.0)
-        limit = np.where(self.past >= 2 * _SETTLED, 3.0 * spread, np.inf)
-        step = np.clip(np.where(use, old, 0.0) - base, -limit, limit)
+        early = use & (self.past < _FIRST)
+        self.first[self.past[early].astype(np.int64), early] = old[early]
         self.past = np.where(use, np.minimum(self.past + 1.0, _MEMORY), self.past)
-        self.mean = np.where(use, base + step / np.maximum(self.past, 1.0), self.mean)
+        self.mean[early] = self._start(early, 3.0 * spread[early])
+        later = use & ~early
+        step = np.clip(old - self.mean, -3.0 * spread, 3.0 * spread)
+        self.mean[later] += (step / np.maximum(self.past, 1.0))[later]
+
+    def _start(self, ranks: Bools, limit: Floats) -> Floats:
+        """The baseline from its first steps: their mean, with what lies further from their median
+        than `limit` drawn in to it."""
+        first = self.first[:, ranks]
+        middle = column_median(first)
+        result: Floats = np.nanmean(np.clip(first, middle - limit, middle + limit), axis=0)
+        return result
+
+    def _has_past(self, spread: Floats) -> Bools:
+        """Ranks with a past to be judged by: of two steps only if they agree."""
+        apart = np.abs(self.first[0] - self.first[1]) <= _ALIKE * spread
+        result: Bools = (self.past > _SETTLED) | ((self.past == _SETTLED) & apart)
+        return result
 
     def _standing(
         self,
@@ -226,6 +229,7 @@ class Watch:
     def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
         """Sets what is healthy for a rank (log residual), as if seen for so many steps."""
         self.mean[rank], self.past[rank] = level, steps
+        self.first[:, rank] = level
 
     def unsettled(self, now: Standing) -> Bools:
         """Ranks with neither enough peers nor a past of their own to be judged by."""
@@ -247,12 +251,12 @@ class Watch:
 
     def state(self) -> State:
         """What `load` needs."""
-        names = ("window", "innovations", "falls", "steps", "count", "mean", "past")
+        names = ("window", "falls", "steps", "count", "mean", "past", "first")
         tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
         return {**{name: getattr(self, name) for name in names}, **tests}
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
-        for name in ("window", "innovations", "falls", "steps", "count", "mean", "past"):
+        for name in ("window", "falls", "steps", "count", "mean", "past", "first"):
             setattr(self, name, state[name])
         self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]

@@ -33,9 +33,18 @@ def test_a_job_without_a_bad_device_has_none_named(name: str) -> None:
     assert {verdict.status for verdict in detector.verdicts()} == {Status.HEALTHY}
 
 
-@pytest.mark.parametrize(("at", "onset"), [(0, 10), (17, 4), (40, 25), (63, 15)])
-def test_five_percent_is_found_within_five_steps(at: int, onset: int) -> None:
-    job, batches = recorded("SE")
+@pytest.mark.parametrize(
+    ("name", "at", "onset"),
+    [
+        *(("SE", at, onset) for at, onset in ((0, 10), (17, 4), (40, 25), (63, 15))),
+        # The last stage of both replicas becomes 2% faster at step 5 of this recording.
+        *(("ST", 7, onset) for onset in (8, 10, 13)),
+        *(("ST", 6, onset) for onset in (5, 8)),
+        ("ST", 0, 8),
+    ],
+)
+def test_five_percent_is_found_within_five_steps(name: str, at: int, onset: int) -> None:
+    job, batches = recorded(name)
     bad = sorted(job.layout.ranks)[at]
     detector = Detector(job)
     delay = None
