@@ -22,8 +22,9 @@ _NOTHING = "No cause costs enough of the step to be named."
 _UNTOLD = "Devices that compute longer than their peers, by more work or by themselves, cost"
 _NOT_TOLD = (
     "Whether the devices are slow or have more work cannot be told: the records carry no lengths, "
-    "and no other stage computes the same microbatches."
+    "and no other rank computes the same microbatches by a timer of its own."
 )
+_NOT_NAMED = "Which of the devices are slow could not be told: see the verdicts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,7 @@ def costs_of(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Cos
         ideal=replayed.ideal_ms,
         lost=replayed.lost_ms,
         steps=replayed.steps,
-        # Members of a tensor-parallel group compute the same microbatches.
-        told=replayed.effects.tell_devices or layout.tp > 1,
+        told=replayed.effects.tell_devices,
     )
 
 
@@ -123,11 +123,11 @@ def conclude(
         root_cause=worst if named else Cause.NONE,
         attribution=shares,
         steps=costs.steps,
-        detail=_sentences(costs, told) if costly else (_NOTHING,),
+        detail=_sentences(costs, told, device_named) if costly else (_NOTHING,),
     )
 
 
-def _sentences(costs: Costs, told: bool) -> tuple[str, ...]:
+def _sentences(costs: Costs, told: bool, device_named: bool) -> tuple[str, ...]:
     words = _WORDS if told else {**_WORDS, Cause.DEVICE: _UNTOLD}
     least = WORTH_NAMING / 4 * costs.step
     ordered = sorted(costs.lost.items(), key=lambda item: -item[1])
@@ -136,5 +136,8 @@ def _sentences(costs: Costs, told: bool) -> tuple[str, ...]:
         for cause, cost in ordered
         if cost >= least
     ]
-    unclear = not told and costs.lost.get(Cause.DEVICE, 0.0) >= least
-    return (*lines, _NOT_TOLD) if unclear else tuple(lines)
+    cost = costs.lost.get(Cause.DEVICE, 0.0)
+    if not told and cost >= least:
+        return (*lines, _NOT_TOLD)
+    unnamed = cost >= WORTH_NAMING * costs.step and not device_named
+    return (*lines, _NOT_NAMED) if unnamed else tuple(lines)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
 
 from .ops import Floats, Ints
+from .order import quantile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,6 +23,8 @@ class Cubes:
 
     passes      [2, C, D, T, M] forward and backward
     work        [2, D, T, M] tokens and sum of squared lengths; None where they are not known
+    mates       as `passes`, of the middle rank of each group; None where the groups' timers do not
+                differ, each lasting as long as the slowest rank's
     p2p         [S, D, T, M] a transfer over the link from a stage to the next one
     collective, optimizer, data
                 [S, D, T] all of a step; `data` without what `microbatch_data` holds
@@ -32,6 +35,7 @@ class Cubes:
 
     passes: Floats
     work: Floats | None
+    mates: NDArray[np.float64] | None
     p2p: Floats
     collective: Floats
     optimizer: Floats
@@ -59,6 +63,7 @@ class Cubes:
         return cls(
             passes=np.stack(passes),
             work=rows.work((dp, steps, count)),
+            mates=None if split else rows.mates(place, passes),
             p2p=rows.links((stages, dp, steps, count)),
             collective=rows.fill(step, Op.COLLECTIVE, "stage", "dp", "step", add=True, all_=True),
             optimizer=rows.fill(step, Op.OPTIMIZER, "stage", "dp", "step", add=True, all_=True),
@@ -75,6 +80,8 @@ class Cubes:
 
 
 _COMPUTE = (Op.FORWARD, Op.BACKWARD)
+_SAME = 1e-4
+"""Share by which the timers of a group must differ to be each rank's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +139,22 @@ class _Rows:
         else:
             np.fmax.at(grid, where, times)
         return np.asarray(np.fmax.reduce(grid, axis=1).reshape(shape), np.float64)
+
+    def mates(
+        self, shape: tuple[int, ...], slowest: list[NDArray[np.float64]]
+    ) -> NDArray[np.float64] | None:
+        """Passes of the middle rank of each group (the lower of two); None where they do not
+        differ from those of the slowest."""
+        grid = np.full((2, self.slots, int(np.prod(shape))), np.nan)
+        inner = self.batch.microbatch >= 0
+        index = tuple(self.at[axis] for axis in ("chunk", "dp", "step", "microbatch"))
+        for at, op in enumerate(_COMPUTE):
+            rows = inner & (self.batch.op == op)
+            cell = np.ravel_multi_index(tuple(axis[rows] for axis in index), shape)
+            np.fmax.at(grid[at], (self.slot[rows], cell), self.batch.compute_ms[rows])
+        middle = quantile(grid, 0.5, axis=1)[:, 0].reshape(2, *shape)
+        apart = np.stack(slowest) > (1.0 + _SAME) * middle
+        return middle if np.count_nonzero(apart) > 0.25 * np.isfinite(middle).sum() else None
 
     def work(self, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
         """Tokens and sum of squared lengths of every microbatch; None unless most are known."""

@@ -36,16 +36,18 @@ class Effects:
     """The effects in compute times, and the times with one of them removed.
 
     `work` [K, D, T, M] holds what is known of every microbatch's size, up to a factor each;
-    None where nothing is recorded.
+    None where nothing is recorded. `mates` are the times of another rank that computes the same
+    microbatches; None where there is none.
     """
 
     times: Floats
     work: Floats | None = None
+    mates: NDArray[np.float64] | None = None
 
     @property
     def tell_devices(self) -> bool:
-        """Whether anything tells a slow device from more work: lengths, or another stage."""
-        return self.work is not None or self.times.shape[1] > 1
+        """Whether anything tells a slow device from more work: lengths, another stage, a mate."""
+        return self.work is not None or self.times.shape[1] > 1 or self.mates is not None
 
     @cached_property
     def device(self) -> NDArray[np.float64]:
@@ -102,7 +104,7 @@ class Effects:
         """What a healthy device of the stage takes for the work; None where nothing tells."""
         if self.work is not None:
             return self._from_lengths(self.work)
-        return self._from_stages() if self.tell_devices else None
+        return self._from_stages() if self.times.shape[1] > 1 else self.mates
 
     def _from_stages(self) -> NDArray[np.float64]:
         """By what the other stages took for the same microbatch.

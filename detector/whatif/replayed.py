@@ -41,7 +41,7 @@ class Replayed:
         )
         graph = StepGraph.of(job, whole)
         there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 tells nothing
-        return cls(whole, graph, Effects(there, cubes.work))
+        return cls(whole, graph, Effects(there, cubes.work, cubes.mates))
 
     @property
     def steps(self) -> int:
