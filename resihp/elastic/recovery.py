@@ -59,8 +59,9 @@ class Recovery:
         if rendezvous.rank == decision.survivors[0]:
             self._publish(decision)
         offer = rendezvous.await_offer(decision.next_epoch)
-        switching.repair(decision.next_epoch, offer, lost)
-        switching.switch(lost, () if offer.gone else decision.kept)
+        kept = () if offer.gone else decision.kept
+        switching.repair(decision.next_epoch, offer, lost, kept)
+        switching.switch(lost, kept)
 
     def _leaves(self) -> list[str]:
         """The passes that the other ranks of this one's replica cannot finish without it."""

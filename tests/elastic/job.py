@@ -28,6 +28,7 @@ from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
+from tests.elastic.held import held
 from tests.elastic.kept import await_kept, kept_in, tear
 from tests.elastic.snapshots import full_state, save
 
@@ -98,6 +99,7 @@ class Case:
     memory              for a change of layout; next to none, so that all of it goes to files
     step_s              each step lasts at least so long
     awaited             the last steps wait until the plan of this version stands ready
+    counts              at each switch, what the rank then holds of the system
     store_dies_at       the store ends when this step has been made
     """
 
@@ -117,6 +119,7 @@ class Case:
     warned: tuple[tuple[int, int, int], ...] = ()
     step_s: float = 0.0
     awaited: int = 0
+    counts: bool = False
     store_dies_at: int | None = None
     memory: Memory = field(default=Memory(limit_bytes=16384))
     source: Callable[[Path], PlanSource] | None = None
@@ -271,10 +274,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             "extra": switch.extra_bytes,
             "spilled": switch.spilled_bytes,
             "rewound": switch.is_rewound,
-            "threads": len(os.listdir("/proc/self/task")),
-            "files": len(os.listdir("/proc/self/fd")),
-            "maps": Path("/proc/self/maps").read_text().count("\n"),
-            "memory_mb": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20,
+            **(held() if case.counts else {}),
         }
         events.write(json.dumps(event) + "\n")
 

@@ -7,12 +7,12 @@ import pytest
 from resihp.contracts import Layout, Plan, Replica, Stage
 from resihp.elastic.engine import Engine, Setup
 from resihp.elastic.engine.shard import initial_shard
-from resihp.elastic.handoff.inherit import Succession
+from resihp.elastic.handoff.inherit import Succession, inherited
 from resihp.elastic.instep.ledger import Kept
 from resihp.elastic.worlds.comm import Network
 from resihp.elastic.worlds.world import build_world
 from tests.elastic.test_models import ALONE, MODELS, OPTIMIZER, batch
-from tests.elastic.threads import on_ranks, train
+from tests.elastic.threads import courier, on_ranks, train
 
 MICROBATCHES = 5
 ONE, TWO = Stage((2,), (0, 4)), (Stage((0,), (0, 3)), Stage((1,), (3, 4)))
@@ -48,7 +48,8 @@ def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: b
         if summed:
             engine.reduce(0, 0)
             kept = Kept(0, ((0, MICROBATCHES),), total=True)
-        succession = Succession(setup, everyone, network.rank, BEFORE, after, limit_bytes=4096)
+        carrier = courier(network, inherited(parameters, BEFORE, after, [kept]), "sums")
+        succession = Succession(setup, everyone, carrier, network.rank, BEFORE, after)
         if network.rank not in layout.ranks:
             succession.settle([kept], engine, None)
             return found

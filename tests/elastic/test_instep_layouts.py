@@ -11,7 +11,7 @@ import torch
 from resihp.contracts import Layout, Plan, Replica, Stage
 from resihp.elastic.engine import Engine, Setup
 from resihp.elastic.engine.shard import initial_shard
-from resihp.elastic.handoff.inherit import Succession
+from resihp.elastic.handoff.inherit import Succession, inherited
 from resihp.elastic.instep.ledger import Kept
 from resihp.elastic.instep.shares import full_shares, rest_shares
 from resihp.elastic.models import Llama, Model
@@ -19,7 +19,7 @@ from resihp.elastic.worlds.comm import Network
 from resihp.elastic.worlds.world import build_world
 from resihp.layout import Param, Range
 from tests.elastic.test_models import ALONE, OPTIMIZER, SHAPE, TIED, batch
-from tests.elastic.threads import on_ranks
+from tests.elastic.threads import courier, on_ranks
 
 MICROBATCHES, RANKS = 7, tuple(range(8))
 
@@ -94,7 +94,9 @@ def play(setup: Setup, acts: list[Act]) -> list[Part]:
             if number:
                 transit = network.group(f"transit{number}", act.alive)
                 before = acts[number - 1].plan
-                succession = Succession(setup, transit, rank, before, act.plan, 1024)
+                sums = inherited(setup.model.parameters, before, act.plan, act.kept)
+                carrier = courier(network, sums, f"sums{number}")
+                succession = Succession(setup, transit, carrier, rank, before, act.plan)
                 rest = succession.settle(act.kept, engine, shard)
             engine = None
             if world is not None and shard is not None:

@@ -6,7 +6,7 @@ Much faster to start than processes; for what concerns the arithmetic and not th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from resihp.contracts import Plan
 from resihp.elastic.engine import Engine, Setup
 from resihp.elastic.engine.shard import Shard, initial_shard
+from resihp.elastic.handoff.courier import Courier, pairs_of
 from resihp.elastic.worlds.comm import Network, WaitClock
 from resihp.elastic.worlds.world import build_world
-from resihp.layout import Param
+from resihp.layout import Move, Param
 
 LIMIT_S = 60.0
 T = TypeVar("T")
@@ -85,6 +86,12 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, 
     if errors:
         raise min(errors, key=lambda error: "another rank failed" in str(error))
     return {rank: future.result() for rank, future in futures.items()}
+
+
+def courier(network: Network, planned: Sequence[Move], name: str) -> Courier:
+    """One rank's end of `planned` moves, with groups of their own and small buffers."""
+    pairs = {p: network.group(f"{name}/pair", p) for p in pairs_of(planned, network.rank)}
+    return Courier(pairs, network.rank, buffer_bytes=4096, on_parcel=lambda number: None)
 
 
 def gathered(shards: dict[int, Shard]) -> State:

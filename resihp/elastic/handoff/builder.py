@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from resihp.contracts import Layout
-from resihp.layout import holdings
+from resihp.layout import Move, holdings
 
 from ..engine import Engine, Setup
 from ..engine.shard import Shard, build_shard, initial_shard
+from ..instep.ledger import Kept
 from ..membership.offers import Offer
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
 from ..worlds.comm import Network, WaitClock
 from ..worlds.world import World
 from .draft import Draft, Room
+from .inherit import inherited
 from .memory import Memory, coming, held_twice, to_spill
 from .prepare import Preparation, Prepared, Target
 
@@ -44,11 +46,17 @@ class Builder:
         offer = Offer(self._present.plan, self._rendezvous.alive)
         return self._prepare(0, offer, build, old=None, lost=None)
 
-    def next(self, epoch: int, offer: Offer, lost: tuple[int, ...] | None = None) -> Preparation:
+    def next(
+        self,
+        epoch: int,
+        offer: Offer,
+        lost: tuple[int, ...] | None = None,
+        kept: Sequence[Kept] = (),
+    ) -> Preparation:
         """The world of `offer`, its memory in place.
 
-        After a loss, `lost` can send nothing any more; otherwise it is None. Where state is gone,
-        no rank sends any.
+        After a loss, `lost` can send nothing any more, and `kept` sums of the step move as well;
+        otherwise it is None. Where state is gone, no rank sends any.
         """
         engine = self._present.engine
 
@@ -60,7 +68,8 @@ class Builder:
             return self._draft(world, present)
 
         old = None if offer.gone else self._present.plan.layout
-        return self._prepare(epoch, offer, build, old=old, lost=lost)
+        sums = inherited(self._setup.model.parameters, self._present.plan, offer.plan, kept)
+        return self._prepare(epoch, offer, build, old=old, lost=lost, sums=sums)
 
     def _draft(self, world: World, present: Shard | None) -> Draft:
         model, optimizer = self._setup.model, self._setup.optimizer
@@ -96,12 +105,14 @@ class Builder:
         *,
         old: Layout | None,
         lost: tuple[int, ...] | None,
+        sums: tuple[Move, ...] = (),
     ) -> Preparation:
         target = Target(
             epoch=epoch,
             plan=offer.plan,
             old=old,
             lost=lost or (),
+            sums=sums,
             participants=offer.members,
             staying=offer.staying,
             is_repair=lost is not None,

@@ -12,6 +12,7 @@ from ..engine import Setup
 from ..engine.sums import Rest
 from ..instep.ledger import Kept
 from ..present import Present
+from .courier import Courier
 from .inherit import Succession
 from .memory import Memory, held_twice
 from .prepare import Prepared
@@ -44,12 +45,11 @@ class Carrier:
         self._staging = self._stage(prepared)
         self._staging.start()
 
-    def stop(self) -> Staging | None:
-        """No state is read or written any more; what was filled, to be let go."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.stop()
-        return staging
+    def stop(self) -> None:
+        """No state is read or written any more."""
+        if self._staging is not None:
+            self._staging.stop()
+        self._staging = None
 
     def done(self) -> None:
         """The world that was filled is taken on."""
@@ -62,7 +62,8 @@ class Carrier:
         staging = self._filled(prepared, with_gradients=kept is None)
         self._present.completed = staging.completed
         if kept is not None:
-            prepared = replace(prepared, rest=self._succession(prepared, kept))
+            rest = self._succession(prepared, kept, staging.courier)
+            prepared = replace(prepared, rest=rest)
         else:
             engine = self._present.engine
             total = staging.hand_over(engine.total if engine is not None else None)
@@ -104,17 +105,17 @@ class Carrier:
             on_parcel=self._on_parcel,
         )
 
-    def _succession(self, prepared: Prepared, kept: Sequence[Kept]) -> Rest:
+    def _succession(self, prepared: Prepared, kept: Sequence[Kept], courier: Courier) -> Rest:
         """Bring the sums of the step in progress to those who go on with them."""
         present = self._present
         assert prepared.transit is not None
         succession = Succession(
             self._setup,
             prepared.transit,
+            courier,
             self._rank,
             present.plan,
             prepared.plan,
-            self._memory.buffer_bytes,
         )
         return succession.settle(kept, present.engine, prepared.shard)
 

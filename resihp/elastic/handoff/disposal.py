@@ -1,18 +1,32 @@
-"""Lets go of old worlds off the training thread."""
+"""Lets go of the groups of old worlds, off the training thread."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
+
+from ..worlds.comm import Group
+
+_LOOK_S = 0.01
 
 
-def dispose(*old: object, hold_s: float = 0.0) -> None:
-    """Let go of an old world `hold_s` from now.
+def dispose(groups: Iterable[Group]) -> None:
+    """Close groups that this rank does not use any more, each as soon as it is idle.
 
-    Closing connections takes longer than a switch; and a group that was given up with an exchange
-    under way cannot be closed before that has timed out: it would hold the interpreter's lock for
-    so long.
+    In a thread, because closing connections takes longer than a switch; `groups` is iterated there
+    and may block. A group that was given up may have an exchange under way. It ends when a peer
+    dies or closes its own end, so ranks that all let go of a world set each other free; only a
+    peer that was stopped is waited for until the exchange times out.
     """
-    held = list(old)
-    timer = threading.Timer(hold_s, held.clear)
-    timer.name, timer.daemon = "resihp-dispose", True
-    timer.start()
+    threading.Thread(target=_close, args=(groups,), name="resihp-dispose", daemon=True).start()
+
+
+def _close(groups: Iterable[Group]) -> None:
+    left = list(groups)
+    while left:
+        for group in [group for group in left if group.is_idle]:
+            group.close()
+            left.remove(group)
+        if left:
+            time.sleep(_LOOK_S)

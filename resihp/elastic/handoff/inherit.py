@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from resihp.contracts import Layout, Plan, Replica
-from resihp.layout import Param, Parameters, Range, holdings, moves
+from resihp.layout import Move, Param, Parameters, Range, holdings, moves
 
 from ..engine import Engine, Setup
 from ..engine.shard import Shard, rows
@@ -22,22 +22,37 @@ from ..instep.ledger import Kept, indices
 from ..instep.shares import rest_shares
 from ..instep.tree import Node, nodes
 from ..worlds.comm import Group
-from .stream import stream
+from .courier import Courier, Summed, state_view
+
+
+def inherited(
+    parameters: Parameters, before: Plan, after: Plan, kept: Sequence[Kept]
+) -> tuple[Move, ...]:
+    """The moves of all kept sums to their heirs."""
+    planned: list[Move] = []
+    for heir, share in enumerate(rest_shares(after, before.layout, kept)):
+        target = Layout((after.layout.replicas[heir],))
+        for one in share.inherited:
+            source = before.layout.replicas[one.replica]
+            for some in _apart(one, source, parameters):
+                planned += moves(Layout((source,)), target, some)
+    return tuple(planned)
 
 
 @dataclass(frozen=True)
 class Succession:
     """One step's kept sums on their way from the world of one plan to that of the next.
 
-    `group` holds every rank that is alive; all of them call `settle` with the same `kept`.
+    `group` holds every rank that is alive; all of them call `settle` with the same `kept`, for
+    which `courier` can carry all moves that are `inherited`.
     """
 
     setup: Setup
     group: Group
+    courier: Courier
     rank: int
     before: Plan
     after: Plan
-    limit_bytes: int
 
     def settle(self, kept: Sequence[Kept], engine: Engine | None, shard: Shard | None) -> Rest:
         """Bring every kept sum to its heir. `engine` is the old one, `shard` the new one."""
@@ -49,21 +64,19 @@ class Succession:
         return Rest(shares, parts, self._losses(kept, engine))
 
     def _hand_over(self, one: Kept, heir: int, engine: Engine | None, shard: Shard | None) -> Parts:
-        """Move one sum to replica `heir`; what this rank inherits: nothing outside of it.
-
-        The two copies of a tied parameter hold different halves of its sum, so that they move
-        apart and are added up where they meet; in a sum over all replicas they are equal.
-        """
+        """Move one sum to replica `heir`; what this rank inherits: nothing outside of it."""
         source = self.before.layout.replicas[one.replica]
         target = self.after.layout.replicas[heir]
         parameters = self.setup.model.parameters
-        parts = self._move(one, source, target, parameters.first_copies, engine)
-        if parameters.second_copies.all and len(source.stages) > 1 and not one.total:
-            second = self._move(one, source, target, parameters.second_copies, engine)
-            parts = [_joined(*both) for both in zip(parts, second, strict=True)]
+        parts, *others = (
+            self._move(one, source, target, some, engine)
+            for some in _apart(one, source, parameters)
+        )
         if self.rank not in target.ranks:
             return []
         assert shard is not None
+        for second in others:
+            parts = [_joined(*both) for both in zip(parts, second, strict=True)]
         for gradients in parts:
             for param, tensor in shard.tensors.items():
                 gradients.setdefault(param, torch.zeros_like(tensor))
@@ -85,17 +98,10 @@ class Succession:
             assert engine is not None, "a sum is kept only if all of its ranks are alive"
             parts = engine.parts_of(one)
             assert tuple(node for node, _ in parts) == keys, "accounts and sums differ"
-            giver = _Side(held, [gradients for _, gradients in parts])
-        taker = _Side(due, [_own(giver, index, due) for index in range(len(keys))])
-        stream(
-            self.group,
-            self.rank,
-            moves(*layouts, parameters),
-            giver,
-            taker,
-            copies=len(keys),
-            limit_bytes=self.limit_bytes,
-        )
+            giver = Summed(held, [gradients for _, gradients in parts])
+        taker = Summed(due, [_own(giver, index, due) for index in range(len(keys))])
+        planned = moves(*layouts, parameters)
+        self.courier.carry(planned, len(keys), state_view(giver), state_view(taker))
         return [*taker.parts]
 
     def _nodes(self, one: Kept) -> tuple[Node, ...]:
@@ -115,19 +121,18 @@ class Succession:
         return {index: values[index] for one in kept for index in indices(one.finished)}
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One rank's end of the moves: a `Holder` of the gradients of some nodes."""
+def _apart(one: Kept, source: Replica, parameters: Parameters) -> tuple[Parameters, ...]:
+    """What of a sum moves apart, to be added up where it meets.
 
-    ranges: Mapping[Param, Range]
-    parts: Sequence[Gradients]
+    The two copies of a tied parameter hold different halves of its sum; in a sum over all
+    replicas they are equal.
+    """
+    if parameters.second_copies.all and len(source.stages) > 1 and not one.total:
+        return parameters.first_copies, parameters.second_copies
+    return (parameters.first_copies,)
 
-    def state(self, param: Param) -> tuple[torch.Tensor, ...]:
-        """The gradients of each node."""
-        return tuple(gradients[param] for gradients in self.parts)
 
-
-def _own(giver: _Side | None, index: int, due: Mapping[Param, Range]) -> Gradients:
+def _own(giver: Summed | None, index: int, due: Mapping[Param, Range]) -> Gradients:
     """What a rank has of a sum already: the very tensor where its range stays the same."""
     own: Gradients = {}
     for param, span in due.items():

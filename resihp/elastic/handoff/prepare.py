@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from ..engine.sums import Gradients, Rest
 from ..worlds.comm import Group, Network, WorldBrokenError
 from ..worlds.world import World, build_world
 from .courier import Pair, pairs_of
+from .disposal import dispose
 from .draft import Draft
 
 
@@ -28,7 +29,7 @@ class Prepared:
 
     transit    all ranks of the old and the new world; they agree over it. None if the layout
                stays the same: the old world's groups and shard then serve the new one
-    pairs      the groups over which state moves, `planned` says which
+    pairs      the groups over which state and sums move; `planned` are the moves of the state
     staying    members of the world once it is taken on
     source     a rank that knows what all ranks of the old world hold alike
     world      None for a rank that has no place in the new layout
@@ -59,6 +60,11 @@ class Prepared:
         """What the rank will hold."""
         return self.draft.shard if self.draft is not None else None
 
+    @property
+    def passage(self) -> tuple[Group, ...]:
+        """The groups that lead from the old world to this one, of no use once it is taken on."""
+        return () if self.transit is None else (self.transit, *self.pairs.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -72,6 +78,7 @@ class Target:
     is_repair     groups of the present world may be broken and are not used again
     name          unique to the attempt
     gone          state that nobody alive holds, named
+    sums          moves of gradient sums that a loss left, to those who go on with them
     """
 
     epoch: int
@@ -83,6 +90,7 @@ class Target:
     is_repair: bool
     name: str
     gone: str = ""
+    sums: tuple[Move, ...] = ()
 
     @property
     def keeps_layout(self) -> bool:
@@ -102,8 +110,8 @@ class Preparation:
     `network` makes one that gives up when the event is set; `build` makes what this rank will
     hold in a world; `present` is what it holds now, if it has a place.
 
-    The thread is abandoned with the preparation: building a group cannot be interrupted,
-    but it ends by itself when the store's time-out has passed.
+    The thread of a preparation that is given up is abandoned: building a group cannot be
+    interrupted, but it ends by itself when the store's time-out has passed.
     """
 
     def __init__(
@@ -116,11 +124,12 @@ class Preparation:
     ) -> None:
         self.target = target
         self.result: Prepared | None = None
-        self.error: Exception | None = None
+        self.error: str | None = None
         self.took_s = 0.0
         self.cancelled = threading.Event()
         self._parameters, self._make_network = parameters, network
         self._build, self._present = build, present
+        self._network: Network | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
         self._thread.start()
 
@@ -138,12 +147,24 @@ class Preparation:
             raise WorldBrokenError(f"the next world could not be built: {self.error}")
         return self.result
 
+    def give_up(self) -> None:
+        """Nobody will take this world on; its groups are let go."""
+        self.cancelled.set()
+        dispose(self._built())
+
+    def _built(self) -> Iterator[Group]:
+        """All groups that were built, also if the world was not completed; waits for the end."""
+        self._thread.join()
+        if self._network is not None:
+            yield from self._network.groups
+
     def _run(self) -> None:
         start = time.perf_counter()
         try:
             self.result = self._connect(self.target)
         except (RuntimeError, dist.DistError, OSError) as error:
-            self.error = error
+            self.error = str(error)  # without its traceback, which would keep what was built
+        del self._build, self._present  # they hold the old world
         self.took_s = time.perf_counter() - start
 
     def _connect(self, target: Target) -> Prepared:
@@ -158,6 +179,7 @@ class Preparation:
         if target.old is not None:
             planned = moves(target.old, target.plan.layout, self._parameters, lost=target.lost)
         with self._make_network(self.cancelled) as network:
+            self._network = network
             return self._build_groups(network, target, planned)
 
     def _build_groups(
@@ -167,7 +189,7 @@ class Preparation:
         transit = network.group(f"{target.name}/transit", target.participants)
         pairs = {
             pair: network.group(f"{target.name}/pair", pair)
-            for pair in pairs_of(planned, network.rank)
+            for pair in pairs_of((*planned, *target.sums), network.rank)
         }
         world = draft = None
         if network.rank in layout.ranks:

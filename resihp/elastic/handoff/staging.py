@@ -60,14 +60,19 @@ class Staging:
         self._rank, self._buffer_bytes, self._on_parcel = rank, buffer_bytes, on_parcel
         self._courier: Courier | None = None
         self._gradients: Gradients = {}
-        self._error: WorldBrokenError | None = None
+        self._error: str | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def courier(self) -> Courier:
+        """What has filled the shard; it can carry more between the same ranks."""
+        assert self._courier is not None
+        return self._courier
 
     @property
     def carried(self) -> Carried:
         """What has been received so far, and the memory of the exchange's buffers."""
-        buffer_bytes = self._courier.held_bytes if self._courier is not None else 0
-        return Carried(self._received_bytes, self._handed_bytes, buffer_bytes)
+        return Carried(self._received_bytes, self._handed_bytes, self.courier.held_bytes)
 
     def start(self) -> None:
         """Fill in the background; `wait` for it before the update."""
@@ -80,7 +85,7 @@ class Staging:
         assert self._thread is not None
         self._thread.join()
         if self._error is not None:
-            raise self._error
+            raise WorldBrokenError(self._error)
 
     def stop(self) -> None:
         """Give it up; no state is read or written any more afterwards."""
@@ -128,12 +133,11 @@ class Staging:
 
         `total` is what this rank has in the old world; returns what it has in the new one.
         """
-        assert self._courier is not None
         old, new = self._old, self._new
         for param, span, origin in self._kept():
             assert total is not None
             _copy(total[param], self._gradients[param], param, span, origin)
-        self._handed_bytes = self._courier.carry(
+        self._handed_bytes = self.courier.carry(
             self._prepared.planned,
             1,
             state_view(Summed(old.ranges, [total]) if old is not None and total else None),
@@ -150,7 +154,7 @@ class Staging:
             self.make_room_for_gradients()
             self.fill()
         except WorldBrokenError as error:
-            self._error = error
+            self._error = str(error)  # its traceback would keep all that this refers to
 
     def _kept(self) -> list[tuple[Param, Range, tuple[int, int]]]:
         """What this rank holds in both layouts, but in different ranges; where these begin."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 
@@ -115,9 +114,12 @@ class Switching:
         present = self._present.plan.layout
         return refusal(self._memory, present, plan.layout, parameters, settings.copies + 1)
 
-    def repair(self, epoch: int, offer: Offer, lost: tuple[int, ...]) -> None:
-        """Begin to build a world in place of a broken one; `lost` can send nothing any more."""
-        self.pending = self._builder.next(epoch, offer, lost)
+    def repair(self, epoch: int, offer: Offer, lost: tuple[int, ...], kept: Sequence[Kept]) -> None:
+        """Begin to build a world in place of a broken one, to `switch` to it.
+
+        `lost` can send nothing any more; `kept` are the gradient sums that they left.
+        """
+        self.pending = self._builder.next(epoch, offer, lost, kept)
 
     def ready_epoch(self, next_step: int) -> int:
         """The epoch that this rank could fill during `next_step`; 0 if there is none."""
@@ -241,9 +243,11 @@ class Switching:
         if prepared.transit is None and old is not None:
             prepared = replace(prepared, total=old.total)
         if prepared.transit is not None:
+            unused = prepared.passage
             if old is not None:
+                unused += old.world.groups
                 old.release()
-            self._let_go(old, prepared, was_broken=self.paused_at is not None)
+            dispose(unused)
         if prepared.world is not None:
             present.engine = self._builder.engine(prepared)
         self.pending = self.doubt = self.paused_at = None
@@ -251,11 +255,9 @@ class Switching:
 
     def forget(self) -> None:
         """Let go of a next world that was given up."""
-        if self.pending is None and self.doubt is None:
-            return
+        self._carrier.stop()
         if self.pending is not None:
-            self.pending.cancelled.set()
-        self._let_go(self.pending, self.doubt, self._carrier.stop(), was_broken=True)
+            self.pending.give_up()
         self.pending = self.doubt = None
 
     # Inside.
@@ -272,8 +274,3 @@ class Switching:
                 pause_ms=pause_ms,
             )
         )
-
-    def _let_go(self, *old: object, was_broken: bool) -> None:
-        """Drop worlds; one that was broken may have exchanges under way that nobody will end."""
-        limit = self._rendezvous.timeouts.exchange + timedelta(seconds=5)
-        dispose(*old, hold_s=limit.total_seconds() if was_broken else 0.0)

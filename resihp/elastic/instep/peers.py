@@ -24,6 +24,12 @@ class Peers:
     mirrors: Group
     state: Group | None = None
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All of them that this rank is in."""
+        some = (self.everyone, self.mirrors, self.state)
+        return tuple(group for group in some if group is not None)
+
     def sum_nodes(
         self,
         own: Sequence[Sequence[torch.Tensor]],

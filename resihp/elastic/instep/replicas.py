@@ -286,7 +286,7 @@ class Replicas:
         """Build the groups of those alive. At the start a peer's silence means nothing yet."""
         rendezvous, roster = self._rendezvous, self._roster
         if self._peers is not None:
-            dispose(self._peers, hold_s=rendezvous.timeouts.exchange.total_seconds() + 5.0)
+            dispose(self._peers.groups)
             self._peers = None
         state = [roster.giver, *roster.mirrors(roster.takers)] if roster.takers else []
         self._peers = connect_peers(

@@ -42,7 +42,7 @@ class WaitClock:
 
 
 class Network:
-    """Makes groups over one store and completes their work.
+    """Makes groups over one store and completes their work; `groups` are those that it made.
 
     `broken` is asked between two slices of every wait: a reason why the world is to be given up,
     or None. It gets the ranks that are waited for and for how many seconds already.
@@ -60,13 +60,14 @@ class Network:
     ) -> None:
         self.rank = rank
         self.waited = waited
+        self.groups: list[Group] = []
         self._store = store
         self._broken = broken
         self._timeout = timeout
         self._device = dist.ProcessGroupGloo.create_device(hostname=host)
 
     def group(self, name: str, ranks: Sequence[int]) -> Group:
-        """The group of `ranks` (this rank among them). Connects when it is first used."""
+        """The group of `ranks` (this rank among them). Blocks until all of them build it."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._threads = 1
@@ -75,7 +76,8 @@ class Network:
         index = list(ranks).index(self.rank)
         # torch's stubs do not know that a backend takes the calls of a process group.
         backend = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, index, len(ranks), options))
-        return Group(self, tuple(ranks), backend)
+        self.groups.append(Group(self, tuple(ranks), backend))
+        return self.groups[-1]
 
     def uncounted(self) -> Network:
         """The same network for a thread beside training, whose waits are not training's."""
@@ -117,6 +119,7 @@ class Group:
         self.ranks = ranks
         self._network = network
         self._backend = backend
+        self._under_way: dist.Work | None = None
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -138,19 +141,19 @@ class Group:
         if len(self.ranks) > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            self.complete(self._backend.allreduce([tensor], options))
+            self.complete(self._begun(self._backend.allreduce([tensor], options)))
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begin to sum `tensor` in place; `complete` the work before using it."""
-        return self._backend.allreduce([tensor])
+        return self._begun(self._backend.allreduce([tensor]))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The equally shaped tensors of all ranks, in group order."""
         if len(self.ranks) == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.complete(self._backend.allgather([parts], [tensor]))
+        self.complete(self._begun(self._backend.allgather([parts], [tensor])))
         return parts
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
@@ -158,7 +161,7 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(source)
         options.rootTensor = 0
-        return self._backend.broadcast([tensor], options)
+        return self._begun(self._backend.broadcast([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy `tensor` from rank `source` to all, in place."""
@@ -171,8 +174,31 @@ class Group:
     ) -> None:
         """Exchange flat buffers: `out[i]` elements go to rank i, `into[i]` come from it."""
         options = dist.AllToAllOptions()
-        self.complete(self._backend.alltoall_base(received, sent, into, out, options))
+        work = self._backend.alltoall_base(received, sent, into, out, options)
+        self.complete(self._begun(work))
 
     def complete(self, work: dist.Work) -> None:
         """Wait until `work` is done. Raises `WorldBrokenError` if it will never be."""
         self._network.complete(work, self.ranks)
+        if work is self._under_way:
+            self._under_way = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, not even an exchange that was given up.
+
+        Exchanges of one group end in the order in which they begin.
+        """
+        return self._under_way is None or self._under_way.is_completed()
+
+    def close(self) -> None:
+        """Close the connections, whoever still refers to the group. No other call may follow.
+
+        If it is not idle, this blocks until its exchange has timed out.
+        """
+        self._under_way = None
+        del self._backend, self._network
+
+    def _begun(self, work: dist.Work) -> dist.Work:
+        self._under_way = work
+        return work
