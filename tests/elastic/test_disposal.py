@@ -1,0 +1,67 @@
+"""Old worlds are let go at once, whoever still refers to them and whatever is under way in them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from resihp.elastic.handoff.disposal import dispose
+from resihp.elastic.worlds.comm import Group, Network, WaitClock
+from tests.elastic.held import held
+
+PATIENCE_S = 30.0
+
+
+def groups(ranks: int) -> list[Group]:
+    """One group, seen from each of its ranks; an exchange in it may last for ever."""
+    store = dist.HashStore()
+
+    def one(rank: int) -> Group:
+        network = Network(
+            store,
+            rank,
+            broken=lambda *_: None,
+            timeout=timedelta(hours=1),
+            waited=WaitClock(),
+        )
+        return network.group("group", tuple(range(ranks)))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+def await_disposal() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "resihp-dispose":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a group is not let go"
+
+
+def test_a_group_that_is_referred_to_is_closed_all_the_same() -> None:
+    before = held()["threads"]
+    ends = groups(2)
+    assert held()["threads"]["pt_gloo_runloop"] == before.get("pt_gloo_runloop", 0) + 2
+    dispose(ends)
+    await_disposal()
+    assert held()["threads"].get("pt_gloo_runloop", 0) == before.get("pt_gloo_runloop", 0)
+    assert [end.ranks for end in ends] == [(0, 1)] * 2
+
+
+def test_ranks_that_all_let_go_set_each_other_free() -> None:
+    """Each waits in one group for another rank, which has left without joining in."""
+    trio, pair = groups(3), groups(2)
+    works = [
+        trio[0].start_all_reduce(torch.zeros(8)),
+        trio[1].start_all_reduce(torch.zeros(8)),
+        pair[1].start_broadcast(torch.zeros(8), 0),
+    ]
+    assert not pair[1].is_idle
+    for ends in zip(trio, pair, strict=False):
+        dispose(ends)
+    dispose([trio[2]])
+    await_disposal()
+    assert all(work.is_completed() for work in works)
