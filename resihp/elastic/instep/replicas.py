@@ -164,7 +164,7 @@ class Replicas:
 
     def _reduce(self, step: Step) -> None:
         """Sum out of place; the last exchange tells all that all hold whole sums."""
-        peers = self._peers
+        peers, self._account = self._peers, None
         assert peers is not None
         lines = written(step.done, self._microbatches, self.seat.members)
         counting = peers.everyone.start_all_reduce(lines)  # on its way while the sums are
@@ -225,7 +225,8 @@ class Replicas:
             return Report(epoch=0, completed=self.completed, idle=True)
         held = Holding(0, self._roster.place, self.seat.members)
         if self.completed == step.number:
-            summed = self._sums.total is not None
+            # Without its own account a sum is of no use: a peer may be lost between the two.
+            summed = self._sums.total is not None and self._account is not None
             held = Holding(0, held.replica, held.members, spans(step.done), summed)
         return Report(
             epoch=0,
