@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Layout, Schedule, Stage
-from resihp.pipeline.orders import most_in_flight
+from resihp.contracts import Job, Layout, Op, Replica, Schedule, Stage
+from resihp.pipeline.orders import Part, Pass, most_in_flight, stage_order
 
 _UNLIMITED = 1 << 30
 
@@ -86,16 +86,46 @@ def job_budget(job: Job) -> float | None:
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
     """Whether every rank of `layout` has the memory for its part under `schedule`."""
     footprint = Footprint.of(job, layout.dp)
-    budget = footprint.budget_bytes
+    pairs = zip(layout.replicas, quotas, strict=True)
+    return all(replica_fits(job, footprint, *pair, schedule) for pair in pairs)
+
+
+def replica_fits(
+    job: Job, footprint: Footprint, replica: Replica, quota: int, schedule: Schedule
+) -> bool:
+    """Whether every rank of one replica has the memory for its part of `quota` microbatches."""
+    budget, last = footprint.budget_bytes, len(replica.stages) - 1
     if budget is None:
         return True
-    for replica, quota in zip(layout.replicas, quotas, strict=True):
-        last = len(replica.stages) - 1
-        limit = most_in_flight(schedule, last + 1, job.max_in_flight)
-        for index, stage in enumerate(replica.stages):
-            held = footprint.stage_bytes(
-                stage, first=index == 0, last=index == last, in_flight=min(limit[index], quota)
-            )
-            if max(held) > budget:
-                return False
+    limit = _limits(job, replica, quota, schedule)
+    for index, stage in enumerate(replica.stages):
+        held = footprint.stage_bytes(
+            stage, first=index == 0, last=index == last, in_flight=min(limit[index], quota)
+        )
+        if max(held) > budget:
+            return False
     return True
+
+
+def _limits(job: Job, replica: Replica, quota: int, schedule: Schedule) -> Sequence[int]:
+    stages, most = len(replica.stages), job.max_in_flight
+    if replica.chunks == 1:
+        return most_in_flight(schedule, stages, most)
+    given = {"stages": stages, "microbatches": quota, "chunks": replica.chunks}
+    return [
+        most_held(stage_order(Schedule.INTERLEAVED, stage=s, max_in_flight=most, **given))
+        for s in range(stages)
+    ]
+
+
+def most_held(order: Sequence[Pass]) -> int:
+    """Most microbatches that a stage has begun and not finished, in whole stages."""
+    chunks = 1 + max((item.chunk for item in order), default=0)
+    held = most = 0
+    for item in order:
+        if item.op is Op.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif item.part is not Part.INPUT:
+            held -= 1
+    return -(-most // chunks)

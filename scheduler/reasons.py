@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Job, Layout, Place, Schedule
+from resihp.contracts import Job, Layout, Place, Schedule, Stage
 
 _SHOWN = 12
 SCHEDULE_WORDS = {
@@ -40,7 +40,7 @@ def reasons(
     told += _of_replicas(old, new)
     if len(set(quotas)) > 1:
         told.append(f"microbatches of the replicas: {_numbers(quotas)}")
-    if schedule is not job.schedule and job.schedules:
+    if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
         told.append(f"the pipelines run {SCHEDULE_WORDS[schedule]}")
     return tuple(told) or ("all devices are healthy: nothing to change",)
 
@@ -67,7 +67,7 @@ def _of_rank(
     stage = new.stage_at(after)
     share, units = stage.shares[after.tp], sum(stage.shares)
     if stage.tp == 1:
-        return f"{state}: stage {after.pp} of replica {after.dp} holds {_layers(stage.layers)}"
+        return f"{state}: stage {after.pp} of replica {after.dp} holds {_layers(stage)}"
     return f"{state} and holds {share} of {units} units of its stage"
 
 
@@ -75,10 +75,10 @@ def _of_replicas(old: Layout, new: Layout) -> list[str]:
     told = []
     if new.dp != old.dp:
         told.append(f"{new.dp} replicas instead of {old.dp}")
-    usual = [s.layers[1] - s.layers[0] for s in old.replicas[0].stages]
+    usual = [stage.layer_count for stage in old.replicas[0].stages]
     uneven: dict[tuple[int, ...], list[int]] = {}
     for index, replica in enumerate(new.replicas):
-        counts = tuple(stage.layers[1] - stage.layers[0] for stage in replica.stages)
+        counts = tuple(stage.layer_count for stage in replica.stages)
         if list(counts) != usual:
             uneven.setdefault(counts, []).append(index)
     for counts, members in list(uneven.items())[:_SHOWN]:
@@ -86,9 +86,19 @@ def _of_replicas(old: Layout, new: Layout) -> list[str]:
     return told
 
 
-def _layers(layers: tuple[int, int]) -> str:
-    count = layers[1] - layers[0]
-    return f"{count} layer{'' if count == 1 else 's'}"
+def layer_ranges(stage: Stage) -> str:
+    """The layers of a stage, first and last of each model chunk.
+
+    >>> layer_ranges(Stage((0,), (0, 4), more_layers=((8, 9), (12, 12))))
+    '0-3, 8'
+    """
+    spans = [(start, stop - 1) for start, stop in stage.chunks if stop > start]
+    told = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
+    return ", ".join(told) or "none"
+
+
+def _layers(stage: Stage) -> str:
+    return f"{stage.layer_count} layer{'' if stage.layer_count == 1 else 's'}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Op, Plan, Replica, Schedule, Stage
-from resihp.pipeline.orders import Part, Pass, stage_order
+from resihp.pipeline.orders import Pass, stage_order
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .costs import GroupCost, group_cost, layer_cost, transfer_ms
-from .memory import Footprint
+from .memory import Footprint, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
 _LETTER = {Op.FORWARD: "F", Op.BACKWARD: "B"}
@@ -110,7 +110,7 @@ def simulate(
             spans = zip(order, starts.tolist(), ends.tolist(), strict=True)
             passes += [TimedPass(index, s, item, start, end) for item, start, end in spans]
             held = footprint.stage_bytes(
-                stage, first=s == 0, last=s == len(orders) - 1, in_flight=most_in_flight(order)
+                stage, first=s == 0, last=s == len(orders) - 1, in_flight=most_held(order)
             )
             peak.update(zip(stage.ranks, held, strict=True))
     end = max((item.end_ms for item in passes), default=0.0)
@@ -205,19 +205,6 @@ def _loads(
     if not all(np.isfinite(row).all() and (row >= 0.0).all() for row in rows):
         raise ContractError("work", "must be finite and 0 or more")
     return rows
-
-
-def most_in_flight(order: Sequence[Pass]) -> int:
-    """Most microbatches that a stage has begun and not finished, in whole stages."""
-    chunks = 1 + max((item.chunk for item in order), default=0)
-    held = most = 0
-    for item in order:
-        if item.op is Op.FORWARD:
-            held += 1
-            most = max(most, held)
-        elif item.part is not Part.INPUT:
-            held -= 1
-    return -(-most // chunks)
 
 
 def speed_map(speeds: Speeds | None) -> Mapping[int, float]:

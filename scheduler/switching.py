@@ -101,7 +101,7 @@ def migration_ms(job: Job, old: Layout, new: Layout) -> float:
 def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
     """Bytes of parameters and optimizer state that each rank must receive; empty without a model.
 
-    Every rank holds a range of layers times a range of each layer, and keeps what it has.
+    Every rank holds ranges of layers times a range of each layer, and keeps what it has.
     """
     model = job.model
     if model is None:
@@ -112,11 +112,10 @@ def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
     for rank, held in _holdings(new):
         had = before.get(rank, _NOTHING)
         width, common = held.part[1] - held.part[0], _overlap(held.part, had.part)
-        inner = (held.layers[1] - held.layers[0]) * width
-        inner -= _overlap(held.layers, had.layers) * common
-        ends = held.ends * width - min(held.ends, had.ends) * common
-        if held.first != had.first and held.ends == had.ends:
-            ends = held.ends * width  # from one end of the model to the other
+        inner = sum(stop - start for start, stop in held.chunks) * width
+        inner -= sum(_overlap(a, b) for a in held.chunks for b in had.chunks) * common
+        kept = (held.first and had.first) + (held.last and had.last)
+        ends = (held.first + held.last) * width - kept * common
         size = each * (inner * model.layer_params + ends * model.embedding_params)
         if size > 0.0:
             received[rank] = size
@@ -124,25 +123,25 @@ def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
 
 
 class _Held(NamedTuple):
-    """Layers, the part of each, and of how many of embedding and head."""
+    """Ranges of layers, the part of each, and whether embedding and head are there too."""
 
-    layers: tuple[int, int]
+    chunks: tuple[tuple[int, int], ...]
     part: tuple[float, float]
-    ends: int = 0
     first: bool = False
+    last: bool = False
 
 
-_NOTHING = _Held((0, 0), (0.0, 0.0))
+_NOTHING = _Held((), (0.0, 0.0))
 
 
 def _holdings(layout: Layout) -> Iterator[tuple[int, _Held]]:
     for replica in layout.replicas:
-        for stage in replica.stages:
-            first, last = stage.layers[0] == 0, stage.layers[1] == layout.layers
+        for index, stage in enumerate(replica.stages):
+            first, last = index == 0, index == len(replica.stages) - 1
             units, edge = sum(stage.shares), 0
             for rank, share in zip(stage.ranks, stage.shares, strict=True):
                 part = (edge / units, (edge + share) / units)
-                yield rank, _Held(stage.layers, part, int(first) + int(last), first)
+                yield rank, _Held(stage.chunks, part, first, last)
                 edge += share
 
 

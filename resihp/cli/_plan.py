@@ -165,6 +165,8 @@ def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
 def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
     from rich.table import Table
 
+    from scheduler.reasons import layer_ranges
+
     table = Table(title=f"{job.name}, plan {plan.version}", title_justify="left")
     for column in ("replica", "microbatches", "stage", "layers", "ranks", "shares", "was"):
         table.add_column(column, justify="left" if column in ("ranks", "was") else "right")
@@ -182,7 +184,7 @@ def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
                 first,
                 quota,
                 str(pp),
-                f"{stage.layers[0]}-{stage.layers[1] - 1}",
+                layer_ranges(stage),
                 " ".join(_named(rank, speeds) for rank in stage.ranks),
                 ":".join(map(str, stage.shares)) if len(set(stage.shares)) > 1 else "even",
                 changed,
@@ -200,11 +202,13 @@ def _old(before: Mapping[int, Stage], stage: Stage) -> Stage | None:
 
 def _changed(stage: Stage, old: Stage | None) -> str:
     """What was different about the group that now is this stage."""
+    from scheduler.reasons import layer_ranges
+
     if old is None:
         return "not there"
     told = []
-    if old.layers != stage.layers:
-        told.append(f"layers {old.layers[0]}-{old.layers[1] - 1}")
+    if old.chunks != stage.chunks:
+        told.append(f"layers {layer_ranges(old)}")
     gone = sorted(set(old.ranks) - set(stage.ranks))
     if gone:
         told.append(f"with {' '.join(map(str, gone))}")

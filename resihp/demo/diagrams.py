@@ -86,8 +86,7 @@ def _title(era: Era) -> str:
 
 
 def _stage_box(record: DemoRecord, era: Era, stage: Stage, at: int, old: Stage | None) -> StageBox:
-    count = stage.layers[1] - stage.layers[0]
-    was = layer_range(old).removeprefix("layers ") if old and old.layers != stage.layers else ""
+    was = layer_range(old).removeprefix("layers ") if old and old.chunks != stage.chunks else ""
     verdicts = known_at(record, era.start)
     boxes = []
     for rank, share in zip(stage.ranks, stage.shares, strict=True):
@@ -99,7 +98,7 @@ def _stage_box(record: DemoRecord, era: Era, stage: Stage, at: int, old: Stage |
         )
     return StageBox(
         name=f"stage {at}",
-        count=count,
+        count=stage.layer_count,
         layers=layer_range(stage),
         was=was,
         ranks=tuple(boxes),

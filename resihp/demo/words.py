@@ -68,11 +68,12 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def layer_range(stage: Stage) -> str:
-    """Layers as people count them: both ends belong to it."""
-    start, stop = stage.layers
-    if stop == start:
+    """Layers as people count them: both ends belong to it; of each model chunk."""
+    held = [(start, stop) for start, stop in stage.chunks if stop > start]
+    told = [f"{start}–{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in held]
+    if not told:
         return "no layers"
-    return f"layers {start}–{stop - 1}" if stop - start > 1 else f"layer {start}"
+    return f"layer{'' if stage.layer_count == 1 else 's'} {', '.join(told)}"
 
 
 def grid(layout: Layout) -> str:

@@ -57,7 +57,7 @@ def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | N
     degree = 1
     while degree <= len(order):
         members = tuple(sorted(order[:degree]))
-        option = Stage(members, stage.layers)
+        option = Stage(members, stage.layers, more_layers=stage.more_layers)
         holds = footprint.stage_bytes(option, first=False, last=False, in_flight=in_flight)
         fits = footprint.budget_bytes is None or max(holds) <= footprint.budget_bytes
         slowest = speeds.get(order[degree - 1], 1.0)
@@ -72,7 +72,7 @@ def _layered(old: Replica, stages: Sequence[Stage | None], total: int) -> Replic
     kept = [(before, stage) for before, stage in zip(old.stages, stages, strict=True) if stage]
     if not kept:
         return None
-    counts = [max(1, (b.layers[1] - b.layers[0]) * s.tp // b.tp) for b, s in kept]
+    counts = [max(1, b.layer_count * s.tp // b.tp) for b, s in kept]
     while sum(counts) != total:
         sign = 1 if sum(counts) < total else -1
         able = [i for i in range(len(kept)) if sign > 0 or counts[i] > 1]

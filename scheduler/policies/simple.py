@@ -67,7 +67,7 @@ def restart(job: Job, speeds: Speeds) -> Outcome:
     them are used is what serves it best.
     """
     stages = len(job.layout.replicas[0].stages)
-    shape = [s.layers[1] - s.layers[0] for s in job.layout.replicas[0].stages]
+    shape = [stage.layer_count for stage in job.layout.replicas[0].stages]
     groups = [s for r in job.layout.replicas for s in r.stages if speed_of(speeds, s) > 0.0]
     groups.sort(key=lambda stage: -speed_of(speeds, stage))
     best = STOPPED
