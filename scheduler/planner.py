@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from resihp.contracts import ContractError, Job, Layout, Plan, Replica, Stage
+from resihp.contracts import ContractError, Job, Layout, Plan, Replica, Schedule, Stage
 
 from .costs import layer_cost
 from .reasons import reasons
 from .rental import Decision, Rental
-from .search import search
+from .search import interleaved, search
 from .search.arrangements import Found
 from .simulator import Speeds, speed_map
 from .switching import decide
 from .unevenness import expected_step_ms
 
 _NOTHING_LOST = Rental()
+_WORTH = 1e-3  # interleaved stages stay unless others are better by this much
 
 
 def make_plan(
@@ -40,8 +42,10 @@ def make_plan(
                   the same plan
 
     The plan is for the job's schedule, or for one of those that it lets plans choose from: the
-    first unless another one that memory allows is clearly better. Its `bound_ms` holds for that
-    schedule, every way to spread whole layers and every quota, with the groups where they are.
+    first unless another one that memory allows is clearly better. Interleaved stages stay so unless
+    1F1B is clearly better, or several chunks do not fit; `reason` says which. Its `bound_ms` holds
+    for that schedule, every way to spread whole layers and every quota, with the groups where they
+    are.
     Raises `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches";
     `ContractError` for speeds that are none, and for a layout of another number of layers.
     """
@@ -49,22 +53,22 @@ def make_plan(
     current = layout or job.layout
     if current.layers != job.layout.layers:
         raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
-    found = search(job, current, known, _deadline(time_limit_s, clock))
-    planned, schedule = _layout(found), found.evaluator.setting.schedule
+    chosen = _chosen(job, current, known, _deadline(time_limit_s, clock))
+    layout, quotas, schedule = chosen.layout, chosen.quotas, chosen.schedule
     fixed_ms = layer_cost(job).step_ms
-    quotas, step_ms = found.division.quotas, found.division.span_ms + fixed_ms
-    bound_ms = min(step_ms, found.bound_ms + fixed_ms)
+    step_ms = chosen.span_ms + fixed_ms
+    bound_ms = min(step_ms, chosen.bound_ms + fixed_ms)
     if work is not None:
-        step_ms = max(step_ms, expected_step_ms(job, planned, quotas, known, schedule, work))
+        step_ms = max(step_ms, expected_step_ms(job, layout, quotas, known, schedule, work))
     return Plan(
         version=version,
-        layout=planned,
+        layout=layout,
         quotas=quotas,
         from_step=from_step,
         step_ms=step_ms,
         bound_ms=bound_ms,
         schedule=schedule,
-        reason=reasons(job, current, planned, quotas, known, schedule),
+        reason=(*reasons(job, current, layout, quotas, known, schedule), *chosen.why),
     )
 
 
@@ -102,6 +106,36 @@ def replan(
     if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
         return Decision(plan=plan)
     return decide(job, current, plan, known, rental, horizon_steps=horizon_steps)
+
+
+class _Chosen(NamedTuple):
+    """What a plan is made of; times without what a step takes beside its microbatches."""
+
+    layout: Layout
+    quotas: tuple[int, ...]
+    schedule: Schedule
+    span_ms: float
+    bound_ms: float
+    why: tuple[str, ...] = ()
+
+
+def _chosen(
+    job: Job, current: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
+) -> _Chosen:
+    """The best that the search finds, with interleaved stages where the job has them."""
+    found = search(job, current, speeds, expired)
+    division, schedule = found.division, found.evaluator.setting.schedule
+    plain = _Chosen(_layout(found), division.quotas, schedule, division.span_ms, found.bound_ms)
+    if job.schedule is not Schedule.INTERLEAVED or job.chunks == 1 or job.schedules:
+        return plain
+    option = interleaved(job, found, current, speeds, expired)
+    if isinstance(option, str):
+        return plain._replace(why=(f"stages hold one model chunk: {option}",))
+    if option.span_ms > plain.span_ms * (1 + _WORTH):
+        return plain._replace(why=("stages hold one model chunk, which is quicker here",))
+    return _Chosen(
+        option.layout, option.quotas, Schedule.INTERLEAVED, option.span_ms, option.bound_ms
+    )
 
 
 def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:

@@ -9,10 +9,10 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Layout, Schedule
+from resihp.contracts import Job, Layout, Replica, Schedule
 
 from .costs import layer_cost, transfer_ms
-from .simulator import stage_times
+from .simulator import replica_span, stage_times
 from .spans import pipeline_spans
 
 Floats = NDArray[np.float64]
@@ -26,13 +26,18 @@ class Replicas:
     ) -> None:
         times = [stage_times(job, replica, speeds) for replica in layout.replicas]
         alike: dict[int, list[int]] = defaultdict(list)
-        for index, (forward, _) in enumerate(times):
-            alike[len(forward)].append(index)
+        self._chunked: dict[int, Replica] = {}
+        for index, replica in enumerate(layout.replicas):
+            if replica.chunks > 1:
+                self._chunked[index] = replica
+            else:
+                alike[len(replica.stages)].append(index)
         self._parts = [
             (rows, np.array([times[i][0] for i in rows]), np.array([times[i][1] for i in rows]))
             for rows in alike.values()
         ]
-        self._job, self._schedule = job, schedule
+        self._job, self._schedule, self._speeds = job, schedule, speeds
+        self._played: dict[tuple[int, int], float] = {}
         self.slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in times]
 
     def spans(self, quotas: Sequence[int]) -> Floats:
@@ -47,7 +52,17 @@ class Replicas:
                 max_in_flight=self._job.max_in_flight,
                 schedule=self._schedule,
             )
+        for index in self._chunked:
+            ends[index] = self._replayed(index, quotas[index])
         return ends
+
+    def _replayed(self, index: int, quota: int) -> float:
+        """Span of a replica of interleaved stages."""
+        if (index, quota) not in self._played:
+            self._played[index, quota] = replica_span(
+                self._job, self._chunked[index], quota, self._speeds, Schedule.INTERLEAVED
+            )
+        return self._played[index, quota]
 
     def step_ms(self, quotas: Sequence[int]) -> float:
         """Step time with these quotas."""

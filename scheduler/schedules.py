@@ -13,8 +13,8 @@ def plan_schedules(job: Job) -> tuple[Schedule, ...]:
     Eager 1F1B runs the same passes on the same data and adds up the gradients in the same order;
     it only starts forwards earlier, and so holds more activations. It is a choice where the job
     says how much memory there is and what activations need, so that a plan is known to fit. A split
-    backward runs other passes, so that the job has to permit it. Interleaved stages are planned as
-    1F1B.
+    backward runs other passes, so that the job has to permit it. Of interleaved stages the
+    arrangement is searched under 1F1B, and their chunks made from it (`search.interleaved`).
     """
     if job.schedules:
         return job.schedules

@@ -88,8 +88,8 @@ def simulate(
 
     So a plan, or its layout with its quotas, takes the plan's `step_ms` at the speeds that it was
     made for. Raises `ContractError` naming the argument: quotas that are not one whole number for
-    each replica, speeds that are none, dead ranks, work of another shape, and a schedule for one
-    model chunk in each stage where the layout has several.
+    each replica, speeds that are none, dead ranks, work of another shape, a schedule for one model
+    chunk in each stage where the layout has several, and too few in flight for those.
     """
     if isinstance(layout, Plan):
         quotas, layout = layout.quotas if quotas is None else quotas, layout.layout
@@ -154,6 +154,22 @@ def play_replica(
         forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, speeds))
         durations = pass_durations(orders, forward, backward)
     return orders, replay(orders, durations, p2p=transfer_ms(job))
+
+
+def replica_span(
+    job: Job, replica: Replica, quota: int, speeds: Mapping[int, float], schedule: Schedule
+) -> float:
+    """When a replica has run its microbatches, all of mean work, in milliseconds.
+
+    inf where `max_in_flight` is too small for its model chunks.
+    """
+    try:
+        loads = np.ones(quota)
+        return play_replica(job, replica, loads, speeds, schedule, replica.chunks)[1].span
+    except ContractError:
+        if replica.chunks == 1:
+            raise
+        return math.inf
 
 
 def _chunk_durations(

@@ -73,7 +73,8 @@ def _in_place(
     job: Job, current: Plan, speeds: Mapping[int, float]
 ) -> tuple[float, float, tuple[int, ...], Schedule]:
     """Step time as it is, and the least without a move, with the quotas and schedule for it."""
-    schedules = plan_schedules(job)
+    chunked = any(replica.chunks > 1 for replica in current.layout.replicas)
+    schedules = (Schedule.INTERLEAVED,) if chunked else plan_schedules(job)
     own = current.schedule if current.schedule in schedules else schedules[0]
     now_ms = Replicas(job, current.layout, own, speeds).step_ms(current.quotas)
     best = now_ms, current.quotas, own

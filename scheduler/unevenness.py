@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from resihp.contracts import ContractError, Job, Layout, Schedule
 
 from .costs import layer_cost, transfer_ms
-from .simulator import stage_times
+from .simulator import play_replica, stage_times
 from .spans import pipeline_spans
 
 Floats = NDArray[np.float64]
@@ -40,9 +40,16 @@ def expected_step_ms(
     random = np.random.default_rng(_SEED)
     times = [stage_times(job, replica, speeds) for replica in layout.replicas]
     by_length: dict[int, list[int]] = defaultdict(list)
-    for index, (forward, _) in enumerate(times):
-        by_length[len(forward)].append(index)
+    for index, replica in enumerate(layout.replicas):
+        if replica.chunks == 1:
+            by_length[len(replica.stages)].append(index)
     ends = np.zeros((layout.dp, _STEPS))
+    for row, replica in enumerate(layout.replicas):
+        if replica.chunks > 1:
+            for draw in range(_STEPS):
+                loads = random.choice(relative, quotas[row])
+                played = play_replica(job, replica, loads, speeds, schedule, replica.chunks)[1]
+                ends[row, draw] = played.span
     for rows in by_length.values():
         counts = np.array([quotas[row] for row in rows])
         drawn = random.choice(relative, (len(rows) * _STEPS, int(counts.max())))

@@ -12,7 +12,7 @@ from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 
 from ..costs import layer_cost, transfer_ms
 from ..schedules import plan_schedules
-from ..simulator import stage_times
+from ..simulator import replica_span, stage_times
 from ..spans import pipeline_spans
 
 Speeds = Mapping[int, float]
@@ -68,12 +68,17 @@ def replica_spans(
 ) -> list[float]:
     """Span of every replica in milliseconds; all of its ranks must be alive.
 
-    `schedule`: the first that the job's plans may choose where none is given.
+    `schedule`: the first that the job's plans may choose where none is given; stages of several
+    model chunks are interleaved.
     """
     by_length: dict[int, list[int]] = defaultdict(list)
-    for index, replica in enumerate(replicas):
-        by_length[len(replica.stages)].append(index)
     spans = [0.0] * len(replicas)
+    for index, replica in enumerate(replicas):
+        if replica.chunks > 1:
+            quota = quotas[index]
+            spans[index] = replica_span(job, replica, quota, speeds, Schedule.INTERLEAVED)
+        else:
+            by_length[len(replica.stages)].append(index)
     for members in by_length.values():
         times = [stage_times(job, replicas[index], speeds) for index in members]
         ends = pipeline_spans(
@@ -102,12 +107,13 @@ def timed(
     if not replicas:
         return STOPPED
     span = max(replica_spans(job, replicas, quotas, speeds))
+    chunked = any(replica.chunks > 1 for replica in replicas)
     return Outcome(
         span + layer_cost(job).step_ms,
         Layout(tuple(replicas)),
         tuple(quotas),
         pause,
-        plan_schedules(job)[0],
+        Schedule.INTERLEAVED if chunked else plan_schedules(job)[0],
         detail,
     )
 

@@ -54,8 +54,12 @@ def outcome_of(name: str, job: Job, speeds: Speeds) -> Outcome:
     """What the policy of that name makes of a job at these speeds.
 
     Where plans may choose the schedule, so may every policy: the best of what it makes of each.
+    Replicas of interleaved stages stay so where a policy keeps them as they are; stages that it
+    makes anew run 1F1B.
     """
     decide = POLICIES[name].decide
+    if job.schedule is Schedule.INTERLEAVED:
+        return decide(job, speeds)
     options = [
         decide(replace(job, schedule=schedule, schedules=(schedule,)), speeds)
         for schedule in plan_schedules(job)

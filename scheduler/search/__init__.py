@@ -1,5 +1,6 @@
 """The joint search: groups into replicas, layers over stages, microbatches over replicas."""
 
+from .interleaved import interleaved
 from .joint import search
 
-__all__ = ["search"]
+__all__ = ["interleaved", "search"]

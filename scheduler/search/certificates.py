@@ -88,10 +88,12 @@ def chains_bound(
     return max(quick, min(close, within_ms))
 
 
-def quick_bound(setting: Setting, chains: Sequence[Sequence[int]], quotas: Sequence[int]) -> float:
-    """As `chains_bound`, for parts of layers as well."""
+def quick_bound(
+    setting: Setting, chains: Sequence[Sequence[int]], quotas: Sequence[int], chunks: int = 1
+) -> float:
+    """As `chains_bound`, for parts of layers as well; `chunks` of interleaved stages."""
     parts = _by_length(chains, quotas)
-    return least_span([(counts, _fractional(setting, rows)) for rows, counts in parts])
+    return least_span([(counts, _fractional(setting, rows, chunks)) for rows, counts in parts])
 
 
 def least_span(parts: Sequence[tuple[Ints, Times]]) -> float:
@@ -138,7 +140,7 @@ def _by_length(
         yield rows, np.array([quotas[i] for i in indices], np.int64)
 
 
-def _fractional(setting: Setting, chains: Ints) -> Times:
+def _fractional(setting: Setting, chains: Ints, chunks: int) -> Times:
     """Bounds that allow parts of layers; embedding and head are work that any stage may do."""
     fleet = setting.fleet
     speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[chains]
@@ -150,7 +152,7 @@ def _fractional(setting: Setting, chains: Ints) -> Times:
     forward_part = float(parts.min()), float(parts.max())
 
     def times(rows: Ints, counts: Ints) -> Floats:
-        factors = chain_factors(speeds[rows], counts, setting.schedule, forward_part)
+        factors = chain_factors(speeds[rows], counts, setting.schedule, forward_part, chunks)
         return np.asarray(factors * (setting.layers + ends)[rows])
 
     return times
@@ -191,4 +193,7 @@ def layout_bound(
         job.max_in_flight,
         schedule,
     )
+    if schedule is Schedule.INTERLEAVED:
+        most = max(replica.chunks for replica in layout.replicas)
+        return min(step_ms, quick_bound(setting, chains, quotas, most) + cost.step_ms)
     return chains_bound(Proven(setting), chains, quotas, step_ms - cost.step_ms) + cost.step_ms

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from math import inf
 
 import numpy as np
 
@@ -127,6 +128,17 @@ class Evaluator:
     def fits(self, chains: Sequence[Chain], microbatches: int) -> list[bool]:
         """Whether the memory of each chain holds all layers."""
         return [bool(self._rows([chain], [microbatches]).fits[0]) for chain in chains]
+
+    def partitions(self, chain: Chain, microbatches: int) -> list[tuple[int, ...]]:
+        """Ways to spread the layers that are worth a try, the best for 1F1B first."""
+        layers, bounds = candidates(self._rows([chain], [microbatches]))
+        found = [self.best(chain, microbatches)[0]]
+        found += [
+            tuple(row)
+            for row, end in zip(layers[:, 0].tolist(), bounds[:, 0], strict=True)
+            if end < inf
+        ]
+        return list(dict.fromkeys(found))
 
     def most_layers(self, chain: Chain, microbatches: int) -> list[int]:
         """Layers for which each stage has the memory."""

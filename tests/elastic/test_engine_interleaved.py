@@ -135,7 +135,7 @@ def test_live_changes_between_interleaved_and_other_layouts(tmp_path: Path) -> N
 
 
 def test_the_scheduler_plans_an_interleaved_job_into_a_layout_that_runs() -> None:
-    """Its plans are for 1F1B, from whatever layout the job comes."""
+    """Also where a replica is left with one stage, of one chunk beside interleaved ones."""
     job = Job(
         name="chunked",
         layout=Layout.grid(dp=2, pp=2, tp=1, layers=SHAPE.layers, chunks=2),
@@ -147,7 +147,7 @@ def test_the_scheduler_plans_an_interleaved_job_into_a_layout_that_runs() -> Non
     for speeds in ({1: 0.5}, {2: 0.0}):
         planned = make_plan(job, speeds, job.layout, version=1)
         check_schedule(planned)
-        assert planned.schedule is Schedule.ONE_F_ONE_B
+        assert planned.schedule is Schedule.INTERLEAVED
         assert moves(job.layout, planned.layout, MODELS["llama"].parameters, lost=[2])
 
 
