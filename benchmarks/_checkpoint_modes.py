@@ -103,7 +103,7 @@ class WritesAlone(Nothing):
     def save(self, step: int, state: State) -> None:
         """Begin to write."""
         if self._buffer is None:
-            nbytes = sum(tensor.nbytes for tensor in _tensors(state))
+            nbytes = sum(tensor.nbytes for tensor in tensors_of(state))
             self._buffer = HostBuffer(nbytes // 4096 * 4096)
         self._writing = self._thread.submit(write_s, self.folder / "alone", self._buffer)
 
@@ -120,12 +120,12 @@ class WritesAlone(Nothing):
         return 0
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _tensors(inner)
+            yield from tensors_of(inner)
 
 
 class TorchSave(Nothing):

@@ -44,7 +44,17 @@ class Loop:
         small_s, large_s = self._gradients_s(_SMALL), self._gradients_s(_LARGE)
         each_s = (large_s - small_s) / (_LARGE - _SMALL)
         self.batch = max(1, ceil(_SMALL + (step_s - update_s - small_s) / each_s))
-        self.step(Nothing(Path()))
+        while self._shortest_s() < step_s:
+            self.batch = ceil(1.1 * self.batch)
+
+    def _shortest_s(self) -> float:
+        """Of three steps."""
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            self.step(Nothing(Path()))
+            times.append(time.perf_counter() - begun)
+        return min(times)
 
     @property
     def state(self) -> State:

@@ -7,6 +7,8 @@ fences and waits for earlier checkpoints included.
 Two measures of the disk stand beside: its own limit (direct writes of as many bytes out of memory
 and nothing else, into a new file and over an old file's bytes), and what these writes alone, with
 no checkpoint around them, cost the same loop.
+
+`--breakdown` tells instead what the slow-down by ResiHP is made of; see `_checkpoint_breakdown`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _checkpoint_breakdown as parts
 from benchmarks._checkpoint_disk import limit_s
 from benchmarks._checkpoint_modes import MODES
 from benchmarks._report import machine, print_table, write_json
@@ -64,6 +68,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="of each phase of a loop")
     parser.add_argument("--way", choices=sorted(set(MODES) - {"none"}), action="append")
+    parser.add_argument("--breakdown", action="store_true", help="what the slow-down is made of")
+    parser.add_argument("--rounds", type=int, default=20, help="of the breakdown")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
     ways = options.way or [way for way in MODES if way != "none"]
@@ -71,7 +77,11 @@ def main() -> None:
     document: dict[str, Any] = {}
     try:
         print(machine())
-        for number, gib in enumerate(options.gib or [1.0, 2.0]):
+        if options.breakdown:
+            for gib, loop in product(options.gib or [1.0], (MAIN, OTHERS[0])):
+                document |= break_down(gib, loop, options.rounds, root)
+            options.gib = []
+        for number, gib in enumerate([1.0, 2.0] if options.gib is None else options.gib):
             loops = (MAIN, *OTHERS) if number == 0 else (MAIN,)
             for loop in loops:
                 chosen = ways if loop is MAIN else [way for way in ways if way in REPEATED]
@@ -81,6 +91,18 @@ def main() -> None:
         shutil.rmtree(root)
     if options.json:
         write_json(options.json, document)
+
+
+def break_down(gib: float, loop: Loop, rounds: int, root: Path) -> Run:
+    """Measure, print and return what the slow-down of one loop is made of."""
+    disk = limit_s(root, int(gib * 2**30))
+    step_s = loop.times_the_disk * disk["new"]
+    found = parts.breakdown(root / "parts", gib, step_s, loop.threads, rounds)
+    size = f"{gib:g} GiB, {loop}"
+    title = f"Parts of the slow-down, {size}; a step {found['step_s']:.2f} s, {rounds} rounds"
+    print_table(title, parts.COLUMNS, found["rows"])
+    cells = [dict(zip(parts.COLUMNS, row, strict=True)) for row in found["rows"]]
+    return {f"parts of the slow-down, {size}": {"rows": cells, "step_s": found["step_s"]}}
 
 
 def measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from .policy import EveryStep, Moment, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored, restore
 from .runner import Runner
-from .staging.filling import Abandoned, Filling, Pace
+from .staging.filling import UNHURRIED, Abandoned, Filling, Pace
 from .staging.stage import Fitted, Staging
 
 
@@ -212,12 +211,13 @@ class Checkpointer:
     def _pace(self, able: Sequence[Runner]) -> Pace | None:
         """How a disk that alone takes the checkpoint is expected to get on; None: others take it.
 
-        Of the first one nothing is known: the copy begins at once, from the other end.
+        Of the first one nothing is known: it copies at the fence alone, into pages found by then.
         """
         (one, *others) = able
         durable_s = one.counters.durable_s
         is_alone = isinstance(one.level, LocalDisk) and not others
-        return Pace(self._window_s, durable_s or math.inf) if is_alone else None
+        known = Pace(self._window_s, durable_s) if durable_s else UNHURRIED
+        return known if is_alone else None
 
     def _agree(self, filling: Filling | None) -> None:
         """In the background: a checkpoint that not every rank takes part in is given up by all."""

@@ -233,13 +233,26 @@ class Pace:
     durable_s: float
 
     def nap_s(self, filling: Filling) -> float:
-        """How long the copy can wait; 0: from now on the level alone would come too late."""
+        """How long the copy can wait; 0: it is time to copy what the level will not have taken.
+
+        A copy costs training more than the wait for it gains, so it waits as long as it can.
+        """
         elapsed = time.monotonic() - filling.begun_s
-        left = self.window_s - elapsed
-        safe, share = filling.progress.safe, filling.progress.safe / max(filling.count, 1)
-        need = elapsed / share * (1 - share) if safe >= _ENOUGH else self.durable_s - elapsed
-        return 0.0 if need > _MARGIN * left else min(left / 8, _LONGEST_NAP_S)
+        left, safe = self.window_s - elapsed, filling.progress.safe
+        chunk_s = elapsed / safe if safe >= _ENOUGH else self.durable_s / max(filling.count, 1)
+        lacking = filling.count - safe - _MARGIN * left / chunk_s
+        spare_s = left - max(lacking, 0) * _COPY_S
+        return 0.0 if spare_s <= 0 else min(max(spare_s / 4, _SHORTEST_NAP_S), _LONGEST_NAP_S)
 
 
-_ENOUGH, _MARGIN, _LONGEST_NAP_S = 16, 0.9, 0.05
-"""Chunks that show the pace; part of the time left to be used; between two looks at it."""
+UNHURRIED = Pace(window_s=1e6, durable_s=1.0)
+"""The level is expected to be done before any fence."""
+
+_ENOUGH, _MARGIN = 16, 0.9
+"""Chunks that show the pace; part of the time left that is counted on."""
+
+_COPY_S = 2e-3
+"""Reckoned for a chunk's copy: into memory never touched before; otherwise it takes a quarter."""
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
+"""Between two looks at the pace."""

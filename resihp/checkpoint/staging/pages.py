@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Thread
 
 from torch import Tensor
@@ -22,26 +22,20 @@ _HUGE, _STRETCH = 2 << 20, 32 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 
 
-def arrange(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Begin to move tensors and to find pages for buffers, in a thread far below training.
+def begin(work: Callable[[Sequence[Tensor]], None], tensors: Sequence[Tensor]) -> None:
+    """Call one of the functions below in a thread far below training."""
 
-    What is on a device, pinned or small is left alone.
-    """
-    large = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes >= _HUGE]
-    loose = [buffer for buffer in buffers if buffer.nbytes and not buffer.is_pinned()]
-    if (large or loose) and sys.platform == "linux":
-        Thread(target=_work, args=(large, loose), name="resihp-pages", daemon=True).start()
+    def run() -> None:
+        be_nice(FAR_BELOW)
+        work(tensors)
 
-
-def _work(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    be_nice(FAR_BELOW)
-    collapse(tensors)
-    populate(buffers)
+    if tensors and sys.platform == "linux":
+        Thread(target=run, name="resihp-pages", daemon=True).start()
 
 
 def collapse(tensors: Sequence[Tensor]) -> None:
-    """Move whole huge pages that belong to one tensor alone."""
-    for tensor in tensors:
+    """Move whole huge pages that belong to one tensor alone; what is on a device stays there."""
+    for tensor in (one for one in tensors if one.device.type == "cpu"):
         start = -(-tensor.data_ptr() // _HUGE) * _HUGE
         nbytes = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - start
         if nbytes > 0:
@@ -50,9 +44,13 @@ def collapse(tensors: Sequence[Tensor]) -> None:
 
 
 def populate(buffers: Sequence[Tensor]) -> None:
-    """Find pages, a stretch at a time; they keep what has been written to them."""
-    for buffer in buffers:
-        for at in range(0, buffer.nbytes, _STRETCH):
+    """Find pages, a stretch at a time; they keep what has been written to them.
+
+    From the end on, where the copy begins beside a disk that writes from the tensors. Pinned
+    buffers have theirs.
+    """
+    for buffer in (one for one in buffers if not one.is_pinned()):
+        for at in reversed(range(0, buffer.nbytes, _STRETCH)):
             nbytes = min(_STRETCH, buffer.nbytes - at)
             if not _advise(buffer.data_ptr() + at, nbytes, _MADV_POPULATE_WRITE):
                 return

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..format.shard_file import ShardFile
 from .filling import Filling, Slot
 from .host_buffer import HostBuffer
+from .pages import begin, populate
 
 
 class Slots:
-    """A fixed number of buffers, each an image of the same file.
-
-    fresh  buffers whose pages nobody has begun to find
-    """
+    """A fixed number of buffers, each an image of the same file."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self.fresh: list[Tensor] = []
         self._slots: list[Slot] = []
         self._file: ShardFile | None = None
 
@@ -32,7 +27,7 @@ class Slots:
             self._slots.clear()
             buffers.clear()
             buffers = [HostBuffer(file.nbytes, pinned=pinned) for _ in range(self._count)]
-            self.fresh = [buffer.tensor for buffer in buffers]
+            begin(populate, [buffer.tensor for buffer in buffers])
         self._slots = [Slot(buffer, file) for buffer in buffers]
         self._file = file
         return True

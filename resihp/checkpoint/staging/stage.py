@@ -14,7 +14,7 @@ from ..parts import Part, State, Thing, collect
 from ..ranks import Ranks
 from .copier import Copier, chunks_of, write_order
 from .filling import Abandoned, Filling, Identity, Pace
-from .pages import arrange
+from .pages import begin, collapse
 from .plan import (
     SavePlan,
     buffer_addresses,
@@ -67,14 +67,13 @@ class Staging:
         return Fitted(parts, things, self._slots.fit(plan.file, pinned=self._copier.pins))
 
     def settle(self) -> None:
-        """Arrange pages for state and buffers, once for each plan, in the background.
+        """Move the state to huge pages, once for each plan, in the background.
 
         After the first checkpoint rather than beside it, where the loop has not been prepared.
         """
         with self._changed:
             tensors, self._unmoved = self._unmoved, []
-            fresh, self._slots.fresh = self._slots.fresh, []
-        arrange(tensors, fresh)
+        begin(collapse, tensors)
 
     def lend(
         self,
