@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pkgutil
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -22,40 +19,17 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from resihp.elastic.environment import Environment
-from resihp.elastic.instep import user_state
 from resihp.elastic.instep.replica_group import init_replica_group
 from resihp.elastic.instep.replicas import Replicas
 from resihp.elastic.instep.user_loop import Step
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.store import Timeouts
+from tests.elastic.blows import Blow, is_stopped, strike, strike_inside
 
 WIDTH = 12
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
 BRISK = Timeouts(heartbeat=timedelta(seconds=1.5), poll=timedelta(milliseconds=50))
 """For runs in which a process that is stopped is to be given up."""
-
-# Methods that a process enters at certain points of a step.
-INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_enter"}
-
-
-@dataclass(frozen=True)
-class Blow:
-    """Process `rank` gets a signal in step `step`.
-
-    at        `microbatch` (behind its `count`-th one), those of `INSIDE`, `after` (the update),
-              `give` and `take` (the `count`-th time that it gives or takes state; in any step)
-    resume_s  so long after a SIGSTOP it is let go on; at the latest when the other replicas have
-              ended
-    life      how often it has come back before
-    """
-
-    rank: int
-    step: int
-    count: int = 1
-    at: str = "microbatch"
-    signal: int = signal.SIGKILL
-    resume_s: float = 0.0
-    life: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +122,7 @@ def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: floa
                 break
         left = {rank // loop.members for rank in running}
         for blow in loop.blows:
-            if not blow.resume_s or not _is_stopped(folder / f"stops-{blow.rank}"):
+            if not blow.resume_s or not is_stopped(folder / f"stops-{blow.rank}"):
                 continue
             since = stopped.setdefault(blow.rank, time.monotonic())
             if time.monotonic() > since + blow.resume_s or left == {blow.rank // loop.members}:
@@ -156,13 +130,6 @@ def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: floa
                 processes.kill(blow.rank, signal.SIGCONT)
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes did not end in {timeout_s} s\n{processes.logs()}")
-
-
-def _is_stopped(told: Path) -> bool:
-    """Whether the process that has said that it will stop has done so."""
-    if not told.exists():
-        return False
-    return Path(f"/proc/{told.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def build_model() -> nn.Module:
@@ -223,7 +190,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
             environment=environment,
             **options,
         )
-        _strike_inside(replicas, blows, folder)
+        strike_inside(replicas, blows, folder)
         _record_votes(replicas, steps)
         made.append(replicas)
         return replicas
@@ -232,11 +199,11 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
         replicas = made[0]
         if index is not None:
             steps.write(json.dumps({"step": step.number, "microbatch": index}) + "\n")
-            _strike(blows, folder, "microbatch", step.number, len(step.done))
+            strike(blows, folder, "microbatch", step.number, len(step.done))
             return
         told = {"step": step.number, "loss": step.loss, "alive": replicas.alive}
         steps.write(json.dumps(told) + "\n")
-        _strike(blows, folder, "after", step.number)
+        strike(blows, folder, "after", step.number)
         _await_newcomers(replicas, loop, step.number)
 
     (loop.train or train)(model, loop, begin, tell)
@@ -245,46 +212,6 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
     model = getattr(model, "module", model)
     whole = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()}
     torch.save(whole, folder / f"model-{rank}.pt")
-
-
-def _strike(blows: list[Blow], folder: Path, at: str, step: int, count: int = 1) -> None:
-    for blow in blows:
-        if (blow.at, blow.step) == (at, step) and (at != "microbatch" or blow.count == count):
-            blows.remove(blow)
-            if blow.resume_s:
-                told = folder / f"stops-{blow.rank}"
-                told.with_suffix(".new").write_text(str(os.getpid()))
-                told.with_suffix(".new").rename(told)
-            os.kill(os.getpid(), blow.signal)
-            return
-
-
-def _strike_inside(replicas: Replicas, blows: list[Blow], folder: Path) -> None:
-    for at, name in INSIDE.items():
-        original = getattr(replicas, name)
-
-        def entered(*arguments: Any, at: str = at, original: Any = original) -> None:
-            _strike(blows, folder, at, replicas.completed)
-            original(*arguments)
-
-        setattr(replicas, name, entered)
-    for blow in blows:
-        if blow.at in ("give", "take"):
-            _strike_at_state(blow)
-
-
-def _strike_at_state(blow: Blow) -> None:
-    """Kill when state is given, or taken, for the `count`-th time."""
-    place = "Giving._run" if blow.at == "give" else "empties"
-    original, left = pkgutil.resolve_name(f"{user_state.__name__}:{place}"), [blow.count]
-
-    def entered(*arguments: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), blow.signal)
-        return original(*arguments)
-
-    mock.patch(f"{user_state.__name__}.{place}", entered).start()
 
 
 def _record_votes(replicas: Replicas, steps: Any) -> None:

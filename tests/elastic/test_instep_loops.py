@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic.loops import Blow, Loop, Trace, play
+from tests.elastic.blows import Blow
+from tests.elastic.loops import Loop, Trace, play
 
 STEPS, MICROBATCHES = 4, 8
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic.loops import Blow, Loop, play
+from tests.elastic.blows import Blow
+from tests.elastic.loops import Loop, play
 
 POINTS = ("microbatch", "sum", "vote", "commit", "after")
 
