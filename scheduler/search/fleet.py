@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,7 +167,8 @@ def muster(job: Job, layout: Layout, speeds: Mapping[int, float]) -> Muster:
     ]
     working = set(layout.ranks)
     joiners = [r for r in sorted({*home, *speeds} - working) if speeds.get(r, 1.0) > 0.0]
-    spare = _join(joiners, home, stages, job.layout.tp) if joiners else []
+    gone = {rank for rank, speed in speeds.items() if speed == 0.0}
+    spare = _join(joiners, home, stages, job.layout.tp, gone) if joiners else []
     return Muster(
         tuple(tuple((column, tuple(ranks)) for column, ranks in row) for row in stages),
         tuple((column, tuple(ranks)) for column, ranks in spare),
@@ -184,8 +185,14 @@ def _join(
     home: Mapping[int, tuple[int, int]],
     stages: list[list[tuple[int, list[int]]]],
     tp: int,
+    gone: Collection[int],
 ) -> list[tuple[int, list[int]]]:
-    """Puts joiners into `stages`; the groups that are left over."""
+    """Puts joiners into `stages`, in which those that are `gone` still stand; the groups that are
+    left over."""
+
+    def living(ranks: list[int]) -> int:
+        return sum(rank not in gone for rank in ranks)
+
     places: dict[tuple[int, int], Counter[tuple[int, int]]] = defaultdict(Counter)
     for row, replica in enumerate(stages):
         for index, (_, ranks) in enumerate(replica):
@@ -204,7 +211,7 @@ def _join(
         else:
             returning[home[rank]].append(rank)
     for rank in strangers:
-        smallest = min((s for row in stages for s in row), key=lambda s: len(s[1]))
-        if len(smallest[1]) < tp:
-            smallest[1].append(rank)
+        _, smallest = min((s for row in stages for s in row), key=lambda s: living(s[1]))
+        if living(smallest) < tp:
+            smallest.append(rank)
     return [(column, ranks) for (_, column), ranks in sorted(returning.items())]

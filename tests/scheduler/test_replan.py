@@ -134,3 +134,12 @@ def test_a_fault_that_comes_and_goes_costs_twice_one_change_at_most(lengths, sav
     situations = [(steps, saved if slow else 0.0, cost) for steps, slow in lengths]
     clairvoyant = min(sum(steps * lost for steps, lost, _ in situations), cost)
     assert rented(situations, for_good=True) <= 2.0 * clairvoyant + 1e-9
+
+
+@pytest.mark.parametrize("dead", range(8))
+def test_a_standby_takes_the_place_of_a_rank_that_dies_at_that_moment(dead):
+    """The dead one still stands in the layout when the plan is made."""
+    one = job()
+    plan = make_plan(one, {dead: 0.0, 8: 1.0})
+    assert set(plan.layout.ranks) == {*range(9)} - {dead}
+    assert plan.step_ms == make_plan(one, {}).step_ms
