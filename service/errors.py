@@ -23,6 +23,15 @@ class UnknownPlanError(ResiHPError):
         super().__init__(f"job {job!r} has no plan of version {version}")
 
 
+class AnotherPlanError(ResiHPError):
+    """What a rank says is of a plan that has this version, too."""
+
+    def __init__(self, job: str, version: int) -> None:
+        super().__init__(
+            f"plan {version} of job {job!r} is another one here; PUT the one that the job works by"
+        )
+
+
 class BodyTooLargeError(ResiHPError):
     """A request body above the limit."""
 

@@ -128,10 +128,12 @@ class Client:
         state: str = "applied",
         detail: str = "",
         pause_ms: float | None = None,
+        digest: str | None = None,
     ) -> None:
         """Say that `rank` trains by a plan from `step` on, or that it `refused` it and why.
 
-        `pause_ms`: how long training stood still for it.
+        `pause_ms`: how long training stood still for it. `digest`: that of the plan; one that the
+        sidecar knows under this version with another digest is an error of status 409.
         """
         body = {
             "rank": rank,
@@ -139,8 +141,14 @@ class Client:
             "state": state,
             "detail": detail,
             "pause_ms": pause_ms,
+            **({"digest": digest} if digest else {}),
         }
         self._send("POST", _path(job, "plan", str(version), "ack"), body)
+
+    def tell_plan(self, job: str, plan: Plan, *, lost: Iterable[int] = ()) -> None:
+        """Say that all ranks work by `plan`, which the job made by itself, having `lost` those."""
+        body = {"plan": to_json(plan), "lost": sorted(lost)}
+        self._send("PUT", _path(job, "plan", str(plan.version)), body)
 
     def health(self) -> dict[str, Any]:
         """What the sidecar says of itself."""

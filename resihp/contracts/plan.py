@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 
+from ._json import to_json
 from .errors import ContractError
 from .layout import Layout
 from .schedule import Schedule
@@ -40,6 +43,13 @@ class Plan:
     def gap(self) -> float:
         """How far the predicted step time lies above the bound, as a fraction of the bound."""
         return self.step_ms / self.bound_ms - 1.0 if self.bound_ms > 0 else 0.0
+
+    @property
+    def digest(self) -> str:
+        """Tells what a job does by plans of one version apart: 16 hexadecimal digits over layout,
+        quotas and schedule."""
+        said = [to_json(self.layout), list(self.quotas), self.schedule.value]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def microbatches(self) -> int:

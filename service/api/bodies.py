@@ -41,6 +41,15 @@ class Ack(_Strict):
     step: int | None = None
     detail: Detail = ""
     pause_ms: float | None = None
+    digest: str | None = None
+
+
+class OwnPlan(_Strict):
+    """A plan that the job has taken on by itself, and the ranks that it has lost so far."""
+
+    plan: dict[str, Any]
+    lost: Annotated[list[Rank], Field(max_length=1_000_000)] = []
+    step: int | None = None
 
 
 class Failure(_Strict):

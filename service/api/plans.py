@@ -1,4 +1,4 @@
-"""Routes: plans by long poll, and what the ranks made of them."""
+"""Routes: plans by long poll, what the ranks made of them, and plans of the job's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from ..store.api import dumps
+from resihp.contracts import ContractError
+
+from ..errors import AnotherPlanError
+from ..store.api import dumps, plan_of
 from ..store.inbox import Kind
 from . import bodies
 from .context import Context, Ctx
@@ -59,7 +62,24 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
     """One rank took a plan on, or refused it."""
     ack = await bodies.read(request, bodies.Ack)
     await ctx.store.require(job)
-    await ctx.store.plan(job, version)
-    document = {"version": version, **ack.model_dump()}
+    known = await ctx.store.digest(job, version)
+    if ack.digest is not None and ack.digest != (known or ack.digest):
+        raise AnotherPlanError(job, version)
+    document = {"version": version, **ack.model_dump(exclude={"digest"})}
     await ctx.store.put(job, Kind.ACK, dumps(document).encode())
+    return {"accepted": True}
+
+
+@router.put("/{version}", status_code=202, openapi_extra=bodies.documented(bodies.OwnPlan))
+async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
+    """The plan that all ranks work by, which the job made while the sidecar was away."""
+    told = await bodies.read(request, bodies.OwnPlan)
+    known, plan = await ctx.store.job(job), plan_of(told.plan)
+    if plan.version != version:
+        raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")
+    if plan.microbatches != known.microbatches:
+        raise ContractError("plan.quotas", f"must sum to the job's {known.microbatches}")
+    if plan.layout.layers != known.layout.layers:
+        raise ContractError("plan.layout", f"must have the job's {known.layout.layers} layers")
+    await ctx.store.put(job, Kind.OWN_PLAN, dumps(told.model_dump()).encode())
     return {"accepted": True}

@@ -83,6 +83,16 @@ class ApiStore:
             raise UnknownPlanError(name, version)
         return _loads(document)
 
+    async def digest(self, name: str, version: int) -> str | None:
+        """That of a plan of the worker's; None for the first plan. Raises where there is none."""
+        keys = JobKeys(name)
+        async with self._redis.pipeline() as pipe:
+            pipe.hexists(keys.plans, str(version)).hget(keys.digests, str(version))
+            is_known, digest = await pipe.execute()
+        if not is_known:
+            raise UnknownPlanError(name, version)
+        return digest.decode() if digest is not None else None
+
     async def status(self, name: str) -> dict[str, Any]:
         """Verdicts, diagnosis, planning and last step, as the worker saved them last."""
         fields = await self._redis.hgetall(JobKeys(name).status)
@@ -166,6 +176,11 @@ class ApiStore:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as it is stored and answered: its fields, and the gap to its bound."""
     return {**to_json(plan), "gap": plan.gap}
+
+
+def plan_of(document: dict[str, Any]) -> Plan:
+    """The plan in a document of `plan_json`. Raises `ContractError`."""
+    return from_json(Plan, {name: v for name, v in document.items() if name != "gap"})
 
 
 def dumps(document: Any) -> str:

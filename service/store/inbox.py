@@ -17,6 +17,7 @@ class Kind(StrEnum):
     TELEMETRY = "telemetry"
     HEARTBEAT = "heartbeat"
     ACK = "ack"
+    OWN_PLAN = "own_plan"
     FAILURE = "failure"
     JOINER = "joiner"
     PROBE = "probe"

@@ -24,6 +24,7 @@ class JobKeys:
     state      hash: detector, session, applied (the last entry of the inbox that is in it)
     status     hash: verdicts, diagnosis, planning, last_step (JSON, what the API answers)
     plans      hash: version -> plan
+    digests    hash: version -> digest of the plan, from version 1 on
     events     capped stream of verdicts, plans, acks, failures
     steps      capped stream of step summaries
     counts     hash of counters
@@ -59,6 +60,10 @@ class JobKeys:
         return self._of("plans")
 
     @property
+    def digests(self) -> str:
+        return self._of("digests")
+
+    @property
     def events(self) -> str:
         return self._of("events")
 
@@ -78,5 +83,5 @@ class JobKeys:
         """Every key that goes when the job is reset or deleted."""
         return [
             self.meta, self.inbox, self.lease, self.state, self.status,
-            self.plans, self.events, self.steps, self.counts,
+            self.plans, self.digests, self.events, self.steps, self.counts,
         ]  # fmt: skip

@@ -12,7 +12,7 @@ import redis
 from resihp.contracts import Job, Plan, from_json
 
 from ..errors import LeaseLostError
-from .api import dumps, plan_json
+from .api import dumps, plan_json, plan_of
 from .inbox import Entry, entry_of, order
 from .keys import FENCES, GROUP, JOBS, NEWS, PREDICTORS, WORKERS, JobKeys
 from .scripts import ACQUIRE, RENEW
@@ -39,6 +39,7 @@ class Commit:
     events: list[tuple[str, dict[str, Any]]]
     steps: list[dict[str, Any]]
     plans: list[Plan]
+    newest: int
     counts: Mapping[str, int]
 
 
@@ -94,9 +95,8 @@ class WorkStore:
             document, plan, state = pipe.execute()
         if document is None or plan is None:
             return None
-        first = {name: value for name, value in json.loads(plan).items() if name != "gap"}
         saved = {name.decode(): value for name, value in state.items()}
-        return from_json(Job, json.loads(document)), from_json(Plan, first), saved
+        return from_json(Job, json.loads(document)), plan_of(json.loads(plan)), saved
 
     def predictor(self, kind: str) -> bytes | None:
         """What jobs of a kind taught about the cost of work; None if there was none yet."""
@@ -170,7 +170,8 @@ class WorkStore:
         self._queue_status(pipe, keys, commit.status, commit.steps)
         for plan in commit.plans:
             pipe.hset(keys.plans, str(plan.version), dumps(plan_json(plan)))
-            pipe.hset(keys.meta, "plan", plan.version)
+            pipe.hset(keys.digests, str(plan.version), plan.digest)
+        pipe.hset(keys.meta, "plan", commit.newest)
         for kind, document in commit.events:
             fields = {"kind": kind, "body": dumps(document)}
             pipe.xadd(keys.events, fields, maxlen=self._keep_events, approximate=True)

@@ -19,8 +19,9 @@ from ..settings import Settings
 from ..store.work import Commit, Lease, WorkStore
 from .engines import Engines
 from .learning import kind_of
+from .outbox import Outbox
 from .planning import Planner
-from .session import Outbox, Session
+from .session import Session
 
 log = structlog.get_logger("resihp.worker")
 
@@ -198,6 +199,7 @@ class Worker:
             events=outbox.events,
             steps=outbox.steps,
             plans=outbox.plans,
+            newest=held.session.plan.version,
             counts=counts,
         )
 

@@ -41,6 +41,25 @@ class Replanning:
         """These ranks work now, or are gone."""
         self._joiners -= set(ranks)
 
+    def forget_joiners(self) -> None:
+        """Who waits is asked anew: a job that has lost ranks cannot take others in before its
+        next step, and announces them again then."""
+        self.known = {rank: v for rank, v in self.known.items() if rank not in self._joiners}
+        self._joiners.clear()
+
+    def refused(self) -> None:
+        """The job will not take on the last plan. If it counted on joiners, these may be gone, and
+        a plan without them is called for."""
+        if self._joiners:
+            self.forget_joiners()
+            self.known = {}
+
+    def taken_over(self, lost: Iterable[int]) -> None:
+        """The job has made a plan by itself, which knows of the lost ranks and of nothing else."""
+        lost = {*lost, *(rank for rank, speed in self.known.items() if speed == 0.0)}
+        self.known = dict.fromkeys(sorted(lost), 0.0)
+        self._rental, self._retry = Rental(), Retry()
+
     def decide(
         self, job: Job, current: Plan, verdicts: Iterable[Verdict], *, step: int, clock_s: float
     ) -> Plan | NoPlan | None:

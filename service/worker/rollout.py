@@ -38,6 +38,14 @@ class Rollout:
         self._plans[plan.version] = plan
         self._acks = {}
 
+    def take_over(self, plan: Plan) -> bool:
+        """The job works by a plan of its own; True if that is new. Later ones still stand."""
+        if self._active == plan.version and self.active.digest == plan.digest:
+            return False
+        later = {version: known for version, known in self._plans.items() if version > plan.version}
+        self._plans, self._active, self._acks = {plan.version: plan, **later}, plan.version, {}
+        return True
+
     def saw(self, version: int) -> bool:
         """Records made under a plan show that it was taken on; True if that is new."""
         return version in self._plans and self._activate(version)

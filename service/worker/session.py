@@ -8,7 +8,7 @@ in one transaction: so every entry takes effect exactly once, whoever dies in be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,11 +16,12 @@ import structlog
 
 from resihp.contracts import ContractError, Job, Plan, Verdict, from_json, to_json
 
-from ..store.api import plan_json
+from ..store.api import plan_json, plan_of
 from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
 from .forecast import Forecast
 from .learning import Learning
+from .outbox import Outbox
 from .planning import Planner
 from .probes import Probes
 from .replanning import Replanning
@@ -28,18 +29,6 @@ from .rollout import Rollout
 from .steps import StepClock
 
 log = structlog.get_logger("resihp.session")
-
-
-@dataclass
-class Outbox:
-    """What is to be committed with the next saved state."""
-
-    applied: list[str] = field(default_factory=list)
-    applied_bytes: int = 0
-    records: int = 0
-    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
 
 
 class Session:
@@ -85,6 +74,7 @@ class Session:
             Kind.TELEMETRY: self._telemetry,
             Kind.HEARTBEAT: self._heartbeat,
             Kind.ACK: self._ack,
+            Kind.OWN_PLAN: self._own_plan,
             Kind.FAILURE: self._failure,
             Kind.JOINER: self._joiner,
             Kind.PROBE: self._probe,
@@ -160,8 +150,30 @@ class Session:
     def _ack(self, entry: Entry) -> None:
         document = entry.document()
         self._say("ack", document)
+        refused = self._rollout.newest if document["state"] == "refused" else None
         if self._rollout.ack(document["version"], document["rank"], document["state"]):
             self._switch(self._rollout.active)
+        elif refused is not None and refused.version == document["version"]:
+            self._replanning.refused()
+            self._plan_if_needed()
+
+    def _own_plan(self, entry: Entry) -> None:
+        document = entry.document()
+        plan, lost = plan_of(document["plan"]), document["lost"]
+        reason = (*plan.reason, "made by the job itself, without the sidecar")
+        plan = replace(plan, reason=reason)
+        if not self._rollout.take_over(plan):
+            return
+        self._replanning.wait_no_more(lost)
+        changed = (
+            self._detector.report_failure(lost, step=document["step"], detail="") if lost else []
+        )
+        self._keep_verdicts()
+        self._replanning.taken_over(lost)
+        self.planning = {"state": "taken_over", "version": plan.version}
+        self._tell_plan(plan)
+        self._switch(plan)
+        self._report(changed)
 
     def _switch(self, plan: Plan) -> None:
         self._detector.apply_plan(plan)
@@ -172,7 +184,7 @@ class Session:
         document = entry.document()
         self._say("failure", document)
         ranks, step, detail = document["ranks"], document["step"], document["detail"]
-        self._replanning.wait_no_more(ranks)
+        self._replanning.forget_joiners()
         self._report(self._detector.report_failure(ranks, step=step, detail=detail))
 
     def _joiner(self, entry: Entry) -> None:
@@ -208,6 +220,9 @@ class Session:
         plan = replace(plan, version=version, from_step=self.last_step + 1, reason=reason)
         self.planning = {"state": "planned", "version": version}
         self._rollout.publish(plan)
+        self._tell_plan(plan)
+
+    def _tell_plan(self, plan: Plan) -> None:
         self.outbox.plans.append(plan)
         self._say("plan", {"plan": plan_json(plan), "expected_ms": self._forecast.made(plan)})
 
@@ -222,8 +237,7 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """What the API answers about verdicts, planning and progress."""
-        # The last word on a rank that left the layout stands: the detector speaks of the others.
-        self._verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
+        self._keep_verdicts()
         return {
             "verdicts": [to_json(verdict) for _, verdict in sorted(self._verdicts.items())],
             "planning": self.planning,
@@ -231,6 +245,10 @@ class Session:
             "rollout": self._rollout.describe(),
             "probes": self._probes.orders(),
         }
+
+    def _keep_verdicts(self) -> None:
+        """The last word on a rank that has left stands: the detector speaks of the others."""
+        self._verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
 
     def learned(self) -> tuple[str, bytes] | None:
         """What the detector learned since this was asked last, for other jobs of that kind."""

@@ -269,6 +269,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             "at": switch.step,
             "epoch": trainer.epoch,
             "version": switch.plan.version,
+            "digest": switch.plan.digest,
             "lost": switch.lost,
             "received": switch.received_bytes,
             "extra": switch.extra_bytes,

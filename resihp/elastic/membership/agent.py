@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -102,19 +102,16 @@ class PlanAgent:
             self._offered |= offered
             plan = self._plans.joined(current, tuple(waiting), self._present.completed)
         plan = plan or self._plans.wait(max(current.version, self._refused), _PATIENCE_S)
-        if plan is None or self._refuses(plan):
+        if plan is None or self._refuses(plan, {*alive, *waiting}):
             return None
         members = set(alive) | (set(plan.layout.ranks) & set(waiting))
-        if not set(plan.layout.ranks) <= members:
-            _log.warning("plan %d uses ranks that are not there", plan.version)
-            self._over.wait(_PATIENCE_S)
-            return None
         leaving = tuple(rank for rank in leaving if rank not in plan.layout.ranks)
         return Offer(plan, tuple(sorted(members)), leaving)
 
-    def _refuses(self, plan: Plan) -> bool:
+    def _refuses(self, plan: Plan, there: Collection[int]) -> bool:
         """Whether the plan asks too much; its source is told, and not asked for it again."""
-        why = self._refusal(plan)
+        missing = sorted(set(plan.layout.ranks) - set(there))
+        why = f"ranks {missing} are not there" if missing else self._refusal(plan)
         if why is not None:
             self._refused = plan.version
             _log.warning("plan %d is refused: %s", plan.version, why)

@@ -66,23 +66,36 @@ class NoPlans:
 
 
 class ServicePlans:
-    """Plans of the sidecar; after a loss, the scheduler's own if the sidecar does not answer."""
+    """Plans of the sidecar; after a loss, the scheduler's own if the sidecar does not answer.
+
+    Where the job stands is told again after any silence: a sidecar that was away, or that has been
+    too slow, does not know of a plan that was made here.
+    """
 
     def __init__(self, client: Client, job: Job, *, patience: timedelta) -> None:
         self._client, self._job, self._patience = client, job, patience
         self._local = LocalPlans(job)
+        self._lost: set[int] = set()
+        self._held: Plan | None = None  # what this rank works by, where that is not the first plan
+        self._told: Plan | None = None  # what the sidecar is known to know of that
 
     def wait(self, after: int, seconds: float) -> Plan | None:
-        """Long-poll the sidecar."""
+        """Long-poll the sidecar; first tell it what it has missed."""
         try:
+            held = self._held
+            if held is not self._told and held is not None:
+                self._client.tell_plan(self._job.name, held, lost=self._lost)
+                self._told = held
             return self._client.plan(self._job.name, after=after, wait=seconds)
         except ServiceError as error:
             _log.debug("no plan from the sidecar: %s", error)
+            self._told = None
             time.sleep(min(seconds, 1.0))
             return None
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         """Report the loss, and take the sidecar's plan once it uses survivors only."""
+        self._lost |= {*self._job.layout.ranks, *current.layout.ranks} - set(survivors)
         try:
             self._client.report_failure(
                 self._job.name,
@@ -103,6 +116,7 @@ class ServicePlans:
 
         None if the sidecar finds them of no use now: it knows them, and may offer a plan later.
         """
+        self._lost -= set(standbys)
         try:
             self._client.announce_joiners(self._job.name, ranks=standbys, step=step)
             return self._await(current, {*current.layout.ranks, *standbys})
@@ -111,7 +125,7 @@ class ServicePlans:
             return self._local.joined(current, standbys, step)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        """Acknowledge."""
+        """Acknowledge. What cannot be said now, `wait` says later."""
         try:
             self._client.acknowledge(
                 self._job.name,
@@ -120,9 +134,12 @@ class ServicePlans:
                 step=step,
                 state="applied",
                 pause_ms=pause_ms,
+                digest=plan.digest,
             )
+            self._told = plan
         except ServiceError as error:
             _log.warning("plan %d was applied but not acknowledged: %s", plan.version, error)
+        self._held = plan
 
     def refused(self, plan: Plan, rank: int, why: str) -> None:
         """Say so, so that the sidecar plans from the layout that stays."""

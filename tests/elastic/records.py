@@ -1,0 +1,19 @@
+"""What the ranks of a job in tests write down while it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """All that a rank noted so far."""
+    path = folder / f"events-{rank}.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def switches(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank noted at each change of layout."""
+    return [event for event in events(folder, rank) if "version" in event]

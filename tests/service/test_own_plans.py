@@ -1,0 +1,148 @@
+"""A plan that the job made by itself, the sidecar being away or too slow, is the one that holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from conftest import Http, batch_of, eventually, job_of
+from fakes import fake_engines
+
+from resihp.client import Client
+from resihp.contracts import Layout, Plan, Replica, ServiceError, Stage, Status, to_json
+from resihp.contracts.codec import WireFormat, encode
+from service.store.inbox import Entry, Kind
+from service.worker.planning import Planner
+from service.worker.session import Session
+
+
+def without(rank: int, version: int) -> Plan:
+    """The job's layout, in which the other member of the rank's group has the stage for itself."""
+    replicas = (
+        Replica(
+            tuple(
+                Stage(tuple(r for r in stage.ranks if r != rank), stage.layers)
+                for stage in replica.stages
+            )
+        )
+        for replica in job_of().layout.replicas
+    )
+    return Plan(version=version, layout=Layout(tuple(replicas)), quotas=job_of().quotas)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], Session]]:
+    planner = Planner(fake_engines(), time_limit_s=5.0)
+    first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
+    yield lambda: Session(job_of(), first, fake_engines(), planner)
+    planner.close()
+
+
+def own(session: Session, plan: Plan, *lost: int) -> None:
+    body = json.dumps({"plan": to_json(plan), "lost": lost, "step": 3}).encode()
+    session.apply(Entry("50-0", Kind.OWN_PLAN, body))
+
+
+def slow(session: Session, rank: int, *, version: int = 0) -> None:
+    batch = batch_of(4, slow=(rank,), plan_version=version)
+    session.apply(Entry("60-0", Kind.TELEMETRY, encode(batch, WireFormat.MSGPACK)))
+
+
+def test_it_holds_at_once_and_the_next_plan_starts_from_it(start):
+    session = start()
+    own(session, without(6, 1), 6)
+    status = session.status()
+    assert (status["rollout"]["active"], status["planning"]["state"]) == (1, "taken_over")
+    (dead,) = (v for v in status["verdicts"] if v["rank"] == 6)
+    assert dead["status"] == Status.FAIL_STOP.value
+    assert [plan.version for plan in session.outbox.plans] == [1]
+    assert "made by the job itself" in session.outbox.plans[0].reason[-1]
+    slow(session, 1, version=1)
+    assert [plan.version for plan in session.outbox.plans] == [1, 2]
+    assert not {1, 6} & set(session.plan.layout.ranks)
+
+
+def test_what_the_job_did_not_know_is_planned_for_behind_it(start):
+    """The sidecar had named a slow rank, whose plan the job has not seen."""
+    session = start()
+    slow(session, 3)
+    own(session, without(6, 1), 6)
+    assert [plan.version for plan in session.outbox.plans] == [1, 1, 2]
+    assert not {3, 6} & set(session.plan.layout.ranks)
+
+
+def test_it_replaces_a_plan_of_its_version_and_leaves_later_ones(start):
+    session = start()
+    slow(session, 3)
+    session.apply(Entry("61-0", Kind.FAILURE, b'{"ranks": [6], "step": 4, "detail": "lost"}'))
+    assert [plan.version for plan in session.outbox.plans] == [1, 2]
+    own(session, without(6, 1), 6)
+    assert session.status()["rollout"] == {"newest": 2, "active": 1, "acks": {}}
+    assert session.outbox.plans[-1].layout == without(6, 1).layout
+
+
+def test_told_twice_it_is_taken_over_once(start):
+    session = start()
+    own(session, without(6, 1), 6)
+    own(session, without(6, 1), 6)
+    assert len(session.outbox.plans) == 1
+    other = start()
+    other.resume(*session.save())
+    own(other, without(6, 1), 6)
+    assert not other.outbox.plans
+
+
+def test_refused_for_a_joiner_that_is_gone_the_next_plan_does_without(start):
+    asked: list[dict[int, float]] = []
+
+    def noting(job, current, speeds, **more):
+        asked.append(dict(speeds))
+        return fake_engines().replan(job, current, speeds, **more)
+
+    planner = Planner(replace(fake_engines(), replan=noting), time_limit_s=5.0)
+    first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
+    session = Session(job_of(), first, fake_engines(), planner)
+    session.apply(Entry("90-0", Kind.JOINER, b'{"ranks": [8], "step": 0}'))
+    slow(session, 3)
+    assert asked[-1][8] == 1.0
+    refusal = {"version": session.plan.version, "rank": 0, "state": "refused", "detail": "gone"}
+    session.apply(Entry("91-0", Kind.ACK, json.dumps(refusal).encode()))
+    assert 8 not in asked[-1]
+    planner.close()
+
+
+def test_over_the_wire(http: Http):
+    client = Client(http.url)
+    client.register(job_of("own"))
+    mine = without(6, 1)
+    client.tell_plan("own", mine, lost=[6])
+    told = eventually(lambda: client.plan("own", after=0, wait=5.0))
+    assert (told.layout, told.version) == (mine.layout, 1)
+    eventually(lambda: http.statuses("own").get(6) == "fail_stop")
+    client.acknowledge("own", 1, rank=0, digest=mine.digest)
+    with pytest.raises(ServiceError) as refused:
+        client.acknowledge("own", 1, rank=0, digest=without(5, 1).digest)
+    assert refused.value.status == 409
+    client.acknowledge("own", 0, rank=0, digest=mine.digest)  # of the first plan none is kept
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "plan", "field"),
+    [
+        (2, without(6, 1), "plan.version"),
+        (1, replace(without(6, 1), quotas=(9, 9)), "plan.quotas"),
+        (1, replace(without(6, 1), layout=Layout.grid(dp=2, pp=2, tp=2, layers=8)), "plan.layout"),
+    ],
+)
+def test_a_plan_that_is_none_of_this_job_is_refused(http: Http, version, plan, field):
+    http.register(job_of("strange"))
+    answer = http("PUT", f"/v1/jobs/strange/plan/{version}", {"plan": to_json(plan)})
+    assert (answer.status, answer.json()["errors"][0]["field"]) == (422, field)
+
+
+def test_of_a_job_that_nobody_knows(http: Http):
+    answer = http("PUT", "/v1/jobs/nobody/plan/1", {"plan": to_json(without(6, 1))})
+    assert answer.status == 404
