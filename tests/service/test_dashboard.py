@@ -41,7 +41,9 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
 
 
 def text(browser: webdriver.Chrome, selector: str) -> str:
-    return "\n".join(e.text for e in browser.find_elements(By.CSS_SELECTOR, selector))
+    """In one go: the page draws its elements anew whenever something comes in."""
+    shown = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText).join('\\n')"
+    return str(browser.execute_script(shown, selector))
 
 
 def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
@@ -53,17 +55,17 @@ def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
         http.send("live", batch_of(step, slow=(3,) if step == 11 else ()))
     eventually(lambda: "slow" in text(browser, '[data-rank="3"]'))
     assert browser.find_elements(By.CSS_SELECTOR, '.fail_slow[data-rank="3"]')
-    assert "healthy" in text(browser, '[data-rank="0"]')
+    eventually(lambda: "healthy" in text(browser, '[data-rank="0"]'))
     eventually(lambda: "plan 1" in text(browser, "#log"))
-    assert "Rank 3 is slow by 2.50×" in text(browser, "#log")
+    eventually(lambda: "Rank 3 is slow by 2.50×" in text(browser, "#log"))
     eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#chart path.observed"))
-    assert "7 of 8 good" in text(browser, "#facts")
-    assert "being taken on" in text(browser, "#facts")
+    eventually(lambda: "7 of 8 good" in text(browser, "#facts"))
+    eventually(lambda: "being taken on" in text(browser, "#facts"))
     http.send("live", batch_of(12, plan_version=1))
     eventually(lambda: "in force" in text(browser, "#facts"))
     http("POST", "/v1/jobs/live/failures", {"ranks": [6], "reported_by": 4})
     eventually(lambda: "stopped" in text(browser, '.unused [data-rank="6"]'))
-    assert "layers 0–1" in text(browser, "#layout")
+    eventually(lambda: "layers 0–1" in text(browser, "#layout"))
     http("DELETE", "/v1/jobs/live")
     eventually(lambda: "No job yet" in text(browser, "#empty"))
     assert_clean(browser, http)
