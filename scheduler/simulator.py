@@ -235,7 +235,7 @@ def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
     for rank, speed in known.items():
         if not 0.0 <= speed < math.inf:
             raise ContractError("speeds", f"rank {rank}: {speed} is no speed (0 dead, 1 healthy)")
-    return known
+    return {int(rank): float(speed) for rank, speed in known.items()}  # of numpy's narrower kinds
 
 
 def _all_are(kind: type, values: Iterable[object]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from .errors import ContractError
 from .faults import Protection
@@ -172,11 +173,11 @@ def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
 
 def _require_positive(value: object, *names: str) -> None:
     for name in names:
-        if getattr(value, name) <= 0:
-            raise ContractError(name, f"must be above 0, not {getattr(value, name)}")
+        if not 0 < getattr(value, name) < inf:
+            raise ContractError(name, f"must be above 0 and finite, not {getattr(value, name)}")
 
 
 def _require_not_negative(value: object, *names: str) -> None:
     for name in names:
-        if getattr(value, name) < 0:
-            raise ContractError(name, f"must be 0 or more, not {getattr(value, name)}")
+        if not 0 <= getattr(value, name) < inf:
+            raise ContractError(name, f"must be 0 or more and finite, not {getattr(value, name)}")

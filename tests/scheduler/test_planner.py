@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,6 +120,19 @@ def test_devices_far_from_the_fault_stay_where_they_are(seed):
 def test_what_every_shard_costs_decides_whether_a_narrow_one_is_worth_it(fixed_ms, holds):
     cost = LayerCost(forward_ms=1.0, backward_ms=2.0, fixed_ms=fixed_ms)
     assert (1 in make_plan(job(cost=cost), {1: 0.3}).layout.ranks) is holds
+
+
+def test_narrow_floats_cost_no_precision():
+    one, speeds = job(), {1: np.float32(0.3), 2: np.float64(0.5)}
+    plan = make_plan(one, speeds)
+    assert plan == make_plan(one, {rank: float(speed) for rank, speed in speeds.items()})
+    assert simulate(one, plan, speeds=speeds).step_ms == pytest.approx(plan.step_ms, rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_costs_that_are_none_are_refused_by_name(value):
+    with pytest.raises(ContractError, match="forward_ms"):
+        LayerCost(forward_ms=value, backward_ms=2.0)
 
 
 def test_a_member_that_hurts_is_left_out():
