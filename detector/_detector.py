@@ -125,13 +125,14 @@ class Detector:
         What was learned about the cost of work stays. A device named slow stays so until records
         on the new layout say otherwise, and one that leaves it until probes do. Records of older
         plans are ignored from here on, those of this plan that came too early are taken up now; the
-        verdicts that they change come with the next `update`. An older or equal version does
-        nothing.
+        verdicts that they change come with the next `update`. An older version does nothing, nor
+        does the same plan again; another plan of the same version replaces it.
         """
-        if plan.version <= self.plan_version:
+        job = _moved(self.job, plan)
+        is_known = plan.version == self.plan_version and job == self.job
+        if plan.version < self.plan_version or is_known:
             return
-        self.plan_version = plan.version
-        self.job = _moved(self.job, plan)
+        self.plan_version, self.job = plan.version, job
         for rank, slowdown, since in self._epoch.leaving(plan.layout.ranks):
             self._bench.leave(rank, slowdown, since, self._epoch.last_step or 0)
         self._epoch = self._epoch.successor(self.job)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from detector import Detector, DetectorSettings
 from detector.scenarios import Fault, steps_of
-from resihp.contracts import ContractError, Job, Layout, Replica, Stage, Status, TelemetryBatch
+from resihp.contracts import (
+    ContractError,
+    Job,
+    Layout,
+    Plan,
+    Replica,
+    Stage,
+    Status,
+    TelemetryBatch,
+)
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 LAYOUT = Layout.grid(dp=4, pp=2, tp=1, layers=16)
@@ -137,6 +146,22 @@ def test_foreign_ranks_and_older_plans_are_counted_and_ignored() -> None:
     assert detector.update(stranger) == []
     assert detector.update(stream[3]) == []
     assert detector.verdicts() == before
+
+
+def test_the_same_plan_again_does_nothing_and_another_one_of_its_version_replaces_it() -> None:
+    detector = run(batches(with_lengths=True, steps=12))
+    fewer, more = Layout(LAYOUT.replicas[:2]), Layout(LAYOUT.replicas[:3])
+    plan = Plan(version=1, layout=fewer, quotas=(8, 8))
+    detector.apply_plan(plan)
+    job = replace(JOB, layout=fewer, quotas=plan.quotas)
+    for batch in steps_of(job, LENGTHS, steps=4, seed=4, first_step=12, plan_version=1):
+        detector.update(batch)
+    for same in (detector, Detector.restore(JOB, detector.save())):
+        before = same.verdicts()
+        same.apply_plan(plan)
+        assert same.verdicts() == before
+        same.apply_plan(Plan(version=1, layout=more, quotas=(6, 5, 5)))
+        assert [verdict.rank for verdict in same.verdicts()] == list(more.ranks)
 
 
 def test_a_rank_that_falls_silent_is_inconclusive_until_it_is_back() -> None:
