@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,10 +12,13 @@ from resihp.contracts import COLUMNS, Op, TelemetryBatch
 from ..base.arrays import Bools, Ints, State
 from ..base.places import Places
 from ..settings import DetectorSettings
+from .microbatches import numbered
 
 _BEHIND = 64
 """Messages from before the present steps that are kept, at least: two of every rank."""
 _COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
+_LONGEST_MS = 1e12
+"""No record lasts longer (32 years); what is beyond says as much, and does not overflow."""
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Intake:
     ) -> None:
         self._places = places
         self._settings = settings
+        self._most = max(quotas)
         self._contract = np.array(quotas, np.int64)[places.dp] * chunks * len(_COMPUTE)
         self._habit = self._contract.copy()
         self._habit_known = False
@@ -169,7 +173,11 @@ class Intake:
         if not opened.parts:
             return TelemetryBatch.empty()
         whole = TelemetryBatch.concat(opened.parts)
-        return whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
+        whole = whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
+        replica = self._places.dp[self._places.index(whole.rank.astype(np.int64))]
+        number = numbered(replica, whole.microbatch, self._most).astype(np.int32)
+        times = np.minimum(whole.compute_ms, _LONGEST_MS)
+        return replace(whole, microbatch=number, compute_ms=times)
 
     def state(self) -> State:
         """What `load` needs."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
 
+from ..records.microbatches import numbered
 from .ops import Floats, Ints
 from .order import quantile
 
@@ -47,11 +48,11 @@ class Cubes:
     @classmethod
     def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Cubes | None:
         """The records of the newest plan version; None if there is no compute record."""
-        rows = _Rows.of(layout, _newest(batches))
+        rows = _Rows.of(layout, _newest(batches), max(job.quotas))
         if not np.isin(rows.batch.op[rows.batch.microbatch >= 0], _COMPUTE).any():
             return None
         stages, dp, steps = layout.pp, layout.dp, rows.steps
-        count = int(rows.batch.microbatch.max()) + 1
+        count = int(rows.at["microbatch"].max()) + 1
         place = (stages * job.chunks, dp, steps, count)
         split = job.schedule is Schedule.ZERO_BUBBLE
         passes = [
@@ -96,7 +97,7 @@ class _Rows:
     peer_stage: Ints
 
     @classmethod
-    def of(cls, layout: Layout, batch: TelemetryBatch) -> _Rows:
+    def of(cls, layout: Layout, batch: TelemetryBatch, most: int) -> _Rows:
         places = np.array([(p.rank, p.dp, p.pp, p.tp) for p in layout.places()]).T
         places = places[:, np.argsort(places[0])]
         batch = batch.select(_find(places[0], batch.rank) >= 0)
@@ -104,12 +105,13 @@ class _Rows:
         _, dp, pp, tp = places[:, found]
         peer = _find(places[0], batch.peer)
         steps, step = np.unique(batch.step, return_inverse=True)
+        part = step.reshape(-1) * layout.dp + dp
         at = {
             "dp": dp,
             "stage": pp,
             "chunk": batch.chunk.astype(np.int64) * layout.pp + pp,
             "step": step,
-            "microbatch": batch.microbatch.astype(np.int64),
+            "microbatch": numbered(part, batch.microbatch, most),
         }
         beyond = np.where(peer >= 0, places[2][peer], -1)
         return cls(batch, at, steps.size, tp, int(places[3].max()) + 1, beyond)
@@ -125,20 +127,26 @@ class _Rows:
         rows = self.batch.op == op
         if not all_:
             rows = rows & ((self.batch.microbatch >= 0) == ("microbatch" in axes))
-        index = tuple(self.at[axis][rows] for axis in axes)
-        inside = np.ones(index[0].size, bool)
-        for axis, size in zip(index, shape, strict=True):
-            inside &= axis < size
-        cell = np.ravel_multi_index(tuple(axis[inside] for axis in index), shape)
-        times = self.batch.compute_ms[rows][inside]
+        rows, cell = self._cells(rows, shape, *axes)
+        times = self.batch.compute_ms[rows]
         grid = np.full((int(np.prod(shape)), self.slots), np.nan)
-        where = (cell, self.slot[rows][inside])
+        where = (cell, self.slot[rows])
         if add:
             grid[where] = 0.0
             np.add.at(grid, where, times)
         else:
             np.fmax.at(grid, where, times)
         return np.asarray(np.fmax.reduce(grid, axis=1).reshape(shape), np.float64)
+
+    def _cells(
+        self, rows: NDArray[np.bool_], shape: tuple[int, ...], *axes: str
+    ) -> tuple[NDArray[np.bool_], Ints]:
+        """Those of `rows` that lie inside a grid, and their cells."""
+        inside = rows.copy()
+        for axis, size in zip(axes, shape, strict=True):
+            inside &= self.at[axis] < size
+        index = tuple(self.at[axis][inside] for axis in axes)
+        return inside, np.ravel_multi_index(index, shape)
 
     def mates(
         self, shape: tuple[int, ...], slowest: list[NDArray[np.float64]]
@@ -147,10 +155,9 @@ class _Rows:
         differ from those of the slowest."""
         grid = np.full((2, self.slots, int(np.prod(shape))), np.nan)
         inner = self.batch.microbatch >= 0
-        index = tuple(self.at[axis] for axis in ("chunk", "dp", "step", "microbatch"))
         for at, op in enumerate(_COMPUTE):
             rows = inner & (self.batch.op == op)
-            cell = np.ravel_multi_index(tuple(axis[rows] for axis in index), shape)
+            rows, cell = self._cells(rows, shape, "chunk", "dp", "step", "microbatch")
             np.fmax.at(grid[at], (self.slot[rows], cell), self.batch.compute_ms[rows])
         middle = quantile(grid, 0.5, axis=1)[:, 0].reshape(2, *shape)
         apart = np.stack(slowest) > (1.0 + _SAME) * middle

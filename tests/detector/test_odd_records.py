@@ -1,0 +1,79 @@
+"""Records that no sane trainer sends, and ways of counting that some do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from detector import Detector
+from detector.records.microbatches import numbered
+from detector.scenarios import Fault, steps_of
+from resihp.contracts import Job, Layout, Status, TelemetryBatch
+
+LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
+JOB = Job(name="job", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
+SLOW = 3
+
+
+def stream(*, with_lengths: bool, faulty: bool = False, steps: int = 24) -> list[TelemetryBatch]:
+    faults = [Fault(rank=SLOW, factor=1.2, from_step=12)] if faulty else []
+    made = steps_of(JOB, LENGTHS, steps=steps, seed=3, faults=faults, with_lengths=with_lengths)
+    return list(made)
+
+
+def judged(batches: list[TelemetryBatch]) -> set[int]:
+    """Everyone who was ever named; the diagnosis must be possible as well."""
+    detector, named = Detector(JOB), set()
+    for batch in batches:
+        named |= {v.rank for v in detector.update(batch) if v.status is Status.FAIL_SLOW}
+    detector.diagnosis()
+    assert Detector.restore(JOB, detector.save()).save() == detector.save()
+    return named
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tokens", 2**62),
+        ("sum_sq_len", 2**63 - 1),
+        ("max_len", 2**62),
+        ("sequences", 2**62),
+        ("compute_ms", 1e300),
+        ("compute_ms", 1e-300),
+        ("compute_ms", 0.0),
+        ("wait_ms", 1e308),
+        ("microbatch", 2**31 - 1),
+        ("chunk", 2**15 - 1),
+        ("rank", 2**31 - 1),
+        ("peer", 2**31 - 1),
+    ],
+)
+@pytest.mark.parametrize("share", [0.02, 1.0])
+def test_absurd_values_break_nothing_and_blame_nobody(
+    column: str, value: float, share: float, with_lengths: bool
+) -> None:
+    rng, odd = np.random.default_rng(0), []
+    for batch in stream(with_lengths=with_lengths, steps=12):
+        values = getattr(batch, column).copy()
+        values[rng.random(values.size) < share] = value
+        odd.append(replace(batch, **{column: values}))
+    assert judged(odd) == set()
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_microbatches_may_be_counted_through_the_whole_job(with_lengths: bool) -> None:
+    usual = stream(with_lengths=with_lengths, faulty=True)
+    counted = [replace(b, microbatch=b.microbatch + 1_000_000 + 4 * b.step) for b in usual]
+    assert judged(counted) == judged(usual) == {SLOW}
+
+
+def test_steps_may_be_far_apart_and_far_on() -> None:
+    usual = stream(with_lengths=True, faulty=True)
+    assert judged([replace(b, step=b.step * 1000 + 2**61) for b in usual]) == {SLOW}
+
+
+def test_numbers_are_dense_within_each_part() -> None:
+    parts, microbatch = np.array([0, 0, 0, 1, 1]), np.array([9, 7, -1, 8, 9])
+    assert numbered(parts, microbatch, 2).tolist() == [1, 0, -1, 0, 1]
+    assert numbered(parts, microbatch, 10).tolist() == microbatch.tolist()
