@@ -1,6 +1,6 @@
 """The detector on recorded and generated jobs, beside what others would say of the same records.
 
-    python -m benchmarks.detector [--trials N] [--json PATH] [--quick]
+    python -m benchmarks.detector [--trials N] [--json PATH] [--quick] [--parts PART ...]
 
 Recorded jobs are read from RESIHP_TRACES or ../shared/traces; without them only generated jobs run.
 """
@@ -15,6 +15,8 @@ from typing import Any
 from benchmarks import _detector_cases as cases
 from benchmarks._detector_cost import predictor_rows, throughput_rows
 from benchmarks._detector_links import LinkTally, group_trials, link_trials
+from benchmarks._detector_oracle import COLUMNS as POSSIBLE
+from benchmarks._detector_oracle import oracle_rows
 from benchmarks._detector_peers import peer_trials
 from benchmarks._detector_replicas import replica_rows
 from benchmarks._report import machine, print_table, write_json
@@ -57,6 +59,19 @@ def recorded_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
         record_table(figures, f"{name}: nothing injected", columns, [row])
 
 
+def recorded_limits(figures: Figures, trials: int) -> None:
+    """What the best possible test would find in the traces."""
+    from resihp.offline import read_trace
+
+    rows = []
+    for name in ("SE", "ST"):
+        path = cases.trace_path(name)
+        if path is not None:
+            trace = read_trace(path)
+            rows += oracle_rows(name, trace.job, list(trace.batches()), FACTORS[:3], trials)
+    record_table(figures, "recorded jobs, over ranks and onsets", POSSIBLE, rows)
+
+
 def generated_cases(trials: int) -> list[tuple[str, Callable[[], cases.Tally]]]:
     """Every generated case by name."""
     job = cases.job_of
@@ -91,6 +106,10 @@ def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
         clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
     columns = ("clean", "device-steps", "wrong names", "inconclusive")
     record_table(figures, "generated jobs, nothing injected", columns, clean)
+
+
+def links_and_replicas(figures: Figures, trials: int) -> None:
+    """What must be told from a slow device."""
     rows = [link_row(name, run(), trials) for name, run in link_cases(trials)]
     names = ("slow link", "trials", "≤5 steps", "≤8", "ever", "wrong links", "wrong devices")
     record_table(figures, "slow links", names, rows)
@@ -115,25 +134,39 @@ def link_row(name: str, tally: LinkTally, trials: int) -> list[str]:
     return [name, str(trials), *(f"{w:.1%}" for w in within), *wrong]
 
 
+def costs(figures: Figures, ranks: int) -> None:
+    """The predictor's error, and records per second."""
+    columns = ("predictor", "median", "95%", "beyond: median", "95% ", "training", "µs a record")
+    record_table(figures, "error on held-out records", columns, predictor_rows())
+    names = ("throughput", "ranks", "records/s", "µs a record", "of a core at 64 records in 10 s")
+    record_table(figures, "one detector, one core", names, throughput_rows(ranks))
+
+
+PARTS = ("recorded", "limits", "generated", "links", "costs")
+
+
 def main() -> None:
     """Runs everything and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=60, help="of every case")
     parser.add_argument("--clean-steps", type=int, default=80_000, help="clean device-steps")
     parser.add_argument("--quick", action="store_true", help="few trials and a smaller job")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
     trials = 5 if options.quick else options.trials
     clean_steps = 5_000 if options.quick else options.clean_steps
     figures: Figures = {}
     print(machine())
-    recorded_jobs(figures, trials, clean_steps)
-    generated_jobs(figures, trials, clean_steps)
-    columns = ("predictor", "median", "95%", "beyond: median", "95% ", "training", "µs a record")
-    record_table(figures, "error on held-out records", columns, predictor_rows())
-    ranks = 1_024 if options.quick else 16_384
-    names = ("throughput", "ranks", "records/s", "µs a record", "of a core at 64 records in 10 s")
-    record_table(figures, "one detector, one core", names, throughput_rows(ranks))
+    run: dict[str, Callable[[], None]] = {
+        "recorded": partial(recorded_jobs, figures, trials, clean_steps),
+        "limits": partial(recorded_limits, figures, trials),
+        "generated": partial(generated_jobs, figures, trials, clean_steps),
+        "links": partial(links_and_replicas, figures, trials),
+        "costs": partial(costs, figures, 1_024 if options.quick else 16_384),
+    }
+    for part in options.parts:
+        run[part]()
     if options.json:
         write_json(options.json, figures)
 

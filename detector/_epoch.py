@@ -87,6 +87,9 @@ class Epoch:
         index = self.places.index(records.rank.astype(np.int64))
         self._welcome(index)
         residual = self._residual(records)
+        if not self._by_lengths and self.witness_model.misfits:
+            self._doubt_maps()
+            return
         trusted = self.judge.trusted()
         if not self._by_lengths:
             trusted &= self.witness_model.vouched(trusted)
@@ -109,14 +112,25 @@ class Epoch:
         known = knows_lengths(records)
         by_lengths = 2 * int(np.count_nonzero(known)) > len(records)
         if self._by_lengths is not None and by_lengths != self._by_lengths:
-            self.watch = Watch(self.places, self._settings)
-            self.replicas = Replicas(self.places, self._settings)
+            self._watch_anew()
         self._by_lengths = by_lengths
         if by_lengths and not known.all():
             records = records.select(known)
         index = self.places.index(records.rank.astype(np.int64))
         model = self.model if by_lengths else self.witness_model
         return model.residuals(records, index, self.judge.trusted())
+
+    def _doubt_maps(self) -> None:
+        """The maps between stages fit no longer: one such step is passed over, after two running
+        all is learned anew, and who is named is measured again."""
+        if self.witness_model.misfits > 1:
+            self.witness_model = WitnessModel(self._job, self.places)
+            self._watch_anew()
+            self.book.carried |= self.book.status == FAIL_SLOW
+
+    def _watch_anew(self) -> None:
+        self.watch = Watch(self.places, self._settings)
+        self.replicas = Replicas(self.places, self._settings)
 
     def _able(self) -> Bools:
         """Ranks that enough others vouch against to be named: by lengths, all of them; else those

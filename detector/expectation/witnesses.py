@@ -26,6 +26,9 @@ from .residual import FixedShare, StepResidual
 WITNESSES = 5
 _UNKNOWN_SHARE = 0.25
 """Spread of the fixed share where all microbatches took equally long, so that no map shows it."""
+_MISFIT = 0.06
+"""Residual (log) that most ranks of a class share from which the maps no longer hold."""
+_SETTLED_STEPS = 6
 _ODD = 0.25
 """How far (log) a microbatch may lie from its rank's usual ones before it counts less."""
 
@@ -57,7 +60,11 @@ def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
 
 
 class WitnessModel:
-    """Affine maps between ranks of a replica, learned as the steps come in."""
+    """Affine maps between ranks of a replica, learned as the steps come in.
+
+    Attribute `misfits`: steps running in which whole classes were off, as when the model changes
+    or documents become much longer: that is no matter of single devices.
+    """
 
     def __init__(self, job: Job, places: Places) -> None:
         self._job, self._places = job, places
@@ -78,6 +85,7 @@ class WitnessModel:
         self._wider = float(np.sqrt(1.0 + 1.0 / few))
         self._own = OwnLevels(places.peers)
         self._spread = 0.0
+        self.misfits = 0
 
     def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
         """Scores one step of compute records, then learns from the ranks in `trusted`."""
@@ -88,9 +96,23 @@ class WitnessModel:
                 self._learn(times, *self._score(times), trusted)
             self.regression.forget()
         value, result = self._score(times)
+        if self._own.steps >= _SETTLED_STEPS and self._whole_class_is_off(value):
+            self.misfits += 1
+            return result
+        self.misfits = 0
         self._learn(times, value, result, trusted)
         self._own.observe(value)
         return result
+
+    def _whole_class_is_off(self, value: Floats) -> bool:
+        """Whether most ranks of a class, at least two, lie on one side by more than `_MISFIT`."""
+        peers, seen = self._places.peers, np.isfinite(value)
+        size = int(peers.max()) + 1
+        for side in (1.0, -1.0):
+            off = np.bincount(peers[seen & (side * np.nan_to_num(value) > _MISFIT)], minlength=size)
+            if ((off >= 2) & (2 * off > np.bincount(peers[seen], minlength=size))).any():
+                return True
+        return False
 
     def vouched(self, trusted: Bools) -> Bools:
         """Ranks most of whose witnesses are trusted: the others' residuals are not their own."""
@@ -197,6 +219,7 @@ class WitnessModel:
             "regression": self.regression.state(),
             "own": self._own.state(),
             "spread": self._spread,
+            "misfits": self.misfits,
         }
 
     def load(self, state: State) -> None:
@@ -204,6 +227,7 @@ class WitnessModel:
         self.regression.load(state["regression"])
         self._own.load(state["own"])
         self._spread = state["spread"]
+        self.misfits = state["misfits"]
 
 
 def _fixed_share(

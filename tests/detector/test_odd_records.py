@@ -77,3 +77,19 @@ def test_numbers_are_dense_within_each_part() -> None:
     parts, microbatch = np.array([0, 0, 0, 1, 1]), np.array([9, 7, -1, 8, 9])
     assert numbered(parts, microbatch, 2).tolist() == [1, 0, -1, 0, 1]
     assert numbered(parts, microbatch, 10).tolist() == microbatch.tolist()
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@pytest.mark.parametrize("factors", [(1.7, 1.7), (1.7, 0.6), (1.0, 1.25)])
+def test_a_model_that_changes_while_the_job_runs_blames_nobody(
+    factors: tuple[float, float], with_lengths: bool
+) -> None:
+    """All replicas' stages take other times from step 16 on; a device that slows later is found."""
+    first = [replica.stages[0].ranks[0] for replica in JOB.layout.replicas]
+    faults = [Fault(rank=SLOW, factor=1.2, from_step=32)]
+    changed = []
+    for batch in steps_of(JOB, LENGTHS, steps=40, seed=3, faults=faults, with_lengths=with_lengths):
+        factor = np.where(np.isin(batch.rank, first), *factors) if batch.step[0] >= 16 else 1.0
+        changed.append(replace(batch, compute_ms=batch.compute_ms * factor))
+    assert judged(changed) == {SLOW}
+    assert judged(changed[:32]) == set()
