@@ -29,7 +29,7 @@ from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
 from tests.elastic.held import held
-from tests.elastic.kept import await_kept, kept_in, tear
+from tests.elastic.kept import await_kept, await_sent, kept_in, tear
 from tests.elastic.snapshots import full_state, save
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
@@ -91,7 +91,8 @@ class Case:
     stopped             ranks that are not waited for at the end
     joiners, welcome    ranks that join, and the plans that give them a place
     rescues             plans for when no replica is whole any more, one after the other
-    checkpoints         those of the job in a folder; a step then lasts until it is saved
+    checkpoints         those of the job, in a folder or at a URL; a step lasts until it is saved
+    in_memory           as many stay in the ranks' memory too; a step lasts until it is sent
     torn_at             the checkpoint of this step is damaged as soon as it is there
     joiner_dies         they are killed as soon as they are invited
     warned              (rank, signal, step) that a rank gets when it has made a step
@@ -113,7 +114,8 @@ class Case:
     joiners: tuple[int, ...] = ()
     welcome: tuple[Plan, ...] = ()
     rescues: tuple[Plan, ...] = ()
-    checkpoints: Path | None = None
+    checkpoints: Path | str | None = None
+    in_memory: int = 0
     torn_at: int | None = None
     joiner_dies: bool = False
     warned: tuple[tuple[int, int, int], ...] = ()
@@ -283,9 +285,12 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         told = {"step": reduced.step, "epoch": trainer.epoch, "loss": reduced.loss}
         events.write(json.dumps(told) + "\n")
         time.sleep(case.step_s)
+        if case.in_memory and reduced.is_due and current is trainer.plan:
+            await_sent(trainer, reduced.step)
         if case.checkpoints is not None and reduced.is_due and current is trainer.plan:
             await_kept(case.checkpoints, reduced.step)
             if (reduced.step, rank) == (case.torn_at, min(case.layout.ranks)):
+                assert isinstance(case.checkpoints, Path)
                 tear(case.checkpoints, reduced.step, rank)
         if reduced.step == case.store_dies_at:
             (folder / "store-dies").touch()
@@ -304,7 +309,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         rendezvous,
         case.source(folder) if case.source else Scripted(case.plans, case.welcome, case.rescues),
         hooks=Hooks(on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch),
-        checkpoints=kept_in(case.checkpoints),
+        checkpoints=kept_in(case.checkpoints, case.in_memory),
         memory=case.memory,
     )
     signal.signal(signal.SIGTERM, lambda *_: trainer.leave())

@@ -6,21 +6,41 @@ import os
 import time
 from pathlib import Path
 
-from resihp.checkpoint import EveryStep, LocalDisk
+from resihp.checkpoint import EveryStep, LocalDisk, PeerMemory, SharedStorage
 from resihp.checkpoint.format.metadata import data_name
-from resihp.checkpoint.levels.folder import step_name, steps_in
+from resihp.checkpoint.levels.folder import step_name
 from resihp.elastic.checkpoints import Checkpoints
+from resihp.elastic.checkpoints.keeper import CheckpointKeeper
+from resihp.elastic.trainer import Trainer
 
 
-def kept_in(folder: Path | None) -> Checkpoints | None:
-    """Checkpoints of each step in a folder; None where there is none."""
-    return folder and Checkpoints(lambda: [LocalDisk(folder, keep=3)], EveryStep())
+def level_at(where: Path | str) -> LocalDisk | SharedStorage:
+    """A folder, or shared storage at a URL."""
+    return LocalDisk(where, keep=3) if isinstance(where, Path) else SharedStorage(where, keep=3)
 
 
-def await_kept(folder: Path, step: int) -> None:
-    """Until the checkpoint of `step` is there, so that runs are alike."""
+def kept_in(where: Path | str | None, in_memory: int) -> Checkpoints | None:
+    """Checkpoints of each step somewhere, in the ranks' memory, or both; None for neither."""
+    if where is None and not in_memory:
+        return None
+    return Checkpoints(lambda: [level_at(where)] if where else [], EveryStep(), in_memory=in_memory)
+
+
+def await_sent(trainer: Trainer, step: int) -> None:
+    """Until a peer holds the checkpoint of `step`; where there is a peer."""
+    keeper = trainer._keeper
+    assert isinstance(keeper, CheckpointKeeper)
+    assert keeper._writer is not None
+    counters = keeper._writer._saver.counters.levels.get(PeerMemory.name)
     deadline = time.monotonic() + 20
-    while step not in steps_in(folder) and time.monotonic() < deadline:
+    while counters is not None and counters.newest_step != step and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def await_kept(where: Path | str, step: int) -> None:
+    """Until the checkpoint of `step` is there, so that runs are alike."""
+    level, deadline = level_at(where), time.monotonic() + 20
+    while step not in level.steps() and time.monotonic() < deadline:
         time.sleep(0.005)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from resihp.checkpoint import EveryStep, LocalDisk
+from resihp.checkpoint import EveryStep
 from resihp.contracts import Layout, Plan, Replica, Stage
 from resihp.elastic.checkpoints import Checkpoints
 from resihp.elastic.checkpoints.keeper import CheckpointKeeper
@@ -21,6 +21,7 @@ from resihp.elastic.optim import Optimizer, no_decay_on_vectors
 from resihp.elastic.worlds.comm import Network
 from resihp.elastic.worlds.world import build_world
 from tests.elastic.job import ALONE, MICROBATCHES, SHAPE, Case, Fault, Outcome, plan, run
+from tests.elastic.kept import level_at
 from tests.elastic.test_engine_data import Shuffled
 from tests.elastic.test_models import LAYOUTS, MODELS, batch
 from tests.elastic.threads import gathered, on_ranks, train
@@ -107,6 +108,69 @@ def test_a_further_loss_on_the_way_back(phase: Phase, alone: Outcome, tmp_path: 
     assert_went_on(run(case, tmp_path), alone, dead={1, 2}, back_at=[LOST_AT])
 
 
+def test_memory_alone_brings_a_lost_stage_back(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),), in_memory=2)
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
+    assert f"went back to step {LOST_AT - 1}, read from peer memory" in outcome.logs
+
+
+def test_a_spare_reads_from_the_memory_of_others(alone: Outcome, tmp_path: Path) -> None:
+    """Twice: what is kept of the layout before does for a loss right after the change."""
+    faults = (*STAGE_LOST, Fault(2, Phase.ACCUMULATING, LOST_AT))
+    case = Case(
+        PAIR,
+        STEPS,
+        faults=faults,
+        ranks=(0, 1, 2, 3),
+        rescues=(plan(9, with_second(2)), plan(10, with_second(3))),
+        in_memory=2,
+    )
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1, 2}, back_at=[LOST_AT])
+    assert outcome.logs.count("read from peer memory") >= 3
+
+
+def test_memory_is_nearer_than_a_disk_whose_newest_is_torn(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(
+        PAIR,
+        STEPS,
+        faults=STAGE_LOST,
+        rescues=(plan(9, ALONE),),
+        checkpoints=tmp_path / "saved",
+        torn_at=LOST_AT - 1,
+        in_memory=2,
+    )
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
+
+
+def test_a_rank_lost_with_its_peer_comes_back_from_disk(alone: Outcome, tmp_path: Path) -> None:
+    stages = tuple(Stage((rank,), (rank, rank + 1), (4,)) for rank in range(2))
+    three = Layout((Replica((*stages, Stage((2,), (2, 4), (4,)))),))
+    faults = (*STAGE_LOST, Fault(1, Phase.ACCUMULATING, LOST_AT, victim="2"))
+    case = Case(
+        three,
+        STEPS,
+        faults=faults[::-1],
+        rescues=(plan(9, ALONE),),
+        checkpoints=tmp_path / "saved",
+        in_memory=2,
+    )
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1, 2}, back_at=[LOST_AT])
+    assert f"read from {tmp_path / 'saved'}" in outcome.logs
+    assert "read from peer memory" not in outcome.logs
+
+
+def test_shared_storage_brings_a_lost_stage_back(alone: Outcome, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/shared"
+    case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),), checkpoints=url)
+    outcome = run(case, tmp_path)
+    assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
+    assert f"went back to step {LOST_AT - 1}, read from {url}" in outcome.logs
+
+
 def test_without_checkpoints_the_job_stops_and_names_what_is_lost(tmp_path: Path) -> None:
     case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),))
     outcome = run(case, tmp_path)
@@ -161,15 +225,19 @@ def test_what_comes_back_is_equal_to_the_last_bit(tmp_path: Path) -> None:
         assert all(map(torch.equal, tensors, expected[key])), key
 
 
+@pytest.mark.parametrize("scheme", ["", "file", "memory"])
 @pytest.mark.parametrize(
     "optimizer",
     [Optimizer(torch.optim.SGD, lr=1e-2), Optimizer(torch.optim.RAdam, lr=1e-3)],
     ids=["nothing kept", "moments and scalars"],
 )
-def test_pieces_of_one_layout_fill_any_other(optimizer: Optimizer, tmp_path: Path) -> None:
+def test_pieces_of_one_layout_fill_any_other(
+    optimizer: Optimizer, scheme: str, tmp_path: Path
+) -> None:
+    where = level_at(f"{scheme}://{tmp_path}" if scheme else tmp_path)
     setup = Setup(MODELS["tied"], optimizer, batch)
     before, after = LAYOUTS["uneven"], LAYOUTS["grid"]
-    checkpoints = Checkpoints(lambda: [LocalDisk(tmp_path)], EveryStep())
+    checkpoints = Checkpoints(lambda: [where], EveryStep())
     store = HashStore()
 
     def keeper(rank: int) -> CheckpointKeeper:

@@ -43,16 +43,31 @@ class ImageStore:
         self._lock = Lock()
 
     def add(self, image: Image) -> None:
-        """Take an image and let the oldest of its rank go, or one of the same step."""
+        """Take an image and let the oldest of its rank go, or one of the same step.
+
+        Once all of its rank are of the new lineage, those of ranks without a part in it go too.
+        """
         rank, step = image.index.rank, image.index.step
         with self._lock:
             dropped = [self._images.pop((rank, step), None)]
             self._images[rank, step] = image
             held = sorted((k for k in self._images if k[0] == rank), key=self._age)
             dropped += [self._images.pop(key) for key in held[: -self.keep]]
+            dropped += [self._images.pop(key) for key in self._outlived(image.index)]
         for old in dropped:
             if old is not None:
                 old.release()
+
+    def _outlived(self, index: Index) -> list[tuple[int, int]]:
+        mine = [i.index.run for (rank, _), i in self._images.items() if rank == index.rank]
+        if mine.count(index.run) < self.keep:
+            return []
+        born, ranks = index.lineage.born, set(index.ranks)
+        return [
+            key
+            for key, image in self._images.items()
+            if key[0] not in ranks and image.index.lineage.born < born
+        ]
 
     def _age(self, key: tuple[int, int]) -> tuple[int, int]:
         """Of a job that has gone back, the newer lineage is worth more than the later step."""

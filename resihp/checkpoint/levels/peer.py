@@ -26,6 +26,7 @@ class PeerMemory:
     own      this process's own level; its checkpoints are handed out as well
     listen   address to listen on; port 0: any free one. Whoever connects must know `token`.
     keep     checkpoints kept for each sender; their memory is one more
+    server   what listens and keeps, where it is to outlive this level; instead of the three above
     timeout  of every wait on a peer
 
     `connect` says where all ranks listen; `connect_group` finds that out by itself. The peer of a
@@ -43,12 +44,17 @@ class PeerMemory:
         listen: Address = ("127.0.0.1", 0),
         token: str = "",
         keep: int = 1,
+        server: PeerServer | None = None,
         timeout: timedelta = timedelta(seconds=30),
     ) -> None:
-        self.token = token or secrets.token_hex(16)
         self._timeout_s = timeout.total_seconds()
-        self._server = PeerServer(
-            ImageStore(keep), own.store, listen, self.token, 1000 * self._timeout_s
+        self._owns_server = server is None
+        self._server = server or PeerServer(
+            ImageStore(keep),
+            own.store,
+            listen,
+            token or secrets.token_hex(16),
+            1000 * self._timeout_s,
         )
         self._addresses: Mapping[int, Address] = {}
         self._target: Address | None = None
@@ -58,6 +64,11 @@ class PeerMemory:
     def address(self) -> Address:
         """Where this rank listens."""
         return self._server.address
+
+    @property
+    def token(self) -> str:
+        """What the ranks know each other by."""
+        return self._server.token
 
     def connect(self, rank: int, addresses: Mapping[int, Address], *, distance: int = 1) -> None:
         """Say where every rank listens (this one included). No rank is its own peer."""
@@ -71,7 +82,7 @@ class PeerMemory:
         """The same for all ranks of a group at once; a collective call of its CPU backend."""
         told: list[tuple[int, Address, str]] = [(0, ("", 0), "")] * dist.get_world_size(group)
         dist.all_gather_object(told, (dist.get_rank(), self.address, self.token), group=group)
-        self.token = self._server._token = told[0][2]
+        self._server.token = told[0][2]
         addresses = {rank: (host, port) for rank, (host, port), _ in told}
         self.connect(dist.get_rank(), addresses, distance=distance)
 
@@ -119,9 +130,10 @@ class PeerMemory:
         return PeerSource(of_run, self.token, self._timeout_s)
 
     def close(self) -> None:
-        """Stop sending and serving."""
+        """Stop sending, and serving unless the server is another's."""
         self._hang_up()
-        self._server.close()
+        if self._owns_server:
+            self._server.close()
 
     def _hang_up(self) -> None:
         if self._line is not None:

@@ -26,7 +26,7 @@ class PeerServer:
     def __init__(
         self, store: ImageStore, own: ImageStore, listen: Address, token: str, idle_s: float
     ) -> None:
-        self._store, self._own, self._token, self._idle_s = store, own, token, idle_s
+        self._store, self._own, self.token, self._idle_s = store, own, token, idle_s
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
         self._lines: set[Line] = set()
         self._lock = Lock()
@@ -57,7 +57,7 @@ class PeerServer:
     def _serve(self, line: Line) -> None:
         """Until the other side hangs up, falls silent or breaks the protocol."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            if hmac.compare_digest(str(line.receive().get("token")), self._token):
+            if hmac.compare_digest(str(line.receive().get("token")), self.token):
                 while True:
                     self._answer(line)
         with self._lock:

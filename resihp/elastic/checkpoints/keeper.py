@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -18,11 +19,13 @@ from resihp.layout import writers
 from ..engine import Cursor, Setup
 from ..engine.shard import Shard, scalar_table
 from ..worlds.comm import Group
+from .copies import Copies
 from .pieces import all_pieces, scalars_piece
 from .settings import Checkpoints
 from .together import Together
 from .writer import Writer
 
+_log = logging.getLogger("resihp.elastic")
 _UNTIL_WRITTEN_S = 600.0
 _UNTIL_GIVEN_UP_S = 10.0
 
@@ -39,12 +42,20 @@ class CheckpointKeeper:
     can_restore = True
 
     def __init__(
-        self, checkpoints: Checkpoints, setup: Setup, rank: int, store: dist.Store
+        self,
+        checkpoints: Checkpoints,
+        setup: Setup,
+        rank: int,
+        store: dist.Store,
+        *,
+        host: str = "127.0.0.1",
     ) -> None:
         self._checkpoints, self._setup, self._rank = checkpoints, setup, rank
         self._job = store.compare_set("checkpoints", "", f"{time.time_ns()}-{rank}").decode()
         self._started = int(self._job.split("-")[0])
         self._writer: Writer | None = None
+        keep = checkpoints.in_memory
+        self._copies = Copies(keep, rank, host, store) if keep else None
 
     def prepare(self, plan: Plan, epoch: int, shard: Shard) -> None:
         """Plan and make buffers for a layout that is new, in the background."""
@@ -56,15 +67,16 @@ class CheckpointKeeper:
             closing = threading.Thread(target=before.close, args=(_UNTIL_WRITTEN_S,), daemon=True)
             closing.name = "resihp-checkpoint-close"
             closing.start()
+        levels, connect = self._levels_of(plan.layout.ranks)
         checkpointer = Checkpointer(
-            self._checkpoints.levels(),
+            levels,
             EveryStep(),
             ranks=Alone(self._rank, plan.layout.ranks, f"{self._job}.{epoch}"),
             clock=lambda: self._started + epoch,
         )
         spans = writers(plan.layout, self._setup.model.parameters)[self._rank]
         policy = self._checkpoints.policy
-        self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard)
+        self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard, connect)
 
     def is_due(self, step: int) -> bool:
         """What the policy says, and again until it has been done."""
@@ -87,8 +99,9 @@ class CheckpointKeeper:
         ranks, setup = Together(group, self._rank), self._setup
         table = scalar_table(setup.model, setup.optimizer)
         pieces = [] if shard is None else [*all_pieces(shard), *scalars_piece(table)]
-        with self._levels() as levels:
-            restored = restore(levels, pieces, ranks)
+        with self._levels() as levels, self._others(ranks) as copies:
+            restored = restore([*copies, *levels], pieces, ranks)
+        _log.warning("went back to step %d, read from %s", restored.step, restored.level)
         completed, self._started = restored.step + 1, max(self._started, restored.newest_born + 1)
         if shard is not None:
             shard.set_scalars(table, completed)
@@ -107,6 +120,32 @@ class CheckpointKeeper:
         """End all threads; what was begun is given time to be written."""
         if self._writer is not None:
             self._writer.close(_UNTIL_WRITTEN_S if is_done else _UNTIL_GIVEN_UP_S)
+        if self._copies is not None:
+            self._copies.close()
+
+    def _levels_of(self, ranks: Sequence[int]) -> tuple[list[Level], Callable[[], None]]:
+        """Where the ranks of a layout save, nearest first, and what connects them."""
+        levels = list(self._checkpoints.levels())
+        copies = self._copies
+        if copies is None or (len(ranks) == 1 and levels):
+            return levels, lambda: None
+        own, peer = copies.levels()
+        if len(ranks) == 1:
+            return [own], lambda: None
+        return [own, peer, *levels], lambda: copies.connect(peer, ranks)
+
+    @contextmanager
+    def _others(self, ranks: Together) -> Iterator[Sequence[Level]]:
+        """What the memory of the ranks holds together; a collective call."""
+        if self._copies is None:
+            yield ()
+            return
+        told = ranks.gather(self._copies.address)
+        reader = self._copies.reader(dict(zip(ranks.all, told, strict=True)))
+        try:
+            yield (reader,)
+        finally:
+            reader.close()
 
     @contextmanager
     def _levels(self) -> Iterator[Sequence[Level]]:

@@ -24,6 +24,9 @@ class Checkpoints:
     levels  makes the levels, anew for each layout. What one rank writes must be there for the
             others to read: shared storage, or a disk if all ranks are on one machine
     policy  at which steps; asked on one rank, whose answer holds for all
+    in_memory  so many of each rank stay in its own memory and in a peer's, on another host where
+            there is one; 0: none. With 2 a rank that is lost while the newest is on its way leaves
+            the one before whole
 
     A job that starts where there are checkpoints goes on from the newest that is usable. Needs
     `resihp[checkpoint]`.
@@ -31,9 +34,11 @@ class Checkpoints:
 
     levels: Callable[[], Sequence[Level]]
     policy: Policy
+    in_memory: int = 0
 
     def keeper(self, setup: Setup, rendezvous: Rendezvous) -> Keeper:
         """What writes and reads them for one rank."""
         from .keeper import CheckpointKeeper  # an extra that jobs without checkpoints do without
 
-        return CheckpointKeeper(self, setup, rendezvous.rank, rendezvous.link.store)
+        store = rendezvous.link.store
+        return CheckpointKeeper(self, setup, rendezvous.rank, store, host=rendezvous.host)

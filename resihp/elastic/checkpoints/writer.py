@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from resihp.checkpoint import Checkpointer, Policy
 from resihp.checkpoint.policy import Moment
@@ -20,7 +20,7 @@ class Writer:
     """Writes the ranges `spans` of this rank's shard at the steps that it is told.
 
     The first save of the layout finds everything planned and allocated. `policy` is asked on one
-    rank alone, so that `saver` has none of its own.
+    rank alone, so that `saver` has none of its own. `connect` tells its levels where peers are.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Writer:
         plan: Plan,
         spans: Sequence[tuple[Param, Range]],
         shard: Shard,
+        connect: Callable[[], None],
     ) -> None:
         self.plan = plan
         self._saver, self._policy, self._setup, self._spans = saver, policy, setup, spans
@@ -39,8 +40,14 @@ class Writer:
         self._cost_s: float | None = None
         self._blocked_before_s = 0.0
         pieces = pieces_of(shard, self._spans, setup.model.parameters)
-        self._ready = threading.Thread(target=self._saver.prepare, args=(pieces,), daemon=True)
-        self._ready.name = "resihp-checkpoint-prepare"
+
+        def prepare() -> None:
+            connect()
+            saver.prepare(pieces)
+
+        self._ready = threading.Thread(
+            target=prepare, name="resihp-checkpoint-prepare", daemon=True
+        )
         self._ready.start()
 
     def is_due(self, step: int) -> bool:
