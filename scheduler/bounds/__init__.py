@@ -2,6 +2,7 @@
 
 from .fractional import chain_factors
 from .in_flight import in_flight_bound
-from .whole_layers import Stages, whole_layer_bound
+from .unlike_stages import unlike_layers
+from .whole_layers import Stages, whole_layers
 
-__all__ = ["Stages", "chain_factors", "in_flight_bound", "whole_layer_bound"]
+__all__ = ["Stages", "chain_factors", "in_flight_bound", "unlike_layers", "whole_layers"]

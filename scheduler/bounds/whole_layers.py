@@ -7,7 +7,7 @@ than that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,23 +26,28 @@ class Stages:
 
     forward, backward  of one layer
     extra              of the forward beside the layers (embedding, head); the backward's is twice
-    most               layers that a stage may hold
+    most, least        layers that a stage may hold, and must; the latter 1 where none is given
     """
 
     forward: Floats
     backward: Floats
     extra: Floats
     most: Ints
+    least: Ints | None = None
 
     def within(self, span_ms: float, microbatches: Ints, layers: int) -> Stages:
         """Without the layers that would keep a stage busy for longer than `span_ms`."""
         each = span_ms * (1 + 1e-9) / microbatches[:, None]
         room = np.floor((each - 3.0 * self.extra) / (self.forward + self.backward))
         most = np.clip(np.minimum(room, self.most), 0, layers).astype(np.int64)
-        return Stages(self.forward, self.backward, self.extra, most)
+        return replace(self, most=most)
+
+    def pick(self, rows: Ints) -> Stages:
+        """Some of the pipelines."""
+        return Stages(self.forward[rows], self.backward[rows], self.extra[rows], self.most[rows])
 
 
-def whole_layer_bound(
+def whole_layers(
     stages: Stages,
     layers: int,
     microbatches: Ints,
@@ -51,24 +56,26 @@ def whole_layer_bound(
     p2p: float = 0.0,
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
-) -> Floats:
-    """Least span of each pipeline with any whole layers, 1 or more in each stage; [pipeline].
+) -> tuple[Floats, Ints]:
+    """Least span of each pipeline with any whole layers, 1 or more in each stage, and the layers.
 
-    inf where `within_ms` does not suffice. If n layers are before stage s and l are in it, its line
-    of `in_flight_bound` holds with the least that n layers can take before it and the rest behind
-    it. The least largest line of all stages is found stage by stage: with L_s(n, l) for that line,
+    [pipeline] and [pipeline, stage]; inf, and layers that mean nothing, where `within_ms` does not
+    suffice. If n layers are before stage s and l are in it, its line of `in_flight_bound` holds
+    with the least that n layers can take before it and the rest behind it. The least largest line
+    of all stages is found stage by stage: with L_s(n, l) for that line,
 
         G_s+1(n) = min over l of max(G_s(n - l), L_s(n - l, l))
     """
     stages = stages.within(within_ms, microbatches, layers)
     bands = _Bands.of(stages.most, layers)
     if bands is None:
-        return np.full(len(microbatches), np.inf)
+        return np.full(len(microbatches), np.inf), np.ones(stages.most.shape, np.int64)
     options = _Options.of(stages, bands.most, schedule)
     limits = Limits.of(schedule, bands.stages, max_in_flight)
     behind = _behind(options, bands, p2p)
     m = microbatches[:, None, None].astype(float)
     table = np.zeros((3, len(microbatches), 1))  # forwards before a stage, trips, the worst line
+    choices = []
     for stage in range(bands.stages):
         passes, reach, trip = options.of_stage(stage)
         reached, before, worst = ahead = bands.before(table, stage)
@@ -82,9 +89,11 @@ def whole_layer_bound(
         )
         fresh = ahead + np.array([reach, trip, np.zeros_like(trip)])
         np.maximum(worst, line, out=fresh[2])
-        table = np.where(options.fits[:, stage], fresh, np.inf).min(axis=2)
+        fresh = np.where(options.fits[:, stage], fresh, np.inf)
+        choices.append(fresh[2].argmin(axis=1))
+        table = fresh.min(axis=2)
         table[:2] += [[[p2p]], [[2.0 * p2p]]]
-    return table[2, :, 0]
+    return table[2, :, 0], bands.traced(choices, layers)
 
 
 def _behind(options: _Options, bands: _Bands, p2p: float) -> list[Floats]:
@@ -110,7 +119,10 @@ class _Options(NamedTuple):
         each = (stages.forward, stages.backward, stages.extra, stages.most)
         forward, backward, extra, fitting = (array[:, :, None, None] for array in each)
         passes = Passes.of(forward * counts + extra, backward * counts + 2.0 * extra, schedule)
-        return cls(passes, counts <= fitting)
+        fits = counts <= fitting
+        if stages.least is not None:
+            fits &= counts >= stages.least[:, :, None, None]
+        return cls(passes, fits)
 
     def of_stage(self, stage: int) -> tuple[Passes, Floats, Floats]:
         """The passes of a stage; its forward; its trip, with the weight half of the first one."""
@@ -161,6 +173,20 @@ class _Bands:
         """What `table` says behind a stage, for each of its layers and what is before it."""
         first = self.low[stage] + 1 - self.low[stage + 1]
         return _windows(table, first, self.most, self._width(stage))
+
+    def traced(self, choices: list[NDArray[np.intp]], layers: int) -> Ints:
+        """Layers of every stage, [pipeline, stage], from the choices for what is before the next.
+
+        choices  by stage, [pipeline, layers before the next one - its low], layers - 1
+        """
+        rows = np.arange(len(choices[0]))
+        upto = np.full(len(rows), layers)
+        counts = np.ones((len(rows), self.stages), np.int64)
+        for stage in reversed(range(self.stages)):
+            at = np.clip(upto - self.low[stage + 1], 0, choices[stage].shape[1] - 1)
+            counts[:, stage] = choices[stage][rows, at] + 1
+            upto = upto - counts[:, stage]
+        return counts
 
     def _width(self, edge: int) -> int:
         return self.high[edge] - self.low[edge] + 1

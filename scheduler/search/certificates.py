@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Schedule
 
-from ..bounds import Stages, chain_factors, whole_layer_bound
+from ..bounds import chain_factors
 from ..bounds.in_flight import Floats
 from ..costs import group_cost, layer_cost, transfer_ms
 from ..memory import Footprint
@@ -27,17 +27,22 @@ Times = Callable[[Ints, Ints], Floats]  # of pipelines (their indices) with thes
 
 _CLOSE = 1e-3  # a gap that is not worth a closer look
 _CELLS = 60_000  # pipelines x stages up to which there is one
+_FAR = 1e-2  # one that is worth another
+_FEWER_CELLS = 300  # pipelines x stages up to which that is taken
+_NEAR = 0.08  # how far below the time in question a pipeline may still decide something
 _AT_ONCE = 256  # pipelines that are worked out together, which bounds the memory
 
 
 class Proven:
     """Bounds of pipelines over whole layers, looked up once known.
 
-    Pipelines whose groups cost the same are the same pipeline.
+    Pipelines whose groups cost the same are the same pipeline. `closely`: those whose bound is just
+    below the time in question with their odd stages at each number of layers.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, closely: bool = False) -> None:
         self.setting = setting
+        self._closely = closely
         self._within_ms = inf
         self._known: dict[bytes, float] = {}
 
@@ -58,15 +63,12 @@ class Proven:
         return np.array([self._known[key] for key in keys])
 
     def _worked_out(self, rows: Rows, within_ms: float) -> Floats:
-        return whole_layer_bound(
-            Stages(rows.forward, rows.backward, rows.extra, rows.most),
-            self.setting.layers,
-            rows.microbatches,
-            within_ms,
-            p2p=self.setting.p2p_ms,
-            max_in_flight=self.setting.max_in_flight,
-            schedule=self.setting.schedule,
-        )
+        ends, _ = rows.whole_layers(within_ms)
+        near = np.flatnonzero((ends > within_ms * (1.0 - _NEAR)) & (ends < within_ms))
+        if self._closely and near.size:
+            closer, _ = rows.pick(near).whole_layers(within_ms, closely=True)
+            ends[near] = np.maximum(ends[near], closer)
+        return ends
 
 
 def chains_bound(
@@ -83,8 +85,11 @@ def chains_bound(
     quick = quick_bound(proven.setting, chains, quotas)
     if within_ms < quick * (1 + _CLOSE) or sum(map(len, chains)) > _CELLS:
         return min(quick, within_ms)
-    parts = _by_length(chains, quotas)
+    parts = list(_by_length(chains, quotas))
     close = least_span([(counts, _whole(proven, rows, within_ms)) for rows, counts in parts])
+    if within_ms > close * (1 + _FAR) and sum(map(len, chains)) <= _FEWER_CELLS:
+        closely = Proven(proven.setting, closely=True)
+        close = least_span([(counts, _whole(closely, rows, within_ms)) for rows, counts in parts])
     return max(quick, min(close, within_ms))
 
 

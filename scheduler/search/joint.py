@@ -22,6 +22,8 @@ from .slots import gathered, inserted, settled, thinned, traded
 _CLOSE = 2e-3  # a gap that is not worth a further search
 _AIMS = (0.99, 0.998)
 _WIDE = 5e-3  # a certified gap that is worth one under another schedule than the first
+_FAR = 1e-2  # one that is worth better layers
+_SHARP_CELLS = 1_000  # chains x stages^2 up to which they are looked for
 _FEW_REPLICAS = 12  # up to which two trades are tried even where the gap is small
 _WORTH = 1e-3  # an arrangement must be better than a tidier one by this much
 
@@ -115,6 +117,7 @@ def _arranged(
         best = _better(best, other)
     if best is not first and len(chains) <= _FEW_REPLICAS and _is_loose(best, job.microbatches):
         best = _refined(best, job.microbatches, expired)
+    best = _sharpened(best, job.microbatches, expired)
     exact = _exact(question, setting, len(chains))
     if exact and (_schedule(exact) is not _schedule(best) or _is_less(exact, best)):
         best = exact
@@ -178,6 +181,20 @@ def _under_others(question: _Question, found: Found) -> Iterator[Found]:
 
 def _under(setting: Setting, schedule: Schedule) -> Evaluator:
     return Evaluator(replace(setting, schedule=schedule))
+
+
+def _sharpened(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
+    """With better layers for the quotas at hand and near them, and quotas for those."""
+    cells = sum(len(chain) ** 2 for chain in found.chains)
+    if expired() or cells > _SHARP_CELLS or found.spare < _FAR or found.gap < _FAR:
+        return found
+    evaluator, division = found.evaluator, found.division
+    pairs = list(zip(found.chains, division.quotas, strict=True))
+    near = [(chain, quota + more) for chain, quota in pairs for more in (-1, 0, 1) if quota + more]
+    evaluator.sharpen(near, 1.1 * division.span_ms)
+    division = divide(evaluator, found.chains, microbatches, expired, near=division.quotas)
+    better = Found(evaluator, found.chains, division)
+    return better if _is_less(better, found) else found
 
 
 def _is_loose(found: Found, microbatches: int) -> bool:

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from .certificates import Proven
-from .layers import candidates, every_partition, is_small, partition, polish
+from .layers import candidates, every_partition, is_small, partition, polish, sharpened
 from .rows import Rows, Setting
 
 Chain = tuple[int, ...]  # group indices in pipeline order
@@ -110,6 +110,22 @@ class Evaluator:
         cells = sum(len(chain) ** 2 for chain, _ in missing)
         around = _AROUND if len(_AROUND) * cells <= _NEAR_CELLS else (0,)
         self.prepare((c, m + more) for c, m in missing for more in around if m + more > 0)
+
+    def sharpen(self, pairs: Iterable[tuple[Chain, int]], within_ms: float) -> None:
+        """Looks for better layers from more starts, which takes longer than `prepare`."""
+        by_length: dict[int, dict[tuple[Chain, int], Chain]] = defaultdict(dict)
+        for chain, quota in pairs:
+            if self.best(chain, quota)[1] < inf and not is_small(self.setting.layers, len(chain)):
+                by_length[len(chain)].setdefault((self.signature(chain), quota), chain)
+        for distinct in by_length.values():
+            rows = self._rows(list(distinct.values()), [quota for _, quota in distinct])
+            layers, ends = sharpened(rows, within_ms=within_ms)
+            for key, found, end, slowest in zip(
+                distinct, layers.tolist(), ends.tolist(), rows.slowest(layers).tolist(), strict=True
+            ):
+                if end < self._best[key][1]:
+                    self._best[key] = (tuple(found), end)
+                    self._slowest[key] = slowest
 
     def estimates(
         self, chains: Sequence[Chain], quotas: Sequence[int]

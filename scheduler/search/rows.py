@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from resihp.contracts import Schedule
 from resihp.pipeline.orders import most_in_flight
 
-from ..bounds import in_flight_bound
+from ..bounds import Stages, in_flight_bound, unlike_layers, whole_layers
 from ..memory import Footprint
 from ..spans import pipeline_spans
 from .fleet import Fleet
@@ -107,6 +107,19 @@ class Rows:
         return in_flight_bound(
             *self.times(layers),
             self.microbatches,
+            p2p=self.setting.p2p_ms,
+            max_in_flight=self.setting.max_in_flight,
+            schedule=self.setting.schedule,
+        )
+
+    def whole_layers(self, within_ms: float, *, closely: bool = False) -> tuple[Floats, Ints]:
+        """Bounds over all whole layers, inf beyond `within_ms`, and layers that attain them."""
+        program = unlike_layers if closely else whole_layers
+        return program(
+            Stages(self.forward, self.backward, self.extra, self.most),
+            self.setting.layers,
+            self.microbatches,
+            within_ms,
             p2p=self.setting.p2p_ms,
             max_in_flight=self.setting.max_in_flight,
             schedule=self.setting.schedule,

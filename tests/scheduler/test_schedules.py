@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from resihp.contracts import Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
-from scheduler.bounds import Stages, chain_factors, in_flight_bound, whole_layer_bound
+from scheduler.bounds import (
+    Stages,
+    chain_factors,
+    in_flight_bound,
+    unlike_layers,
+    whole_layers,
+)
 from scheduler.search.certificates import least_span
 from scheduler.spans import pipeline_spans
 
@@ -96,21 +102,36 @@ def test_no_whole_layers_beat_their_bound(
     pipelines = Stages(forward, backward, extra, most)
     count = np.array([microbatches])
     if not partitions:
-        assert np.isinf(whole_layer_bound(pipelines, layers, count, 1e9, **given_)).all()
+        assert np.isinf(whole_layers(pipelines, layers, count, 1e9, **given_)[0]).all()
         return
     times = forward * partitions + extra, backward * partitions + 2.0 * extra
     counts = np.full(len(partitions), microbatches)
     best = pipeline_spans(*times, counts, **given_).min()
-    bound = whole_layer_bound(pipelines, layers, count, slack * best, **given_)[0]
-    assert bound <= best * (1 + 1e-9)
-    assert bound <= in_flight_bound(*times, counts, **given_).min() * (1 + 1e-9)
+    bound = whole_layers(pipelines, layers, count, slack * best, **given_)[0][0]
+    closer = unlike_layers(pipelines, layers, count, slack * best, **given_)[0][0]
+    assert bound <= closer * (1 + 1e-9)
+    assert closer <= best * (1 + 1e-9)
+    assert closer <= in_flight_bound(*times, counts, **given_).min() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", PLANNED)
+def test_layers_that_attain_the_program_have_its_bound(schedule):
+    """With one odd stage: the rest is alike, so that the program is exact."""
+    speeds = np.array([[1.0, 1.0, 0.4, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    most = np.full((2, 5), 20)
+    stages = Stages(1.0 / speeds, 2.0 / speeds, np.zeros((2, 5)), most)
+    counts = np.array([7, 9])
+    bounds, layers = unlike_layers(stages, 20, counts, 1e4, schedule=schedule)
+    assert (layers.sum(axis=1) == 20).all()
+    own = in_flight_bound(layers / speeds, 2.0 * layers / speeds, counts, schedule=schedule)
+    assert own == pytest.approx(bounds)
 
 
 def test_eager_stages_alike_but_in_layers_have_a_close_bound():
     """Ten layers a stage and a little more or less of them: no fractions would do."""
     stages = Stages(*(np.full((1, 8), each) for each in (0.25, 0.5, 0.0)), np.full((1, 8), 80))
     given_ = {"schedule": Schedule.EAGER_1F1B}
-    bound = whole_layer_bound(stages, 80, np.array([32]), 300.0, **given_)[0]
+    bound = whole_layers(stages, 80, np.array([32]), 300.0, **given_)[0][0]
     even = np.full((1, 8), 10) + np.array([[1, 0, 0, 0, 0, 0, 0, -1]])
     span = pipeline_spans(0.25 * even, 0.5 * even, [32], **given_)[0]
     assert bound <= span < 1.04 * bound
