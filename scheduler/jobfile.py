@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from resihp.contracts import ContractError, Job, Layout, from_json, to_json
+from resihp.contracts import ContractError, Job, Layout, Schedule, from_json, to_json
 
 from .presets import preset
 
@@ -46,11 +46,18 @@ def job_of(document: Mapping[str, Any]) -> Job:
         fields["model"] = to_json(preset(fields["model"]))
     layout = fields.get("layout")
     if isinstance(layout, Mapping) and "replicas" not in layout:
-        fields["layout"] = to_json(_grid(layout, fields.get("model")))
+        fields["layout"] = to_json(_grid(layout, fields.get("model"), _chunks(fields)))
     return from_json(Job, fields)
 
 
-def _grid(given: Mapping[str, Any], model: Any) -> Layout:
+def _chunks(fields: Mapping[str, Any]) -> int:
+    """Model chunks of each stage of the grid; what is no number is named when the job is made."""
+    chunks = fields.get("chunks", 1)
+    interleaved = fields.get("schedule") == Schedule.INTERLEAVED and type(chunks) is int
+    return max(chunks, 1) if interleaved else 1
+
+
+def _grid(given: Mapping[str, Any], model: Any, chunks: int) -> Layout:
     sizes = dict(given)
     if isinstance(model, Mapping):
         sizes.setdefault("layers", model.get("layers"))
@@ -65,6 +72,6 @@ def _grid(given: Mapping[str, Any], model: Any) -> Layout:
         if name not in sizes:
             raise ContractError(f"layout.{name}", "is missing")
     try:
-        return Layout.grid(**sizes)
+        return Layout.grid(**sizes, chunks=chunks)
     except ContractError as error:
         raise ContractError(f"layout.{error.field}", error.problem) from None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from resihp.contracts import ContractError, Schedule
+from resihp.contracts import ContractError, Layout, Schedule
 from scheduler.jobfile import parse_job
 from scheduler.presets import PRESETS, preset
 
@@ -72,3 +72,23 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
     shape = PRESETS[name]
     total = shape.layers * shape.layer_params + 2 * shape.embedding_params
     assert total / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_a_grid_of_an_interleaved_job_has_the_chunks_of_the_job():
+    text = """
+name = "chunked"
+microbatches = 8
+schedule = "interleaved"
+chunks = 2
+
+[layout]
+dp = 1
+pp = 2
+tp = 1
+layers = 8
+"""
+    assert parse_job(text).layout == Layout.grid(dp=1, pp=2, tp=1, layers=8, chunks=2)
+    with pytest.raises(ContractError, match="several stages"):
+        parse_job(text.replace("pp = 2", "pp = 1"))
+    with pytest.raises(ContractError, match="chunks"):
+        parse_job(text.replace("chunks = 2", "chunks = 0"))
