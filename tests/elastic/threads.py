@@ -23,7 +23,7 @@ from resihp.elastic.worlds.comm import Network, WaitClock
 from resihp.elastic.worlds.world import build_world
 from resihp.layout import Move, Param
 
-LIMIT_S = 60.0
+LIMIT = timedelta(minutes=1)
 T = TypeVar("T")
 State = dict[Param, list[torch.Tensor]]
 
@@ -69,13 +69,12 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, 
     store, failed = dist.HashStore(), threading.Event()
 
     def gone(others: object, seconds: float) -> str | None:
-        return "another rank failed" if failed.is_set() or seconds > LIMIT_S else None
+        return "another rank failed" if failed.is_set() or seconds > LIMIT.total_seconds() else None
 
     def run_rank(rank: int) -> T:
         torch.set_num_threads(1)
-        limit = timedelta(seconds=10)
         try:
-            return work(Network(store, rank, broken=gone, timeout=limit, waited=WaitClock()))
+            return work(Network(store, rank, broken=gone, timeout=LIMIT, waited=WaitClock()))
         except BaseException:
             failed.set()
             raise

@@ -62,7 +62,9 @@ def squared_norms(gradients: Gradients, world: World, parameters: Parameters) ->
         for param, gradient in gradients.items():
             is_second_copy = world.place.pp > 0 and param in parameters.first  # it is tied
             if not is_second_copy and (param.dim is not None or world.place.tp == 0):
-                squares[places[param], world.place.tp] = gradient.double().square().sum()
+                # Added up in float64 without a copy in float64.
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                squares[places[param], world.place.tp] = norm.square()
     return squares.flatten()
 
 

@@ -72,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums = torch.stack((exp_TV.sum(dim=-1), picked_T.masked_fill(outside_T, 0.0)))
         total_T, picked_T = group.all_reduce(sums)
         counts_T = targets_T >= 0
-        softmax_TV = exp_TV / total_T.unsqueeze(-1)
+        softmax_TV = exp_TV.div_(total_T.unsqueeze(-1))
         ctx.save_for_backward(softmax_TV, local_T, outside_T, counts_T)
         losses_T: torch.Tensor = (total_T.log() - picked_T) * counts_T
         return losses_T.sum()
