@@ -15,15 +15,16 @@ from resihp.contracts import Job, Op, TelemetryBatch
 class Meetings:
     """Time of the collectives of one layer in one direction, step by step.
 
-    The forwards of a first stage and the backwards of a last one wait for no other stage, so that
-    what they wait is for the ranks of their group. The rank that waits least in a pass came last:
-    what even that one waited is what the collectives took, and not the lateness of others.
+    The forwards of a replica's first layers and the backwards of its last ones wait for no other
+    stage, so that what they wait is for the ranks of their group. The rank that waits least in a
+    pass came last: what even that one waited is what the collectives took, and not the lateness of
+    others.
     """
 
     def __init__(self, job: Job) -> None:
         self._groups = {
-            (rank, op): (number, layers)
-            for number, (ranks, op, layers) in enumerate(_without_neighbours(job))
+            (rank, op, chunk): (number, layers)
+            for number, (ranks, op, chunk, layers) in enumerate(_without_neighbours(job))
             for rank in ranks
         }
         self._least: dict[int, dict[tuple[int, int], float]] = {}  # by step; group, microbatch
@@ -31,12 +32,14 @@ class Meetings:
     def add(self, batch: TelemetryBatch) -> None:
         """What the ranks waited in their passes."""
         rows = np.isin(batch.op, (Op.FORWARD, Op.BACKWARD)) & ~np.isnan(batch.wait_ms)
-        columns = (batch.step, batch.rank, batch.op, batch.microbatch, batch.wait_ms)
-        for step, rank, op, microbatch, wait_ms in zip(
+        columns = (
+            batch.step, batch.rank, batch.op, batch.chunk, batch.microbatch, batch.wait_ms
+        )  # fmt: skip
+        for step, rank, op, chunk, microbatch, wait_ms in zip(
             *(column[rows].tolist() for column in columns), strict=True
         ):
-            if (rank, op) in self._groups:
-                number, layers = self._groups[rank, op]
+            if (rank, op, chunk) in self._groups:
+                number, layers = self._groups[rank, op, chunk]
                 least = self._least.setdefault(step, {})
                 each = wait_ms / layers
                 least[number, microbatch] = min(least.get((number, microbatch), each), each)
@@ -62,9 +65,15 @@ class Meetings:
             self._least.setdefault(step, {})[number, microbatch] = each
 
 
-def _without_neighbours(job: Job) -> Iterator[tuple[tuple[int, ...], Op, int]]:
-    """Groups of several ranks, the kind of pass in which they wait for nobody else, and layers."""
+def _without_neighbours(job: Job) -> Iterator[tuple[tuple[int, ...], Op, int, int]]:
+    """Groups of several ranks, the kind of pass and the model chunk in which they wait for nobody
+    else, and its layers."""
     for replica in job.layout.replicas:
-        for stage, op in ((replica.stages[0], Op.FORWARD), (replica.stages[-1], Op.BACKWARD)):
+        ends = (
+            (replica.stages[0], Op.FORWARD, 0),
+            (replica.stages[-1], Op.BACKWARD, replica.chunks - 1),
+        )
+        for stage, op, chunk in ends:
             if stage.tp > 1:
-                yield stage.ranks, op, stage.layers[1] - stage.layers[0]
+                start, stop = stage.chunks[chunk]
+                yield stage.ranks, op, chunk, stop - start

@@ -3,20 +3,21 @@
 import numpy as np
 import pytest
 
-from resihp.contracts import Job, Layout, Op, TelemetryBatch
+from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
 from service.worker.meetings import Meetings
 
 # Ranks 0 and 1 hold the first four layers, 2 and 3 the others.
 JOB = Job(name="job", layout=Layout.grid(dp=1, pp=2, tp=2, layers=8), microbatches=2)
 
 
-def waits(step, op, microbatch, by_rank):
+def waits(step, op, microbatch, by_rank, chunk=0):
     same = np.ones(len(by_rank), int)
     return TelemetryBatch(
         rank=np.array(list(by_rank)),
         step=step * same,
         microbatch=microbatch * same,
         op=int(op) * same,
+        chunk=chunk * same,
         compute_ms=10.0 * same,
         wait_ms=np.array(list(by_rank.values())),
     )
@@ -49,3 +50,14 @@ def test_ranks_that_work_alone_have_none_to_meet():
     meetings = Meetings(alone)
     meetings.add(waits(0, Op.FORWARD, 0, {0: 5.0}))
     assert meetings.take(0) is None
+
+
+def test_of_an_interleaved_job_the_first_and_the_last_chunk_tell():
+    layout = Layout.grid(dp=1, pp=2, tp=2, layers=12, chunks=2)
+    job = Job(name="job", layout=layout, microbatches=2, schedule=Schedule.INTERLEAVED, chunks=2)
+    meetings = Meetings(job)
+    meetings.add(waits(0, Op.FORWARD, 0, {0: 6.0, 1: 9.0}))
+    meetings.add(waits(0, Op.FORWARD, 0, {0: 500.0, 1: 500.0}, chunk=1))  # for the stage before
+    meetings.add(waits(0, Op.BACKWARD, 0, {2: 700.0, 3: 700.0}))  # for the stage behind
+    meetings.add(waits(0, Op.BACKWARD, 0, {2: 18.0, 3: 21.0}, chunk=1))
+    assert meetings.take(0) == pytest.approx((6.0 / 3 + 18.0 / 3) / 2)
