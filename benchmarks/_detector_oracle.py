@@ -2,10 +2,11 @@
 
 The oracle is told the factor, the onset, each device's noise and how far healthy levels wander
 (all measured on the whole recording, also on what is yet to come) and takes the likelihood ratio
-of slow against healthy. By the lemma of Neyman and Pearson no test that is told less, with as few
-false names, finds more, as far as the noise is normal. It names at the ratio at which the
-detector does: one false name in 100,000 steps of a device. Not to know the onset costs nothing by
-that measure: a sum over all onsets (Shiryaev-Roberts) holds the term of the true one.
+of slow against healthy. It looks at the device's own residuals alone and takes their noise for
+normal: where levels of several devices change together, a detector that sees that may find more.
+It names at the ratio at which the detector does: one false name in 100,000 steps of a device. Not
+to know the onset costs nothing by that measure: a sum over all onsets (Shiryaev-Roberts) holds the
+term of the true one.
 """
 
 from __future__ import annotations
@@ -95,13 +96,13 @@ def oracle_rows(
 
 
 COLUMNS = (
-    "what is possible",
+    "detector and oracle",
     "cases",
     "≤5: detector",
-    "possible",
+    "oracle",
     "level told",
     "≤8: detector",
-    "possible ",
+    "oracle ",
     "level told ",
     "wrong names",
 )

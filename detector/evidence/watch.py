@@ -104,7 +104,7 @@ class Watch:
         self._watch_pairs(deviation - self.mean, trusted)
         by_peers = deviation - self._bound * offset
         by_past = deviation - mean - 3.0 * doubt - _DRIFT
-        settled = seen & (self._has_past(spread) | (self._majority & (self.past == 0)))
+        settled = seen & (self._has_past(spread) | self._like_peers(spread, offset))
         self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self._ceiling)
         self.past_test.update(by_past, spread, settled, self._ceiling)
         self._teach(trusted, spread)
@@ -225,6 +225,13 @@ class Watch:
             seen=np.isfinite(deviation),
             able=able,
         )
+
+    def _like_peers(self, spread: Floats, offset: float) -> Bools:
+        """Ranks with peers whose past is too short, but not unlike what those show."""
+        first = np.nan_to_num(self.first[0])
+        plausible = np.abs(first) <= self._bound * offset + 3.0 * spread
+        result: Bools = self._majority & (self.past <= 1) & plausible
+        return result
 
     def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
         """Sets what is healthy for a rank (log residual), as if seen for so many steps."""
