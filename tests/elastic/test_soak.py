@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
@@ -25,8 +25,10 @@ CYCLES, RESIZES = 20, 10
 PERIOD = 5
 """Cycles after which the same layouts come again, so that like is compared with like."""
 STEADY = GRID.replicas[0].ranks
+ROOM = {"used_kib": 1024, "resident_kib": 8192}
+"""For ten cycles: torch keeps 1 to 3 KiB a switch, and the allocator some of what was freed."""
 OTHERS = (GRID, UNEVEN)
-DRIFT = 3.0
+DRIFT = 2.0
 """How much farther from one rank's losses than the worst of OTHERS so far the job may be: sums in
 another order differ in their last bits, and training lets such differences grow."""
 
@@ -73,14 +75,14 @@ def test_many_changes_and_deaths_leave_nothing_behind(tmp_path: Path) -> None:
         for cycle in range(CYCLES):
             done = cycle * (RESIZES + 2)
             (tmp_path / f"cycle-{cycle}").touch()
-            wait_for(lambda n=done + RESIZES: len(switches(tmp_path, 0)) == n, ranks)
+            await_switch(done + RESIZES, GRID.ranks, tmp_path, ranks)
             victim = chosen.choice(GRID.replicas[1].ranks)
+            others = [rank for rank in GRID.ranks if rank != victim]
             ranks.kill(victim)
-            wait_for(lambda n=done + RESIZES + 1: len(switches(tmp_path, 0)) == n, ranks)
+            await_switch(done + RESIZES + 1, others, tmp_path, ranks)
             ranks.start([victim], run_rank, replace(case, joiners=(victim,)), tmp_path)
-            wait_for(lambda n=done + RESIZES + 2: len(switches(tmp_path, 0)) == n, ranks)
-    for rank in STEADY:
-        assert_nothing_grew(switches(tmp_path, rank), rank)
+            await_switch(done + RESIZES + 2, GRID.ranks, tmp_path, ranks)
+    assert_nothing_grew(tmp_path)
     assert_exact(tmp_path)
 
 
@@ -112,12 +114,18 @@ def undisturbed(layout: Layout, steps: int, folder: Path) -> list[float]:
     return [outcome.losses[step] for step in range(steps)]
 
 
-def assert_nothing_grew(seen: list[dict[str, Any]], rank: int) -> None:
+def assert_nothing_grew(folder: Path) -> None:
     """A rank holds the same in each world as in the same one many cycles before."""
     period = PERIOD * (RESIZES + 2)
-    for before, after in zip(seen[period : 2 * period], seen[-period:], strict=True):
-        for what in ("threads", "files"):
-            assert after[what] == before[what], f"rank {rank}, version {after['version']}"
+    epochs = [switch["epoch"] for switch in switches(folder, 0)]
+    for rank in STEADY:
+        seen = {switch["epoch"]: switch for switch in switches(folder, rank)}
+        for early, late in zip(epochs[period : 2 * period], epochs[-period:], strict=True):
+            before, after, where = seen[early], seen[late], f"rank {rank}, epoch {late}"
+            assert after["threads"] == before["threads"], where
+            assert after["files"] == before["files"], where
+            for what, most in ROOM.items():
+                assert after[what] - before[what] <= most, f"{where}: {what}"
 
 
 def switches(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -132,10 +140,21 @@ def events(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def wait_for(is_so: Callable[[], bool], ranks: LocalRanks) -> None:
-    """Wait, and let the launcher announce deaths. Raises `TimeoutError` with the logs."""
+def await_switch(
+    number: int, members: Collection[int], folder: Path, processes: LocalRanks
+) -> None:
+    """Wait until rank 0 has noted so many, and all members that last one.
+
+    The launcher announces deaths meanwhile. Raises `TimeoutError` with the logs.
+    """
     deadline = time.monotonic() + 400
-    while not is_so():
-        ranks.poll(0.1)
+    while not _have_noted(number, members, folder):
+        processes.poll(0.1)
         if time.monotonic() > deadline:
-            raise TimeoutError(ranks.logs())
+            raise TimeoutError(processes.logs())
+
+
+def _have_noted(number: int, members: Collection[int], folder: Path) -> bool:
+    own = switches(folder, 0)
+    last = [switches(folder, rank)[-1:] for rank in members]
+    return len(own) == number and all(o and o[0]["epoch"] == own[-1]["epoch"] for o in last)
