@@ -65,11 +65,12 @@ def connect_peers(
     own, which is abandoned.
     """
     built: list[Peers] = []
-    failed: list[Exception] = []
+    failed: list[str] = []
     everyone, mirrors, state = members
     name = f"loop{rendezvous.recovery}"
+    store = rendezvous.link.borrow()
     network = Network(
-        rendezvous.link.borrow(),
+        store,
         rendezvous.rank,
         broken=rendezvous.broken,
         timeout=rendezvous.timeouts.exchange,
@@ -84,7 +85,9 @@ def connect_peers(
             third = network.group(f"{name}/state", state) if network.rank in state else None
             built.append(Peers(first, second, third))
         except (RuntimeError, dist.DistError) as error:
-            failed.append(error)
+            failed.append(str(error))  # without its traceback, which would keep what was built
+        finally:
+            rendezvous.link.give_back(store)
 
     thread = threading.Thread(target=build, name="resihp-peers", daemon=True)
     thread.start()

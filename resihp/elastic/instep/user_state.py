@@ -42,7 +42,7 @@ class Giving:
             {name: one.state_dict() for name, one in state.items()}
         )
         self._group, self._rank = group, rank
-        self._broken: WorldBrokenError | None = None
+        self._broken: str | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-give", daemon=True)
         self._thread.start()
 
@@ -50,7 +50,7 @@ class Giving:
         """Wait until everything is sent. Raises `WorldBrokenError` if a taker is lost."""
         self._thread.join()
         if self._broken is not None:
-            raise self._broken
+            raise WorldBrokenError(self._broken)
 
     def abandon(self) -> None:
         """Wait until the thread has seen that the world is broken."""
@@ -65,7 +65,7 @@ class Giving:
                 flat = torch.cat([_flat(tensor) for tensor in part])
                 self._group.broadcast(flat, self._rank)
         except WorldBrokenError as error:
-            self._broken = error
+            self._broken = str(error)  # without its traceback, which would keep the group
 
 
 def take(
