@@ -32,11 +32,8 @@ def reasons(
         told = [*told[:_SHOWN], f"{len(told) - _SHOWN} more devices are not at full speed"]
     joined = sorted(set(new.ranks) - set(old.ranks))
     if joined:
-        told.append(
-            f"{_ranks(joined)} take part again"
-            if len(joined) > 1
-            else f"{_ranks(joined)} takes part again"
-        )
+        again = " again" if set(joined) <= set(job.layout.ranks) else ""
+        told.append(f"{_ranks(joined)} {'take' if len(joined) > 1 else 'takes'} part{again}")
     told += _of_replicas(old, new)
     if len(set(quotas)) > 1:
         told.append(f"microbatches of the replicas: {_numbers(quotas)}")

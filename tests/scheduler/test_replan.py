@@ -143,3 +143,4 @@ def test_a_standby_takes_the_place_of_a_rank_that_dies_at_that_moment(dead):
     plan = make_plan(one, {dead: 0.0, 8: 1.0})
     assert set(plan.layout.ranks) == {*range(9)} - {dead}
     assert plan.step_ms == make_plan(one, {}).step_ms
+    assert "rank 8 takes part" in plan.reason
