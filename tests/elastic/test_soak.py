@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Collection
@@ -10,7 +9,6 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.store import Timeouts
 from tests.elastic.chains import random_plan
 from tests.elastic.job import ALONE, GRID, UNEVEN, Case, Scripted, plan, run, run_rank
+from tests.elastic.records import events, switches
 from tests.elastic.snapshots import full_state
 
 CYCLES, RESIZES = 20, 10
@@ -126,18 +125,6 @@ def assert_nothing_grew(folder: Path) -> None:
             assert after["files"] == before["files"], where
             for what, most in ROOM.items():
                 assert after[what] - before[what] <= most, f"{where}: {what}"
-
-
-def switches(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank noted at each switch."""
-    return [event for event in events(folder, rank) if "version" in event]
-
-
-def events(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """All that a rank noted."""
-    path = folder / f"events-{rank}.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 def await_switch(
