@@ -37,7 +37,10 @@ def assert_same_bits(trace: Trace, exact: Trace) -> None:
         assert all(torch.equal(model[key], exact.models[0][key]) for key in model)
 
 
-@pytest.mark.parametrize("at", POINTS)
+@pytest.mark.parametrize(
+    "at",
+    ["sum", "vote", *(pytest.param(at, marks=pytest.mark.soak) for at in POINTS)],
+)
 def test_stopped_and_let_go_on_before_it_is_given_up(at: str, exact: Trace, tmp_path: Path) -> None:
     """Slow but alive: the others wait, and nobody is lost."""
     blow = Blow(1, 1, at=at, signal=signal.SIGSTOP, resume_s=0.5)

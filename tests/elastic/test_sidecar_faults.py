@@ -85,8 +85,8 @@ def assert_went_on(outcome: Outcome, alone: Outcome) -> None:
 @pytest.mark.parametrize(
     ("phase", "with_signal"),
     [
-        (Phase.STREAMING, signal.SIGKILL),
         (Phase.VOTING, signal.SIGSTOP),
+        pytest.param(Phase.STREAMING, signal.SIGKILL, marks=pytest.mark.soak),
         pytest.param(Phase.STREAMING, signal.SIGSTOP, marks=pytest.mark.soak),
         pytest.param(Phase.VOTING, signal.SIGKILL, marks=pytest.mark.soak),
     ],

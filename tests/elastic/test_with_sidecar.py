@@ -137,6 +137,7 @@ def test_killed_and_started_again_it_learns_what_it_has_missed(tmp_path: Path) -
         assert 5 in job.agree().layout.ranks
 
 
+@pytest.mark.soak
 def test_too_slow_it_gives_up_the_plan_that_it_made_too_late(tmp_path: Path) -> None:
     """Two plans have the version 1; the one by which the job works holds."""
     with running(tmp_path, patience_s=1.0) as job:
