@@ -85,7 +85,7 @@ def assert_went_on(outcome: Outcome, alone: Outcome) -> None:
 @pytest.mark.parametrize(
     ("phase", "with_signal"),
     [
-        (Phase.VOTING, signal.SIGSTOP),
+        pytest.param(Phase.VOTING, signal.SIGSTOP, marks=pytest.mark.soak),
         pytest.param(Phase.STREAMING, signal.SIGKILL, marks=pytest.mark.soak),
         pytest.param(Phase.STREAMING, signal.SIGSTOP, marks=pytest.mark.soak),
         pytest.param(Phase.VOTING, signal.SIGKILL, marks=pytest.mark.soak),
