@@ -71,10 +71,14 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, 
     def gone(others: object, seconds: float) -> str | None:
         return "another rank failed" if failed.is_set() or seconds > LIMIT.total_seconds() else None
 
+    networks = {
+        rank: Network(store, rank, broken=gone, timeout=LIMIT, waited=WaitClock()) for rank in ranks
+    }
+
     def run_rank(rank: int) -> T:
         torch.set_num_threads(1)
         try:
-            return work(Network(store, rank, broken=gone, timeout=LIMIT, waited=WaitClock()))
+            return work(networks[rank])
         except BaseException:
             failed.set()
             raise
@@ -84,7 +88,18 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, 
     errors = [e for f in futures.values() if (e := f.exception()) is not None]
     if errors:
         raise min(errors, key=lambda error: "another rank failed" in str(error))
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(_close, networks.values()))
     return {rank: future.result() for rank, future in futures.items()}
+
+
+def _close(network: Network) -> None:
+    """Let its groups go now: left to the garbage collector, hundreds go at once, in mid-test.
+
+    gloo lets go of each connection at the next tick of its loop, up to 10 ms later.
+    """
+    for group in network.groups:
+        group.close()
 
 
 def courier(network: Network, planned: Sequence[Move], name: str) -> Courier:
