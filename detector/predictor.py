@@ -79,7 +79,7 @@ class AnalyticCost:
         for _ in range(3):
             cells.forget()
             cells.learn(op, terms, times, weights)
-            residual = np.log(times / cells.predict(op, terms)[0])
+            residual = np.log(times / cells.times(op, terms))
             weights = (np.abs(residual) < 4.0 * max(mad_sigma(residual), 1e-4)).astype(np.float64)
         known = np.isfinite(cells.theta).all(axis=1)
         other = cells.theta[::-1]

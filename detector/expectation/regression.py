@@ -71,9 +71,17 @@ class CellRegression:
         self.theta[index] = np.median(older.theta[known], axis=0)
         self._spread[index] = np.median(older._spread[known], axis=0)
 
+    def times(self, cell: Ints, terms: Floats) -> Floats:
+        """Time of each record, in the unit of what was learned."""
+        result: Floats = terms[:, 0] * self.theta[:, 0][cell]
+        for term in range(1, terms.shape[1]):
+            result += terms[:, term] * self.theta[:, term][cell]
+        np.maximum(result, 1e-9, out=result)
+        return result
+
     def predict(self, cell: Ints, terms: Floats) -> tuple[Floats, Floats]:
         """Time of each record, and its relative standard error per unit of relative noise."""
-        time_ms = np.maximum((terms * self.theta[cell]).sum(axis=1), 1e-9)
+        time_ms = self.times(cell, terms)
         relative = terms * self._unit[cell] / time_ms[:, None]
         variance = np.einsum("ni,nij,nj->n", relative, self._spread[cell], relative)
         return time_ms, np.sqrt(np.maximum(variance, 0.0))

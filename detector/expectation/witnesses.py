@@ -153,10 +153,10 @@ class WitnessModel:
             if not cell.size:
                 continue
             self.regression.open(cell, terms, times[where])
-            expected, _ = self.regression.predict(cell, terms)
+            expected = self.regression.times(cell, terms)
             at = (slot, *where)
             logs[at] = np.log(np.maximum(expected, 0.05 * times[where]))
-            fixed[at], unsure[at] = self.regression.theta[cell, 0] / expected, doubt[cell]
+            fixed[at], unsure[at] = self.regression.theta[:, 0][cell] / expected, doubt[cell]
         middle, shares, doubts = _median_of_few(logs, fixed, unsure)
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
         residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
@@ -206,7 +206,7 @@ class WitnessModel:
             self.regression.open(cell, terms, times[where])
             rank = where[1]
             target = times[where] * shift[rank]
-            expected, _ = self.regression.predict(cell, terms)
+            expected = self.regression.times(cell, terms)
             left = np.log(target / expected)
             scatter = max(self._spread, self._own.scatter(left, microbatches), 2e-3)
             usual = np.abs(left) < 5.0 * scatter + (0.2 if not self._own.steps else 0.0)
