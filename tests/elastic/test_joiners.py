@@ -56,7 +56,7 @@ def test_a_joiner_that_dies_while_it_joins_stops_nobody(alone: Outcome, tmp_path
     )
     outcome = run(case, tmp_path, timeout_s=120)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {8}, outcome.logs
-    assert "died before it came in" in outcome.logs
+    assert "ranks [8] are dead or do not answer" in outcome.logs
     assert_same_losses(outcome, alone)
 
 

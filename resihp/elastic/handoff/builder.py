@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from resihp.contracts import Layout
 from resihp.layout import Move, holdings
@@ -12,6 +13,7 @@ from resihp.layout import Move, holdings
 from ..engine import Engine, Setup
 from ..engine.shard import Shard, build_shard, initial_shard
 from ..instep.ledger import Kept
+from ..membership.meeting import meet
 from ..membership.offers import Offer
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
@@ -121,7 +123,26 @@ class Builder:
         )
         engine = self._present.engine
         present = (engine.world, engine.shard) if engine is not None else None
-        return Preparation(target, self._setup.model.parameters, self.network, build, present)
+        network = partial(self._network_of, target)
+        return Preparation(target, self._setup.model.parameters, network, build, present)
+
+    @contextmanager
+    def _network_of(self, target: Target, cancelled: threading.Event) -> Iterator[Network]:
+        """That of all who take part in a switch, once they have come."""
+        rendezvous, ranks = self._rendezvous, target.participants
+
+        def broken() -> str | None:
+            return "given up" if cancelled.is_set() else rendezvous.broken(ranks, 0.0)
+
+        def absent(waited_s: float) -> list[int]:
+            if target.epoch == 0:  # processes start at their own pace
+                waited_s = min(waited_s, rendezvous.timeouts.connect.total_seconds())
+            return rendezvous.absent(ranks, waited_s)
+
+        with self.network(cancelled) as network:
+            store, timeout = rendezvous.link.store, rendezvous.timeouts.exchange
+            meet(store, target.name, ranks, broken=broken, absent=absent, timeout=timeout)
+            yield network
 
     @contextmanager
     def network(self, cancelled: threading.Event) -> Iterator[Network]:
@@ -137,6 +158,7 @@ class Builder:
             rendezvous.rank,
             broken=broken,
             timeout=rendezvous.timeouts.exchange,
+            connect=rendezvous.timeouts.connect,
             waited=self._waited,
             host=rendezvous.host,
         )

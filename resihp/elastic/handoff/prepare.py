@@ -107,11 +107,13 @@ class Target:
 class Preparation:
     """Builds one world in a thread of its own; `result` is there when all ranks are connected.
 
-    `network` makes one that gives up when the event is set; `build` makes what this rank will
-    hold in a world; `present` is what it holds now, if it has a place.
+    `network` makes one when all who take part have come, and gives up when the event is set;
+    `build` makes what this rank will hold in a world; `present` is what it holds now, if it has a
+    place.
 
-    The thread of a preparation that is given up is abandoned: building a group cannot be
-    interrupted, but it ends by itself when the store's time-out has passed.
+    The thread of a preparation that is given up ends by itself, and the next one does not wait for
+    it. While ranks are waited for it ends at once; a rank that is lost after all have come, in the
+    moment in which they connect, is waited for until connecting times out.
     """
 
     def __init__(

@@ -102,11 +102,6 @@ class Switching:
         elif self.pending.error is not None:
             # Someone is not there. Those who are agree on it as after any other loss.
             raise WorldBrokenError(f"the next world could not be built: {self.pending.error}")
-        elif self.pending.result is None:
-            coming = set(self.pending.target.participants) - set(self._rendezvous.alive)
-            if self._rendezvous.has_died(coming):
-                # Its connections would be waited for until they time out.
-                raise WorldBrokenError(f"one of {sorted(coming)} died before it came in")
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this job will not change to `plan`, if it will not."""

@@ -5,7 +5,8 @@ closer only when it moved; `plan/K/E` is the plan of epoch E after K recoveries,
 wins, and `go/K/E` tells idle ranks that the switch to it begins; `broken/K` calls for recovery K;
 `left/K/W` tells that a rank has left the work W, which the others of its replica cannot finish
 without it; `report/K/R` and `decision/K` are that recovery's reports and outcome; `dead/R` and
-`beat/R` are a rank's death notice and heartbeat; `finished` and `done` end the job.
+`beat/R` are a rank's death notice and heartbeat; `met/W` counts who has come to build world W;
+`finished` and `done` end the job.
 """
 
 from __future__ import annotations
@@ -100,18 +101,20 @@ class Rendezvous:
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
         """Why the present world is to be given up, if it is; asked by every wait of any thread."""
         with self._looking:
-            among, now = self._scope(), time.monotonic()
-            if self._reason(among) is None and waited_s > 1.0 and now > self._next_look:
-                self._next_look = now + self._heartbeats.look_s
-                watched = tuple(ranks if among is None else among.ranks)
-                none: list[int] = []
-                silent = self.link.ask(lambda: self._heartbeats.silent(watched, waited_s), none)
+            among = self._scope()
+            if self._reason(among) is None and waited_s > 1.0:
+                silent = self._silent(ranks if among is None else among.ranks, waited_s)
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if among is not None:
                         self._hurt = reason
                     self.call_recovery(reason)
             return self._reason(among)
+
+    def absent(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """Those of `ranks` that will not come, as far as a look now tells; there is no recovery."""
+        with self._looking:
+            return self._silent(ranks, waited_s)
 
     @contextmanager
     def among(self, work: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -171,11 +174,6 @@ class Rendezvous:
         """Be no member, and do not beat."""
         with self._changed:
             self.alive = ()
-
-    def has_died(self, ranks: Collection[int]) -> bool:
-        """Whether the process of any of `ranks` is known to have ended."""
-        keys = [f"dead/{rank}" for rank in sorted(ranks)]
-        return self.link.ask(lambda: any(self._store.check([key]) for key in keys), False)
 
     def come_in(self, recovery: int, alive: tuple[int, ...]) -> None:
         """Become a member of a job that is running; what broke in it before does not count."""
@@ -251,6 +249,14 @@ class Rendezvous:
         """To what the calling thread's waits are confined."""
         among = self._among
         return among if among and among.thread == threading.get_ident() else None
+
+    def _silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """Those of `ranks` that are dead or silent, if it is time to look again."""
+        now, none = time.monotonic(), list[int]()
+        if now <= self._next_look:
+            return none
+        self._next_look = now + self._heartbeats.look_s
+        return self.link.ask(lambda: self._heartbeats.silent(ranks, waited_s), none)
 
     def _reason(self, among: _Among | None) -> str | None:
         """Why to give up the present work."""

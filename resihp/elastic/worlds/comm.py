@@ -45,7 +45,8 @@ class Network:
     """Makes groups over one store and completes their work; `groups` are those that it made.
 
     `broken` is asked between two slices of every wait: a reason why the world is to be given up,
-    or None. It gets the ranks that are waited for and for how many seconds already.
+    or None. It gets the ranks that are waited for and for how many seconds already. `timeout` is
+    for one exchange, `connect` for building a group; the same where it is not given.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Network:
         *,
         broken: Callable[[Sequence[int], float], str | None],
         timeout: timedelta,
+        connect: timedelta | None = None,
         waited: WaitClock,
         host: str = "127.0.0.1",
     ) -> None:
@@ -63,19 +65,20 @@ class Network:
         self.groups: list[Group] = []
         self._store = store
         self._broken = broken
-        self._timeout = timeout
+        self._timeout, self._connect = timeout, connect or timeout
         self._device = dist.ProcessGroupGloo.create_device(hostname=host)
 
     def group(self, name: str, ranks: Sequence[int]) -> Group:
         """The group of `ranks` (this rank among them). Blocks until all of them build it."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
+        options._timeout = self._connect
         options._threads = 1
         options._devices = [self._device]
         store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
         index = list(ranks).index(self.rank)
         # torch's stubs do not know that a backend takes the calls of a process group.
         backend = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, index, len(ranks), options))
+        backend._set_default_timeout(self._timeout)  # type: ignore[attr-defined]
         self.groups.append(Group(self, tuple(ranks), backend))
         return self.groups[-1]
 

@@ -1,0 +1,46 @@
+"""Waits until all who build a world have come, so that none blocks in a group for one that won't.
+
+A group's constructor waits in the store for its peers' addresses, and nothing can call it off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..worlds.comm import WorldBrokenError
+
+_LONGEST_PAUSE_S = 0.02
+
+
+def meet(
+    store: dist.Store,
+    name: str,
+    ranks: Collection[int],
+    *,
+    broken: Callable[[], str | None],
+    absent: Callable[[float], Sequence[int]],
+    timeout: timedelta,
+) -> None:
+    """Return when all `ranks`, this one among them, have called this with the same `name`.
+
+    Each of them calls it once. `broken` is a reason to give up, or None; `absent` names those who
+    will not come, after so many seconds. Raises `WorldBrokenError` for either, and after `timeout`.
+    """
+    start, pause_s = time.monotonic(), 0.001
+    key = f"met/{name}"
+    met = store.add(key, 1)
+    while met < len(ranks):
+        waited_s = time.monotonic() - start
+        if (reason := broken()) is not None:
+            raise WorldBrokenError(reason)
+        if gone := absent(waited_s):
+            raise WorldBrokenError(f"ranks {list(gone)} are dead or do not answer")
+        if waited_s > timeout.total_seconds():
+            raise WorldBrokenError(f"{met} of {len(ranks)} ranks came in {timeout}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        met = store.add(key, 0)
