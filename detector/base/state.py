@@ -11,7 +11,7 @@ from resihp.contracts import ContractError
 
 from .arrays import State
 
-FORMAT = 4
+FORMAT = 5
 
 
 def pack(state: State) -> bytes:

@@ -62,7 +62,7 @@ class LengthModel:
         usable = trusted[index] & (np.abs(left) < 6.0 * scatter)
         usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
         self._learn(cell, terms, times, index, own, usual)
-        self._own.observe(result.value)
+        self._own.observe(result.value, trusted)
         self.correction.observe(features, left + applied, applied, usable)
         return result
 

@@ -25,6 +25,8 @@ class OwnLevels:
     def __init__(self, classes: Ints) -> None:
         self._classes = classes
         self._usual = np.zeros(classes.size)
+        self._apart = np.zeros(classes.size)
+        self._trusted = np.zeros(classes.size)
         self.steps = 0
 
     def of(self, value: Floats, microbatches: Floats) -> Floats:
@@ -42,25 +44,46 @@ class OwnLevels:
         """`own` without what is common to the class, as long as that is still learned."""
         if self.steps >= _LEVEL_STEPS:
             return own
-        size = int(self._classes.max()) + 1
-        common = group_median(own[trusted], self._classes[trusted], size)
-        result: Floats = own - np.nan_to_num(common)[self._classes]
+        result: Floats = own - self._common(own, trusted)
         return result
 
-    def observe(self, value: Floats) -> None:
+    def _common(self, own: Floats, trusted: Bools) -> Floats:
+        """What the trusted ranks of each class have in common beside where each of them stands in
+        it: so the level of a class does not move when one of its ranks is trusted no longer."""
+        size = int(self._classes.max()) + 1
+        change = (own - self._apart)[trusted]
+        common: Floats = np.nan_to_num(group_median(change, self._classes[trusted], size))
+        return common[self._classes]
+
+    def observe(self, value: Floats, trusted: Bools) -> None:
         """A step is over: its residuals join what is usual."""
+        self._place(value, trusted & np.isfinite(value))
         self.steps += 1
         fade = max(_FADE, 1.0 / self.steps)
         known = np.isfinite(value)
         self._usual[known] += fade * (value[known] - self._usual[known])
 
+    def _place(self, value: Floats, trusted: Bools) -> None:
+        """Learns where each trusted rank stands in its class."""
+        if self.steps >= _LEVEL_STEPS or not trusted.any():
+            return
+        stands = value - self._common(value, trusted)
+        self._trusted[trusted] += 1.0
+        self._apart[trusted] += ((stands - self._apart) / np.maximum(self._trusted, 1.0))[trusted]
+
     def state(self) -> State:
         """What `load` needs."""
-        return {"usual": self._usual, "steps": self.steps}
+        return {
+            "usual": self._usual,
+            "apart": self._apart,
+            "trusted": self._trusted,
+            "steps": self.steps,
+        }
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
         self._usual, self.steps = state["usual"], state["steps"]
+        self._apart, self._trusted = state["apart"], state["trusted"]
 
 
 def _by_step(microbatches: Floats) -> Floats:

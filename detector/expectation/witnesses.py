@@ -101,7 +101,7 @@ class WitnessModel:
             return result
         self.misfits = 0
         self._learn(times, value, result, trusted)
-        self._own.observe(value)
+        self._own.observe(value, trusted)
         return result
 
     def _whole_class_is_off(self, value: Floats) -> bool:
