@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 import os
+import sys
+from multiprocessing import forkserver
+
+import pytest
 
 # torch asks the name server for the name of each peer that it connects to, and waits for seconds
 # where an answer is lost. No test needs a name server: those that tests start do not ask one.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+RUN_BY_RANKS = (
+    "resihp.demo.worker",
+    "tests.checkpoint.test_ranks",
+    "tests.elastic.job",
+    "tests.elastic.loops",
+    "tests.elastic.strikes",
+    "tests.elastic.test_engine_resizes",
+    "tests.elastic.test_with_sidecar",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """The server that forks ranks has imported what they run: a thousand of them need not."""
+    local = sys.modules.get("resihp.elastic.local")
+    if local is None:
+        return  # no test of this session starts ranks
+    forkserver.set_forkserver_preload([*local._PRELOAD, *RUN_BY_RANKS])
+    forkserver.ensure_running()

@@ -27,20 +27,22 @@ def kept_in(where: Path | str | None, in_memory: int) -> Checkpoints | None:
 
 
 def await_sent(trainer: Trainer, step: int) -> None:
-    """Until a peer holds the checkpoint of `step`; where there is a peer."""
+    """Until a peer holds the checkpoint of `step`; where there is a peer that has not been lost."""
     keeper = trainer._keeper
     assert isinstance(keeper, CheckpointKeeper)
     assert keeper._writer is not None
     counters = keeper._writer._saver.counters.levels.get(PeerMemory.name)
     deadline = time.monotonic() + 20
-    while counters is not None and counters.newest_step != step and time.monotonic() < deadline:
+    while counters is not None and counters.newest_step != step and not counters.failed:
+        assert time.monotonic() < deadline, f"the checkpoint of step {step} was not sent"
         time.sleep(0.005)
 
 
 def await_kept(where: Path | str, step: int) -> None:
     """Until the checkpoint of `step` is there, so that runs are alike."""
     level, deadline = level_at(where), time.monotonic() + 20
-    while step not in level.steps() and time.monotonic() < deadline:
+    while step not in level.steps():
+        assert time.monotonic() < deadline, f"the checkpoint of step {step} is not there"
         time.sleep(0.005)
 
 
