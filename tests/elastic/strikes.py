@@ -238,14 +238,14 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
 
     def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
         write("step", reduced.step, loss=reduced.loss)
-        if not set(job.joiners) <= set(plan.layout.ranks):
-            time.sleep(0.25)  # the job is not to end before they have come
+        if trainer.plan.version and not set(job.joiners) <= set(trainer.plan.layout.ranks):
+            _await(is_prepared)  # the job is not to end before they have come
 
-    hooks = Hooks(
-        on_phase=on_phase,
-        on_step=on_step,
-        on_switch=on_switch,
-    )
+    def is_prepared() -> bool:
+        trainer.look_for_plan()
+        return trainer.is_prepared or rendezvous.is_broken
+
+    hooks = Hooks(on_phase=on_phase, on_step=on_step, on_switch=on_switch)
     quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
     rendezvous = Rendezvous(
         lambda: connect(host, port, "strikes", TIMEOUTS),
@@ -278,7 +278,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
 def _await(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "nothing has been heard of a loss"
+        assert time.monotonic() < deadline, "in vain"
         time.sleep(0.01)
 
 
