@@ -56,13 +56,18 @@ def test_restored_from_an_older_step_and_trained_again(levels: list[Level], now:
         assert_stamped(into, 3 + AGAIN)
 
 
-def test_a_level_that_was_away_does_not_bring_the_abandoned_past_back(levels: list[Level]) -> None:
-    disk, shared = levels
+def go_back_without_disk(levels: list[Level], again: range) -> None:
+    """Six steps on both levels; then, from step 2 on, others on the second one alone."""
     with Checkpointer(levels) as saver:
         train(saver, range(6))
-    with Checkpointer([shared]) as saver:
+    with Checkpointer(levels[1:]) as saver:
         saver.restore(stamped(-1), step=2)
-        train(saver, range(3, 5), AGAIN)
+        train(saver, again, AGAIN)
+
+
+def test_a_level_that_was_away_does_not_bring_the_abandoned_past_back(levels: list[Level]) -> None:
+    disk, shared = levels
+    go_back_without_disk(levels, range(3, 5))
     assert disk.steps() == [0, 1, 2, 3, 4, 5]
     restored, into = back_from(disk, shared)
     assert (restored.step, restored.level) == (4, shared.name)
@@ -72,11 +77,7 @@ def test_a_level_that_was_away_does_not_bring_the_abandoned_past_back(levels: li
 
 def test_what_is_damaged_gives_way_to_its_own_past_alone(levels: list[Level]) -> None:
     disk, shared = levels
-    with Checkpointer(levels) as saver:
-        train(saver, range(6))
-    with Checkpointer([shared]) as saver:
-        saver.restore(stamped(-1), step=2)
-        train(saver, range(3, 4), AGAIN)
+    go_back_without_disk(levels, range(3, 4))
     (Path(shared.name.removeprefix("file://")) / "step-000000003" / "__0_0.distcp").unlink()
     restored, into = back_from(disk, shared)
     assert (restored.step, restored.level) == (2, disk.name)

@@ -17,7 +17,7 @@ from resihp.offline import analyze, read_trace
 
 @pytest.mark.timeout(400)
 def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path: Path) -> None:
-    settings = DemoSettings(steps=44, slow_at=14, dead_at=34)
+    settings = DemoSettings(steps=30, slow_at=10, dead_at=22)
     with (tmp_path / "screen.txt").open("w") as screen:
         display = LiveDisplay(settings.layout, settings.steps, console=Console(file=screen))
         with display:

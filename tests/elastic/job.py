@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import InfeasibleError, Layout, ModelShape, Plan, Replica, Stage, even_quotas
+from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
 from resihp.elastic.handoff.memory import Memory
@@ -30,6 +30,7 @@ from resihp.elastic.optim import Optimizer
 from resihp.elastic.trainer import Trainer
 from tests.elastic.held import held
 from tests.elastic.kept import await_kept, await_sent, kept_in, tear
+from tests.elastic.scripted import Scripted
 from tests.elastic.snapshots import full_state, save
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
@@ -190,41 +191,6 @@ def batch(step: int, index: int) -> Packed:
     ids = torch.randint(0, 8, (TOKENS + 1,), generator=chosen).cumsum(0) % SHAPE.vocab
     cut = int(torch.randint(5, TOKENS - 5, (1,), generator=chosen))
     return Packed(ids[:-1], ids[1:], (cut, TOKENS - cut))
-
-
-class Scripted:
-    """Offers the scripted plans; after a loss, keeps the replicas that lost nobody."""
-
-    def __init__(
-        self, plans: tuple[Plan, ...], welcome: tuple[Plan, ...], rescues: tuple[Plan, ...]
-    ) -> None:
-        self._plans, self._welcome, self._rescues = plans, welcome, rescues
-
-    def wait(self, after: int, seconds: float) -> Plan | None:
-        for offered in self._plans:
-            if offered.version > after:
-                return offered
-        time.sleep(min(seconds, 0.1))
-        return None
-
-    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        whole = [r for r in current.layout.replicas if set(r.ranks) <= set(survivors)]
-        for rescue in self._rescues:
-            if not whole and set(rescue.layout.ranks) <= set(survivors):
-                return rescue
-        if not whole:
-            raise InfeasibleError("replicas", "no replica is whole")
-        rest = plan(current.version + 100, Layout(tuple(whole)))
-        return replace(rest, schedule=current.schedule)
-
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        return next((p for p in self._welcome if p.version == current.version + 1), None)
-
-    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        pass
-
-    def refused(self, plan: Plan, rank: int, why: str) -> None:
-        pass
 
 
 def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:

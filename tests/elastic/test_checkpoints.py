@@ -30,12 +30,20 @@ STEPS, LOST_AT = 8, 4
 PAIR = Layout((Replica((Stage((0,), (0, 2), (4,)), Stage((1,), (2, 4), (4,)))),))
 TWICE = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
 STAGE_LOST = (Fault(1, Phase.ACCUMULATING, LOST_AT),)
+LOST = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),))
+"""The second stage is lost, and the first one goes on alone."""
 
 
 def with_second(rank: int) -> Layout:
     """As `PAIR`, with another rank in the place of the second stage's."""
     first, second = PAIR.replicas[0].stages
     return Layout((Replica((first, replace(second, ranks=(rank,)))),))
+
+
+SPARED = replace(
+    LOST, ranks=(0, 1, 2, 3), rescues=(plan(9, with_second(2)), plan(10, with_second(3)))
+)
+"""Two spares, one after the other, take the lost place."""
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +62,15 @@ def assert_went_on(outcome: Outcome, alone: Outcome, *, dead: set[int], back_at:
 
 
 def test_the_survivor_alone_goes_on_from_the_checkpoint(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(
-        PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),), checkpoints=tmp_path / "saved"
-    )
-    outcome = run(case, tmp_path)
+    outcome = run(replace(LOST, checkpoints=tmp_path / "saved"), tmp_path)
     assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
     assert "no surviving rank holds" in outcome.logs
 
 
 def test_a_joiner_takes_the_place_of_the_lost_stage(alone: Outcome, tmp_path: Path) -> None:
     """The survivor goes back alone, and then takes the joiner in without another rewind."""
-    case = Case(
-        PAIR,
-        STEPS,
-        faults=STAGE_LOST,
-        rescues=(plan(9, ALONE),),
+    case = replace(
+        LOST,
         joiners=(5,),
         welcome=(plan(10, with_second(5), from_step=LOST_AT + 2),),
         checkpoints=tmp_path / "saved",
@@ -79,14 +81,7 @@ def test_a_joiner_takes_the_place_of_the_lost_stage(alone: Outcome, tmp_path: Pa
 
 
 def test_a_torn_checkpoint_gives_way_to_the_one_before(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(
-        PAIR,
-        STEPS,
-        faults=STAGE_LOST,
-        rescues=(plan(9, ALONE),),
-        checkpoints=tmp_path / "saved",
-        torn_at=LOST_AT - 1,
-    )
+    case = replace(LOST, checkpoints=tmp_path / "saved", torn_at=LOST_AT - 1)
     outcome = run(case, tmp_path)
     assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT - 1])
     assert f"step {LOST_AT - 1} on" in outcome.logs
@@ -97,20 +92,12 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(alone: Outcome, tmp_path:
 def test_a_further_loss_on_the_way_back(phase: Phase, alone: Outcome, tmp_path: Path) -> None:
     """Survivors that have gone back and such as have not yet agree on where they are."""
     faults = (*STAGE_LOST, Fault(2, phase, LOST_AT))
-    case = Case(
-        PAIR,
-        STEPS,
-        faults=faults,
-        ranks=(0, 1, 2, 3),
-        rescues=(plan(9, with_second(2)), plan(10, with_second(3))),
-        checkpoints=tmp_path / "saved",
-    )
+    case = replace(SPARED, faults=faults, checkpoints=tmp_path / "saved")
     assert_went_on(run(case, tmp_path), alone, dead={1, 2}, back_at=[LOST_AT])
 
 
 def test_memory_alone_brings_a_lost_stage_back(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),), in_memory=2)
-    outcome = run(case, tmp_path)
+    outcome = run(replace(LOST, in_memory=2), tmp_path)
     assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
     assert f"went back to step {LOST_AT - 1}, read from peer memory" in outcome.logs
 
@@ -118,29 +105,13 @@ def test_memory_alone_brings_a_lost_stage_back(alone: Outcome, tmp_path: Path) -
 def test_a_spare_reads_from_the_memory_of_others(alone: Outcome, tmp_path: Path) -> None:
     """Twice: what is kept of the layout before does for a loss right after the change."""
     faults = (*STAGE_LOST, Fault(2, Phase.ACCUMULATING, LOST_AT))
-    case = Case(
-        PAIR,
-        STEPS,
-        faults=faults,
-        ranks=(0, 1, 2, 3),
-        rescues=(plan(9, with_second(2)), plan(10, with_second(3))),
-        in_memory=2,
-    )
-    outcome = run(case, tmp_path)
+    outcome = run(replace(SPARED, faults=faults, in_memory=2), tmp_path)
     assert_went_on(outcome, alone, dead={1, 2}, back_at=[LOST_AT])
     assert outcome.logs.count("read from peer memory") >= 3
 
 
 def test_memory_is_nearer_than_a_disk_whose_newest_is_torn(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(
-        PAIR,
-        STEPS,
-        faults=STAGE_LOST,
-        rescues=(plan(9, ALONE),),
-        checkpoints=tmp_path / "saved",
-        torn_at=LOST_AT - 1,
-        in_memory=2,
-    )
+    case = replace(LOST, checkpoints=tmp_path / "saved", torn_at=LOST_AT - 1, in_memory=2)
     outcome = run(case, tmp_path)
     assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
 
@@ -149,31 +120,23 @@ def test_a_rank_lost_with_its_peer_comes_back_from_disk(alone: Outcome, tmp_path
     stages = tuple(Stage((rank,), (rank, rank + 1), (4,)) for rank in range(2))
     three = Layout((Replica((*stages, Stage((2,), (2, 4), (4,)))),))
     faults = (*STAGE_LOST, Fault(1, Phase.ACCUMULATING, LOST_AT, victim="2"))
-    case = Case(
-        three,
-        STEPS,
-        faults=faults[::-1],
-        rescues=(plan(9, ALONE),),
-        checkpoints=tmp_path / "saved",
-        in_memory=2,
-    )
+    saved = tmp_path / "saved"
+    case = replace(LOST, layout=three, faults=faults[::-1], checkpoints=saved, in_memory=2)
     outcome = run(case, tmp_path)
     assert_went_on(outcome, alone, dead={1, 2}, back_at=[LOST_AT])
-    assert f"read from {tmp_path / 'saved'}" in outcome.logs
+    assert f"read from {saved}" in outcome.logs
     assert "read from peer memory" not in outcome.logs
 
 
 def test_shared_storage_brings_a_lost_stage_back(alone: Outcome, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/shared"
-    case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),), checkpoints=url)
-    outcome = run(case, tmp_path)
+    outcome = run(replace(LOST, checkpoints=url), tmp_path)
     assert_went_on(outcome, alone, dead={1}, back_at=[LOST_AT])
     assert f"went back to step {LOST_AT - 1}, read from {url}" in outcome.logs
 
 
 def test_without_checkpoints_the_job_stops_and_names_what_is_lost(tmp_path: Path) -> None:
-    case = Case(PAIR, STEPS, faults=STAGE_LOST, rescues=(plan(9, ALONE),))
-    outcome = run(case, tmp_path)
+    outcome = run(LOST, tmp_path)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "no surviving rank holds last.norm" in outcome.logs
     assert "the job keeps no checkpoints" in outcome.logs
@@ -181,10 +144,7 @@ def test_without_checkpoints_the_job_stops_and_names_what_is_lost(tmp_path: Path
 
 def test_a_loss_before_the_first_checkpoint_is_a_clear_stop(tmp_path: Path) -> None:
     faults = (Fault(1, Phase.ACCUMULATING, 0),)
-    case = Case(
-        PAIR, STEPS, faults=faults, rescues=(plan(9, ALONE),), checkpoints=tmp_path / "saved"
-    )
-    outcome = run(case, tmp_path)
+    outcome = run(replace(LOST, faults=faults, checkpoints=tmp_path / "saved"), tmp_path)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "no usable checkpoint" in outcome.logs
 

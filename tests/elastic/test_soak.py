@@ -16,8 +16,9 @@ from resihp.contracts import Layout, Plan
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.store import Timeouts
 from tests.elastic.chains import random_plan
-from tests.elastic.job import ALONE, GRID, UNEVEN, Case, Scripted, plan, run, run_rank
+from tests.elastic.job import ALONE, GRID, UNEVEN, Case, plan, run, run_rank
 from tests.elastic.records import events, switches
+from tests.elastic.scripted import Scripted
 from tests.elastic.snapshots import full_state
 
 CYCLES, RESIZES = 20, 10

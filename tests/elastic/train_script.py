@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import Job, Layout, ModelShape, Plan, Replica, Stage
+from resihp.contracts import Job, Layout, ModelShape, Plan
 from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
 from resihp.elastic.models import Llama
@@ -23,9 +23,8 @@ def main() -> None:
     torch.set_num_threads(1)
     steps, doomed = int(sys.argv[1]), int(sys.argv[2])
     rank = int(os.environ["RANK"])
-    layout = Layout(
-        tuple(Replica((Stage((first, first + 1), (0, 4), (2, 2)),)) for first in (0, 2))
-    )
+    degree = int(os.environ["WORLD_SIZE"]) // 2
+    layout = Layout.grid(dp=2, pp=1, tp=degree, layers=4, units=4)
     shape: ModelShape = SHAPE
     job = Job(name="script", layout=layout, microbatches=6, model=shape)
 
