@@ -151,9 +151,9 @@ class Engine:
         line = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
         counting = everyone.start_all_reduce(line)  # on its way while the buckets are
         total = self._reduction.finish()
+        squares = squared_norms(total, self.world, self.setup.model.parameters)
         everyone.complete(counting)
         self._losses, self.total = losses_of(line), total
-        squares = squared_norms(total, self.world, self.setup.model.parameters)
         votes = torch.tensor([ready_epoch > 0, ready_epoch, is_due], dtype=torch.float64)
         summed = everyone.all_reduce(torch.cat((votes, squares)))
         self._telemetry.record(Op.COLLECTIVE, step, timing)

@@ -148,7 +148,7 @@ class Block(nn.Module):
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document; the output's bias counts once in the group."""
-        x_TD = enter_parallel(x_TD, self.group)
+        x_TD = enter_parallel(x_TD, self.group, in_place=True)
         q_TNH, k_TNH, v_TNH = (
             functional.linear(x_TD, weight, bias).unflatten(-1, (-1, self.head_dim))
             for weight, bias in ((self.wq, self.bq), (self.wk, self.bk), (self.wv, self.bv))
@@ -158,13 +158,14 @@ class Block(nn.Module):
         else:
             out_TNH = attend(q_TNH, k_TNH, v_TNH, packed.seq_lens)
         out_TD = functional.linear(out_TNH.flatten(1), self.wo)
-        return leave_parallel(out_TD, self.group) + self.bo
+        return leave_parallel(out_TD, self.group, in_place=True) + self.bo
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Two matrices with a GELU (tanh form) between them."""
-        x_TD = enter_parallel(x_TD, self.group)
+        x_TD = enter_parallel(x_TD, self.group, in_place=True)
         h_TF = functional.gelu(functional.linear(x_TD, self.w_in, self.b_in), approximate="tanh")
-        return leave_parallel(functional.linear(h_TF, self.w_out), self.group) + self.b_out
+        out_TD = functional.linear(h_TF, self.w_out)
+        return leave_parallel(out_TD, self.group, in_place=True) + self.b_out
 
     def _attend_dropping(
         self, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, packed: Packed

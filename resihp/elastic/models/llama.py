@@ -140,21 +140,22 @@ class DecoderLayer(nn.Module):
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document."""
-        x_TD = enter_parallel(x_TD, self.group)
+        x_TD = enter_parallel(x_TD, self.group, in_place=True)
         cos, sin = _rotary(packed.seq_lens, self.head_dim)
         q_TNH = functional.linear(x_TD, self.wq).unflatten(-1, (-1, self.head_dim))
         k_TKH = functional.linear(x_TD, self.wk).unflatten(-1, (-1, self.head_dim))
         v_TKH = functional.linear(x_TD, self.wv).unflatten(-1, (-1, self.head_dim))
         q_TNH, k_TKH = _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
         out_TNH = attend(q_TNH, k_TKH, v_TKH, packed.seq_lens)
-        return leave_parallel(functional.linear(out_TNH.flatten(1), self.wo), self.group)
+        out_TD = functional.linear(out_TNH.flatten(1), self.wo)
+        return leave_parallel(out_TD, self.group, in_place=True)
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """SwiGLU."""
-        x_TD = enter_parallel(x_TD, self.group)
+        x_TD = enter_parallel(x_TD, self.group, in_place=True)
         h_TF = functional.silu(functional.linear(x_TD, self.w_gate))
         h_TF = h_TF * functional.linear(x_TD, self.w_up)
-        return leave_parallel(functional.linear(h_TF, self.w_down), self.group)
+        return leave_parallel(functional.linear(h_TF, self.w_down), self.group, in_place=True)
 
 
 class Head(VocabularyHead):

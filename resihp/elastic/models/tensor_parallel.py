@@ -11,38 +11,51 @@ from ..worlds.comm import Group
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
+        ctx.group, ctx.in_place = group, in_place
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not (ctx.in_place and grad.is_contiguous()):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        return ctx.group.all_reduce(grad), None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
+        if in_place:
+            ctx.mark_dirty(tensor)  # whoever has saved it for its backward pass finds that out
+        else:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return group.all_reduce(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
 
 
-def enter_parallel(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Into a sharded region: identity forward, sum of the gradients over the group backward."""
-    if len(group) == 1:
-        return tensor
-    return cast(torch.Tensor, _Enter.apply(tensor, group))  # type: ignore[no-untyped-call]
+def enter_parallel(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+    """Into a sharded region: identity forward, sum of the gradients over the group backward.
 
-
-def leave_parallel(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Out of a sharded region: sum over the group forward, identity backward.
-
-    Summed in float32 whatever the precision of the operators, as a single rank's matrix product
-    would be.
+    `in_place` promises that what uses the result makes a new tensor for its gradient, as a matrix
+    product does and an addition does not; the sum then overwrites it.
     """
     if len(group) == 1:
         return tensor
-    return cast(torch.Tensor, _Leave.apply(tensor.float(), group))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Enter.apply(tensor, group, in_place))  # type: ignore[no-untyped-call]
+
+
+def leave_parallel(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+    """Out of a sharded region: sum over the group forward, identity backward.
+
+    Summed in float32 whatever the precision of the operators, as a single rank's matrix product
+    would be. `in_place` promises that `tensor` was just computed and is used nowhere else; the sum
+    then overwrites it.
+    """
+    if len(group) == 1:
+        return tensor
+    wide = tensor.float()
+    is_own = (in_place or wide is not tensor) and wide.is_contiguous() and not wide._is_view()
+    return cast(torch.Tensor, _Leave.apply(wide, group, is_own))  # type: ignore[no-untyped-call]

@@ -29,7 +29,8 @@ class VocabularyEmbedding(nn.Module):
             return functional.embedding(packed.tokens, self.table)
         local, outside = _localise(packed.tokens, self.rows)
         embedded_TD = functional.embedding(local, self.table)
-        return leave_parallel(embedded_TD.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+        own_TD = embedded_TD.masked_fill(outside.unsqueeze(-1), 0.0)
+        return leave_parallel(own_TD, self.group, in_place=True)
 
 
 class VocabularyHead(nn.Module):
@@ -42,7 +43,8 @@ class VocabularyHead(nn.Module):
 
     def loss(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets, of normalised activations."""
-        logits_TV = functional.linear(enter_parallel(x_TD, self.group), self.table)
+        x_TD = enter_parallel(x_TD, self.group, in_place=True)
+        logits_TV = functional.linear(x_TD, self.table)
         return sharded_cross_entropy(logits_TV.float(), packed.targets, self.rows, self.group)
 
 
