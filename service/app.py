@@ -73,7 +73,10 @@ async def _open(
     # Two quick attempts more: a request that meets a Redis in restart may still be answered.
     # One that hangs is not asked twice.
     retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
-    client = Redis.from_url(url, protocol=2, socket_timeout=3, retry=retry)
+    try:
+        client = Redis.from_url(url, protocol=2, socket_timeout=3, retry=retry)
+    except ValueError as error:
+        raise StartError(f"not the address of a Redis: {url}: {error}") from None
     stack.push_async_callback(client.aclose)
     try:
         await client.ping()

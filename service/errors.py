@@ -46,6 +46,13 @@ class MediaTypeError(ResiHPError):
         super().__init__(f"content type {given or 'missing'!r}; known are {', '.join(known)}")
 
 
+class ContentEncodingError(ResiHPError):
+    """A body that is compressed."""
+
+    def __init__(self, given: str) -> None:
+        super().__init__(f"content encoding {given!r}; send the body as it is")
+
+
 class TooManyJobsError(ResiHPError):
     """The number of jobs has reached its limit."""
 

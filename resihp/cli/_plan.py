@@ -64,7 +64,10 @@ def plan_command(
 
 def fail(command: str, error: Exception) -> NoReturn:
     """One line on standard error, exit status 2."""
-    typer.echo(f"resihp {command}: {' '.join(str(error).split())}", err=True)
+    words = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        words = f"{error.filename}: {error.strerror.lower()}"
+    typer.echo(f"resihp {command}: {' '.join(words.split())}", err=True)
     raise typer.Exit(2)
 
 

@@ -50,6 +50,7 @@ _AT_LEAST = {
     "max_len": -1,
     "peer": -1,
 }
+_MOST = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +98,8 @@ class TelemetryBatch:
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
                 raise ContractError(name, "must be a whole number, 0 or more")
+            if value > _MOST:
+                raise ContractError(name, f"must be at most {_MOST}")
             object.__setattr__(self, name, int(value))
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from resihp.contracts import ContractError, Job
 from resihp.contracts.codec import WireFormat
 
-from ..errors import MediaTypeError
+from ..errors import ContentEncodingError, MediaTypeError
 
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
 Ranks = Annotated[list[Rank], Field(min_length=1, max_length=1_000_000)]
@@ -136,6 +136,9 @@ def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content_type(request: Request) -> str:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ContentEncodingError(encoding)
     return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 

@@ -75,8 +75,8 @@ class Guard:
     def _may_pass(self, path: str, headers: Headers) -> bool:
         if self._token is None or path in _OPEN or path.startswith(_OPEN_FOLDERS):
             return True
-        given = headers.get("authorization", "")
-        return hmac.compare_digest(given.encode(), b"Bearer " + self._token)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(given.encode(), self._token) and scheme.lower() == "bearer"
 
     def _bounded(self, receive: Receive) -> Receive:
         size = 0

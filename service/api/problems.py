@@ -21,6 +21,7 @@ from ..errors import (
     AnotherPlanError,
     BacklogFullError,
     BodyTooLargeError,
+    ContentEncodingError,
     MediaTypeError,
     TooManyJobsError,
     TooManyWatchersError,
@@ -43,6 +44,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     AnotherPlanError: (409, "another-plan", {}),
     BodyTooLargeError: (413, "body-too-large", {}),
     ClientDisconnect: (400, "incomplete-request", {}),  # for the log: nobody reads the answer
+    ContentEncodingError: (415, "unsupported-content-encoding", {"Accept-Encoding": "identity"}),
     MediaTypeError: (415, "unsupported-media-type", {}),
     TooManyJobsError: (429, "too-many-jobs", {}),
     TooManyWatchersError: (429, "too-many-watchers", _RETRY),

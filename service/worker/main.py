@@ -21,6 +21,9 @@ def work(
     url = settings.redis_url or f"unix://{socket_path(settings.data)}"
     try:
         client = redis.Redis.from_url(url, protocol=2)
+    except ValueError as error:
+        raise StartError(f"not the address of a Redis: {url}: {error}") from None
+    try:
         client.ping()
         client.close()
     except redis.RedisError:

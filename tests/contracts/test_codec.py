@@ -81,6 +81,7 @@ MALFORMED = [
     ({"version": None}, "version"),
     ({"plan_version": -1}, "plan_version"),
     ({"plan_version": 1.5}, "plan_version"),
+    ({"plan_version": 2**63}, "plan_version"),
     ({"dropped": True}, "dropped"),
     ({"dropped": "none"}, "dropped"),
     ({"surprise": 1}, "surprise"),

@@ -67,7 +67,7 @@ def test_no_plan_names_what_binds(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("plan", "nowhere.toml"), "nowhere.toml"),
+        (("plan", "nowhere.toml"), "nowhere.toml: no such file"),
         (("plan", "JOB", "--speeds", '{"1": "fast"}'), "speeds.1"),
         (("plan", "JOB", "--speeds", '{"one": 1}'), "speeds.one"),
         (("plan", "FAULTS"), "hours"),

@@ -274,6 +274,8 @@ def test_every_error_is_a_problem_document(http: Http):
     text = {"Content-Type": "text/plain"}
     problem_of(http("POST", "/v1/jobs/errors/telemetry", body=b"x", headers=text), 415)
     problem_of(http("PUT", "/v1/jobs/errors", body=b"{}", headers=text), 415)
+    packed = {**JSON, "Content-Encoding": "gzip"}
+    problem_of(http("POST", "/v1/jobs/errors/telemetry", body=b"x", headers=packed), 415)
     problem_of(http("PUT", "/v1/jobs/errors", body=b"{", headers=JSON), 422)
     problem_of(http("POST", "/v1/jobs/errors/heartbeats", body=b"[", headers=JSON), 422)
 

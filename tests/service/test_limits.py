@@ -66,7 +66,9 @@ def test_a_token_is_wanted_where_one_is_set(tmp_path):
             answer = http("GET", "/v1/jobs", headers=headers)
             problem_of(answer, 401)
             assert answer.headers["www-authenticate"] == "Bearer"
-        assert http("GET", "/v1/jobs", headers={"Authorization": "Bearer secret"}).status == 200
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} secret"}
+            assert http("GET", "/v1/jobs", headers=headers).status == 200
         for path in ("/", "/healthz", "/docs", "/openapi.json", "/assets/swagger/swagger-ui.css"):
             assert http("GET", path).status == 200
 
@@ -110,6 +112,7 @@ def test_two_jobs_do_not_mix(tmp_path):
     [
         (["--host", "0.0.0.0"], "set a bearer token"),
         (["--redis", "redis://127.0.0.1:1"], "cannot reach Redis"),
+        (["--redis", "db:6379"], "not the address of a Redis: db:6379"),
         (["--port", "70000"], "port"),
     ],
 )
