@@ -44,6 +44,8 @@ def await_disposal() -> None:
 def test_a_group_that_is_referred_to_is_closed_all_the_same() -> None:
     before = held()["threads"]
     ends = groups(2)
+    for work in [end.start_all_reduce(torch.zeros(1)) for end in ends]:
+        work.wait(timedelta(seconds=PATIENCE_S))  # so that their threads have begun, and have names
     assert held()["threads"]["pt_gloo_runloop"] == before.get("pt_gloo_runloop", 0) + 2
     dispose(ends)
     await_disposal()

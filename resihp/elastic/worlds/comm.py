@@ -68,11 +68,14 @@ class Network:
         self._timeout, self._connect = timeout, connect or timeout
         self._device = dist.ProcessGroupGloo.create_device(hostname=host)
 
-    def group(self, name: str, ranks: Sequence[int]) -> Group:
-        """The group of `ranks` (this rank among them). Blocks until all of them build it."""
+    def group(self, name: str, ranks: Sequence[int], *, threads: int = 1) -> Group:
+        """The group of `ranks` (this rank among them). Blocks until all of them build it.
+
+        Its exchanges end in the order in which they begin if it has one of gloo's `threads`.
+        """
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._connect
-        options._threads = 1
+        options._threads = threads
         options._devices = [self._device]
         store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
         index = list(ranks).index(self.rank)
@@ -122,7 +125,7 @@ class Group:
         self.ranks = ranks
         self._network = network
         self._backend = backend
-        self._under_way: dist.Work | None = None
+        self._under_way: list[dist.Work] = []
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -183,25 +186,22 @@ class Group:
     def complete(self, work: dist.Work) -> None:
         """Wait until `work` is done. Raises `WorldBrokenError` if it will never be."""
         self._network.complete(work, self.ranks)
-        if work is self._under_way:
-            self._under_way = None
+        self._under_way = [other for other in self._under_way if other is not work]
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, not even an exchange that was given up.
-
-        Exchanges of one group end in the order in which they begin.
-        """
-        return self._under_way is None or self._under_way.is_completed()
+        """Whether nothing is under way, not even an exchange that was given up."""
+        return all(work.is_completed() for work in self._under_way)
 
     def close(self) -> None:
         """Close the connections, whoever still refers to the group. No other call may follow.
 
         If it is not idle, this blocks until its exchange has timed out.
         """
-        self._under_way = None
+        self._under_way = []
         del self._backend, self._network
 
     def _begun(self, work: dist.Work) -> dist.Work:
-        self._under_way = work
+        self._under_way = [other for other in self._under_way if not other.is_completed()]
+        self._under_way.append(work)
         return work

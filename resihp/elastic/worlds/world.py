@@ -9,6 +9,10 @@ from resihp.layout import Parameters, Reduction, Transfer, boundary, reductions
 
 from .comm import Group, Network
 
+_WAITED_FOR = 2
+"""Threads of a group whose exchanges training waits for, one after the other: gloo ends each sooner
+than with one thread, in half the time at best, for sums of 256 KiB on two cores."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -92,8 +96,8 @@ def build_world(network: Network, layout: Layout, parameters: Parameters, *, nam
     assert place is not None, "only ranks of the layout build its world"
     stages = layout.replicas[place.dp].stages
     stage = stages[place.pp]
-    everyone = network.group(f"{name}/everyone", sorted(layout.ranks))
-    tp = network.group(f"{name}/tp", stage.ranks)
+    everyone = network.group(f"{name}/everyone", sorted(layout.ranks), threads=_WAITED_FOR)
+    tp = network.group(f"{name}/tp", stage.ranks, threads=_WAITED_FOR)
     before = after = around = None
     if place.pp > 0:
         before = _boundary(network, name, stages[place.pp - 1], stage)
