@@ -55,6 +55,9 @@ SHIFTED = Layout(
     )
 )
 """As GRID, with everything changed that can be without leaving a replica."""
+TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
+BRISK = replace(TIMEOUTS, heartbeat=timedelta(seconds=1.5))
+"""For jobs in which a process that is stopped is to be given up."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Case:
     checkpoints         those of the job, in a folder or at a URL; a step lasts until it is saved
     in_memory           as many stay in the ranks' memory too; a step lasts until it is sent
     torn_at             the checkpoint of this step is damaged as soon as it is there
-    joiner_dies         they are killed as soon as they are invited
+    joiner_dies         they are killed when they are invited, before which the last steps wait
     warned              (rank, signal, step) that a rank gets when it has made a step
     source              of plans, made from the job's folder, instead of `plans` and `welcome`
     memory              for a change of layout; next to none, so that all of it goes to files
@@ -127,9 +130,7 @@ class Case:
     memory: Memory = field(default=Memory(limit_bytes=16384))
     source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
-    timeouts: Timeouts = field(
-        default=Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
-    )
+    timeouts: Timeouts = TIMEOUTS
 
 
 @dataclass
@@ -207,7 +208,8 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         due = any(p.version > version and p.from_step <= completed for p in case.plans) or any(
             p.version > version and p.from_step == completed > 0 for p in case.welcome
         )
-        due = due or (version < case.awaited and completed >= case.steps - LAST)
+        is_owed = version < case.awaited or (case.joiner_dies and not rendezvous.recovery)
+        due = due or (is_owed and completed >= case.steps - LAST)
         while due and not trainer.is_prepared and not rendezvous.is_broken:
             trainer.look_for_plan()
             time.sleep(0.01)

@@ -25,11 +25,9 @@ from resihp.elastic.instep.user_loop import Step
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.store import Timeouts
 from tests.elastic.blows import Blow, is_stopped, strike, strike_inside
+from tests.elastic.job import TIMEOUTS
 
 WIDTH = 12
-TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
-BRISK = Timeouts(heartbeat=timedelta(seconds=1.5), poll=timedelta(milliseconds=50))
-"""For runs in which a process that is stopped is to be given up."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,14 +25,12 @@ from resihp.elastic.instep.ledger import indices
 from resihp.elastic.local import LocalRanks
 from resihp.elastic.membership.phases import Phase
 from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.membership.store import connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.trainer import Trainer
-from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, batch
+from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
 from tests.elastic.snapshots import assemble, save
 from tests.elastic.survivors import Survivors
-
-TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
 
 # Functions of the runtime that a rank enters at certain points of a step.
 ENTERED = {

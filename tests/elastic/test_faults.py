@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from resihp.elastic.membership.phases import Phase
-from tests.elastic.job import ALONE, GRID, SHIFTED, UNEVEN, Case, Fault, Outcome, plan, run
+from tests.elastic.job import ALONE, BRISK, GRID, SHIFTED, UNEVEN, Case, Fault, Outcome, plan, run
 
 STEPS = 6
 IN_A_STEP = (Phase.ACCUMULATING, Phase.REDUCING, Phase.UPDATING)
@@ -75,7 +75,8 @@ def test_killed_during_the_recovery_of_another(alone: Outcome, tmp_path: Path) -
 def test_stopped_for_longer_than_the_heartbeat(alone: Outcome, tmp_path: Path) -> None:
     """A stopped rank breaks no connection; the others give it up and go on without it."""
     faults = (Fault(7, Phase.ACCUMULATING, 2, signal.SIGSTOP),)
-    outcome = run(Case(GRID, STEPS, faults=faults, stopped=frozenset({7})), tmp_path)
+    case = Case(GRID, STEPS, faults=faults, stopped=frozenset({7}), timeouts=BRISK)
+    outcome = run(case, tmp_path)
     assert_survived(outcome, alone, set())
     assert 7 not in outcome.exit_codes
 

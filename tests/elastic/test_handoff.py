@@ -14,7 +14,18 @@ from resihp.contracts import Layout, Replica, Stage
 from resihp.elastic.handoff.parcels import parcels
 from resihp.elastic.membership.phases import Phase
 from resihp.layout import Move, Param
-from tests.elastic.job import ALONE, GRID, SHIFTED, Case, Fault, Outcome, ParcelFault, plan, run
+from tests.elastic.job import (
+    ALONE,
+    BRISK,
+    GRID,
+    SHIFTED,
+    Case,
+    Fault,
+    Outcome,
+    ParcelFault,
+    plan,
+    run,
+)
 
 STEPS = 8
 SMALL = Layout((Replica((Stage((6,), (0, 3), (4,)), Stage((0, 3), (3, 4), (1, 3)))),))
@@ -112,7 +123,8 @@ def test_lost_while_the_next_world_is_filled(
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     stopped = frozenset({rank} if with_signal == signal.SIGSTOP else ())
     fault = ParcelFault(rank, 3, with_signal)
-    outcome = run(Case(GRID, STEPS, plans, parcel_fault=fault, stopped=stopped), tmp_path)
+    case = Case(GRID, STEPS, plans, parcel_fault=fault, stopped=stopped, timeouts=BRISK)
+    outcome = run(case, tmp_path)
     assert_same_losses(outcome, alone)
     failed = {r for r, code in outcome.exit_codes.items() if code != 0}
     assert failed == {rank} - stopped, outcome.logs

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from resihp.elastic.instep.replicas import Replicas
 from tests.elastic.blows import Blow
-from tests.elastic.loops import BRISK, WIDTH, Loop, Trace, build_model, play
+from tests.elastic.job import BRISK
+from tests.elastic.loops import WIDTH, Loop, Trace, build_model, play
 
 STEPS, MICROBATCHES = 4, 8
 POINTS = ("microbatch", "sum", "vote", "commit", "after")

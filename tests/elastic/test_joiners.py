@@ -12,7 +12,7 @@ from resihp.contracts import Layout, Replica
 from resihp.elastic.membership.phases import Phase
 from tests.elastic.job import ALONE, GRID, Case, Fault, Outcome, plan, run
 
-STEPS = 24
+STEPS = 12
 FIRST = Layout((GRID.replicas[0],))
 
 
@@ -40,7 +40,7 @@ def assert_same_losses(outcome: Outcome, alone: Outcome) -> None:
 
 
 def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), awaited=1, step_s=0.1)
+    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), awaited=1)
     outcome = run(case, tmp_path, timeout_s=120)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
@@ -51,9 +51,7 @@ def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path
 
 def test_a_joiner_that_dies_while_it_joins_stops_nobody(alone: Outcome, tmp_path: Path) -> None:
     """Killed when it is invited: the others find that it is not there and go on as they were."""
-    case = Case(
-        FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), step_s=0.3, joiner_dies=True
-    )
+    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), joiner_dies=True)
     outcome = run(case, tmp_path, timeout_s=120)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {8}, outcome.logs
     assert "ranks [8] are dead or do not answer" in outcome.logs
@@ -67,7 +65,7 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
     with_eight = Layout((GRID.replicas[0], _with_eight(GRID.replicas[1], instead_of=7)))
     welcome = (plan(1, with_eight), plan(101, REPLACED))
     faults = (Fault(8, Phase.IDLE, 0, victim="6"),)
-    case = Case(GRID, STEPS, faults=faults, joiners=(8,), welcome=welcome, awaited=101, step_s=0.1)
+    case = Case(GRID, STEPS, faults=faults, joiners=(8,), welcome=welcome, awaited=101)
     outcome = run(case, tmp_path, timeout_s=120)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {6}, outcome.logs
     assert_same_losses(outcome, alone)
@@ -76,7 +74,7 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
 
 def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_path: Path) -> None:
     """After SIGTERM a rank ends by itself, and nobody is lost."""
-    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), awaited=100, step_s=0.1)
+    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), awaited=100)
     outcome = run(case, tmp_path, timeout_s=120)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
@@ -85,7 +83,7 @@ def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_pa
 
 
 def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:
-    case = Case(FIRST, STEPS, store_dies_at=4, step_s=0.1)
+    case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1)
     outcome = run(case, tmp_path, timeout_s=120)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
@@ -93,7 +91,7 @@ def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:
 
 
 def test_a_loss_without_the_store_is_a_clear_stop(tmp_path: Path) -> None:
-    case = Case(FIRST, STEPS, store_dies_at=4, step_s=0.1, warned=((4, signal.SIGKILL, 20),))
+    case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1, warned=((4, signal.SIGKILL, 8),))
     outcome = run(case, tmp_path, timeout_s=120)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "survivors cannot agree, the store is gone" in outcome.logs
