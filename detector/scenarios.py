@@ -149,9 +149,7 @@ def steps_of(
         rows, work = _rows(job, places, pool, budget, rng)
         work = _surged(job, work, [surge for surge in surges if surge.from_step <= step])
         times = _times(job, places, rows, work) * np.exp(speed[rows["at"]])
-        times *= np.exp(rng.normal(0.0, noise.record, times.size))
-        struck = rng.random(times.size) < noise.outliers
-        times[struck] *= 1.0 + noise.outlier_size * rng.random(int(struck.sum())) * 2.0
+        _scatter(times, noise, rng)
         slowest = _slowest(places, rows, times)
         wait = slowest - times if waits else np.full(times.size, np.nan)
         known = {name: getattr(work, name)[rows["work"]] for name in _COLUMNS}
@@ -215,6 +213,13 @@ def _times(job: Job, places: Places, rows: dict[str, Ints], work: Work) -> Float
     times = per_layer * width + small + head
     result: Floats = times * np.where(rows["op"] == int(Op.BACKWARD), 2.1, 1.0)
     return result
+
+
+def _scatter(times: Floats, noise: Noise, rng: np.random.Generator) -> None:
+    """In place: each record takes a little more or less, a few of them far more."""
+    times *= np.exp(rng.normal(0.0, noise.record, times.size))
+    struck = rng.random(times.size) < noise.outliers
+    times[struck] *= 1.0 + noise.outlier_size * rng.random(int(struck.sum())) * 2.0
 
 
 def _slowest(places: Places, rows: dict[str, Ints], times: Floats) -> Floats:

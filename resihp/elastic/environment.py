@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from resihp.contracts import ContractError
 
-from .membership.store import Timeouts, connect, host_store
+from .membership.rendezvous import Rendezvous
+from .membership.store import Timeouts, address_towards, connect, host_store
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,21 @@ class Environment:
     def connect(self, timeouts: Timeouts) -> dist.Store:
         """A connection of its own to the store; one thread must not block another's."""
         return connect(self.host, self.port, self.prefix, timeouts)
+
+    def rendezvous(
+        self, members: Collection[int], timeouts: Timeouts, *, interface: str | None = None
+    ) -> Rendezvous:
+        """This process's view of the `members`; none where it joins a job that is running.
+
+        interface  address by which other hosts reach this one; default: the one towards the store
+        """
+        return Rendezvous(
+            lambda: self.connect(timeouts),
+            self.rank,
+            () if self.joins else members,
+            timeouts,
+            host=interface or address_towards(self.host, self.port),
+        )
 
     def host_store(self, timeouts: Timeouts) -> dist.Store | None:
         """The store, if this process has to host it; to be kept until the job has ended."""

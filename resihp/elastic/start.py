@@ -17,8 +17,7 @@ from .events import Hooks
 from .handoff.memory import Memory
 from .membership.local_plans import LocalPlans
 from .membership.plans import PlanSource, ServicePlans
-from .membership.rendezvous import Rendezvous
-from .membership.store import Timeouts, address_towards
+from .membership.store import Timeouts
 from .trainer import Trainer
 
 
@@ -53,19 +52,12 @@ def train(
     plans: PlanSource = LocalPlans(job)
     if url:
         plans = ServicePlans(Client(url), job, patience=timeouts.plan)
-    members = () if environment.joins else range(environment.world_size)
-    rendezvous = Rendezvous(
-        lambda: environment.connect(timeouts),
-        environment.rank,
-        members,
-        timeouts,
-        host=interface or address_towards(environment.host, environment.port),
-    )
+    members = range(environment.world_size)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     trainer = Trainer(
         setup,
         first,
-        rendezvous,
+        environment.rendezvous(members, timeouts, interface=interface),
         plans,
         hooks=hooks,
         checkpoints=checkpoints,

@@ -84,7 +84,7 @@ class Worker:
                 log.warning("redis is away, starting from the saved state", error=str(error))
                 self._held.clear()
                 stop.wait(0.5)
-            except Exception:
+            except Exception:  # the boundary: whatever one job does, the others are served on
                 log.exception("unexpected error, starting from the saved state")
                 self._held.clear()
                 stop.wait(1.0)
@@ -224,7 +224,7 @@ class Worker:
             self._take(job, lease)
         except redis.RedisError:
             raise
-        except Exception:
+        except Exception:  # a state or entry that cannot be read, in whatever way it fails
             log.exception("job left alone until it is registered anew", job=job)
             self._broken[job] = lease.epoch
             self._held.pop(job, None)

@@ -84,7 +84,7 @@ class Session:
     def _guarded(self, during: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # the boundary: the engines are given, and data is the users'
             log.exception("skipped after an error", job=self.job.name, during=during)
             detail = f"{type(error).__name__}: {error}"
             self._say("error", {"during": during, "detail": detail})
@@ -260,7 +260,7 @@ class Session:
             document: dict[str, Any] = to_json(self._detector.diagnosis())
         except ContractError:
             return None
-        except Exception:
+        except Exception:  # as in `_guarded`: the verdicts are worth having without
             log.exception("no diagnosis", job=self.job.name)
             return None
         return document

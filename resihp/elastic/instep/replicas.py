@@ -18,8 +18,7 @@ from resihp.contracts import ContractError
 from ..environment import Environment
 from ..handoff.disposal import dispose
 from ..membership.agreement import Decision, Report
-from ..membership.rendezvous import Rendezvous
-from ..membership.store import Timeouts, address_towards
+from ..membership.store import Timeouts
 from ..worlds.comm import WorldBrokenError
 from .account import Account, read, written
 from .ledger import Holding, spans
@@ -90,14 +89,8 @@ class Replicas:
             ordered=deterministic,
         )
         self._server = environment.host_store(timeouts)
-        ranks = range(0 if self.seat.joins else self.seat.replicas * members)
-        self._rendezvous = Rendezvous(
-            lambda: environment.connect(timeouts),
-            self.seat.rank,
-            ranks,
-            timeouts,
-            host=interface or address_towards(environment.host, environment.port),
-        )
+        ranks = range(self.seat.replicas * members)
+        self._rendezvous = environment.rendezvous(ranks, timeouts, interface=interface)
         self._door = Door(self._rendezvous, self.seat)
         self._peers: Peers | None = None
         self._has_begun = False
