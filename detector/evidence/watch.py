@@ -91,7 +91,7 @@ class Watch:
     def observe(self, step: int, residual: StepResidual, trusted: Bools, able: Bools) -> Standing:
         """Takes one step. `trusted` ranks may teach the baseline what is healthy; only those who
         are `able` to be told apart from others may be named."""
-        deviation = self._centre(residual.value)
+        deviation = self._centre(residual.value, trusted)
         seen = np.isfinite(deviation)
         self._push(step, deviation)
         self._wider = residual.wider
@@ -129,18 +129,21 @@ class Watch:
             fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
             self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
 
-    def _centre(self, value: Floats) -> Floats:
+    def _centre(self, value: Floats, trusted: Bools) -> Floats:
         """Residuals against what is common to the peers, or to the job where peers are too few:
-        the median of what they differ from their own past by, which one that slows moves least."""
+        the median of what they differ from their own past by, which one that slows moves least.
+        Those under suspicion are left out, so that two of few peers do not hide each other."""
         seen = np.isfinite(value)
         if np.count_nonzero(seen) < 4:
             return value.copy()
         classes = self._places.peers
         size = int(classes.max()) + 1
         change = value - self.mean
-        middle = group_median(change[seen], classes[seen], size)
         counts = np.bincount(classes[seen], minlength=size)
-        common = float(np.median(change[seen]))
+        sound = np.bincount(classes[seen & trusted], minlength=size) > 0
+        use = seen & (trusted | ~sound[classes])
+        middle = group_median(change[use], classes[use], size)
+        common = float(np.median(change[use]))
         result: Floats = value - np.where((counts >= 3)[classes], middle[classes], common)
         return result
 

@@ -8,8 +8,9 @@ from resihp.contracts import Job, Op, TelemetryBatch
 
 from ..base.arrays import Bools, Floats, Ints, State
 from ..base.places import Places
-from ..base.robust import group_location, group_median, mad_sigma
+from ..base.robust import group_median, mad_sigma
 from .correction import Correction
+from .location import rank_location
 from .own import OwnLevels
 from .regression import CellRegression
 from .residual import StepResidual
@@ -53,11 +54,12 @@ class LengthModel:
         cell = self.cell_of(batch, index)
         if not self._own.steps:
             self._start(cell, terms, times, index, trusted)
+        backward = batch.op == Op.BACKWARD
         self.regression.open(cell, terms, times)
         expected, doubt = self.regression.predict(cell, terms)
         doubt = np.hypot(doubt, unsure / max(self._spread, 1e-4))
         ratio = np.log(times / expected)
-        result = self._score(ratio, doubt, index)
+        result = self._score(ratio, doubt, index, expected, backward)
         own, left, scatter = self._apart(ratio, index, result)
         usable = trusted[index] & (np.abs(left) < 6.0 * scatter)
         usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
@@ -75,7 +77,9 @@ class LengthModel:
         left = ratio - own[index]
         return own, left, max(self._spread, self._own.scatter(left, microbatches), 1e-4)
 
-    def _score(self, residual: Floats, doubt: Floats, index: Ints) -> StepResidual:
+    def _score(
+        self, residual: Floats, doubt: Floats, index: Ints, expected: Floats, backward: Bools
+    ) -> StepResidual:
         size = self._places.size
         centre = group_median(residual, index, size)
         inner = mad_sigma(residual - centre[index], 0.0)
@@ -83,7 +87,7 @@ class LengthModel:
         spread = max(self._spread, 1e-4)
         error = doubt * spread
         weights = 1.0 / (1.0 + (error / spread) ** 2)
-        value, left = group_location(residual, index, size, spread, weights)
+        value, left = rank_location(residual, expected, index, backward, size, spread, weights)
         counts = np.bincount(index, minlength=size)
         some = np.maximum(left, 1e-9)
         shared = np.bincount(index, weights * error, size) / np.maximum(
@@ -98,7 +102,7 @@ class LengthModel:
         for _ in range(3):
             expected, doubt = self.regression.predict(cell, terms)
             ratio = np.log(times / expected)
-            result = self._score(ratio, 0.0 * doubt, index)
+            result = self._score(ratio, 0.0 * doubt, index, expected, cell % 2 == 1)
             own, left, scatter = self._apart(ratio, index, result)
             self.regression.forget()
             usual = trusted[index] & (np.abs(left) < 4.0 * scatter)

@@ -18,7 +18,8 @@ from resihp.contracts import Job, Layout, Op, TelemetryBatch
 
 from ..base.arrays import Bools, Floats, Ints, State
 from ..base.places import Places
-from ..base.robust import group_location, group_median, mad_sigma
+from ..base.robust import group_median, mad_sigma
+from .location import rank_location
 from .own import OwnLevels
 from .regression import CellRegression
 from .residual import FixedShare, StepResidual
@@ -189,7 +190,8 @@ class WitnessModel:
         logs, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
         odd = group_median(logs, row, size * self._planes)[row] - logs
         weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
-        value, left = group_location(residual, rank, size, spread, weights)
+        expected = np.exp(logs - residual)
+        value, left = rank_location(residual, expected, rank, plane % 2 == 1, size, spread, weights)
         counts = np.bincount(rank, minlength=size)
         value = np.where(counts > 0, value, np.nan)
         error = spread / np.sqrt(np.maximum(left, 1e-2))
