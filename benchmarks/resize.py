@@ -3,9 +3,10 @@
 Live: the pause that training sees, the longest of all ranks: the time beside passes, sums and
 update that lies between two steps. What the change costs elsewhere stands beside it: the step
 during which the state is copied, and the first in the new layout, against the usual step there.
-Restart: save with torch's distributed checkpoint, start new processes,
-build their state, load with resharding; the same number of elements, one rank fewer. Both on this
-machine, nothing emulated.
+What must move at least: parameters and moments of the ranges that a rank lacks; and, because they
+are copied before the step's update, the gradients of the same ranges, by which it is made.
+Restart: save with torch's distributed checkpoint, start new processes, build their state, load with
+resharding; the same number of elements, one rank fewer. Both on this machine, nothing emulated.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COLUMNS = (
     "moved MB",
     "least MB",
     "gradients MB",
+    "their least MB",
     "twice MiB",
     "measured MiB",
     "in files MiB",
@@ -98,8 +100,9 @@ def summary(size: str, rounds: list[dict[str, Seen]]) -> list[list[Any]]:
         seen = [one[change.name] for one in rounds]
         middle = {key: statistics.median(one[key] for one in seen) for key in seen[0]}
         parameters = Llama(SHAPES[size]).parameters
-        least = least_numel(change.old, change.new, parameters) * OPTIMIZER.copies * 4
-        moved = [middle["received_bytes"], least, middle["handed_bytes"]]
+        once = least_numel(change.old, change.new, parameters) * 4
+        state = [middle["received_bytes"], once * OPTIMIZER.copies]
+        moved = [*state, middle["handed_bytes"], once]
         held = [middle[key] for key in ("extra_bytes", "measured_bytes", "spilled_bytes")]
         rows.append(
             [
