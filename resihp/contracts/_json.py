@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from .errors import ContractError
 
 T = TypeVar("T")
+_MOST = 2**63 - 1  # what other programs read as a whole number
 OMIT_EMPTY = "omit empty"
 """In a field's metadata: documents leave it out where it is empty."""
 
@@ -134,13 +135,23 @@ def _convert_enum(kind: type[enum.Enum], value: Any, path: str) -> enum.Enum:
 
 def _convert_scalar(kind: Any, value: Any, path: str) -> Any:
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number beyond all floats
+            number = math.inf
+        if not math.isfinite(number):
             raise ContractError(path, "must be finite")
-        return float(value)
-    if kind is Any or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+        return number
+    if kind is int and _is_int(value) and not -_MOST <= value <= _MOST:
+        raise ContractError(path, f"must be at most {_MOST}")
+    if kind is Any or (_is_int(value) if kind is int else isinstance(value, kind)):
         return value
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     raise ContractError(path, f"must be {words.get(kind, kind)}, not {_name(value)}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _join(path: str, name: str) -> str:

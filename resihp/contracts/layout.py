@@ -11,6 +11,8 @@ from ._json import OMIT_EMPTY
 from .errors import ContractError
 from .schedule import Schedule
 
+_LAST_RANK = 2**31 - 1  # what a record can name
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -33,6 +35,8 @@ class Stage:
             raise ContractError("ranks", "a stage needs at least one rank")
         if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ContractError("ranks", "must be distinct and 0 or more")
+        if max(self.ranks) > _LAST_RANK:
+            raise ContractError("ranks", f"must be at most {_LAST_RANK}")
         for start, stop in self.chunks:
             if not 0 <= start <= stop:
                 raise ContractError("layers", f"must be a half-open range, not [{start}, {stop})")

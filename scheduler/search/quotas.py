@@ -185,8 +185,9 @@ class Evaluator:
         for distinct in by_length.values():
             rows = self._rows(list(distinct.values()), [microbatches] * len(distinct))
             layers, bounds = candidates(rows, few=True)
-            capacity = microbatches + (span_ms - bounds) / rows.slowest(layers)
-            best = np.maximum(np.where(np.isfinite(bounds), capacity, 0.0).max(axis=0), 0.0)
+            fits = np.isfinite(bounds)
+            capacity = microbatches + (span_ms - np.where(fits, bounds, 0.0)) / rows.slowest(layers)
+            best = np.maximum(np.where(fits, capacity, 0.0).max(axis=0), 0.0)
             if whole:
                 best = _WHOLE * np.floor(best + 1e-9) + (1.0 - _WHOLE) * best
             known.update(zip(distinct, best.tolist(), strict=True))

@@ -293,3 +293,18 @@ def test_a_job_that_tells_nothing_of_memory_keeps_its_schedule():
     one = with_memory(3.0)
     untold = replace(one, memory=Memory())
     assert make_plan(untold, {0: 0.8}).schedule is Schedule.ONE_F_ONE_B
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_one_replica_cannot_run_alone_the_plan_comes_without_a_warning():
+    model = ModelShape(layers=11, hidden=256, heads=4, kv_heads=1, ffn=1000, vocab=50257)
+    job = Job(
+        name="tight",
+        layout=Layout.grid(dp=2, pp=5, tp=1, layers=11),
+        microbatches=2,
+        model=model,
+        tokens_per_microbatch=2048,
+        memory=Memory(budget_bytes=287_899_648),
+    )
+    plan = make_plan(job, {0: 1e-6, 9: 0.001, 6: 0.01})
+    assert plan.bound_ms <= plan.step_ms
