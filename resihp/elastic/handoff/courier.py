@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,13 +53,21 @@ class Courier:
         """Memory of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def carry(self, planned: Sequence[Move], copies: int, give: View, take: View) -> int:
+    def carry(
+        self,
+        planned: Sequence[Move],
+        copies: int,
+        give: View,
+        take: View,
+        meanwhile: Iterable[None] = (),
+    ) -> int:
         """Exchange all `planned` moves; collective over the ranks that send or receive any.
 
-        Every rank passes the same moves. Returns the bytes that this rank received. Raises
-        `WorldBrokenError` if a peer is lost.
+        Every rank passes the same moves. `meanwhile` is this rank's own work, a bit of it after
+        each parcel that sets out; all of it is done in the end. Returns the bytes that this rank
+        received. Raises `WorldBrokenError` if a peer is lost.
         """
-        received = 0
+        received, own = 0, iter(meanwhile)
         under_way: deque[Callable[[], int]] = deque()
         mine = [p for p in parcels(planned, copies, self._most) if self._rank in _ends(p)]
         for number, parcel in enumerate(mine):
@@ -69,6 +77,8 @@ class Courier:
             buffer = self._buffers[number % _WINDOW]
             begin = self._send if parcel.source == self._rank else self._receive
             under_way.append(begin(parcel, buffer, give if begin == self._send else take))
+            next(own, None)
+        deque(own, maxlen=0)
         return received + sum(end() for end in under_way)
 
     def _send(self, parcel: Parcel, buffer: torch.Tensor, give: View) -> Callable[[], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,14 +134,19 @@ class Staging:
         `total` is what this rank has in the old world; returns what it has in the new one.
         """
         old, new = self._old, self._new
-        for param, span, origin in self._kept():
-            assert total is not None
-            _copy(total[param], self._gradients[param], param, span, origin)
+
+        def own() -> Iterator[None]:
+            for param, span, origin in self._kept():
+                assert total is not None
+                _copy(total[param], self._gradients[param], param, span, origin)
+                yield
+
         self._handed_bytes = self.courier.carry(
             self._prepared.planned,
             1,
             state_view(Summed(old.ranges, [total]) if old is not None and total else None),
             state_view(Summed(new.ranges, [self._gradients]) if new is not None else None),
+            meanwhile=own(),
         )
         if new is None:
             return None
