@@ -14,6 +14,7 @@ from detector.predictor import AnalyticCost, Predictor
 from detector.scenarios import Noise, steps_of
 from resihp.contracts import Job, Layout, TelemetryBatch
 
+ERRORS = ("predictor", "median", "95%", "beyond: median", "95% ", "training", "µs a record")
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -51,9 +52,14 @@ class TreesAlone:
 
 def predictor_rows(train_steps: int = 75) -> list[list[str]]:
     """Error of each model within the trained lengths and beyond (four times longer)."""
-    features, times, devices = rows_of(4096, train_steps, seed=1)
     # A job's documents are new: other seeds, other packings.
     within, beyond = rows_of(4096, 10, seed=2), rows_of(16384, 10, seed=2, shortest=8192)
+    return error_rows(rows_of(4096, train_steps, seed=1), within, beyond)
+
+
+def error_rows(learned: Rows, within: Rows, beyond: Rows) -> list[list[str]]:
+    """Every model's error on records like those it learned from, and on longer documents."""
+    features, times, devices = learned
     result = []
     for name, model in (
         ("analytic cost", AnalyticCost()),

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import _detector_cases as cases
-from benchmarks._detector_cost import predictor_rows, throughput_rows
+from benchmarks._detector_cost import ERRORS, predictor_rows, throughput_rows
 from benchmarks._detector_links import LinkTally, group_trials, link_trials
 from benchmarks._detector_oracle import COLUMNS as POSSIBLE
 from benchmarks._detector_oracle import oracle_rows
@@ -136,8 +136,7 @@ def link_row(name: str, tally: LinkTally, trials: int) -> list[str]:
 
 def costs(figures: Figures, ranks: int) -> None:
     """The predictor's error, and records per second."""
-    columns = ("predictor", "median", "95%", "beyond: median", "95% ", "training", "µs a record")
-    record_table(figures, "error on held-out records", columns, predictor_rows())
+    record_table(figures, "error on held-out records", ERRORS, predictor_rows())
     names = ("throughput", "ranks", "records/s", "µs a record", "of a core at 64 records in 10 s")
     record_table(figures, "one detector, one core", names, throughput_rows(ranks))
 

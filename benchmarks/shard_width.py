@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,21 +36,32 @@ class Shard(torch.nn.Module):
         inner = hidden * 11 // 4 * groups // KV_GROUPS
 
         def linear(rows: int, columns: int) -> torch.nn.Linear:
-            return torch.nn.Linear(rows, columns, bias=False, device=device, dtype=_dtype(device))
+            return torch.nn.Linear(
+                rows, columns, bias=False, device=device, dtype=data_type(device)
+            )
 
         self.query = linear(hidden, self.heads * self.head_dim)
         self.key_value = linear(hidden, 2 * groups * self.head_dim)
         self.output = linear(self.heads * self.head_dim, hidden)
         self.gate_up, self.down = linear(hidden, 2 * inner), linear(inner, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """One layer's partial sums, without the reductions that join the shards."""
+    def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """One layer's partial sums, without the reductions that join the shards.
+
+        `x` has shape (tokens, hidden) and holds documents of these lengths, or one.
+        """
         tokens, hidden = x.shape
+        parts = [tokens] if lengths is None else list(lengths)
         normed = functional.rms_norm(x, (hidden,))
         query = self.query(normed).view(tokens, self.heads, self.head_dim).transpose(0, 1)
         key, value = self.key_value(normed).view(tokens, 2, self.groups, self.head_dim).unbind(1)
         key, value = (t.transpose(0, 1).repeat_interleave(HEADS_PER_GROUP, 0) for t in (key, value))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        split = (t.split(parts, dim=1) for t in (query, key, value))
+        attended = [
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            for q, k, v in zip(*split, strict=True)
+        ]
+        mixed = torch.cat(attended, dim=1)
         x = x + self.output(mixed.transpose(0, 1).reshape(tokens, -1))
         gate, up = self.gate_up(functional.rms_norm(x, (hidden,))).chunk(2, -1)
         result: Tensor = x + self.down(functional.silu(gate) * up)
@@ -85,7 +96,9 @@ def _measure(widths: list[int], options: argparse.Namespace) -> list[tuple[float
     """Least forward and backward milliseconds of every width, measured in turns."""
     shards = [Shard(options.hidden, width, options.device) for width in widths]
     shape = (options.tokens, options.hidden)
-    x = torch.randn(shape, device=options.device, dtype=_dtype(options.device), requires_grad=True)
+    x = torch.randn(
+        shape, device=options.device, dtype=data_type(options.device), requires_grad=True
+    )
     took: list[list[tuple[float, float]]] = [[] for _ in widths]
     for repeat in range(options.repeats + 2):
         for shard, found in zip(shards, took, strict=True):
@@ -106,7 +119,8 @@ def _timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
     return result, 1e3 * (clock() - begin)
 
 
-def _dtype(device: str) -> torch.dtype:
+def data_type(device: str) -> torch.dtype:
+    """What a device computes in."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 

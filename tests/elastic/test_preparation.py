@@ -16,7 +16,7 @@ from resihp.contracts import Layout, Replica
 from resihp.elastic.membership.meeting import meet
 from resihp.elastic.membership.phases import Phase
 from resihp.elastic.worlds.comm import WorldBrokenError
-from tests.elastic.job import GRID, SHIFTED, Case, Fault, plan, run
+from tests.elastic.job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
 
 STEPS = 8
 FIRST = Layout((GRID.replicas[0],))
@@ -48,6 +48,7 @@ def test_a_plan_follows_one_whose_rank_has_stopped(tmp_path: Path) -> None:
         faults=(Fault(IDLE, Phase.IDLE, 0, signal.SIGSTOP),),
         ranks=(*FIRST.ranks, IDLE),
         stopped=frozenset({IDLE}),
+        timeouts=BRISK,
     )
     outcome = run(case, tmp_path)
     assert outcome.exit_codes == dict.fromkeys(FIRST.ranks, 0), outcome.logs

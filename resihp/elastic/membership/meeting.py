@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..worlds.comm import WorldBrokenError
 
 _LONGEST_PAUSE_S = 0.02
+_QUESTIONS_PER_S = 10_000  # that the ranks together put to one store
 
 
 def meet(
@@ -31,6 +32,7 @@ def meet(
     will not come, after so many seconds. Raises `WorldBrokenError` for either, and after `timeout`.
     """
     start, pause_s = time.monotonic(), 0.001
+    longest_s = max(_LONGEST_PAUSE_S, len(ranks) / _QUESTIONS_PER_S)
     key = f"met/{name}"
     met = store.add(key, 1)
     while met < len(ranks):
@@ -42,5 +44,5 @@ def meet(
         if waited_s > timeout.total_seconds():
             raise WorldBrokenError(f"{met} of {len(ranks)} ranks came in {timeout}")
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, longest_s)
         met = store.add(key, 0)

@@ -83,7 +83,13 @@ class Rendezvous:
         self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch and to beat."""
+        """Begin to watch and to beat.
+
+        A member's first beat is there before this returns: one that stops right afterwards is
+        missed after a heartbeat's time-out, not after that of a rank that is still starting.
+        """
+        if self.rank in self.alive:
+            self.link.ask(lambda: self._store.set(f"beat/{self.rank}", "1"), None)
         self._watcher.start()
 
     def close(self) -> None:
@@ -269,7 +275,7 @@ class Rendezvous:
             self.link.cut_off(error)
 
     def _watch_store(self, store: dist.Store) -> None:
-        beat, seen = 0, (0, 0)
+        beat, seen = 1, (0, 0)
         while not self._closed.wait(self.timeouts.poll.total_seconds()):
             if self.rank in self.alive:
                 beat += 1
