@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from resihp.contracts import ContractError, Job, Layout, Plan, Replica, Schedule, Stage
+from resihp.contracts import ContractError, Job, Layout, Plan, Schedule
 
 from .costs import layer_cost
 from .reasons import reasons
 from .rental import Decision, Rental
 from .search import interleaved, search
-from .search.arrangements import Found
 from .simulator import Speeds, speed_map
 from .switching import decide
 from .unevenness import expected_step_ms
@@ -125,7 +124,7 @@ def _chosen(
     """The best that the search finds, with interleaved stages where the job has them."""
     found = search(job, current, speeds, expired)
     division, schedule = found.division, found.evaluator.setting.schedule
-    plain = _Chosen(_layout(found), division.quotas, schedule, division.span_ms, found.bound_ms)
+    plain = _Chosen(found.layout, division.quotas, schedule, division.span_ms, found.bound_ms)
     if job.schedule is not Schedule.INTERLEAVED or job.chunks == 1 or job.schedules:
         return plain
     option = interleaved(job, found, current, speeds, expired)
@@ -143,16 +142,3 @@ def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[],
         return lambda: False
     end = clock() + limit_s
     return lambda: clock() >= end
-
-
-def _layout(found: Found) -> Layout:
-    groups = found.evaluator.setting.fleet.groups
-    replicas = []
-    for chain, layers in zip(found.chains, found.division.layers, strict=True):
-        stages, start = [], 0
-        for group, count in zip(chain, layers, strict=True):
-            held = groups[group]
-            stages.append(Stage(held.ranks, (start, start + count), held.shares))
-            start += count
-        replicas.append(Replica(tuple(stages)))
-    return Layout(tuple(replicas))

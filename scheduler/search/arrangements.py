@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from resihp.contracts import InfeasibleError, Job, Layout
+from resihp.contracts import InfeasibleError, Job, Layout, Replica, Stage
 
 from .certificates import chains_bound, quick_bound
 from .fleet import Group, GroupMaker, muster, share_units
@@ -20,6 +20,20 @@ class Found:
     evaluator: Evaluator
     chains: tuple[Chain, ...]
     division: Division
+
+    @property
+    def layout(self) -> Layout:
+        """Ranks, layers and shares of every stage."""
+        groups = self.evaluator.setting.fleet.groups
+        replicas = []
+        for chain, layers in zip(self.chains, self.division.layers, strict=True):
+            stages, start = [], 0
+            for group, count in zip(chain, layers, strict=True):
+                held = groups[group]
+                stages.append(Stage(held.ranks, (start, start + count), held.shares))
+                start += count
+            replicas.append(Replica(tuple(stages)))
+        return Layout(tuple(replicas))
 
     @cached_property
     def bound_ms(self) -> float:

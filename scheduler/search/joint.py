@@ -24,6 +24,7 @@ _AIMS = (0.99, 0.998)
 _WIDE = 5e-3  # a certified gap that is worth one under another schedule than the first
 _FAR = 1e-2  # one that is worth better layers
 _SHARP_CELLS = 1_000  # chains x stages^2 up to which they are looked for
+_SMALL_SLOTS = 48  # up to which a search is repeated from its own result
 _FEW_REPLICAS = 12  # up to which two trades are tried even where the gap is small
 _WORTH = 1e-3  # an arrangement must be better than a tidier one by this much
 
@@ -63,11 +64,24 @@ def search(
                 except InfeasibleError as error:
                     failure = error
         if best is not None:
-            return best
+            return _settled_down(best, question, even=even)
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
     raise failure
+
+
+def _settled_down(best: Found, question: _Question, *, even: bool) -> Found:
+    """Searched again from where it led, while that is better: a small fleet has the time."""
+    while len(best.evaluator.setting.fleet.groups) <= _SMALL_SLOTS and not question.expired():
+        try:
+            found = _search(question, best.layout, even=even, folds=0)
+        except InfeasibleError:
+            break
+        if not _is_less(found, best):
+            break
+        best = found
+    return best
 
 
 def _better(best: Found | None, found: Found) -> Found:
