@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import statistics
@@ -83,8 +84,12 @@ def measure(sizes: list[str], repeats: int, most_s: float) -> list[dict[str, dic
 
 
 def one_round(size: str) -> dict[str, Seen]:
-    """The restart, and each change by name, once."""
+    """The restart, and each change by name, once.
+
+    What the restart wrote is on the disk before the first change is measured.
+    """
     seen: dict[str, Seen] = {"restart": {"ms": restart_ms(_numel(size))}}
+    os.sync()
     for change in CHANGES:
         seen[change.name] = live(size, change)
         paused, restart = seen[change.name]["pause_ms"], seen["restart"]["ms"]

@@ -13,7 +13,10 @@ from resihp.layout import Param
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Write what this rank holds: parameters, moments, and whole gradients if there are any."""
+    """Write what this rank holds: parameters, moments, and whole gradients if there are any.
+
+    The file is there when it is whole: the rank may be killed while it writes.
+    """
     if trainer.engine is None:
         return
     shard, total = trainer.engine.shard, trainer.engine.total
@@ -33,7 +36,8 @@ def save(trainer: Trainer, path: Path) -> None:
     for key, tensor in (alike | step).items():
         line = tensor.double().flatten()
         held[key] = (line.shape, 0, 0, [line])
-    torch.save(held, path)
+    torch.save(held, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

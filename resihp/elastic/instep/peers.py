@@ -74,6 +74,7 @@ def connect_peers(
         rendezvous.rank,
         broken=rendezvous.broken,
         timeout=rendezvous.timeouts.exchange,
+        connect=None if is_starting else rendezvous.timeouts.connect,
         waited=WaitClock(),
         host=rendezvous.host,
     )
