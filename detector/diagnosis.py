@@ -45,10 +45,12 @@ class Costs:
     def slowdown(self) -> float:
         """Step over ideal step; at least 1.
 
-        Where quotas or shares differ by design, work spread evenly may take longer than the step
-        did; the ideal is then what is left of the step without its dearest cause.
+        The ideal spreads evenly what slow devices add, too: with few devices, and for most of the
+        time, the step without that may be shorter, and counts. Where quotas or shares differ by
+        design, work spread evenly may take longer than the step did; the ideal is then what is
+        left of the step without its dearest cause.
         """
-        ideal = self.ideal
+        ideal = min(self.ideal, self.step - self.lost.get(Cause.DEVICE, 0.0))
         if ideal >= self.step:
             ideal = self.step - max(self.lost.values(), default=0.0)
         return max(self.step / ideal, 1.0) if ideal > 0 else 1.0
