@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import torch.distributed as dist
@@ -24,6 +25,15 @@ class Heartbeats:
         self._store, self._rank = store, rank
         self._connect_s = timeouts.connect.total_seconds()
         self._seen: dict[int, tuple[int, int]] = {}
+        self._next_look = 0.0
+
+    def look(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """What `silent` says, if it is time to ask again; else nobody."""
+        now = time.monotonic()
+        if now <= self._next_look:
+            return []
+        self._next_look = now + self.look_s
+        return self.silent(ranks, waited_s)
 
     def silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
         """Those of `ranks` that are dead or have not beaten for the time-out; ask every `look_s`.

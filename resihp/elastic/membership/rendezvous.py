@@ -75,8 +75,8 @@ class Rendezvous:
         self._broken: str | None = None
         self._among: _Among | None = None
         self._hurt: str | None = None
-        self._next_look = 0.0
         self._heartbeats = Heartbeats(self._store, rank, t)
+        self._comers = Heartbeats(self._store, rank, t)  # looks of its own: they are counted
         self._looking = threading.Lock()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -109,7 +109,8 @@ class Rendezvous:
         with self._looking:
             among = self._scope()
             if self._reason(among) is None and waited_s > 1.0:
-                silent = self._silent(ranks if among is None else among.ranks, waited_s)
+                watched, none = ranks if among is None else among.ranks, list[int]()
+                silent = self.link.ask(lambda: self._heartbeats.look(watched, waited_s), none)
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if among is not None:
@@ -118,9 +119,10 @@ class Rendezvous:
             return self._reason(among)
 
     def absent(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """Those of `ranks` that will not come, as far as a look now tells; there is no recovery."""
+        """Those of `ranks` that will not come to the next world; the present one goes on."""
+        none = list[int]()
         with self._looking:
-            return self._silent(ranks, waited_s)
+            return self.link.ask(lambda: self._comers.look(ranks, waited_s), none)
 
     @contextmanager
     def among(self, work: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -255,14 +257,6 @@ class Rendezvous:
         """To what the calling thread's waits are confined."""
         among = self._among
         return among if among and among.thread == threading.get_ident() else None
-
-    def _silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """Those of `ranks` that are dead or silent, if it is time to look again."""
-        now, none = time.monotonic(), list[int]()
-        if now <= self._next_look:
-            return none
-        self._next_look = now + self._heartbeats.look_s
-        return self.link.ask(lambda: self._heartbeats.silent(ranks, waited_s), none)
 
     def _reason(self, among: _Among | None) -> str | None:
         """Why to give up the present work."""
