@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks._checkpoint_modes import Nothing, State, tensors_of
+from benchmarks._checkpoint_modes import Mode, Nothing, ResiHP, State, tensors_of
 from benchmarks._checkpoint_worker import Loop
-from resihp.checkpoint import Checkpointer, LocalDisk
 from resihp.checkpoint.format.checksum import ROW_BYTES, checksum
 from resihp.checkpoint.format.index import CHUNK_BYTES
 from resihp.checkpoint.levels.direct_file import DirectFile
@@ -76,42 +75,8 @@ class Beside(Nothing):
             future.result()
         self._running = []
 
-    def settle(self) -> None:
-        """Nothing is left after the fence."""
 
-
-class Ours(Nothing):
-    """The checkpoint itself; `settle` waits until it is on disk."""
-
-    def __init__(self, folder: Path, niceness: int) -> None:
-        super().__init__(folder)
-        self._saver = Checkpointer([LocalDisk(folder, keep=1)], niceness=niceness)
-
-    def save(self, step: int, state: State) -> None:
-        """Lazy."""
-        self._saver.save(step, state)
-
-    def fence(self) -> None:
-        """Waits for copies alone."""
-        self._saver.fence()
-
-    def settle(self) -> None:
-        """Until it is on disk."""
-        assert self._saver.wait()
-        assert not self._saver.counters.failures, self._saver.counters.failures
-
-
-class Still(Nothing):
-    """The control."""
-
-    def settle(self) -> None:
-        """Nothing."""
-
-
-Way = Beside | Ours | Still
-
-
-def ways(folder: Path, step_s: float) -> dict[str, Way]:
+def ways(folder: Path, step_s: float) -> dict[str, Mode]:
     """All that is compared, from nothing to the whole."""
 
     def busy(state: State) -> list[Callable[[], object]]:
@@ -122,13 +87,13 @@ def ways(folder: Path, step_s: float) -> dict[str, Way]:
         return lambda state: _through(state, file, acts)
 
     return {
-        "nothing": Still(folder),
+        "nothing": Nothing(folder),
         "a thread that computes for half of it": Beside(folder, busy),
         "checksums": Beside(folder, through("sum")),
         "writes": Beside(folder, through("write")),
         "checksums and writes": Beside(folder, through("sum", "write")),
-        "ResiHP": Ours(folder / "ours", 0),
-        "ResiHP, niceness 5": Ours(folder / "nice", 5),
+        "ResiHP": ResiHP(folder / "ours"),
+        "ResiHP, niceness 5": ResiHP(folder / "nice", 5),
     }
 
 
@@ -136,7 +101,7 @@ def breakdown(folder: Path, gib: float, step_s: float, threads: int, rounds: int
     """The table's rows, and the length of a step that nothing disturbs, in seconds."""
     torch.set_num_threads(threads)
     folder.mkdir(parents=True)
-    loop, control = Loop(gib, step_s), Still(folder)
+    loop, control = Loop(gib, step_s), Nothing(folder)
     everything = ways(folder, step_s)
     seen: dict[str, list[tuple[Spent, Spent]]] = {name: [] for name in everything}
     for way in everything.values():
@@ -151,7 +116,7 @@ def breakdown(folder: Path, gib: float, step_s: float, threads: int, rounds: int
     return {"rows": rows, "step_s": base_s}
 
 
-def spent(loop: Loop, way: Way, step: int) -> Spent:
+def spent(loop: Loop, way: Mode, step: int) -> Spent:
     """One step, from `save` to the end of the optimizer's."""
     state = loop.state
     computed, waited = _schedule()

@@ -34,6 +34,9 @@ class Mode(Protocol):
     def fence(self) -> None:
         """Wait until the state may change."""
 
+    def settle(self) -> None:
+        """Wait until nothing of it is under way."""
+
     def close(self) -> int:
         """Finish all; how many checkpoints were skipped."""
 
@@ -51,6 +54,9 @@ class Nothing:
     def fence(self) -> None:
         """Nothing to wait for."""
 
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
     def close(self) -> int:
         """Nothing skipped."""
         return 0
@@ -59,9 +65,9 @@ class Nothing:
 class ResiHP(Nothing):
     """One local disk, one buffer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, niceness: int = 0) -> None:
         super().__init__(folder)
-        self._saver = Checkpointer([LocalDisk(folder, keep=1)])
+        self._saver = Checkpointer([LocalDisk(folder, keep=1)], niceness=niceness)
         self._counters = self._saver.counters.levels[str(folder)]
 
     def save(self, step: int, state: State) -> None:
@@ -72,6 +78,10 @@ class ResiHP(Nothing):
     def fence(self) -> None:
         """Waits for copies alone."""
         self._saver.fence()
+
+    def settle(self) -> None:
+        """Until it is on disk."""
+        assert self._saver.wait()
 
     def close(self) -> int:
         """Finish."""
@@ -112,6 +122,10 @@ class WritesAlone(Nothing):
         if self._writing is not None:
             self.durable_s.append(self._writing.result())
             self._writing = None
+
+    def settle(self) -> None:
+        """Wait for it."""
+        self.fence()
 
     def close(self) -> int:
         """Finish."""
@@ -189,10 +203,14 @@ class DcpAsync(Nothing):
             self._staging.result()
             self._staging = None
 
-    def close(self) -> int:
-        """Finish."""
+    def settle(self) -> None:
+        """Wait for the one under way."""
         if self._upload is not None:
             self._upload.result()
+
+    def close(self) -> int:
+        """Finish."""
+        self.settle()
         return 0
 
 

@@ -1,6 +1,6 @@
 """One process of the checkpoint benchmark: trains with one way to checkpoint, prints JSON.
 
-`python -m benchmarks._checkpoint_worker MODE FOLDER GIB STEP_S STEPS THREADS`
+`python -m benchmarks._checkpoint_worker MODE FOLDER GIB STEP_S STEPS ROUNDS THREADS`
 """
 
 from __future__ import annotations
@@ -92,45 +92,53 @@ class Loop:
 
 
 def phase(loop: Loop, mode: Mode, steps: int, every: int) -> dict[str, list[float]]:
-    """Train; seconds of each step, and what each checkpoint blocked."""
+    """Train until nothing is under way; seconds of each step, and what each checkpoint blocked.
+
+    A step begins with its checkpoint, so that what is written is written beside it.
+    """
     step_s: list[float] = []
     blocking_s: list[float] = []
     for step in range(steps):
-        begun = time.perf_counter()
-        waited = loop.step(mode)
-        if blocking_s and waited:
-            blocking_s[-1] += waited
-        if step % every == 0:
-            saving = time.perf_counter()
+        begun, saves = time.perf_counter(), step % every == 0
+        if saves:
             mode.save(step, loop.state)
-            blocking_s.append(time.perf_counter() - saving)
+            blocking_s.append(time.perf_counter() - begun)
+        blocking_s[-1] += loop.step(mode)
         step_s.append(time.perf_counter() - begun)
+    mode.settle()
     return {"step_s": step_s, "blocking_s": blocking_s}
 
 
-def main(name: str, folder: Path, gib: float, step_s: float, steps: int, threads: int) -> None:
+def main(
+    name: str, folder: Path, gib: float, step_s: float, steps: int, rounds: int, threads: int
+) -> None:
     """Without and with checkpoints in turn; the first of a mode, which allocates, apart."""
     torch.set_num_threads(threads)
     if "process" in name:
         _join_alone()
     loop = Loop(gib, step_s)
-    found: dict[str, object] = {"state_bytes": loop.nbytes, "batch": loop.batch}
     plain = Nothing(folder)
-    base = phase(loop, plain, steps, 1)["step_s"]
+    phase(loop, plain, 2, 1)
     _reset_peak()
     phase(loop, plain, 2, 1)
     before = _peak()
     mode = open_mode(name, folder / "run")
     phase(loop, mode, WARM_UP, 1)
     mode.durable_s.clear()
+    found: dict[str, object] = {"state_bytes": loop.nbytes, "batch": loop.batch}
+    base_s = phase(loop, plain, steps, 1)["step_s"]
     for label, every in (("each", 1), ("fifth", 5)):
-        seen = phase(loop, mode, max(steps, every), every)
-        mode.fence()
-        again = phase(loop, plain, steps, 1)["step_s"]
-        around = statistics.mean([*base, *again])
-        found[label] = {**seen, "slowdown": statistics.mean(seen["step_s"]) / around}
-        base = again
-    found["base_s"] = statistics.median(base)
+        slowdowns: list[float] = []
+        blocking_s: list[float] = []
+        for _ in range(rounds):
+            seen = phase(loop, mode, max(steps, every), every)
+            after_s = phase(loop, plain, steps, 1)["step_s"]
+            around_s = statistics.mean([*base_s, *after_s])
+            slowdowns.append(statistics.mean(seen["step_s"]) / around_s)
+            blocking_s += seen["blocking_s"]
+            base_s = after_s
+        found[label] = {"slowdowns": slowdowns, "blocking_s": blocking_s}
+    found["base_s"] = statistics.median(base_s)
     found["skipped"] = mode.close()
     found["durable_s"] = mode.durable_s
     found["extra_bytes"] = _peak() - before
@@ -175,5 +183,5 @@ def _status(process: int, field: str) -> int:
 
 
 if __name__ == "__main__":
-    mode_name, path, size, seconds, count, busy = sys.argv[1:]
-    main(mode_name, Path(path), float(size), float(seconds), int(count), int(busy))
+    mode_name, path, size, seconds, *counts = sys.argv[1:]
+    main(mode_name, Path(path), float(size), float(seconds), *map(int, counts))

@@ -1,7 +1,8 @@
 """What a checkpoint costs a training loop: ours, `torch.save`, and every mode of torch's dcp.
 
-Each way runs in a process of its own that trains in turn without and with checkpoints, so that
-slow-downs compare neighbours in time. Blocking is what the training thread spends in the calls,
+Each way runs in a process of its own that trains some steps without and some with checkpoints in
+turn, so that slow-downs compare neighbours in time; of these rounds the median counts, and the
+quartiles stand beside. Blocking is what the training thread spends in the calls,
 fences and waits for earlier checkpoints included.
 
 Two measures of the disk stand beside: its own limit (direct writes of as many bytes out of memory
@@ -36,10 +37,12 @@ Run = dict[str, Any]
 Limits = dict[str, float]
 
 OURS, FLOOR, REFERENCE = "ResiHP", "writes alone", "torch.save"
-REPEATED = (OURS, FLOOR)
-"""Quick, and compared with each other: measured more often than the rest."""
+LONGER = (OURS, FLOOR)
+"""Quick, and compared with each other: measured in more rounds and more loops than the rest."""
+FEW_ROUNDS = 2
 COLUMNS = (
-    "way", "blocking ms", "of torch.save's", "slow-down, each step", "each 5th", "durable s",
+    "way", "blocking ms", "of torch.save's", "slow-down, each step", "quartiles", "each 5th",
+    "durable s",
     "of a new file's", "of an old one's", "extra memory", "skipped",
 )  # fmt: skip
 
@@ -65,13 +68,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gib", type=float, action="append", help="size of the state; 1 and 2")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3, help="of each phase of a loop")
+    parser.add_argument("--steps", type=int, default=3, help="without, then with checkpoints")
     parser.add_argument("--way", choices=sorted(set(MODES) - {"none"}), action="append")
     parser.add_argument("--breakdown", action="store_true", help="what the slow-down is made of")
-    parser.add_argument("--rounds", type=int, default=20, help="of the breakdown")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds is 2 or more")
     ways = options.way or [way for way in MODES if way != "none"]
     root = Path(tempfile.mkdtemp(prefix="resihp-checkpoint-", dir=options.folder))
     document: dict[str, Any] = {}
@@ -84,8 +88,8 @@ def main() -> None:
         for number, gib in enumerate([1.0, 2.0] if options.gib is None else options.gib):
             loops = (MAIN, *OTHERS) if number == 0 else (MAIN,)
             for loop in loops:
-                chosen = ways if loop is MAIN else [way for way in ways if way in REPEATED]
-                runs, disk = measure(gib, chosen, loop, options.repeats, options.steps, root)
+                chosen = ways if loop is MAIN else [way for way in ways if way in LONGER]
+                runs, disk = measure(gib, chosen, loop, options.rounds, options.steps, root)
                 document |= report(f"{gib:g} GiB", loop, runs, disk)
     finally:
         shutil.rmtree(root)
@@ -106,29 +110,28 @@ def break_down(gib: float, loop: Loop, rounds: int, root: Path) -> Run:
 
 
 def measure(
-    gib: float, ways: Sequence[str], loop: Loop, repeats: int, steps: int, root: Path
-) -> tuple[dict[str, list[Run]], Limits]:
-    """Every way, the repetitions interleaved, and the disk's limits before, between and after."""
+    gib: float, ways: Sequence[str], loop: Loop, rounds: int, steps: int, root: Path
+) -> tuple[dict[str, Run], Limits]:
+    """Every way, and the disk's limits before, between and after."""
     nbytes = int(gib * 2**30)
     disk = [limit_s(root, nbytes)]
     step_s = loop.times_the_disk * disk[0]["new"]
-    runs: dict[str, list[Run]] = {way: [] for way in ways}
-    for number in range(2 * repeats):
-        for way in ways if number < repeats else [way for way in ways if way in REPEATED]:
-            arguments = [way, root, gib, step_s, steps, loop.threads]
-            command = [sys.executable, "-m", "benchmarks._checkpoint_worker", *map(str, arguments)]
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900, check=True
-            )
-            run: Run = json.loads(done.stdout.splitlines()[-1])
-            runs[way].append(run)
-            blocking = statistics.median(run["each"]["blocking_s"])
-            print(f"{number}  {way}: blocking {1e3 * blocking:.1f} ms", flush=True)
+    runs: dict[str, Run] = {}
+    for way in ways:
+        turns = rounds if way in LONGER else FEW_ROUNDS
+        arguments = [way, root, gib, step_s, steps, turns, loop.threads]
+        command = [sys.executable, "-m", "benchmarks._checkpoint_worker", *map(str, arguments)]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900, check=True
+        )
+        runs[way] = run = json.loads(done.stdout.splitlines()[-1])
+        blocking = statistics.median(run["each"]["blocking_s"])
+        print(f"{way}: blocking {1e3 * blocking:.1f} ms", flush=True)
         disk.append(limit_s(root, nbytes))
     return runs, {kind: statistics.median(each[kind] for each in disk) for kind in disk[0]}
 
 
-def report(size: str, loop: Loop, runs: dict[str, list[Run]], disk: Limits) -> Run:
+def report(size: str, loop: Loop, runs: dict[str, Run], disk: Limits) -> Run:
     """Print the table of one loop; the same as an object."""
     rows, shown = [row(way, runs, disk) for way in runs], told(runs, disk)
     print_table(f"Checkpoints of {size}, {loop}; {shown}", COLUMNS, rows)
@@ -136,44 +139,39 @@ def report(size: str, loop: Loop, runs: dict[str, list[Run]], disk: Limits) -> R
     return {f"{size}, {loop}": {"rows": cells, "limit": shown, "runs": runs}}
 
 
-def row(way: str, runs: dict[str, list[Run]], disk: Limits) -> list[str]:
-    """Medians over all repetitions."""
-    mine = runs[way]
-    blocking = _blocking(mine)
-    reference = _blocking(runs[REFERENCE]) if REFERENCE in runs else None
-    durable = [s for run in mine for s in run["durable_s"]]
-    lasting = statistics.median(durable) if durable else None
-    extra = statistics.median(run["extra_bytes"] / run["state_bytes"] for run in mine)
+def row(way: str, runs: dict[str, Run], disk: Limits) -> list[str]:
+    """Medians over all rounds."""
+    run = runs[way]
+    blocking = statistics.median(run["each"]["blocking_s"])
+    reference = statistics.median(runs[REFERENCE]["each"]["blocking_s"]) if REFERENCE in runs else 0
+    durable = statistics.median(run["durable_s"]) if run["durable_s"] else None
+    low, middle, high = statistics.quantiles(run["each"]["slowdowns"], n=4)
     return [
         way,
         f"{1e3 * blocking:.1f}",
-        f"1/{reference / blocking:.0f}" if reference and reference >= blocking else "-",
-        *(f"{_percent(mine, cadence):+.1f}%" for cadence in ("each", "fifth")),
-        f"{lasting:.2f}" if lasting else "-",
-        *(f"{lasting / disk[k]:.2f}x" if lasting else "-" for k in ("new", "again")),
-        f"{extra:.2f}x",
-        str(sum(run["skipped"] for run in mine)),
+        f"1/{reference / blocking:.0f}" if reference >= blocking else "-",
+        f"{_percent(middle)}%",
+        f"{_percent(low)}..{_percent(high)}%",
+        f"{_percent(statistics.median(run['fifth']['slowdowns']))}%",
+        f"{durable:.2f}" if durable else "-",
+        *(f"{durable / disk[k]:.2f}x" if durable else "-" for k in ("new", "again")),
+        f"{run['extra_bytes'] / run['state_bytes']:.2f}x",
+        str(run["skipped"]),
     ]
 
 
-def told(runs: dict[str, list[Run]], disk: Limits) -> str:
+def told(runs: dict[str, Run], disk: Limits) -> str:
     """The disk's own limit, and the step of the loops."""
-    size = next(iter(runs.values()))[0]["state_bytes"] / 1e9
-    step = statistics.median(run["base_s"] for each in runs.values() for run in each)
+    size = next(iter(runs.values()))["state_bytes"] / 1e9
+    step = statistics.median(run["base_s"] for run in runs.values())
     return (
         f"disk {size / disk['new']:.1f} GB/s into new files, {size / disk['again']:.1f} GB/s over "
         f"old ones; a step without checkpoints {step:.2f} s"
     )
 
 
-def _blocking(runs: list[Run]) -> float:
-    times: list[float] = [s for run in runs for s in run["each"]["blocking_s"]]
-    return statistics.median(times)
-
-
-def _percent(runs: list[Run], cadence: str) -> float:
-    ratios: list[float] = [run[cadence]["slowdown"] for run in runs]
-    return 100 * (statistics.median(ratios) - 1)
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}"
 
 
 if __name__ == "__main__":
