@@ -19,7 +19,7 @@ It listens on `http://127.0.0.1:8700`, shows a dashboard there and its API at `/
 everything in Redis: the one that `--redis` or `REDIS_URL` names, else an embedded one of its own
 in the data folder, so that nothing else needs to be installed.
 
-Point a training job at it with `resihp.Monitor(job="NAME", url="http://127.0.0.1:8700")`.
+Point a training job at it with `resihp.Monitor(job=job, url="http://127.0.0.1:8700")`.
 
 **Examples**
 

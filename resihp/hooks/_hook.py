@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from resihp.contracts import Job
+
 from .monitor import Monitor
 
 P = ParamSpec("P")
@@ -12,7 +14,7 @@ R = TypeVar("R")
 
 
 def hook(
-    *, job: str, url: str | None = None, **options: Any
+    *, job: str | Job, url: str | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`@resihp.hook(job="llama-7b")` over a training step is `Monitor(job=…).step`.
 

@@ -17,16 +17,18 @@ from ._buffer import Buffer, Row
 from ._clocks import CudaClock
 from ._failures import Failures
 from ._probes import Probes
+from ._registration import Registration, Registry
 from ._rows import Batcher, ready, version_of
 from ._spans import Span
 
 _RETRY_STATUSES = (408, 425, 429)
+_UNKNOWN_JOB = 404
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _POLL_S = 0.002
 _TIME_TO_SEND = 0.9  # of the time that closing may take; the rest is for counting what is left
 
 
-class Telemetry(Protocol):
+class Telemetry(Registry, Protocol):
     """Where messages go; `resihp.Client` is one. Its methods raise `ServiceError`."""
 
     def send_telemetry(
@@ -57,13 +59,14 @@ class Sender:
 
     A message that the sidecar refuses (4xx) is dropped; one that it could not take (5xx, no
     answer, 408, 425, 429) is repeated under the same key, after 0.1 s doubling up to 5 s, less a
-    random part of at most half, until `close`. Meanwhile the buffer fills.
+    random part of at most half, until `close`. Meanwhile the buffer fills. So is one of a job that
+    the sidecar does not know, where it can be registered.
     """
 
     def __init__(
         self,
         telemetry: Telemetry,
-        job: str,
+        registration: Registration,
         rank: int,
         failures: Failures,
         *,
@@ -74,7 +77,8 @@ class Sender:
         device: Callable[[], CudaClock | None],
         probes: Probes,
     ) -> None:
-        self._telemetry, self._job, self._rank = telemetry, job, rank
+        self._telemetry, self._job, self._rank = telemetry, registration.name, rank
+        self._registration = registration
         self._failures, self._probes = failures, probes
         self._batch_records, self._interval_s = batch_records, interval_s
         self._seed, self._device = seed, device
@@ -84,6 +88,7 @@ class Sender:
     def reset(self) -> None:
         """Be as new, with an empty buffer and no thread: the state of a forked child."""
         self.buffer.reset()
+        self._registration.reset()
         self.counts = Counts()
         self._batcher = Batcher(self._rank, self._failures)
         self._random = random.Random(self._seed)
@@ -174,6 +179,7 @@ class Sender:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
+                self._registration.make_known(self._telemetry)
                 answer = self._telemetry.send_telemetry(self._job, message, WireFormat.MSGPACK, key)
             except ServiceError as error:
                 if not self._may_repeat(error) or not self._pause(delay_s):
@@ -181,6 +187,7 @@ class Sender:
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
                 self.counts.retries += 1
             else:
+                self._registration.known()
                 self._probes.take(answer)
                 return True
 
@@ -197,12 +204,15 @@ class Sender:
 
     def _may_repeat(self, error: ServiceError) -> bool:
         status = error.status
-        if status is None or status >= 500 or status in _RETRY_STATUSES:
-            self._failures.say_once("away", f"telemetry waits for the sidecar: {error}")
-            return True
-        self.counts.refused += 1
-        self._failures.say_once("refused", f"the sidecar refuses telemetry: {error}")
-        return False
+        if status == _UNKNOWN_JOB and self._registration.is_possible:
+            if not self._registration.unknown():
+                return True
+        elif status is not None and status < 500 and status not in _RETRY_STATUSES:
+            self.counts.refused += 1
+            self._failures.say_once("refused", f"the sidecar refuses telemetry: {error}")
+            return False
+        self._failures.say_once("away", f"telemetry waits for the sidecar: {error}")
+        return True
 
     def _pause(self, delay_s: float) -> bool:
         """Wait before a repetition; False when there is no time for another."""

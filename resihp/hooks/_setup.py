@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, Job
 
 from ._clocks import CudaClock
 
@@ -26,9 +26,9 @@ def rank_of_process(given: int | None) -> int:
     return given
 
 
-def check(job: str, capacity: int, batch_records: int, interval_s: float) -> None:
+def check(job: str | Job, capacity: int, batch_records: int, interval_s: float) -> None:
     if not job:
-        raise ContractError("job", "must be the name of the job")
+        raise ContractError("job", "must be the job, or its name")
     for name, value in (("capacity", capacity), ("batch_records", batch_records)):
         if value < 1:
             raise ContractError(name, f"must be 1 or more, not {value}")

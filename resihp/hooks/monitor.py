@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from resihp.client import Client
-from resihp.contracts import Op
+from resihp.contracts import Job, Op
 
 from ._clocks import CudaClock, HostClock, running_cuda
 from ._failures import Failures
 from ._probes import LinkProbe, Probes, allowed_by_environment
+from ._registration import Registration
 from ._sender import Sender, Telemetry
 from ._setup import check, device_of, rank_of_process, start_afresh_in_children
 from ._spans import DeviceSpan, Exchange, HostSpan, Span, Step, Waiting
@@ -38,7 +39,8 @@ class Monitor:
     not training time. Exceptions of the timed code pass through; the block that raised leaves no
     record.
 
-    job, rank      whose records; `rank` defaults to the environment's RANK, else 0
+    job, rank      whose records; `rank` defaults to the environment's RANK, else 0. A `Job` is made
+                   known to the sidecar; of one that is known to it the name is enough
     url, token     of the sidecar; default RESIHP_URL, else http://127.0.0.1:8700, and RESIHP_TOKEN
     current_step   step of the next record; `step` counts it up, and resuming code sets it
     plan_version   plan under which the next record is made; code that applies plans sets it
@@ -57,7 +59,7 @@ class Monitor:
     def __init__(
         self,
         *,
-        job: str,
+        job: str | Job,
         url: str | None = None,
         token: str | None = None,
         rank: int | None = None,
@@ -89,9 +91,9 @@ class Monitor:
         self._sender = Sender(
             client or Client(url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
                              token or os.environ.get("RESIHP_TOKEN")),
-            job, self.rank, self._failures, capacity=capacity, batch_records=batch_records,
-            interval_s=interval_s, seed=self.rank if seed is None else seed,
-            device=device_of(self), probes=self._probes,
+            Registration(job, self.rank), self.rank, self._failures, capacity=capacity,
+            batch_records=batch_records, interval_s=interval_s,
+            seed=self.rank if seed is None else seed, device=device_of(self), probes=self._probes,
         )  # fmt: skip
         self._put = self._sender.buffer.put
         self._finalizer = weakref.finalize(self, self._sender.close, 2.0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from resihp.contracts import ServiceError, TelemetryBatch
+from resihp.contracts import Job, ServiceError, TelemetryBatch
 from resihp.contracts.codec import decode
 from resihp.hooks import HostClock, Monitor
 
@@ -18,10 +18,14 @@ class Sidecar:
 
     def __init__(self) -> None:
         self.script: list[int | Exception | None] = []
+        self.jobs: list[Job] = []
         self.batches: list[TelemetryBatch] = []
         self.keys: list[str] = []
         self.open = threading.Event()
         self.open.set()
+
+    def register(self, job):
+        self.jobs.append(job)
 
     def send_telemetry(self, job, message, form, key=None):
         self.keys.append(key)
