@@ -115,9 +115,11 @@ class Detector:
     def diagnosis(self) -> Diagnosis:
         """Why the job is slow, from the last steps; nothing is named before the first."""
         from .diagnosis import diagnose
+        from .whatif.slow import SlowDevice
 
-        named = bool((self._epoch.book.status == FAIL_SLOW).any())
-        return diagnose(self.job, self.job.layout, self._recent.batches(), device_named=named)
+        named = np.flatnonzero(self._epoch.book.status == FAIL_SLOW).tolist()
+        slow = SlowDevice.named((self._verdict(at) for at in named), self.job.layout)
+        return diagnose(self.job, self.job.layout, self._recent.batches(), slow)
 
     def apply_plan(self, plan: Plan) -> None:
         """Starts afresh on the layout of a newer plan.

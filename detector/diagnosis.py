@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
+
+if TYPE_CHECKING:
+    from .whatif.slow import SlowDevice
 
 CAUSES: tuple[Cause, ...] = tuple(cause for cause in Cause if cause is not Cause.NONE)
 WORTH_NAMING = 0.02
@@ -74,15 +78,21 @@ class Costs:
         )
 
 
-def costs_of(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Costs:
+def costs_of(
+    job: Job,
+    layout: Layout,
+    batches: Iterable[TelemetryBatch],
+    slow: Sequence[SlowDevice] = (),
+) -> Costs:
     """What slowed the steps in `batches`, which were recorded under `layout`; milliseconds.
 
     Records of an older plan version than the newest are left out. The steps are replayed in the
-    order of the job's schedule, as they were and with one cause removed at a time.
+    order of the job's schedule, as they were and with one cause removed at a time. `slow` are the
+    devices that the detector has named: it may know more of them than the records of these steps.
     """
     from .whatif.replayed import Replayed
 
-    replayed = Replayed.of(job, layout, batches)
+    replayed = Replayed.of(job, layout, batches, slow)
     if replayed is None:
         return Costs(step=0.0, ideal=0.0, lost={}, steps=0)
     return Costs(
@@ -95,22 +105,26 @@ def costs_of(job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Cos
 
 
 def diagnose(
-    job: Job, layout: Layout, batches: Iterable[TelemetryBatch], *, device_named: bool = False
+    job: Job,
+    layout: Layout,
+    batches: Iterable[TelemetryBatch],
+    slow: Sequence[SlowDevice] = (),
 ) -> Diagnosis:
     """Why the steps in `batches` took as long as they did; see `costs_of` and `conclude`."""
-    return conclude(costs_of(job, layout, batches), device_named=device_named)
+    return conclude(costs_of(job, layout, batches, slow), slow=slow)
 
 
 def conclude(
-    costs: Costs, slowdown: float | None = None, *, device_named: bool = False
+    costs: Costs, slowdown: float | None = None, *, slow: Sequence[SlowDevice] = ()
 ) -> Diagnosis:
     """The diagnosis from what each cause costs.
 
     Shares are of what the causes cost together. No cause is named where even the largest costs
     less than `WORTH_NAMING` of the step, or less than a quarter of that for slow devices where the
-    detector has named one. Nor are slow devices where the records do not tell them from more work,
-    unless the detector has named one. `slowdown` overrides the one that follows from `costs`.
+    detector has named some (`slow`). Nor are slow devices where the records do not tell them from
+    more work, unless the detector has. `slowdown` overrides the one that follows from `costs`.
     """
+    device_named = bool(slow)
     total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
         cause: costs.lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES

@@ -4,6 +4,7 @@ from .analysis import WhatIf
 from .causes import Causes
 from .dependencies import Dependencies, dependencies, transfer_seconds
 from .ops import Kind, OpTable, Recording
+from .slow import SlowDevice
 
 __all__ = [
     "Causes",
@@ -11,6 +12,7 @@ __all__ = [
     "Kind",
     "OpTable",
     "Recording",
+    "SlowDevice",
     "WhatIf",
     "dependencies",
     "transfer_seconds",

@@ -22,6 +22,7 @@ from .analysis import WhatIf
 from .effects import EFFECTS, SETS, Effects, fair_costs
 from .ops import COLLECTIVE, P2P, Floats, Kind
 from .order import quantile
+from .slow import SlowDevice, known_factor
 
 _ALONE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GC)
 USUAL = 0.1
@@ -34,9 +35,10 @@ FAIR_COMMUNICATION = 0.15
 
 @dataclass(frozen=True, eq=False)
 class Causes:
-    """The causes of one recording."""
+    """The causes of one recording, of which the devices in `slow` are known to be slow."""
 
     whatif: WhatIf
+    slow: tuple[SlowDevice, ...] = ()
 
     @cached_property
     def cells(self) -> NDArray[np.intp]:
@@ -57,7 +59,13 @@ class Causes:
         missing = (self.cells < 0)[:, :, :, None, None]
         times = np.where(missing, np.nan, self.whatif.own_s[self.cells])
         times = np.where(times > 0, times, np.nan)
-        return Effects(np.ascontiguousarray(times.transpose(0, 1, 3, 4, 2)))
+        times = np.ascontiguousarray(times.transpose(0, 1, 3, 4, 2))
+        if not self.slow:
+            return Effects(times)
+        rec = self.whatif.recording
+        return Effects(
+            times, known=known_factor(self.slow, rec.steps, rec.stages, times.shape[1:3])
+        )
 
     @cached_property
     def removed(self) -> dict[Cause, float]:

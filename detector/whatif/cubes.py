@@ -32,6 +32,7 @@ class Cubes:
     microbatch_data
                 [C, D, T, M] loading of one microbatch
     quotas      [D] microbatches per step; stages [D] number of stages
+    steps       [T] numbers of the steps
     """
 
     passes: Floats
@@ -44,6 +45,7 @@ class Cubes:
     microbatch_data: Floats
     quotas: tuple[int, ...]
     stages: tuple[int, ...]
+    steps: Ints
 
     @classmethod
     def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Cubes | None:
@@ -51,7 +53,7 @@ class Cubes:
         rows = _Rows.of(layout, _newest(batches), max(job.quotas))
         if not np.isin(rows.batch.op[rows.batch.microbatch >= 0], _COMPUTE).any():
             return None
-        stages, dp, steps = layout.pp, layout.dp, rows.steps
+        stages, dp, steps = layout.pp, layout.dp, rows.steps.size
         count = int(rows.at["microbatch"].max()) + 1
         place = (stages * job.chunks, dp, steps, count)
         split = job.schedule is Schedule.ZERO_BUBBLE
@@ -77,6 +79,7 @@ class Cubes:
                 for d, quota in enumerate(seen)
             ),
             stages=tuple(len(replica.stages) for replica in layout.replicas),
+            steps=rows.steps,
         )
 
 
@@ -91,7 +94,7 @@ class _Rows:
 
     batch: TelemetryBatch
     at: dict[str, Ints]
-    steps: int
+    steps: Ints  # their numbers
     slot: Ints  # of the rank within its tensor-parallel group
     slots: int
     peer_stage: Ints
@@ -114,7 +117,7 @@ class _Rows:
             "microbatch": numbered(part, batch.microbatch, most),
         }
         beyond = np.where(peer >= 0, places[2][peer], -1)
-        return cls(batch, at, steps.size, tp, int(places[3].max()) + 1, beyond)
+        return cls(batch, at, steps, tp, int(places[3].max()) + 1, beyond)
 
     def fill(
         self, shape: tuple[int, ...], op: Op, *axes: str, add: bool = False, all_: bool = False

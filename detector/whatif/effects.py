@@ -26,6 +26,7 @@ EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
 """Every set of effects that can be removed together."""
 
+_MEMBERS = 0.03  # healthy members of a group are so much apart (log), and no more
 _SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
 _LEAST = 0.02  # and by at least this (log)
 _TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
@@ -37,12 +38,14 @@ class Effects:
 
     `work` [K, D, T, M] holds what is known of every microbatch's size, up to a factor each;
     None where nothing is recorded. `mates` are the times of another rank that computes the same
-    microbatches; None where there is none.
+    microbatches; None where there is none. `known` [1, C, D, T, 1] are the factors of devices that
+    were found slow by other means: what they explain is taken for granted, the rest is estimated.
     """
 
     times: Floats
     work: Floats | None = None
     mates: NDArray[np.float64] | None = None
+    known: NDArray[np.float64] | None = None
 
     @property
     def tell_devices(self) -> bool:
@@ -52,10 +55,13 @@ class Effects:
     @cached_property
     def device(self) -> NDArray[np.float64]:
         """Factor [1, C, D, T, 1] by which a device is slower than its peers at that step."""
+        times = self._times
         expected = self._expected()
-        residual = self._relative() if expected is None else np.log(self.times / expected)
+        residual = _relative(times) if expected is None else np.log(times / expected)
         level = median(residual, axis=(0, 4))[0, :, :, :, 0]
-        return np.exp(np.nan_to_num(_steady(level)))[None, :, :, :, None]
+        found = np.exp(np.nan_to_num(_steady(level, among_mates=self._among_mates)))
+        factor = found[None, :, :, :, None]
+        return factor if self.known is None else factor * self.known
 
     def without(self, gone: Collection[Cause]) -> NDArray[np.float64]:
         """The times without some effects.
@@ -100,42 +106,22 @@ class Effects:
         spread = float((one @ one) * (rest @ rest))
         return max(float(one @ rest), 0.0) ** 2 / spread if spread > 0 else 0.0
 
+    @cached_property
+    def _times(self) -> NDArray[np.float64]:
+        """The times without what known devices are slow by."""
+        return np.asarray(self.times if self.known is None else self.times / self.known, np.float64)
+
+    @property
+    def _among_mates(self) -> bool:
+        """Whether the members of its group are the only peers of a device."""
+        return self.mates is not None and self.times.shape[2] == 1
+
     def _expected(self) -> NDArray[np.float64] | None:
         """What a healthy device of the stage takes for the work; None where nothing tells."""
+        usual = self.mates if self._among_mates and self.mates is not None else self._times
         if self.work is not None:
-            return self._from_lengths(self.work)
-        return self._from_stages() if self.times.shape[1] > 1 else self.mates
-
-    def _from_stages(self) -> NDArray[np.float64]:
-        """By what the other stages took for the same microbatch.
-
-        The lower median over the stages' opinions, so that a slow device does not pass for work.
-        """
-        middle = median(self.times, axis=1)
-        maps = np.array(
-            [
-                [_affine(middle[direction, 0], stage) for stage in times]
-                for direction, times in enumerate(self.times)
-            ]
-        )
-        offset, slope = maps[:, :, 0, None, None, None], maps[:, :, 1, None, None, None]
-        work = quantile((self.times - offset) / slope, 0.5, axis=1)
-        floor = 0.05 * median(self.times, axis=(2, 3, 4))
-        return np.asarray(np.maximum(offset + slope * work, floor), np.float64)
-
-    def _from_lengths(self, work: Floats) -> NDArray[np.float64]:
-        """By a fit of the stage's times on the sizes of its microbatches."""
-        terms = np.concatenate([np.ones_like(work[:1]), work])
-        expected = np.empty(self.times.shape)
-        for index in np.ndindex(self.times.shape[:2]):
-            expected[index] = _fit(terms, self.times[index])
-        return expected
-
-    def _relative(self) -> NDArray[np.float64]:
-        """Log of the times relative to the peers at the same step, where no pass tells the work."""
-        level = median(np.log(self.times), axis=4)
-        peers = median(level, axis=2 if level.shape[2] > 1 else 3)
-        return _running_median(level - peers, axis=3, window=9)
+            return _from_lengths(usual, self.work)
+        return _from_stages(usual) if self.times.shape[1] > 1 else self.mates
 
 
 def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
@@ -155,14 +141,52 @@ def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
     return costs
 
 
-def _steady(level: Floats) -> NDArray[np.float64]:
+def _from_stages(times: Floats) -> NDArray[np.float64]:
+    """By what the other stages took for the same microbatch.
+
+    The lower median over the stages' opinions, so that a slow device does not pass for work.
+    """
+    middle = median(times, axis=1)
+    maps = np.array(
+        [
+            [_affine(middle[direction, 0], stage) for stage in stages]
+            for direction, stages in enumerate(times)
+        ]
+    )
+    offset, slope = maps[:, :, 0, None, None, None], maps[:, :, 1, None, None, None]
+    work = quantile((times - offset) / slope, 0.5, axis=1)
+    floor = 0.05 * median(times, axis=(2, 3, 4))
+    return np.asarray(np.maximum(offset + slope * work, floor), np.float64)
+
+
+def _from_lengths(times: Floats, work: Floats) -> NDArray[np.float64]:
+    """By a fit of the stage's times on the sizes of its microbatches."""
+    terms = np.concatenate([np.ones_like(work[:1]), work])
+    expected = np.empty(times.shape)
+    for index in np.ndindex(times.shape[:2]):
+        expected[index] = _fit(terms, times[index])
+    return expected
+
+
+def _relative(times: Floats) -> NDArray[np.float64]:
+    """Log of the times relative to the peers at the same step, where no pass tells the work."""
+    level = median(np.log(times), axis=4)
+    peers = median(level, axis=2 if level.shape[2] > 1 else 3)
+    return _running_median(level - peers, axis=3, window=9)
+
+
+def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
     """Log factor [C, D, T] of every device: its usual level, or the present one where it left it
     for a few steps, or by far for one.
 
-    Peers of a stage set the zero; where there are none, the faster steps of the device itself.
+    Peers of a stage set the zero; where there are none, the faster steps of the device itself. Of
+    a group that is `among_mates`, the level says how much slower the slowest member is than the
+    middle one: what is more than members differ by is no zero, however long it has been so.
     """
     usual = median(level, axis=2)
     zero = quantile(usual, 0.5, axis=1) if level.shape[1] > 1 else quantile(level, 0.25, axis=2)
+    if among_mates:
+        zero = np.minimum(zero, _MEMBERS)
     away = level - usual
     sigma = _TO_SIGMA * float(median(np.abs(away), axis=(0, 1, 2)).item())
     smooth = _running_median(away, axis=2, window=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from .cubes import Cubes
 from .effects import SETS, Effects, fair_costs
 from .ops import Floats
 from .order import mean, median, quantile
+from .slow import SlowDevice, known_factor
 from .template import StepGraph, StepSpans
 
 
@@ -29,8 +30,15 @@ class Replayed:
     effects: Effects
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> Replayed | None:
-        """Prepares records; None if there is no compute record."""
+    def of(
+        cls,
+        job: Job,
+        layout: Layout,
+        batches: Iterable[TelemetryBatch],
+        slow: Sequence[SlowDevice] = (),
+    ) -> Replayed | None:
+        """Prepares records; None if there is no compute record. `slow` are devices of the layout
+        that are known to be slow."""
         cubes = Cubes.of(job, layout, batches)
         if cubes is None:
             return None
@@ -41,7 +49,10 @@ class Replayed:
         )
         graph = StepGraph.of(job, whole)
         there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 tells nothing
-        return cls(whole, graph, Effects(there, cubes.work, cubes.mates))
+        known = None
+        if slow:
+            known = known_factor(slow, cubes.steps, layout.pp, there.shape[1:3])
+        return cls(whole, graph, Effects(there, cubes.work, cubes.mates, known))
 
     @property
     def steps(self) -> int:

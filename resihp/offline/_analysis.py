@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from detector import Detector
 from detector.diagnosis import Costs, conclude, costs_of
-from detector.whatif import Causes, WhatIf
+from detector.whatif import Causes, SlowDevice, WhatIf
 from resihp.contracts import (
     ContractError,
     Diagnosis,
@@ -39,6 +40,7 @@ class Analysis:
     changes    every change of a verdict, in order
     diagnosis  why the job is slow
     costs      what each cause costs, per step: seconds with `whatif`, else milliseconds
+    slow       the devices that were named, also those that became healthy again
     whatif     the published what-if quantities; None where the format lacks start times
     """
 
@@ -47,6 +49,7 @@ class Analysis:
     changes: tuple[Change, ...]
     diagnosis: Diagnosis
     costs: Costs
+    slow: tuple[SlowDevice, ...]
     whatif: WhatIf | None
 
     @cached_property
@@ -96,15 +99,17 @@ def analyze(trace: Trace) -> Analysis:
         whatif = None
         if trace.grid is not None:
             whatif = WhatIf.of(trace.recording, trace.dependencies, trace.own_s)
-        costs = _costs(trace) if whatif is None else _replayed_costs(whatif)
+        layouts = {0: trace.job.layout} | {plan.version: plan.layout for plan in trace.plans}
+        slow = {v: _named(layout, verdicts, changes) for v, layout in layouts.items()}
+        costs = _costs(trace, layouts, slow) if whatif is None else _replayed(whatif, slow[0])
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
     diagnosis = conclude(
         costs,
         None if whatif is None else max(whatif.slowdown, 1.0),
-        device_named=any(verdict.status is Status.FAIL_SLOW for verdict in verdicts),
+        slow=slow[max(slow)],
     )
-    return Analysis(trace, verdicts, changes, diagnosis, costs, whatif)
+    return Analysis(trace, verdicts, changes, diagnosis, costs, slow[max(slow)], whatif)
 
 
 def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
@@ -124,8 +129,25 @@ def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
     return tuple(known), tuple(changes)
 
 
-def _replayed_costs(whatif: WhatIf) -> Costs:
-    causes = Causes(whatif)
+def _named(
+    layout: Layout, verdicts: tuple[Verdict, ...], changes: tuple[Change, ...]
+) -> tuple[SlowDevice, ...]:
+    """The devices of a layout that are named at the end, and those that once were."""
+    found = list(SlowDevice.named(verdicts, layout))
+    now: dict[int, Verdict] = {}
+    for change in changes:
+        verdict = change.verdict
+        if verdict.status is Status.FAIL_SLOW:
+            now[verdict.rank] = verdict
+        elif verdict.rank in now:
+            until = change.step if verdict.since_step is None else verdict.since_step
+            past = SlowDevice.named([now.pop(verdict.rank)], layout)
+            found += [replace(device, until=until) for device in past]
+    return tuple(found)
+
+
+def _replayed(whatif: WhatIf, slow: tuple[SlowDevice, ...]) -> Costs:
+    causes = Causes(whatif, slow)
     return Costs(
         step=float(whatif.recorded_s.mean()),
         ideal=whatif.ideal_step_s,
@@ -135,11 +157,12 @@ def _replayed_costs(whatif: WhatIf) -> Costs:
     )
 
 
-def _costs(trace: Trace) -> Costs:
+def _costs(
+    trace: Trace, layouts: Mapping[int, Layout], slow: Mapping[int, tuple[SlowDevice, ...]]
+) -> Costs:
     """The mean over the stretches under one plan each."""
-    layouts = {0: trace.job.layout} | {plan.version: plan.layout for plan in trace.plans}
     parts = [
-        costs_of(trace.job, layouts.get(version, trace.job.layout), stretch)
+        costs_of(trace.job, layouts.get(version, layouts[0]), stretch, slow.get(version, slow[0]))
         for version, stretch in groupby(trace.batches(), key=lambda batch: batch.plan_version)
     ]
     return Costs.mean(parts)

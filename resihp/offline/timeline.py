@@ -102,7 +102,7 @@ class Timeline:
         A tensor-parallel group counts as one, under its first rank.
         """
         if self.analysis.whatif is not None:
-            effects = Causes(self.analysis.whatif).effects
+            effects = Causes(self.analysis.whatif, self.analysis.slow).effects
             rank = self.analysis.whatif.recording.rank
         else:
             effects = self._records[0].effects
@@ -119,7 +119,7 @@ class Timeline:
         batches = list(trace.batches())
         newest = max(batch.plan_version for batch in batches)
         last = [batch for batch in batches if batch.plan_version == newest]
-        replayed = Replayed.of(trace.job, self.analysis.layout, last)
+        replayed = Replayed.of(trace.job, self.analysis.layout, last, self.analysis.slow)
         assert replayed is not None
         return replayed, np.unique(np.concatenate([batch.step for batch in last]))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from detector import Detector
+from detector.diagnosis import WORTH_NAMING, costs_of
 from detector.scenarios import Fault, steps_of
 from resihp.contracts import Cause, Job, Layout, Status
 
@@ -83,3 +84,39 @@ def test_timers_that_last_as_long_as_the_slowest_member_tell_nothing_of_devices(
     assert named == set()
     assert diagnosis.root_cause is Cause.NONE
     assert "cannot be told" in diagnosis.detail[-1]
+
+
+SHAPES = [(1, 1, 4), (1, 2, 4), (1, 4, 1), (2, 2, 2), (4, 1, 2), (4, 4, 1)]
+CASES = [
+    (shape, onset, lengths, (1, 4, 8)[index % 3])
+    for index, (shape, onset, lengths) in enumerate(product(SHAPES, [0, 12], [True, False]))
+]
+
+
+@pytest.mark.parametrize(("shape", "onset", "lengths", "per_replica"), CASES)
+def test_a_named_device_costs_what_the_job_would_save_without_it(
+    shape: tuple[int, int, int], onset: int, lengths: bool, per_replica: int
+) -> None:
+    """The same job without the fault tells what it truly costs."""
+    dp, pp, tp = shape
+    layout = Layout.grid(dp=dp, pp=pp, tp=tp, layers=8)
+    job = Job(name="job", layout=layout, microbatches=dp * per_replica)
+    slow = layout.replicas[-1].stages[0].ranks[-1]
+    fault = Fault(rank=slow, factor=1.5, from_step=onset)
+    sick, well = (
+        list(steps_of(job, LENGTHS, steps=24, seed=5, faults=faults, with_lengths=lengths))
+        for faults in ([fault], [])
+    )
+    detector = Detector(job)
+    for batch in sick:
+        detector.update(batch)
+    named = {v.rank for v in detector.verdicts() if v.status is Status.FAIL_SLOW}
+    healthy, recorded = (costs_of(job, layout, batches).step for batches in (well, sick))
+    costs = 1.0 - healthy / recorded
+    diagnosis = detector.diagnosis()
+    if named:
+        assert diagnosis.slowdown * diagnosis.attribution[Cause.DEVICE] > 0.0
+        assert diagnosis.root_cause is not Cause.NONE or costs < WORTH_NAMING
+    if named and costs >= 0.1:
+        assert diagnosis.root_cause is Cause.DEVICE
+        assert 1.0 - 1.0 / diagnosis.slowdown > 0.6 * costs

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detector.diagnosis import CAUSES, Costs, conclude, diagnose
-from detector.whatif import Causes, Kind, Recording, WhatIf
+from detector.whatif import Causes, Kind, Recording, SlowDevice, WhatIf
 from detector.whatif.ops import P2P
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
 from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
 
 COLLECTIVES = (Kind.GRADS_SCATTER, Kind.PARAMS_GATHER)
+NAMED = SlowDevice(rank=0, dp=0, pp=0, factor=1.02)
 SLOW = Trouble(replica=1, stage=2, factor=1.3)
 JOBS = {
     "clean": (Recipe(), Cause.NONE),
@@ -161,7 +162,7 @@ def test_costs_below_notice_name_no_cause():
 
     costs = Costs(step=100.0, ideal=99.0, lost={Cause.DEVICE: 1.0}, steps=3)
     assert conclude(costs).root_cause is Cause.NONE
-    assert conclude(costs, device_named=True).root_cause is Cause.DEVICE
+    assert conclude(costs, slow=[NAMED]).root_cause is Cause.DEVICE
     assert conclude(dataclasses.replace(costs, lost={Cause.DEVICE: 3.0})).root_cause is Cause.DEVICE
 
 
@@ -170,7 +171,7 @@ def test_slow_devices_are_no_cause_where_records_do_not_tell_them_from_work() ->
     diagnosis = conclude(costs)
     assert diagnosis.root_cause is Cause.NONE
     assert "cannot be told" in diagnosis.detail[-1]
-    assert conclude(costs, device_named=True).root_cause is Cause.DEVICE
+    assert conclude(costs, slow=[NAMED]).root_cause is Cause.DEVICE
 
 
 def test_slowdown_is_at_least_what_the_dearest_cause_costs() -> None:

@@ -5,7 +5,19 @@ import pytest
 
 from detector.diagnosis import Costs, costs_of, diagnose
 from detector.whatif.replayed import Replayed
-from resihp.contracts import Cause, Job, Layout, Op, Replica, Schedule, Stage, TelemetryBatch
+from detector.whatif.slow import SlowDevice, known_factor
+from resihp.contracts import (
+    Cause,
+    Job,
+    Layout,
+    Op,
+    Replica,
+    Schedule,
+    Stage,
+    Status,
+    TelemetryBatch,
+    Verdict,
+)
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
 
@@ -141,3 +153,37 @@ def test_the_slowdown_is_no_less_than_what_slow_devices_cost():
     """One of four devices that wait for each other at every layer: the mean holds its slowness."""
     costs = Costs(step=1.2, ideal=1.15, lost={Cause.DEVICE: 0.2, Cause.HOST: 0.3}, steps=3)
     assert costs.slowdown == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_group_without_peers_shows_its_slow_member_from_the_first_step(pp):
+    layout = Layout.grid(dp=1, pp=pp, tp=4, layers=4)
+    job = job_of(layout, 4)
+    slow, even = (records(job, slow=factors, spread=0.2, noise=0.01) for factors in ({2: 1.5}, {}))
+    late = slow.select(slow.step >= 2)
+    found = costs_of(job, layout, [late])
+    assert found.lost[Cause.DEVICE] > 0.2 * found.step
+    none = costs_of(job, layout, [even])
+    assert none.lost[Cause.DEVICE] < 0.02 * none.step
+
+
+def test_what_is_known_of_a_device_is_not_taken_for_a_heavy_stage():
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=4)
+    job = job_of(layout, 4)
+    batch = records(job, slow={1: 1.5})
+    batch = batch.select(batch.step >= 2)
+    assert diagnose(job, layout, [batch]).root_cause is Cause.STAGE_IMBALANCE
+    (device,) = SlowDevice.named([Verdict(rank=1, status=Status.FAIL_SLOW, slowdown=1.5)], layout)
+    known = diagnose(job, layout, [batch], [device])
+    assert known.root_cause is Cause.DEVICE
+    assert known.attribution[Cause.DEVICE] > 0.9
+
+
+def test_a_device_counts_as_slow_only_while_it_was():
+    slow = SlowDevice(rank=3, dp=1, pp=1, factor=2.0, since=2, until=4)
+    factor = known_factor([slow], np.arange(6), 2, (4, 2))  # two chunks on each stage
+    assert (
+        factor[0, :, 1, :, 0].T.tolist()
+        == [[1, 1, 1, 1]] * 2 + [[1, 2, 1, 2]] * 2 + [[1, 1, 1, 1]] * 2
+    )
+    assert (factor[0, :, 0] == 1.0).all()
