@@ -1,89 +1,148 @@
 """Who is alive: an adaptive time-out on heartbeats.
 
-Phi-accrual (Hayashibara et al., "The phi accrual failure detector", SRDS 2004): how unlikely the
-present silence is, given how regular the beats have been, with two additions. A silence that most
-ranks share is the network or the service, not death, and is not held against anyone. And no rank
-dies sooner than `floor_s`, however regular it was.
+A sender beats at a regular interval I, and a share p of its beats is lost. The gaps between those
+that come are then multiples of I with mean I / (1 - p) and squared coefficient of variation p, so
+that these two tell p and I; beats that are late or irregular make p larger, up to the 1 of beats
+that come at random. A silence of k intervals has the chance p ** k: a rank is dead when that is
+below 10 ** -phi, which for beats at random is a silence of 2.3 phi mean gaps, and fewer for all
+others. Where silences come in another way (a trainer that stands still now and then), one twice
+as long as the longest that the rank came back from is waited for as well, within a limit.
+
+A silence that most ranks share, or in which nobody at all was heard, is the network or the
+service, not death: it is held against no one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 from .base.arrays import State
+
+_FADE = 0.007  # weight of a new gap in what is known of them
+_FADE_LONGEST = 0.002
+_DOUBT = 9.0  # as if so many beats had been lost besides those that were
+_MOST_LOST = 0.97
+_FEW = 2  # so few ranks are no witnesses of each other
+
+
+@dataclass(slots=True)
+class _Sender:
+    """Beats of one rank: when the last one came, the number of gaps before it, their sum and that
+    of their squares (older ones fade), the longest silence that it came back from, and whether it
+    is held for dead."""
+
+    last: float
+    gaps: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+    longest: float = 0.0
+    dead: bool = False
+
+    def learn(self, gap: float) -> None:
+        """Takes the gap between two beats into account; seconds."""
+        self.gaps += 1.0 - _FADE * self.gaps
+        self.total += gap - _FADE * self.total
+        self.squares += gap * gap - _FADE * self.squares
+        self.longest = max(gap, self.longest - _FADE_LONGEST * self.longest)
+
+    @property
+    def mean(self) -> float:
+        """Mean gap in seconds."""
+        return self.total / self.gaps
+
+    @property
+    def lost(self) -> float:
+        """Share of the beats that are lost, or as good as lost; rather too large than too small."""
+        spread = max(self.squares / self.gaps / self.mean**2 - 1.0, 0.0)
+        return min((self.gaps * spread + _DOUBT) / (self.gaps + _DOUBT), _MOST_LOST)
 
 
 class Heartbeats:
     """Arrival times of heartbeats. Times are seconds of any one monotonic clock.
 
-    phi        suspicion from which a rank counts as dead; 10 is one error in 1e10 intervals
-    floor_s    shortest silence that may be death
-    fade       weight of a new interval in the running mean and deviation
+    phi      a live rank counts as dead once in 10 ** phi beats, if beats are lost independently of
+             each other, 30% of them at most
+    floor_s  shortest silence that may be death
+    limit_s  longest silence that is waited for only because there was one like it
     """
 
-    def __init__(self, *, phi: float = 10.0, floor_s: float = 5.0, fade: float = 0.1) -> None:
-        self.phi, self.floor_s, self.fade = phi, floor_s, fade
-        self._last: dict[int, float] = {}
-        self._mean: dict[int, float] = {}
-        self._deviation: dict[int, float] = {}
+    def __init__(self, *, phi: float = 10.0, floor_s: float = 5.0, limit_s: float = 60.0) -> None:
+        self.phi, self.floor_s, self.limit_s = phi, floor_s, limit_s
+        self._senders: dict[int, _Sender] = {}
+        self._heard = -math.inf  # when anyone was
+        self._excused = -math.inf  # silence before this is held against no one
 
     def beat(self, ranks: Iterable[int], now: float) -> None:
         """Ranks were alive at `now`; an earlier time than the last one is ignored."""
         for rank in ranks:
-            last = self._last.get(rank)
-            if last is None:
-                self._last[rank] = now
-            elif now > last:
-                self._learn(rank, now - last)
-                self._last[rank] = now
+            sender = self._senders.get(rank)
+            if sender is None:
+                self._senders[rank] = _Sender(now)
+            elif now > sender.last:
+                self._hear(sender, now)
+            self._heard = max(self._heard, now)
 
-    def _learn(self, rank: int, interval: float) -> None:
-        mean = self._mean.get(rank, interval)
-        self._mean[rank] = mean + self.fade * (interval - mean)
-        deviation = self._deviation.get(rank, interval / 2)
-        self._deviation[rank] = deviation + self.fade * (abs(interval - mean) - deviation)
+    def _hear(self, sender: _Sender, now: float) -> None:
+        quiet = now - self._heard  # everyone
+        if quiet > 0.5 * self.floor_s and quiet > 0.5 * self._time_out(sender):
+            self._excused = now
+        if sender.last >= self._excused or len(self._senders) <= _FEW:
+            gap = now - sender.last
+            if gap > self.limit_s:  # one long silence may not make all later ones look short
+                gap = min(gap, max(self.limit_s, self._time_out(sender)))
+            sender.learn(gap)
+        sender.last, sender.dead = now, False
 
-    def suspicion(self, rank: int, now: float) -> float:
-        """Phi of a rank: minus log10 of the chance of so long a silence from a live one."""
-        if rank not in self._last or rank not in self._mean:
-            return 0.0
-        silence = now - self._last[rank]
-        mean = self._mean[rank]
-        deviation = max(1.25 * self._deviation[rank], 0.25 * mean, 1e-3)
-        late = (silence - mean) / deviation
-        if late <= 0:
-            return 0.0
-        # Student with 4 degrees of freedom: networks have heavier tails than the normal curve.
-        return 2.5 * math.log10(1.0 + late * late / 4.0) + 0.3
+    def time_out(self, rank: int) -> float:
+        """Seconds of silence from which a rank counts as dead; infinite until it beat twice."""
+        sender = self._senders.get(rank)
+        return math.inf if sender is None else self._time_out(sender)
+
+    def _time_out(self, sender: _Sender) -> float:
+        if not sender.gaps:
+            return math.inf
+        lost = sender.lost
+        interval = (1.0 - lost) * sender.mean
+        silence = interval * (0.5 + self.phi / -math.log10(lost))
+        return max(self.floor_s, silence, min(2.0 * sender.longest, self.limit_s))
 
     def dead(self, now: float) -> list[int]:
-        """Ranks whose silence is death, not a slow network."""
-        silent = [rank for rank, last in self._last.items() if now - last > self.floor_s]
-        if len(self._last) > 2 and 2 * len(silent) > len(self._last):
-            return []
-        return sorted(rank for rank in silent if self.suspicion(rank, now) >= self.phi)
+        """Ranks whose silence is death, not a slow network; those found before as well."""
+        living = [sender for sender in self._senders.values() if not sender.dead]
+        quiet = [sender for sender in living if self._is_quiet(sender, now)]
+        if len(living) > _FEW and 2 * len(quiet) > len(living):
+            self._excused = now
+        for sender in quiet:
+            silence = now - max(sender.last, self._excused)
+            sender.dead = silence > self._time_out(sender)
+        return sorted(rank for rank, sender in self._senders.items() if sender.dead)
+
+    def _is_quiet(self, sender: _Sender, now: float) -> bool:
+        silence = now - sender.last
+        return silence > self.floor_s and (not sender.gaps or silence > 3.0 * sender.mean)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Stops waiting for ranks that are gone."""
         for rank in ranks:
-            for table in (self._last, self._mean, self._deviation):
-                table.pop(rank, None)
+            self._senders.pop(rank, None)
 
     def state(self) -> State:
         """What `load` needs."""
+        senders = self._senders.values()
+        columns = {f.name: [getattr(s, f.name) for s in senders] for f in fields(_Sender)}
         return {
-            "ranks": list(self._last),
-            "last": list(self._last.values()),
-            "mean": [self._mean.get(rank) for rank in self._last],
-            "deviation": [self._deviation.get(rank) for rank in self._last],
+            "ranks": list(self._senders),
+            "heard": self._heard,
+            "excused": self._excused,
+            "senders": columns,
         }
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
-        ranks = state["ranks"]
-        self._last = dict(zip(ranks, state["last"], strict=True))
-        for table, name in ((self._mean, "mean"), (self._deviation, "deviation")):
-            table.clear()
-            pairs = zip(ranks, state[name], strict=True)
-            table.update({rank: value for rank, value in pairs if value is not None})
+        rows = zip(*(state["senders"][f.name] for f in fields(_Sender)), strict=True)
+        self._senders = {
+            rank: _Sender(*row) for rank, row in zip(state["ranks"], rows, strict=True)
+        }
+        self._heard, self._excused = state["heard"], state["excused"]

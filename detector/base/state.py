@@ -11,7 +11,7 @@ from resihp.contracts import ContractError
 
 from .arrays import State
 
-FORMAT = 5
+FORMAT = 6
 
 
 def pack(state: State) -> bytes:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings
-from detector.heartbeat import Heartbeats
 from detector.probes import ProbeKind, ProbeResult
 from detector.scenarios import Fault, steps_of
 from resihp.contracts import ContractError, Job, Layout, Status, TelemetryBatch
@@ -37,16 +36,6 @@ def test_the_rank_that_falls_silent_is_dead_and_no_other() -> None:
 
 def test_a_silence_that_all_share_is_the_network() -> None:
     assert beaten(30.0).check_alive(500.0) == []
-
-
-def test_an_irregular_sender_gets_more_time() -> None:
-    regular, irregular = Heartbeats(floor_s=0.1), Heartbeats(floor_s=0.1)
-    now = 0.0
-    for beat in range(60):
-        regular.beat([0], float(beat))
-        now += 0.2 if beat % 3 else 2.6
-        irregular.beat([0], now)
-    assert regular.suspicion(0, 59.0 + 6.0) > irregular.suspicion(0, now + 6.0)
 
 
 def test_a_rank_that_was_only_silent_is_alive_again() -> None:
