@@ -90,21 +90,23 @@ class Effects:
 
     @cached_property
     def shared_work(self) -> float:
-        """How much of the variation within a device the passes of a microbatch share, 0 to 1.
+        """How much of the variation within a device the work explains, 0 to 1.
 
-        Work shows in every pass of a microbatch, noise only in one: it is the squared correlation
+        Where lengths tell the work, it is the squared correlation of the times with what they let
+        expect. Elsewhere work shows in every pass of a microbatch, noise only in one: it is that
         of a pass with the mean of the microbatch's other passes.
         """
         logs = np.log(self._alike)
         logs -= mean(logs, axis=(3, 4))
+        expected = self._expected() if self.work is not None else None
+        if expected is not None:
+            told = np.log(np.where(np.isnan(logs), np.nan, expected))
+            return _shared(logs, told - mean(told, axis=(3, 4)))
         passes = logs.reshape(logs.shape[0] * logs.shape[1], -1)
         count = np.isfinite(passes).sum(axis=0)
         total = np.nansum(passes, axis=0)
-        use = np.isfinite(passes) & (count > 1)
-        one = passes[use]
-        rest = np.broadcast_to((total - passes) / np.maximum(count - 1, 1), passes.shape)[use]
-        spread = float((one @ one) * (rest @ rest))
-        return max(float(one @ rest), 0.0) ** 2 / spread if spread > 0 else 0.0
+        others = (total - passes) / np.maximum(count - 1, 1)
+        return _shared(passes, np.where(count > 1, others, np.nan))
 
     @cached_property
     def _times(self) -> NDArray[np.float64]:
@@ -139,6 +141,14 @@ def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
             orders = factorial(before) * factorial(count - before - 1) / factorial(count)
             costs[cause] += orders * (steps[gone - {cause}] - step)
     return costs
+
+
+def _shared(one: Floats, other: Floats) -> float:
+    """Squared correlation of deviations, where both are known; 0 where they are opposed."""
+    use = np.isfinite(one) & np.isfinite(other)
+    x, y = one[use], other[use]
+    spread = float((x @ x) * (y @ y))
+    return max(float(x @ y), 0.0) ** 2 / spread if spread > 0 else 0.0
 
 
 def _from_stages(times: Floats) -> NDArray[np.float64]:

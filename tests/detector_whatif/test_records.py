@@ -92,6 +92,18 @@ def test_lengths_tell_work_from_devices_even_without_a_pipeline(dp):
         assert long.root_cause is Cause.SEQUENCE_IMBALANCE
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_lengths_tell_work_from_noise_where_the_forward_pass_alone_is_timed(pp):
+    job = job_of(Layout.grid(dp=4, pp=pp, tp=1, layers=4), 8)
+
+    def cause(**what):
+        batch = records(job, lengths=True, **what)
+        return diagnose(job, job.layout, [batch.select(batch.op == Op.FORWARD)]).root_cause
+
+    assert cause(spread=0.3) is Cause.SEQUENCE_IMBALANCE
+    assert cause(noise=0.3) is not Cause.SEQUENCE_IMBALANCE
+
+
 def test_uneven_replicas_are_replayed_one_by_one():
     layout = Layout(
         (
