@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,6 +27,17 @@ class _Fit(NamedTuple):
     backward: float
     besides_ms: float
     collective_ms: float | None = None
+
+
+def _ratios(took: Sequence[float], due: tuple[float, float]) -> tuple[float, float]:
+    """Measured over modelled computing, forward and backward.
+
+    A loop that times one kind of pass alone, or both in one block, has one ratio for the two.
+    """
+    if min(took[:2]) > 0.0:
+        return took[0] / due[0], took[1] / due[1]
+    both = sum(took[:2]) / sum(due)
+    return both, both
 
 
 class Forecast:
@@ -70,7 +82,7 @@ class Forecast:
         if plan.version or not healthy or self._is_complete():
             return
         ratios = [
-            [took / due for took, due in zip(ranks[rank], expected, strict=False)]
+            _ratios(ranks[rank], expected)
             for rank, expected in self._expected.items()
             if rank in ranks and min(expected) > 0.0
         ]

@@ -193,6 +193,17 @@ def test_predictions_are_fitted_to_the_first_healthy_steps():
     assert again.told() == forecast.told()
 
 
+def test_a_loop_that_times_one_kind_of_pass_is_fitted_too():
+    job = job_of()
+    forecast = Forecast(job)
+    first = Plan(version=0, layout=job.layout, quotas=job.quotas)
+    for step, batch, _ in healthy_steps(job, 1.0, 7.0):
+        forecast.add(batch.select(batch.op == Op.FORWARD))
+        forecast.learn(first, step, 50.0, healthy=True)
+    assert forecast.predict(first) == 50.0
+    assert simulate(forecast.job, job.layout, job.quotas).step_ms == pytest.approx(50.0)
+
+
 def test_steps_of_a_slow_fleet_are_no_baseline():
     job = job_of()
     forecast = Forecast(job)
