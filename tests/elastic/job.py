@@ -76,11 +76,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class ParcelFault:
-    """`rank` gets a signal before it exchanges the parcel with this number."""
+    """`rank` gets a signal before it exchanges the parcel with this number, or `victim` does.
+
+    A victim that is killed is gone when the parcel is exchanged.
+    """
 
     rank: int
     number: int
     signal: int = signal.SIGKILL
+    victim: int | None = None
 
 
 def small_setup() -> Setup:
@@ -194,6 +198,14 @@ def batch(step: int, index: int) -> Packed:
     return Packed(ids[:-1], ids[1:], (cut, TOKENS - cut))
 
 
+def is_running(process: int) -> bool:
+    """Whether it has memory: one that has ended may still wait for its parent to learn of it."""
+    try:
+        return bool(Path(f"/proc/{process}/statm").read_text().split()[0] != "0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     """One rank's process."""
     logging.basicConfig(level=logging.INFO)
@@ -230,7 +242,11 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     def on_parcel(number: int) -> None:
         fault = case.parcel_fault
         if fault is not None and (fault.rank, fault.number) == (rank, number):
-            os.kill(os.getpid(), fault.signal)
+            victim = rank if fault.victim is None else fault.victim
+            process = int((folder / f"pid-{victim}").read_text())
+            os.kill(process, fault.signal)
+            while fault.signal == signal.SIGKILL and is_running(process):
+                time.sleep(0.001)
 
     def on_switch(switch: Any) -> None:
         save(trainer, folder / f"after{trainer.epoch}-{rank}.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import Layout, Replica, Stage
+from resihp.elastic.handoff.memory import Memory
 from resihp.elastic.handoff.parcels import parcels
 from resihp.elastic.membership.phases import Phase
-from resihp.layout import Move, Param
+from resihp.elastic.models import Llama
+from resihp.layout import Move, Param, moves
 from tests.elastic.job import (
     ALONE,
     BRISK,
     GRID,
+    SHAPE,
     SHIFTED,
     Case,
     Fault,
@@ -28,6 +32,7 @@ from tests.elastic.job import (
 )
 
 STEPS = 8
+PARAMETERS = Llama(SHAPE).parameters
 SMALL = Layout((Replica((Stage((6,), (0, 3), (4,)), Stage((0, 3), (3, 4), (1, 3)))),))
 
 
@@ -108,27 +113,61 @@ def test_killed_while_quotas_are_agreed_on(rank: int, alone: Outcome, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("rank", "with_signal"),
+    ("rank", "with_signal", "attach"),
     [
-        (0, signal.SIGKILL),
-        (5, signal.SIGSTOP),
-        pytest.param(5, signal.SIGKILL, marks=pytest.mark.soak),
-        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.soak),
+        (0, signal.SIGKILL, True),
+        (5, signal.SIGSTOP, True),
+        (5, signal.SIGKILL, False),
+        pytest.param(5, signal.SIGKILL, True, marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGSTOP, True, marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGKILL, False, marks=pytest.mark.soak),
+        pytest.param(5, signal.SIGSTOP, False, marks=pytest.mark.soak),
     ],
 )
 def test_lost_while_the_next_world_is_filled(
-    rank: int, with_signal: int, alone: Outcome, tmp_path: Path
+    rank: int, with_signal: int, attach: bool, alone: Outcome, tmp_path: Path
 ) -> None:
     """A rank is lost in the background stream; the old world holds, without it."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     stopped = frozenset({rank} if with_signal == signal.SIGSTOP else ())
     fault = ParcelFault(rank, 3, with_signal)
     case = Case(GRID, STEPS, plans, parcel_fault=fault, stopped=stopped, timeouts=BRISK)
-    outcome = run(case, tmp_path)
+    case = replace(case, memory=replace(case.memory, attach=attach))
+    assert_goes_on_without(rank, run(case, tmp_path), alone, stopped)
+
+
+def test_a_neighbour_is_killed_while_it_is_read(alone: Outcome, tmp_path: Path) -> None:
+    """It takes no part in the reading; who reads notices that its memory is gone."""
+    plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
+    giver = next(m.source for m in moves(GRID, SHIFTED, PARAMETERS) if m.target == 4)
+    case = Case(GRID, STEPS, plans, parcel_fault=ParcelFault(4, 3, victim=giver), timeouts=BRISK)
+    assert_goes_on_without(giver, run(case, tmp_path), alone)
+
+
+def assert_goes_on_without(
+    rank: int, outcome: Outcome, alone: Outcome, stopped: frozenset[int] = frozenset()
+) -> None:
     assert_same_losses(outcome, alone)
     failed = {r for r, code in outcome.exit_codes.items() if code != 0}
     assert failed == {rank} - stopped, outcome.logs
     assert {tuple(s["lost"]) for s in outcome.switches} == {(rank,)}, outcome.logs
+
+
+def test_without_reading_all_of_it_travels_through_sockets(tmp_path: Path) -> None:
+    """The same bytes, and the same training to the last bit."""
+    ranks, plans = tuple(range(8)), (plan(1, GRID, from_step=2), plan(2, SHIFTED, from_step=4))
+    outcomes = []
+    for attach in (True, False):
+        memory = Memory(limit_bytes=16384, attach=attach)
+        case = Case(SMALL, STEPS, plans, ranks=ranks, memory=memory)
+        outcomes.append(run(case, tmp_path / str(attach)))
+        assert {s["version"] for s in outcomes[-1].switches} == {1, 2}, outcomes[-1].logs
+    read, sent = (sorted((s["at"], s["rank"], s["received"]) for s in o.switches) for o in outcomes)
+    assert read == sent
+    assert outcomes[0].losses == outcomes[1].losses
+    for key, tensors in outcomes[0].full_state().items():
+        others = outcomes[1].full_state()[key]
+        assert all(a.equal(b) for a, b in zip(tensors, others, strict=True)), key
 
 
 def test_more_ranks_come_out_of_a_switch_than_go_in(alone: Outcome, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from resihp.contracts import Plan
 from resihp.elastic.engine import Engine, Setup
 from resihp.elastic.engine.shard import Shard, initial_shard
 from resihp.elastic.handoff.courier import Courier, pairs_of
+from resihp.elastic.handoff.neighbours import introduce
 from resihp.elastic.worlds.comm import Network, WaitClock
 from resihp.elastic.worlds.world import build_world
 from resihp.layout import Move, Param
@@ -104,7 +105,8 @@ def _close(network: Network) -> None:
 
 def courier(network: Network, planned: Sequence[Move], name: str) -> Courier:
     """One rank's end of `planned` moves, with groups of their own and small buffers."""
-    pairs = {p: network.group(f"{name}/pair", p) for p in pairs_of(planned, network.rank)}
+    groups = {p: network.group(f"{name}/pair", p) for p in pairs_of(planned, network.rank)}
+    pairs = {p: introduce(group, network.rank, attach=True) for p, group in groups.items()}
     return Courier(pairs, network.rank, buffer_bytes=4096, on_parcel=lambda number: None)
 
 

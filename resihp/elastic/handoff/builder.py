@@ -124,7 +124,14 @@ class Builder:
         engine = self._present.engine
         present = (engine.world, engine.shard) if engine is not None else None
         network = partial(self._network_of, target)
-        return Preparation(target, self._setup.model.parameters, network, build, present)
+        return Preparation(
+            target,
+            self._setup.model.parameters,
+            network,
+            build,
+            present,
+            attach=self._memory.attach,
+        )
 
     @contextmanager
     def _network_of(self, target: Target, cancelled: threading.Event) -> Iterator[Network]:

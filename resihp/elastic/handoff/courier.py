@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, cycle
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from resihp.layout import Move, Param, Range
 
 from ..engine.shard import rows
 from ..engine.sums import Gradients
-from ..worlds.comm import Group
+from .neighbours import Neighbour, empty_table, is_readable, table_of
 from .parcels import Parcel, Piece, parcels
 
 Pair = tuple[int, int]
@@ -29,15 +30,16 @@ _WINDOW = 4
 class Courier:
     """One rank's end of the exchange with its peers.
 
-    Between two ranks parcels follow one another in the one order in which all ranks know them,
-    and at most a window of them is under way at a rank: so none waits in a circle, and what is
-    buffered stays within `buffer_bytes`. Direct parcels are not buffered at all. `on_parcel` is
-    called, with its number, before each parcel of this rank.
+    A neighbour says where it holds what this rank lacks, and is read (`neighbours`). Between other
+    two ranks parcels follow one another in the one order in which all ranks know them, and at most
+    a window of them is under way at a rank: so none waits in a circle, and what is buffered stays
+    within `buffer_bytes`. Direct parcels are not buffered at all. `on_parcel` is called, with its
+    number, before each parcel or slice of this rank.
     """
 
     def __init__(
         self,
-        pairs: Mapping[Pair, Group],
+        pairs: Mapping[Pair, Neighbour],
         rank: int,
         *,
         buffer_bytes: int,
@@ -45,8 +47,7 @@ class Courier:
     ) -> None:
         self._pairs, self._rank, self._on_parcel = pairs, rank, on_parcel
         self._most = max(1, buffer_bytes // _WINDOW // 4)
-        # Filled, so that memory is there before it is needed: touching it costs more than a copy.
-        self._buffers = [torch.zeros(self._most if pairs else 0) for _ in range(_WINDOW)]
+        self._buffers: list[torch.Tensor] = []
 
     @property
     def held_bytes(self) -> int:
@@ -63,23 +64,70 @@ class Courier:
     ) -> int:
         """Exchange all `planned` moves; collective over the ranks that send or receive any.
 
-        Every rank passes the same moves. `meanwhile` is this rank's own work, a bit of it after
-        each parcel that sets out; all of it is done in the end. Returns the bytes that this rank
-        received. Raises `WorldBrokenError` if a peer is lost.
+        Every rank passes the same moves. What `give` shows is final, and stays as it is until all
+        ranks have voted. `meanwhile` is this rank's own work, a bit of it after each parcel that
+        sets out; all of it is done in the end. Returns the bytes that this rank received. Raises
+        `WorldBrokenError` if a peer is lost.
         """
-        received, own = 0, iter(meanwhile)
+        mine = [move for move in planned if self._rank in (move.source, move.target)]
+        read = [move for move in mine if self._is_read(move)]
+        sent = parcels([move for move in mine if not self._is_read(move)], copies, self._most)
+        tables = self._tell(read, copies, give)
+        numbers, received = count(), 0
+        own = chain((0 for _ in meanwhile), self._read(tables, take, numbers))
         under_way: deque[Callable[[], int]] = deque()
-        mine = [p for p in parcels(planned, copies, self._most) if self._rank in _ends(p)]
-        for number, parcel in enumerate(mine):
+        for parcel, buffer in zip(sent, cycle(self._room_for(sent)), strict=False):
             if len(under_way) == _WINDOW:
                 received += under_way.popleft()()
-            self._on_parcel(number)
-            buffer = self._buffers[number % _WINDOW]
+            self._on_parcel(next(numbers))
             begin = self._send if parcel.source == self._rank else self._receive
             under_way.append(begin(parcel, buffer, give if begin == self._send else take))
-            next(own, None)
-        deque(own, maxlen=0)
-        return received + sum(end() for end in under_way)
+            received += next(own, 0)
+        return received + sum(own) + sum(end() for end in under_way)
+
+    def _is_read(self, move: Move) -> bool:
+        """Whether the target of one of this rank's moves reads it where the source holds it."""
+        neighbour = self._pairs[_ends(move)]
+        is_source = move.source == self._rank
+        may = neighbour.is_read if is_source else neighbour.source is not None
+        return may and is_readable(move)
+
+    def _tell(self, moves: Sequence[Move], copies: int, give: View) -> list[_Table]:
+        """Say to neighbours where what they read lies, and begin to learn it from others."""
+        tables = []
+        for pair in sorted({_ends(move) for move in moves}):
+            for source in pair:  # both ends begin with the same one
+                some = [move for move in moves if _ends(move) == pair and move.source == source]
+                pieces = [Piece(move, copy) for move in some for copy in range(copies)]
+                if not pieces:
+                    continue
+                dims = max(len(move.param.shape) for move in some)
+                values = empty_table(len(pieces), dims)
+                if source == self._rank:
+                    values = table_of([give(piece) for piece in pieces])
+                work = self._pairs[pair].group.start_broadcast(values, source)
+                tables.append(_Table(self._pairs[pair], source, pieces, values, work))
+        return tables
+
+    def _read(self, tables: Iterable[_Table], take: View, numbers: Iterator[int]) -> Iterator[int]:
+        """Copy what neighbours hold as soon as they have said where; the bytes of each slice."""
+        for table in tables:
+            neighbour = table.neighbour
+            neighbour.group.complete(table.work)
+            if table.source != self._rank:
+                targets = [take(piece) for piece in table.pieces]
+                yield from neighbour.read(
+                    targets, table.values, 4 * self._most, lambda: self._on_parcel(next(numbers))
+                )
+
+    def _room_for(self, sent: Sequence[Parcel]) -> list[torch.Tensor]:
+        """The buffers, made when they are first needed.
+
+        Filled, so that memory is there before it is needed: touching it costs more than a copy.
+        """
+        if not self._buffers and any(not parcel.is_direct for parcel in sent):
+            self._buffers = [torch.zeros(self._most) for _ in range(_WINDOW)]
+        return self._buffers or [torch.zeros(0)]
 
     def _send(self, parcel: Parcel, buffer: torch.Tensor, give: View) -> Callable[[], int]:
         if parcel.is_direct:
@@ -92,7 +140,7 @@ class Courier:
         work = self._start(parcel, flat)
 
         def end() -> int:
-            self._pairs[_ends(parcel)].complete(work)
+            self._pairs[_ends(parcel)].group.complete(work)
             return 0
 
         return end
@@ -103,7 +151,7 @@ class Courier:
         work = self._start(parcel, flat)
 
         def end() -> int:
-            self._pairs[_ends(parcel)].complete(work)
+            self._pairs[_ends(parcel)].group.complete(work)
             if not is_direct:
                 for piece, part in _parts(parcel, flat):
                     view = take(piece)
@@ -113,7 +161,18 @@ class Courier:
         return end
 
     def _start(self, parcel: Parcel, flat: torch.Tensor) -> dist.Work:
-        return self._pairs[_ends(parcel)].start_broadcast(flat, parcel.source)
+        return self._pairs[_ends(parcel)].group.start_broadcast(flat, parcel.source)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Where the pieces lie that `source` shows to its neighbour, once `work` is done."""
+
+    neighbour: Neighbour
+    source: int
+    pieces: Sequence[Piece]
+    values: torch.Tensor
+    work: dist.Work
 
 
 def pairs_of(planned: Sequence[Move], rank: int) -> list[Pair]:
@@ -160,8 +219,8 @@ def state_view(holder: Holder | None) -> View:
     return view
 
 
-def _ends(parcel: Parcel) -> Pair:
-    return min(parcel.source, parcel.target), max(parcel.source, parcel.target)
+def _ends(one: Parcel | Move) -> Pair:
+    return min(one.source, one.target), max(one.source, one.target)
 
 
 def _room(buffer: torch.Tensor, numel: int) -> torch.Tensor:

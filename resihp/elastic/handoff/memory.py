@@ -30,10 +30,13 @@ class Memory:
                  taken on the new one
     spill        folder for what is beyond that; on a disk, not in memory. None: a plan that needs
                  more is refused; after a loss, when there is no choice, it is taken on all the same
+    attach       ranks of one host read what they lack from each other's memory, where the system
+                 lets them; else it travels through sockets, as between hosts
     """
 
     limit_bytes: int = 256 << 20
     spill: Path | None = field(default_factory=default_spill)
+    attach: bool = True
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:

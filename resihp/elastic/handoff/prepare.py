@@ -21,6 +21,7 @@ from ..worlds.world import World, build_world
 from .courier import Pair, pairs_of
 from .disposal import dispose
 from .draft import Draft
+from .neighbours import Neighbour, introduce
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Prepared:
 
     transit    all ranks of the old and the new world; they agree over it. None if the layout
                stays the same: the old world's groups and shard then serve the new one
-    pairs      the groups over which state and sums move; `planned` are the moves of the state
+    pairs      the ranks with which this one exchanges state and sums; `planned` are the moves of
+               the state
     staying    members of the world once it is taken on
     source     a rank that knows what all ranks of the old world hold alike
     world      None for a rank that has no place in the new layout
@@ -44,7 +46,7 @@ class Prepared:
     epoch: int
     plan: Plan
     transit: Group | None
-    pairs: dict[Pair, Group]
+    pairs: dict[Pair, Neighbour]
     planned: tuple[Move, ...]
     staying: tuple[int, ...]
     source: int
@@ -63,7 +65,8 @@ class Prepared:
     @property
     def passage(self) -> tuple[Group, ...]:
         """The groups that lead from the old world to this one, of no use once it is taken on."""
-        return () if self.transit is None else (self.transit, *self.pairs.values())
+        pairs = (neighbour.group for neighbour in self.pairs.values())
+        return () if self.transit is None else (self.transit, *pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ class Preparation:
 
     `network` makes one when all who take part have come, and gives up when the event is set;
     `build` makes what this rank will hold in a world; `present` is what it holds now, if it has a
-    place.
+    place; `attach` lets neighbours read each other's memory.
 
     The thread of a preparation that is given up ends by itself, and the next one does not wait for
     it. While ranks are waited for it ends at once; a rank that is lost after all have come, in the
@@ -123,6 +126,8 @@ class Preparation:
         network: Callable[[threading.Event], AbstractContextManager[Network]],
         build: Callable[[World], Draft],
         present: tuple[World, Shard] | None,
+        *,
+        attach: bool,
     ) -> None:
         self.target = target
         self.result: Prepared | None = None
@@ -130,7 +135,7 @@ class Preparation:
         self.took_s = 0.0
         self.cancelled = threading.Event()
         self._parameters, self._make_network = parameters, network
-        self._build, self._present = build, present
+        self._build, self._present, self._attach = build, present, attach
         self._network: Network | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
         self._thread.start()
@@ -188,23 +193,36 @@ class Preparation:
         self, network: Network, target: Target, planned: tuple[Move, ...]
     ) -> Prepared:
         layout = target.plan.layout
-        transit = network.group(f"{target.name}/transit", target.participants)
-        pairs = {
-            pair: network.group(f"{target.name}/pair", pair)
+        beside = network.uncounted()  # they carry nothing that a pass waits for
+        transit = beside.group(f"{target.name}/transit", target.participants)
+        pairs = [
+            beside.group(f"{target.name}/pair", pair)
             for pair in pairs_of((*planned, *target.sums), network.rank)
-        }
+        ]
         world = draft = None
         if network.rank in layout.ranks:
             world = build_world(network, layout, self._parameters, name=target.name)
             draft = self._build(world)
-        for group in (transit, *pairs.values(), *(world.groups if world else ())):
+        for group in (transit, *pairs, *(world.groups if world else ())):
             group.warm_up()
-        return self._prepared(transit, pairs, planned, world, draft)
+        attach = self._attach and self._is_in_host_memory(draft)
+        neighbours = {
+            (low, high): introduce(group, network.rank, attach=attach)
+            for group in pairs
+            for low, high in [group.ranks]
+        }
+        return self._prepared(transit, neighbours, planned, world, draft)
+
+    def _is_in_host_memory(self, draft: Draft | None) -> bool:
+        """Whether all that this rank holds and is to hold is."""
+        shards = [self._present[1]] if self._present is not None else []
+        shards += [draft.shard] if draft is not None else []
+        return all(t.device.type == "cpu" for shard in shards for t in shard.tensors.values())
 
     def _prepared(
         self,
         transit: Group | None,
-        pairs: dict[Pair, Group],
+        pairs: dict[Pair, Neighbour],
         planned: tuple[Move, ...],
         world: World | None,
         draft: Draft | None,

@@ -116,7 +116,9 @@ class Staging:
             assert new is not None
             for source, target in zip(old.state(param), new.state(param), strict=True):
                 _copy(source, target, param, span, origin)
-        copies = self._setup.optimizer.copies
+        # Most optimizers make their moments at the first update.
+        is_new = self.completed == 0 and not self._setup.optimizer.form.eager
+        copies = 1 if is_new else self._setup.optimizer.copies
         self._received_bytes = self._courier.carry(
             self._prepared.planned, copies, state_view(old), state_view(new)
         )

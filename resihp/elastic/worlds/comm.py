@@ -96,9 +96,13 @@ class Network:
         start = time.perf_counter()
         with self.waited.blocked():
             while not _is_done(work, ranks):
-                reason = self._broken(ranks, time.perf_counter() - start)
-                if reason is not None:
-                    raise WorldBrokenError(reason)
+                self.look(ranks, time.perf_counter() - start)
+
+    def look(self, ranks: Sequence[int], waited_s: float) -> None:
+        """Raises `WorldBrokenError` if the world has been given up, or one of `ranks` is silent."""
+        reason = self._broken(ranks, waited_s)
+        if reason is not None:
+            raise WorldBrokenError(reason)
 
 
 def _is_done(work: dist.Work, ranks: Sequence[int]) -> bool:
@@ -187,6 +191,10 @@ class Group:
         """Wait until `work` is done. Raises `WorldBrokenError` if it will never be."""
         self._network.complete(work, self.ranks)
         self._under_way = [other for other in self._under_way if other is not work]
+
+    def look(self) -> None:
+        """Between two parts of long work without a wait; raises `WorldBrokenError` like a wait."""
+        self._network.look(self.ranks, 0.0)
 
     @property
     def is_idle(self) -> bool:

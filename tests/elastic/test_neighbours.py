@@ -1,0 +1,289 @@
+"""Ranks of one host read each other's memory: the same bytes as a slice, or a loss, or sockets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.contracts import Layout
+from resihp.elastic.handoff import attach
+from resihp.elastic.handoff.attach import IOV_MAX, Place, can_attach, read, slices
+from resihp.elastic.handoff.courier import Courier, Summed, pairs_of, state_view
+from resihp.elastic.handoff.neighbours import Neighbour, Source, introduce, is_readable, table_of
+from resihp.elastic.models import Llama
+from resihp.elastic.worlds.comm import Network, WorldBrokenError
+from resihp.layout import Move, Param, holdings, moves
+from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
+from tests.elastic.threads import on_ranks
+
+needs_attach = pytest.mark.skipif(not can_attach(), reason="not Linux")
+PARAMETERS = Llama(SHAPE).parameters
+BYTES = 1 << 16
+
+# Holds zeros; `token` says where a number lies, `forget` overwrites it.
+HOLDER = f"""
+import ctypes, sys
+held, token = ctypes.create_string_buffer({BYTES}), (ctypes.c_int64 * 2)(7, 8)
+print(ctypes.addressof(held), ctypes.addressof(token), flush=True)
+for line in sys.stdin:
+    token[0] = 0
+    print(flush=True)
+"""
+
+
+@dataclass
+class Holder:
+    """A process that holds `BYTES` zeros at `address`."""
+
+    process: subprocess.Popen[str]
+    address: int
+    token_address: int
+
+    def source(self, token: tuple[int, int] = (7, 8)) -> Source:
+        return Source(1, self.process.pid, self.token_address, token)
+
+    def neighbour(self) -> Neighbour:
+        return Neighbour(mock.Mock(), self.source(), is_read=False, token=torch.zeros(2))
+
+    def table(self) -> torch.Tensor:
+        return torch.tensor([[self.address, 4]])
+
+    def forget(self) -> None:
+        """Be as another process that has got the same id."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+
+@contextmanager
+def a_holder() -> Iterator[Holder]:
+    command, pipe = [sys.executable, "-c", HOLDER], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        addresses = map(int, process.stdout.readline().split())
+        try:
+            yield Holder(process, *addresses)
+        finally:
+            process.kill()
+
+
+@st.composite
+def two_views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the same shape on two tensors; each narrow along any dimensions, or transposed."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]))
+    views = []
+    for start in (1, -1):
+        room = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in shape]
+        order = draw(st.permutations(range(len(shape))))
+        sizes = [shape[d] + sum(room[d]) for d in order]
+        held = (torch.arange(torch.Size(sizes).numel()) % 50 * start).to(dtype).view(sizes)
+        view = held.permute([order.index(d) for d in range(len(shape))])
+        for dim, (before, _) in enumerate(room):
+            view = view.narrow(dim, before, shape[dim])
+        views.append(view)
+    return views[0], views[1]
+
+
+@needs_attach
+@given(views=two_views(), most=st.integers(1, 200))
+def test_what_is_read_is_what_a_slice_would_be(
+    views: tuple[torch.Tensor, torch.Tensor], most: int
+) -> None:
+    source, target = views
+    for there, here in slices(target, Place.of(source), most):
+        assert len(there) <= IOV_MAX
+        assert len(here) <= IOV_MAX
+        due = int(here[:, 1].sum())
+        assert due <= most
+        assert read(os.getpid(), there, here) == due
+    assert target.equal(source)
+
+
+@needs_attach
+def test_what_lies_beside_is_left_alone_and_many_rows_take_several_calls() -> None:
+    source, whole = torch.arange(4 * 3000.0).view(3000, 4), torch.zeros(3000, 8)
+    calls = list(slices(whole[:, 2:6], Place.of(source), 1 << 20))
+    assert len(calls) == 3
+    assert all(len(there) == 1 for there, _ in calls), "what is contiguous there is one stretch"
+    for there, here in calls:
+        read(os.getpid(), there, here)
+    assert whole[:, 2:6].equal(source)
+    assert whole.sum() == source.sum()
+
+
+@needs_attach
+def test_a_holder_that_is_killed_in_mid_read_is_lost() -> None:
+    target = torch.ones(BYTES // 4)
+    with a_holder() as holder:
+        reading = holder.neighbour().read([target], holder.table(), BYTES // 4, lambda: None)
+        assert next(reading) == BYTES // 4
+        holder.kill()
+        with pytest.raises(WorldBrokenError, match="lost rank 1"):
+            next(reading)
+
+
+@needs_attach
+def test_a_holder_whose_memory_ends_is_lost() -> None:
+    with a_holder() as holder:
+        table = torch.tensor([[0, 4]])
+        with pytest.raises(WorldBrokenError, match="lost rank 1"):
+            list(holder.neighbour().read([torch.ones(4)], table, BYTES, lambda: None))
+
+
+@needs_attach
+def test_what_a_process_with_the_same_id_holds_is_not_taken() -> None:
+    """All bytes were read, but from whom is not certain any more."""
+    target = torch.ones(BYTES // 4)
+    with a_holder() as holder:
+        assert sum(holder.neighbour().read([target], holder.table(), BYTES, lambda: None)) == BYTES
+        assert not target.any()
+        reading = holder.neighbour().read([target], holder.table(), BYTES, lambda: None)
+        assert next(reading) == BYTES
+        holder.forget()
+        with pytest.raises(WorldBrokenError, match="another process"):
+            next(reading)
+
+
+@needs_attach
+def test_reading_ends_between_two_slices_when_the_world_is_given_up() -> None:
+    with a_holder() as holder:
+        neighbour = holder.neighbour()
+        reading = neighbour.read([torch.ones(8)], holder.table(), 16, lambda: None)
+        next(reading)
+        neighbour.group.look.side_effect = WorldBrokenError("given up")  # type: ignore[attr-defined]
+        with pytest.raises(WorldBrokenError, match="given up"):
+            next(reading)
+
+
+@needs_attach
+def test_a_foreign_process_is_not_read() -> None:
+    """The number is somewhere else, or another one: a process of another host, or none."""
+    with a_holder() as holder:
+        holder.source().check()
+        with pytest.raises(OSError, match="another process"):
+            holder.source(token=(7, 9)).check()
+        with pytest.raises(OSError, match=r"\S"):
+            replace(holder.source(), address=8).check()
+        holder.kill()
+        with pytest.raises(OSError, match="No such process"):
+            holder.source().check()
+
+
+def meet(wanted: tuple[bool, bool]) -> dict[int, Neighbour]:
+    def work(network: Network) -> Neighbour:
+        group = network.group("pair", (0, 1))
+        return introduce(group, network.rank, attach=wanted[network.rank])
+
+    return on_ranks((0, 1), work)
+
+
+@needs_attach
+def test_neighbours_read_each_other_if_both_want_it() -> None:
+    assert all(one.source and one.is_read for one in meet((True, True)).values())
+    for wanted in [(True, False), (False, False)]:
+        assert not any(one.source or one.is_read for one in meet(wanted).values())
+
+
+def test_without_the_call_nobody_is_a_neighbour() -> None:
+    with mock.patch.object(attach, "_process_vm_readv", return_value=None):
+        assert not any(one.source or one.is_read for one in meet((True, True)).values())
+
+
+@needs_attach
+def test_who_may_not_read_may_still_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Refused is what one of the two asks for; so the other learns that it has to send."""
+    original = Source.check
+
+    def check(source: Source) -> None:
+        if source.rank == 1:
+            raise PermissionError("Operation not permitted")
+        original(source)
+
+    caplog.set_level("DEBUG", "resihp.elastic")
+    with mock.patch.object(Source, "check", check):
+        met = meet((True, True))
+    assert (met[0].source, met[1].is_read) == (None, False)
+    assert met[1].source is not None
+    assert met[0].is_read
+    assert "rank 0 does not read rank 1's memory: Operation not permitted" in caplog.text
+
+
+@pytest.mark.parametrize("apart", [(), (0,), tuple(range(8))])
+@pytest.mark.parametrize(("old", "new"), [(GRID, UNEVEN), (UNEVEN, SHIFTED), (GRID, ALONE)])
+def test_ranges_arrive_whoever_is_on_the_same_host(
+    old: Layout, new: Layout, apart: tuple[int, ...]
+) -> None:
+    """Ranks of `apart` are alone on their hosts. Rows of all lengths, so that some are sent."""
+    planned = moves(old, new, PARAMETERS)
+    assert len({is_readable(move) for move in planned}) == 2
+    before, after = holdings(old, PARAMETERS), holdings(new, PARAMETERS)
+    copies = 2
+
+    def work(network: Network) -> int:
+        rank, pairs = network.rank, {}
+        for pair in pairs_of(planned, rank):
+            group = network.group("pair", pair)
+            pairs[pair] = introduce(group, rank, attach=rank not in apart)
+        numbers: list[int] = []
+        courier = Courier(pairs, rank, buffer_bytes=4096, on_parcel=numbers.append)
+        held, due = (ranges.get(rank, {}) for ranges in (before, after))
+        giver, taker = (
+            Summed(
+                ranges, [{p: fill(p, span, copy) for p, span in ranges.items()} for copy in which]
+            )
+            for ranges, which in ((held, (1, 2)), (due, (0, 0)))
+        )
+        received = courier.carry(planned, copies, state_view(giver), state_view(taker))
+        for move in (move for move in planned if move.target == rank):
+            start = move.start - due[move.param][0]
+            for copy, part in enumerate(taker.parts):
+                found = part[move.param].narrow(move.param.dim or 0, start, move.stop - move.start)
+                assert found.equal(fill(move.param, (move.start, move.stop), copy + 1)), move
+        network.group("end", tuple(range(8))).all_reduce(torch.zeros(1))  # as a vote would
+        assert numbers == list(range(len(numbers)))
+        return received
+
+    received = on_ranks(tuple(range(8)), work)
+    for rank, count in received.items():
+        due = sum(move.numel for move in planned if move.target == rank)
+        assert count == 4 * copies * due
+
+
+def fill(param: Param, span: tuple[int, int], copy: int) -> torch.Tensor:
+    """Rows `span` of a tensor that is another one for each `copy`; zeros for 0."""
+    whole = torch.arange(float(param.size * param.row_numel)).view(param.shape) + 0.5
+    return (whole * copy).narrow(param.dim or 0, span[0], span[1] - span[0]).clone()
+
+
+def test_short_rows_that_lie_apart_are_sent() -> None:
+    wide, tall = Param("layers.0.w", (64, 4096), 1), Param("layers.0.v", (4096, 2), 0)
+    assert is_readable(Move(wide, 0, 64, 0, 1))
+    assert not is_readable(Move(wide, 0, 63, 0, 1))
+    assert is_readable(Move(tall, 0, 1, 0, 1)), "one row is one stretch"
+    assert is_readable(Move(replace(wide, dim=None), 0, 1, 0, 1))
+
+
+def test_a_table_tells_where_views_lie() -> None:
+    whole = torch.zeros(4, 6)
+    flat, narrow = whole[2], whole[:, 1:3]
+    assert table_of([flat, narrow]).tolist() == [
+        [whole.data_ptr() + 48, 4, 0],
+        [whole.data_ptr() + 4, 24, 4],
+    ]
