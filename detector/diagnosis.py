@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
+
+from ._advice import NOTHING, WORTH_SAYING, sentences
 
 if TYPE_CHECKING:
     from .whatif.slow import SlowDevice
@@ -15,28 +17,13 @@ CAUSES: tuple[Cause, ...] = tuple(cause for cause in Cause if cause is not Cause
 WORTH_NAMING = 0.02
 """A cause that costs less than this share of the step is not named."""
 
-_WORDS = {
-    Cause.DEVICE: "Slow devices cost",
-    Cause.STAGE_IMBALANCE: "Stages of unequal weight cost",
-    Cause.SEQUENCE_IMBALANCE: "Microbatches of unequal work cost",
-    Cause.COMMUNICATION: "Slow or heavy communication costs",
-    Cause.HOST: "The host (data loading, garbage collection, late launches) costs",
-}
-_NOTHING = "No cause costs enough of the step to be named."
-_UNTOLD = "Devices that compute longer than their peers, by more work or by themselves, cost"
-_NOT_TOLD = (
-    "Whether the devices are slow or have more work cannot be told: the records carry no lengths, "
-    "and no other rank computes the same microbatches by a timer of its own."
-)
-_NOT_NAMED = "Which of the devices are slow could not be told: see the verdicts."
-
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """What the steps of a job took and what each cause cost of it, in one unit of time.
 
     step and ideal are means over `steps` steps; `lost` per step, 0 or more. `told` is whether the
-    records tell slow devices from more work.
+    records tell slow devices from more work; `where` says of a cause where it is at its worst.
     """
 
     step: float
@@ -44,6 +31,7 @@ class Costs:
     lost: Mapping[Cause, float]
     steps: int
     told: bool = True
+    where: Mapping[Cause, str] = field(default_factory=dict)
 
     @property
     def slowdown(self) -> float:
@@ -75,6 +63,7 @@ class Costs:
             lost={cause: over(part.lost.get(cause, 0.0) for part in parts) for cause in CAUSES},
             steps=steps,
             told=all(part.told for part in parts),
+            where=max(parts, key=lambda part: part.steps).where if parts else {},
         )
 
 
@@ -101,6 +90,7 @@ def costs_of(
         lost=replayed.lost_ms,
         steps=replayed.steps,
         told=replayed.effects.tell_devices,
+        where=replayed.where,
     )
 
 
@@ -120,40 +110,26 @@ def conclude(
     """The diagnosis from what each cause costs.
 
     Shares are of what the causes cost together. No cause is named where even the largest costs
-    less than `WORTH_NAMING` of the step, or less than a quarter of that for slow devices where the
+    less than `WORTH_NAMING` of the step, or less than `WORTH_SAYING` for slow devices where the
     detector has named some (`slow`). Nor are slow devices where the records do not tell them from
     more work, unless the detector has. `slowdown` overrides the one that follows from `costs`.
     """
-    device_named = bool(slow)
     total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
         cause: costs.lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES
     }
     worst = max(CAUSES, key=lambda cause: shares[cause])
-    least = WORTH_NAMING / 4 if device_named and worst is Cause.DEVICE else WORTH_NAMING
+    least = WORTH_SAYING if slow and worst is Cause.DEVICE else WORTH_NAMING
     costly = total > 0 and costs.lost[worst] >= least * costs.step
-    told = costs.told or device_named
-    named = costly and (told or worst is not Cause.DEVICE)
+    named = costly and (worst is not Cause.DEVICE or costs.told or bool(slow))
+    words: tuple[str, ...] = ()
+    if costly or slow:
+        of_step = {cause: cost / costs.step for cause, cost in costs.lost.items() if costs.step}
+        words = sentences(of_step, costs.where, slow, told=costs.told, least=WORTH_NAMING)
     return Diagnosis(
         slowdown=costs.slowdown if slowdown is None else slowdown,
         root_cause=worst if named else Cause.NONE,
         attribution=shares,
         steps=costs.steps,
-        detail=_sentences(costs, told, device_named) if costly else (_NOTHING,),
+        detail=words if costly else (NOTHING, *words),
     )
-
-
-def _sentences(costs: Costs, told: bool, device_named: bool) -> tuple[str, ...]:
-    words = _WORDS if told else {**_WORDS, Cause.DEVICE: _UNTOLD}
-    least = WORTH_NAMING / 4 * costs.step
-    ordered = sorted(costs.lost.items(), key=lambda item: -item[1])
-    lines = [
-        f"{words[cause]} {100.0 * cost / costs.step:.1f}% of the step."
-        for cause, cost in ordered
-        if cost >= least
-    ]
-    cost = costs.lost.get(Cause.DEVICE, 0.0)
-    if not told and cost >= least:
-        return (*lines, _NOT_TOLD)
-    unnamed = cost >= WORTH_NAMING * costs.step and not device_named
-    return (*lines, _NOT_NAMED) if unnamed else tuple(lines)

@@ -23,6 +23,7 @@ from .effects import EFFECTS, SETS, Effects, fair_costs
 from .ops import COLLECTIVE, P2P, Floats, Kind
 from .order import quantile
 from .slow import SlowDevice, known_factor
+from .where import in_passes, place_of_most
 
 _ALONE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GC)
 USUAL = 0.1
@@ -100,9 +101,42 @@ class Causes:
         own[self.cells[there]] = np.where(np.isnan(passes), own[self.cells[there]], passes)
         return self.whatif.step_s(own)
 
-    def _communication(self, actual: float) -> float:
+    @cached_property
+    def where(self) -> dict[Cause, str]:
+        """Where each cause is at its worst."""
         rec, own = self.whatif.recording, self.whatif.own_s
-        quick = own.copy()
+        found = in_passes(self.effects, rec.stages)
+        wasted = (own - self._quick).sum(axis=2)
+        waste = {
+            "transfers between stages": self._by_place(wasted, *P2P),
+            "collectives": self._by_place(wasted, *COLLECTIVE),
+        }
+        most = max(waste, key=lambda name: float(waste[name].sum()))
+        if waste[most].any():
+            found[Cause.COMMUNICATION] = f"most is in {most}{place_of_most(waste[most])}"
+        late, usual = self._delays
+        host = {
+            "garbage collection": self._by_place(own.sum(axis=2), Kind.GC),
+            "late launches": self._by_place((late - usual).sum(axis=2), *_ALONE),
+        }
+        most = max(host, key=lambda name: float(host[name].sum()))
+        if host[most].any():
+            found[Cause.HOST] = f"most is {most} on the ranks{place_of_most(host[most])}"
+        return found
+
+    def _by_place(self, seconds: Floats, *kinds: Kind) -> NDArray[np.float64]:
+        """Sum [S, D] over the operations of some kinds, from seconds [N, D]."""
+        rec = self.whatif.recording
+        rows = rec.of_kind(*kinds)
+        total = np.zeros((rec.stages, seconds.shape[1]))
+        np.add.at(total, rec.stage[rows], seconds[rows])
+        return total
+
+    @cached_property
+    def _quick(self) -> NDArray[np.float64]:
+        """Durations with communication as quick as it is in its better cases."""
+        rec, own = self.whatif.recording, self.whatif.own_s
+        quick = np.array(own, np.float64)
         for kind in (*P2P, *COLLECTIVE):
             rows = (rec.kind == kind) & ~(self.whatif.found.idle | self.whatif.found.lone)
             if rows.any():
@@ -111,16 +145,25 @@ class Causes:
                     of_stage = quantile(own[rows], USUAL, axis=(1, 2))
                     usual = np.minimum(of_stage, UNEVEN * usual)
                 quick[rows] = np.minimum(own[rows], usual)
-        uneven = actual - float(self.whatif.step_s(quick).mean())
+        return quick
+
+    def _communication(self, actual: float) -> float:
+        rec = self.whatif.recording
+        uneven = actual - float(self.whatif.step_s(self._quick).mean())
         silent = np.where(rec.of_kind(*P2P, *COLLECTIVE), 0.0, self.whatif.ideal_s)
         without = float(self.whatif.step_s(silent[:, None, None])[0])
         excess = self.whatif.ideal_step_s - (1.0 + FAIR_COMMUNICATION) * without
         return max(uneven, 0.0) + max(excess, 0.0)
 
+    @cached_property
+    def _delays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Launch delays as they were, and none later than is usual for the operation."""
+        delay = launch_delays(self.whatif)
+        return delay, np.minimum(delay, quantile(delay, USUAL, axis=(1, 2)))
+
     def _host(self) -> float:
         whatif = self.whatif
-        delay = launch_delays(whatif)
-        usual = np.minimum(delay, quantile(delay, USUAL, axis=(1, 2)))
+        delay, usual = self._delays
         own = np.where(whatif.recording.of_kind(Kind.GC)[:, None, None], 0.0, whatif.own_s)
         return float((whatif.step_s(whatif.own_s, delay) - whatif.step_s(own, usual)).mean())
 

@@ -19,6 +19,7 @@ from .ops import Floats
 from .order import mean, median, quantile
 from .slow import SlowDevice, known_factor
 from .template import StepGraph, StepSpans
+from .where import in_passes, place_of_most
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +102,38 @@ class Replayed:
         """When everything ran, or would have run ideally."""
         return self.graph.spans(self._ideal if ideal else self.cubes)
 
+    @cached_property
+    def where(self) -> dict[Cause, str]:
+        """Where each cause is at its worst."""
+        cubes, quick = self.cubes, self._quick
+        found = in_passes(self.effects, cubes.p2p.shape[0])
+        waste = {
+            "transfers between stages": (cubes.p2p - quick["p2p"]).sum(axis=3),
+            "collectives": cubes.collective - quick["collective"],
+        }
+        most = max(waste, key=lambda name: float(waste[name].sum()))
+        if waste[most].any():
+            place = place_of_most(waste[most].sum(axis=2))
+            found[Cause.COMMUNICATION] = f"most is in {most}{place}"
+        data = cubes.data.sum(axis=2)
+        inner = cubes.microbatch_data.sum(axis=(2, 3))
+        data = data + inner.reshape(-1, *data.shape).sum(axis=0)
+        if place := place_of_most(data):
+            found[Cause.HOST] = f"most is on the ranks{place}"
+        return found
+
+    @cached_property
+    def _quick(self) -> dict[str, NDArray[np.float64]]:
+        """Communication as quick as it is in its better cases."""
+        cubes = self.cubes
+        return {
+            "p2p": np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
+            "collective": np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
+        }
+
     def _communication(self) -> float:
-        cubes, ideal = self.cubes, self._ideal
-        uneven = self._lost(
-            p2p=np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
-            collective=np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
-        )
+        ideal = self._ideal
+        uneven = self._lost(**self._quick)
         silent = replace(
             ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
         )

@@ -154,6 +154,7 @@ def _replayed(whatif: WhatIf, slow: tuple[SlowDevice, ...]) -> Costs:
         lost=causes.lost_s,
         steps=int(whatif.recording.steps.size),
         told=causes.effects.tell_devices,
+        where=causes.where,
     )
 
 

@@ -28,13 +28,15 @@ def print_summary(analysis: Analysis, console: Console | None = None) -> None:
     console = console or Console()
     diagnosis = analysis.diagnosis
     console.print(f"[bold]{analysis.trace.job.name}[/bold]  {' · '.join(facts(analysis))}")
-    said = headline(analysis)
-    console.print(f"\n{said}", style="bold", highlight=False)
-    for sentence in (sentence for sentence in diagnosis.detail if sentence != said):
-        console.print(f"  {sentence}", highlight=False)
+    first, *others = diagnosis.detail
+    console.print(f"\n{first}", style="bold", highlight=False)
+    for sentence in others:
+        console.print(sentence, highlight=False)
+    console.print(f"\n{headline(analysis)}", highlight=False)
     console.print(_attribution(analysis))
     if analysis.whatif is not None:
-        console.print("  ".join(_published(analysis)), highlight=False)
+        for line in _published(analysis):
+            console.print(f"  {line}", highlight=False)
     _print_devices(analysis, console)
 
 
@@ -74,16 +76,18 @@ def step_seconds(analysis: Analysis) -> float:
 
 
 def headline(analysis: Analysis) -> str:
-    """The diagnosis in one sentence."""
+    """How much is lost, and to what most of it is due."""
     diagnosis = analysis.diagnosis
-    cause = CAUSE_WORDS[diagnosis.root_cause]
-    if diagnosis.root_cause is Cause.NONE:
-        return diagnosis.detail[-1]
-    share = diagnosis.attribution[diagnosis.root_cause]
-    return (
-        f"Steps take {diagnosis.slowdown:.2f}x the ideal; "
-        f"{share:.0%} of the explained loss is due to {cause}."
+    costs = analysis.costs
+    lost = sum(costs.lost.values()) / costs.step if costs.step else 0.0
+    said = (
+        f"Steps take {diagnosis.slowdown:.2f}x the ideal; all causes together cost {lost:.1%} of "
+        "the step"
     )
+    if diagnosis.root_cause is Cause.NONE:
+        return f"{said}. No cause stands out:"
+    share = diagnosis.attribution[diagnosis.root_cause]
+    return f"{said}, {share:.0%} of that due to {CAUSE_WORDS[diagnosis.root_cause]}:"
 
 
 def _attribution(analysis: Analysis) -> Table:
@@ -96,12 +100,16 @@ def _attribution(analysis: Analysis) -> Table:
 
 
 def _published(analysis: Analysis) -> Iterator[str]:
+    """The published measures (OSDI'25), each with what it says."""
     whatif = analysis.whatif
     assert whatif is not None
-    yield f"  S {whatif.slowdown:.4f}"
-    yield f"ideal step {whatif.ideal_step_s:.4f} s"
-    for name, value in (("M_W", whatif.m_w), ("M_S", whatif.m_s)):
-        yield f"{name} {'-' if value is None else format(value, '.4f')}"
+    yield f"S {whatif.slowdown:.4f}: the step over the ideal one, {whatif.ideal_step_s:.4f} s"
+    for name, value, words in (
+        ("M_W", whatif.m_w, "goes with the slowest 3% of the workers"),
+        ("M_S", whatif.m_s, "goes with the last stage"),
+    ):
+        if value is not None:
+            yield f"{name} {value:.4f}: the share of the loss in S that {words}"
 
 
 def _print_devices(analysis: Analysis, console: Console) -> None:
