@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from resihp.contracts import Plan
@@ -14,6 +15,11 @@ class Offer:
     plan: Plan
     saved_ms: float
     cost_ms: float
+
+    @property
+    def pays_after(self) -> int:
+        """Steps in which it saves what its moves cost."""
+        return math.ceil(self.cost_ms / self.saved_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,12 @@ class Rental:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The plan to change to now, None to stay, and the account to decide by from then on."""
+    """The plan to change to now, None to stay, and the account to decide by from then on.
+
+    `best` is the quickest other layout, also where it saves too little to be offered; None where
+    none is quicker.
+    """
 
     plan: Plan | None
     rental: Rental = Rental()
+    best: Offer | None = None

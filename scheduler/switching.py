@@ -35,17 +35,17 @@ def decide(
     its moves: within `horizon_steps`, or by the rule of `Rental` where that is not known.
     """
     now_ms, cheap_ms, quotas, schedule = _in_place(job, current, speeds)
-    offer = None
-    if plan.layout != current.layout and cheap_ms - plan.step_ms > _LEAST_GAIN * cheap_ms:
-        saved_ms = cheap_ms - plan.step_ms
+    saved_ms, best, offer = cheap_ms - plan.step_ms, None, None
+    if plan.layout != current.layout and saved_ms > 0.0:
         cost_ms = migration_ms(job, current.layout, plan.layout)
-        offer = Offer(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
-        known = horizon_steps is not None
+        best = Offer(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
+    if best is not None and saved_ms > _LEAST_GAIN * cheap_ms:
+        offer, known = best, horizon_steps is not None
         if saved_ms * (horizon_steps or 0) > cost_ms or (not known and rental.offered(offer).due):
             return Decision(plan=plan)
     account = rental.offered(offer)
     if now_ms - cheap_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
-        return Decision(plan=None, rental=account)
+        return Decision(plan=None, rental=account, best=best)
     told = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
     bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, cheap_ms)
     in_place = replace(
@@ -57,7 +57,7 @@ def decide(
         bound_ms=min(bound_ms, cheap_ms),
         reason=(*told, *_why_not(account)),
     )
-    return Decision(plan=in_place, rental=account)
+    return Decision(plan=in_place, rental=account, best=best)
 
 
 def _why_not(rental: Rental) -> Iterator[str]:
@@ -66,7 +66,10 @@ def _why_not(rental: Rental) -> Iterator[str]:
         yield "a new layout would gain little more"
     else:
         saved_s, cost_s = rental.offer.saved_ms / 1e3, rental.offer.cost_ms / 1e3
-        yield f"a new layout would save {saved_s:.3g} s a step and cost {cost_s:.3g} s of moves"
+        yield (
+            f"a new layout would save {saved_s:.3g} s a step and cost {cost_s:.3g} s of moves, "
+            f"which it saves in {rental.offer.pays_after} steps"
+        )
 
 
 def _in_place(

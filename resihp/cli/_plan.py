@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -157,12 +157,27 @@ def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
         console.print("Without a change the job stands still.", highlight=False)
     else:
         gain = present / plan.step_ms - 1.0
-        console.print(f"Without a change {present:.1f} ms a step; the plan is {gain:.1%} faster.")
+        console.print(
+            f"Without a change {present:.1f} ms a step; the plan is {gain:.1%} faster.",
+            *_break_even(job, plan, present),
+        )
     under = f"[bold]{plan.step_ms:.1f} ms[/bold] under {SCHEDULE_WORDS[plan.schedule]}"
     console.print(
         f"Step {under}; with these groups no plan for it can take less than {plan.bound_ms:.1f} ms "
         f"(gap {plan.gap:.2%})."
     )
+
+
+def _break_even(job: Job, plan: Plan, present_ms: float) -> Iterator[str]:
+    """When what the plan saves has paid for its moves, if anything moves."""
+    from scheduler.rental import Offer
+    from scheduler.switching import migration_ms
+
+    cost_ms, saved_ms = migration_ms(job, job.layout, plan.layout), present_ms - plan.step_ms
+    if cost_ms > 0.0 and saved_ms > 0.0:
+        steps = Offer(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms).pays_after
+        few = f"{steps} step{'' if steps == 1 else 's'}"
+        yield f"Its moves take {cost_ms / 1e3:.3g} s: it pays if the devices stay so for {few}."
 
 
 def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:

@@ -44,14 +44,18 @@ def is_news(known: Mapping[int, float], speeds: Mapping[int, float]) -> bool:
     return any(abs(speeds[rank] - known[rank]) > _TOLERANCE * known[rank] for rank in known)
 
 
-def why_kept(rental: Rental) -> str:
-    """Why the layout stays as it is, in a sentence."""
-    if rental.offer is None:
-        return "no plan is worth its migration"
-    return (
-        f"a new layout would save {rental.offer.saved_ms:.0f} ms a step and cost "
-        f"{rental.offer.cost_ms:.0f} ms of moves: taken on if this lasts {rental.steps_left} steps"
+def why_kept(decision: Decision) -> str:
+    """Why the layout stays as it is, and when another one would pay, in a sentence."""
+    best, rental = decision.best or decision.rental.offer, decision.rental
+    if best is None:
+        return "no other layout is quicker with the devices as they are"
+    words = (
+        f"a new layout would save {best.saved_ms:.3g} ms a step and cost {best.cost_ms:.3g} ms of "
+        f"moves, which it saves in {best.pays_after} steps"
     )
+    if rental.offer is None:
+        return f"{words}: less is gained than speeds are known to"
+    return f"{words}: taken on if this lasts {rental.steps_left} steps"
 
 
 @dataclass(frozen=True)

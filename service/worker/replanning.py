@@ -80,7 +80,7 @@ class Replanning:
             self._retry = self._retry.failed(clock_s)
             return NoPlan("infeasible", {"constraint": error.constraint, "detail": error.detail})
         self._retry, self._rental = Retry(), decision.rental
-        return decision.plan or NoPlan("kept", {"detail": why_kept(self._rental)})
+        return decision.plan or NoPlan("kept", {"detail": why_kept(decision)})
 
     def count_step(self) -> Plan | None:
         """Hold a step under the newest plan against the offer; the offer's plan once it pays."""

@@ -1,6 +1,7 @@
 """`resihp plan` and `resihp simulate`: tables, JSON, and one clear line for what is wrong."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -56,6 +57,18 @@ def test_a_plan_is_a_table_with_reasons(run):
     assert result.exit_code == 0
     assert "rank 1 runs at 50% of its speed" in result.stdout
     assert "faster" in result.stdout
+
+
+def test_a_plan_that_moves_state_says_after_how_many_steps_it_pays(run, tmp_path):
+    model = "[model]\nlayers = 8\nhidden = 512\nheads = 8\nkv_heads = 8\nffn = 2048\nvocab = 4096\n"
+    links = "[links]\ninter_gbytes_per_s = 0.05\n"
+    (tmp_path / "moving.toml").write_text(JOB.replace("tp = 2", "tp = 1") + model + links)
+    result = run("plan", str(tmp_path / "moving.toml"), "--speeds", '{"1": 0.4}')
+    assert result.exit_code == 0
+    assert re.search(
+        r"Its moves take [\d.]+ s: it pays if the devices stay so for \d+ step",
+        " ".join(result.stdout.split()),
+    )
 
 
 def test_no_plan_names_what_binds(run):

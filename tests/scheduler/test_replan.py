@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Plan, Schedule
 from scheduler import Offer, Rental, make_plan, replan, simulate
+from scheduler.switching import decide, migration_ms
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 SHAPE = ModelShape(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
@@ -65,6 +66,32 @@ def test_where_moving_is_too_dear_only_quotas_change():
     again = replan(one, dear, {2: 0.4}, step=2, rental=decision.rental)
     assert again.plan is None
     assert again.rental.offer.saved_ms == decision.rental.offer.saved_ms
+
+
+def test_a_change_that_is_not_made_is_told_with_when_it_would_pay():
+    one = slow_links(0.05)
+    current = make_plan(one, {})
+    best = replan(one, current, {2: 0.4}, step=0).best
+    assert best.cost_ms == pytest.approx(migration_ms(one, current.layout, best.plan.layout))
+    assert (best.pays_after - 1) * best.saved_ms < best.cost_ms <= best.pays_after * best.saved_ms
+    for steps, layout in ((1, best.plan.layout), (-2, current.layout)):
+        horizon = best.pays_after + steps
+        plan = replan(one, current, {2: 0.4}, step=0, horizon_steps=horizon).plan
+        assert plan.layout == layout
+
+
+def test_a_gain_too_small_to_be_offered_is_told_all_the_same():
+    one = slow_links(0.05)
+    current = make_plan(one, {})
+    moved = replan(one, current, {2: 0.4}, step=0, horizon_steps=10**6).plan
+    little = replace(moved, step_ms=current.step_ms * 0.99)
+    decision = decide(one, current, little, {}, Rental(), horizon_steps=None)
+    assert decision.plan is decision.rental.offer is None
+    assert decision.best.plan == little
+    none = decide(
+        one, current, replace(moved, step_ms=current.step_ms), {}, Rental(), horizon_steps=None
+    )
+    assert none.best is None
 
 
 def test_what_goes_on_is_acted_on_once_it_has_cost_as_much_as_the_moves():
