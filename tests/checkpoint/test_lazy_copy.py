@@ -6,11 +6,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.checkpoint import Checkpointer, HostMemory, LocalDisk
+from resihp.checkpoint import Alone, Checkpointer, HostMemory, LocalDisk
+from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.copier import write_order
 from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, stamp, stamped
 
@@ -64,6 +66,32 @@ def test_a_fence_for_some_tensors_lets_only_those_change(tmp_path: Path) -> None
             tensor.fill_(-1.0)
         saver.wait()
     assert_stamped(back_from(LocalDisk(tmp_path))[1], 5)
+
+
+@pytest.mark.parametrize("is_whole_saved", [True, False])
+def test_a_fence_covers_all_that_shares_memory_with_its_tensors(
+    tmp_path: Path, is_whole_saved: bool
+) -> None:
+    whole = torch.full((4, 300_000), 5.0)
+    state = {"whole": whole} if is_whole_saved else {str(i): row for i, row in enumerate(whole)}
+    with Checkpointer([SlowDisk(tmp_path, 0.2)]) as saver:
+        saver.save(5, state)
+        for tensor in whole if is_whole_saved else (whole.t(),):
+            saver.fence([tensor])
+            tensor.fill_(-1.0)
+    into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    restore([LocalDisk(tmp_path)], into, Alone())
+    assert_stamped(into, 5)
+
+
+def test_a_fence_that_is_given_no_tensors_gives_the_checkpoint_up(tmp_path: Path) -> None:
+    state = stamped(5)
+    with Checkpointer([SlowDisk(tmp_path, 0.2)]) as saver:
+        saver.save(5, state)
+        saver.fence([None])  # type: ignore[list-item]
+        stamp(state, 6)
+    assert sum(saver.counters.failures.values()) == 1
+    assert not LocalDisk(tmp_path).steps()
 
 
 def test_an_attached_optimizer_is_fenced_and_gives_the_order(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ makes training's stream wait for the copies, not the host. (Written for CUDA; ru
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
@@ -161,15 +162,33 @@ class _Put:
         self._filling.move(number, then)
 
 
-def chunks_of(filling: Filling, tensors: Sequence[Tensor]) -> list[int]:
-    """The chunks that hold any of these tensors, in order."""
-    wanted = {tensor.data_ptr() for tensor in tensors}
+def chunks_of(filling: Filling, tensors: Iterable[Tensor]) -> list[int]:
+    """The chunks that hold memory of any of these tensors, views and wholes alike, in order."""
+    starts, stops = _merged(sorted(_memory(tensor) for tensor in tensors))
     with filling.changed:
         if not filling.sources:
             return []  # every chunk is copied
-        held = {i for i, source in enumerate(filling.sources) if source.data_ptr() in wanted}
+        held = set()
+        for number, source in enumerate(filling.sources):
+            start, stop = _memory(source)
+            before = bisect_left(starts, stop)  # of those that start before it ends
+            if before and stops[before - 1] > start:
+                held.add(number)
     cuts = filling.file.cuts
     return [n for n in range(filling.count) if any(cut.tensor in held for cut in cuts[n])]
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Starts and stops of the same bytes without overlaps, both ascending."""
+    starts: list[int] = []
+    stops: list[int] = []
+    for start, stop in spans:
+        if stops and start <= stops[-1]:
+            stops[-1] = max(stops[-1], stop)
+        else:
+            starts.append(start)
+            stops.append(stop)
+    return starts, stops
 
 
 def write_order(
@@ -186,5 +205,18 @@ def write_order(
 
 
 def _address(tensor: Tensor) -> int:
+    return _local(tensor).data_ptr()
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """First and last (exclusive) address that the tensor reaches, gaps included."""
+    local = _local(tensor)
+    reach = 1 + sum((n - 1) * by for n, by in zip(local.shape, local.stride(), strict=True))
+    start = local.data_ptr()
+    return start, start + (reach * local.itemsize if local.numel() else 0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What of it this process holds."""
     local = getattr(tensor, "to_local", None)
-    return (tensor.detach() if local is None else local().detach()).data_ptr()
+    return tensor.detach() if local is None else local().detach()

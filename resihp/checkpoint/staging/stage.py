@@ -125,8 +125,8 @@ class Staging:
         if filling.is_safe and not self._copier.pins:
             return True
         filling.hurry.set()
-        needed = range(filling.count) if tensors is None else chunks_of(filling, tensors)
         try:
+            needed = range(filling.count) if tensors is None else chunks_of(filling, tensors)
             return self._secure(filling, needed, self._copier)
         except BaseException as problem:
             filling.veto(problem)  # the state is about to change all the same
