@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resihp.contracts import ContractError, FaultRate, Protection
+from resihp.contracts import CheckpointError, ContractError, FaultRate, Protection
 
+from .agreement import Agreement, Ballot
 from .counters import Counters, LevelCounters, Said, seconds_since
 from .levels.contract import Level
 from .levels.disk import LocalDisk
 from .levels.memory import HostMemory
 from .levels.peer import PeerMemory
-from .lineage import Descent, Lineage
-from .parts import State
+from .lineage import Descent, Lineage, valid_step
+from .parts import Part, State, Thing, collect
 from .policy import EveryStep, Moment, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored, restore
 from .runner import Runner
 from .staging.filling import UNHURRIED, Abandoned, Filling, Pace
+from .staging.plan import claims_of
 from .staging.stage import Fitted, Staging
 
 
@@ -66,7 +67,10 @@ class Checkpointer:
         lagging = any(isinstance(level, PeerMemory) for level in levels)
         self._staging = Staging(self.ranks, held + (buffers or 1 + lagging))
         self._runners = [self._runner(level, niceness) for level in self.levels]
-        self._agreement = ThreadPoolExecutor(1, "resihp-checkpoint-agree")
+        self._agreement: Agreement | None = None
+        if not isinstance(self.ranks, Alone):
+            self._agreement = Agreement(self.ranks, self._said, self._give_up)
+        self._version, self._is_closed = 0, False
         self._current: Filling | None = None
         self._begun_s: float | None = None
         self._window_s = self._pause_s = 0.0
@@ -98,16 +102,14 @@ class Checkpointer:
                change before `fence`. Other values are copied here.
         extra  what else to have back, of each rank its own: RNG, data cursor, plan version, layout
         """
-        filling = None
+        ballot, filling = Ballot(lambda: None, self._version), None
         with self._boundary("save"):
-            is_due, is_alone = self._is_due(step), len(self.ranks.all) == 1
-            if is_due or not is_alone:  # all ranks look at the state: a new plan is theirs together
-                found = self._fit(state)
-            lineage = self._descent.at(step)
-            if is_due:
-                filling = self._begin(step, lineage, found, state, extra or {})
-            if not is_alone:
-                self._agreement.submit(self._agree, filling)
+            if self._is_closed:
+                raise CheckpointError("the checkpointer has been closed")
+            filling = self._save(valid_step(step), state, extra or {}, ballot)
+        ballot.begun.set_result(filling)
+        if self._agreement is not None and ballot.version is not None:
+            self._agreement.cast(ballot)  # whatever went wrong here: the others ask
         return filling is not None
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
@@ -143,8 +145,10 @@ class Checkpointer:
 
     def close(self, timeout_s: float = 600.0) -> None:
         """Finish what was begun, within the time, and end all threads."""
+        self._is_closed = True
         self.wait(timeout_s)
-        self._agreement.shutdown(wait=False)
+        if self._agreement is not None:
+            self._agreement.close()
         for runner in self._runners:
             runner.close(timeout_s)
         self._staging.close()
@@ -173,10 +177,38 @@ class Checkpointer:
         self._window_s = seconds_since(filling.begun_s)
         self._current = None
 
-    def _fit(self, state: State) -> Fitted:
+    def _save(
+        self, step: int, state: State, extra: Mapping[str, object], ballot: Ballot
+    ) -> Filling | None:
+        lineage, is_due = self._descent.at(step), self._is_due(step)
+        if not is_due and self._agreement is None:
+            return None
+        found = self._fit(state, ballot)  # all ranks look at the state: a new plan is theirs all
+        return self._begin(step, lineage, found, state, extra) if is_due else None
+
+    def _fit(self, state: State, ballot: Ballot) -> Fitted:
         self._fence()  # of a loop that saves twice without a step in between
         self._pause_s = 0.0
-        return self._staging.fit(state)
+        if self._agreement is None:
+            return self._staging.fit(state)
+        held = collect(state)
+        ballot.claims = lambda: claims_of(*held)
+        if self._agreement.newest.version != self._version or not self._staging.has_plan(*held):
+            self._share_out(held, ballot, self._agreement)
+        return self._staging.fitted(*held)
+
+    def _share_out(
+        self, held: tuple[list[Part], list[Thing]], ballot: Ballot, agreement: Agreement
+    ) -> None:
+        """Plan by what all ranks said last, if it still holds here; else let them say it again."""
+        told, me = agreement.newest, self.ranks.all.index(self.ranks.rank)
+        if told.version == self._version or list(told.claims[me]) != claims_of(*held):
+            ballot.version = None
+            told = agreement.ask(ballot)
+        else:
+            ballot.version = told.version
+        self._version = told.version
+        self._staging.plan(*held, told.claims)
 
     def _begin(
         self,
@@ -219,17 +251,11 @@ class Checkpointer:
         known = Pace(self._window_s, durable_s) if durable_s else UNHURRIED
         return known if is_alone else None
 
-    def _agree(self, filling: Filling | None) -> None:
-        """In the background: a checkpoint that not every rank takes part in is given up by all."""
-        try:
-            agreed = self.ranks.all_ready(filling is not None)
-        except RuntimeError as problem:
-            self._said.problem("agreement of the ranks", problem)
-            return
-        if filling is not None and not agreed:
-            self.counters.vetoed += 1
-            self._begun_s = None  # due again
-            filling.veto(Abandoned("another rank had no buffer"))
+    def _give_up(self, filling: Filling) -> None:
+        """In the background: not every rank takes part."""
+        self.counters.vetoed += 1
+        self._begun_s = None  # due again
+        filling.veto(Abandoned("another rank had no buffer"))
 
     def _runner(self, level: Level, niceness: int) -> Runner:
         counters = self.counters.levels[level.name] = LevelCounters()

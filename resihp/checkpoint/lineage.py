@@ -7,9 +7,12 @@ older lineages from its first step on are abandoned; those before are its own pa
 from __future__ import annotations
 
 import json
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+
+from resihp.contracts import ContractError
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,17 @@ class Descent:
     def branch(self, newest_born: int) -> None:
         """What is saved next is of a new lineage, born after those known."""
         self._last, self._born = None, max(self._born, newest_born)
+
+
+def valid_step(step: object) -> int:
+    """A step as a number. Raises `ContractError` for what names no checkpoint."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise ContractError("step", f"{step!r} is no whole number") from None
+    if not 0 <= number < 1 << 63:
+        raise ContractError("step", f"{number} is not from 0 to 2**63 - 1")
+    return number
 
 
 def lineage_json(lineage: Lineage) -> bytes:

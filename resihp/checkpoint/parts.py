@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from resihp.contracts import ContractError
 
@@ -105,6 +106,7 @@ def collect(state: State) -> tuple[list[Part], list[Thing]]:
 def opened(state: State) -> Mapping[str, object]:
     """The state as nested mappings, each `Stateful` value replaced by what it says of itself."""
     if not isinstance(state, Mapping):
+        _check_pieces(state)
         return {f"{piece.key}{list(piece.offsets)}": piece for piece in state}
     return {
         key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
@@ -174,11 +176,31 @@ def _part(path: Path, value: object) -> list[Part] | None:
     if isinstance(value, DTensor):
         return _dtensor(path, value)
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise ContractError(name(path), f"layout {value.layout} cannot be saved")
+        _check_plain(path, value)
         shape = tuple(value.shape)
         return [Part(name(path), path, shape, (0,) * len(shape), value.detach())]
     return None
+
+
+def _check_plain(path: Path, value: Tensor) -> None:
+    """Raises `ContractError` for what has no memory of its own that holds all of it."""
+    odd = (
+        "nested" if value.is_nested
+        else "quantized" if value.is_quantized
+        else "not initialized yet" if is_lazy(value)
+        else "on the meta device" if value.is_meta
+        else f"of {value.layout} layout" if value.layout is not torch.strided
+        else ""
+    )  # fmt: skip
+    if odd:
+        raise ContractError(name(path), f"a tensor that is {odd} cannot be saved or restored")
+
+
+def _check_pieces(state: object) -> None:
+    listed = state if isinstance(state, Sequence) and not isinstance(state, str) else [state]
+    if not all(isinstance(each, ShardedTensorPiece) for each in listed):
+        kind = type(state).__name__
+        raise ContractError("state", f"a mapping or a list of ShardedTensorPiece, not {kind}")
 
 
 def _dtensor(path: Path, value: DTensor) -> list[Part]:

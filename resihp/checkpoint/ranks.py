@@ -27,6 +27,7 @@ class Claim:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     nbytes: int
+    dtype: str = ""
 
 
 class Ranks(Protocol):
@@ -42,8 +43,11 @@ class Ranks(Protocol):
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in the order of `all`; a collective call."""
 
+    def gather_behind(self, value: T) -> list[T]:
+        """As `gather`, for a thread that also calls `all_ready`, beside one that calls `gather`."""
+
     def all_ready(self, is_ready: bool) -> bool:
-        """Whether every rank is; a collective call, made in the background once for each save."""
+        """Whether every rank is; a collective call, made in the background at each save."""
 
 
 class Alone:
@@ -61,6 +65,8 @@ class Alone:
     def gather(self, value: T) -> list[T]:
         """The own value."""
         return [value]
+
+    gather_behind = gather
 
     def all_ready(self, is_ready: bool) -> bool:
         """Whether this one is."""
@@ -90,9 +96,11 @@ class Group:
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank."""
-        values: list[T] = [value] * len(self.all)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._gathered(value, self._group)
+
+    def gather_behind(self, value: T) -> list[T]:
+        """The same in the background."""
+        return self._gathered(value, self._background)
 
     def all_ready(self, is_ready: bool) -> bool:
         """Whether every rank is."""
@@ -100,18 +108,26 @@ class Group:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._background)
         return bool(flag.item())
 
+    def _gathered(self, value: T, group: dist.ProcessGroup) -> list[T]:
+        values: list[T] = [value] * len(self.all)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
 
 def shares(claims: Sequence[Sequence[Claim]]) -> list[set[tuple[str, tuple[int, ...]]]]:
     """For each rank, what it writes: everything once, what several hold by whoever writes least.
 
-    Raises `ContractError` where the parts of a tensor do not add up to the whole.
+    Raises `ContractError` where the parts of a tensor do not add up to the whole, or ranks hold the
+    same part in different shapes or types.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     known: dict[tuple[str, tuple[int, ...]], Claim] = {}
     for number, held in enumerate(claims):
         for claim in held:
-            holders[claim.key, claim.offsets].append(number)
-            known[claim.key, claim.offsets] = claim
+            place = claim.key, claim.offsets
+            holders[place].append(number)
+            if known.setdefault(place, claim) != claim:
+                raise ContractError(claim.key, "its shape or type differs between ranks")
     _check_whole(known)
     mine: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in claims]
     load = [0] * len(claims)

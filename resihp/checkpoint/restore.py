@@ -139,7 +139,8 @@ def _fill(source: Source, into: State, rank: int) -> Mapping[str, object]:
     differing = _other_shapes(parts, entries)
     if differing:
         raise CheckpointError(f"shapes differ: {'; '.join(differing[:6])}")
-    missing = sorted(set(paths) - {entry.key for _, entry in entries}) + missing_of(wants, entries)
+    there = {e.key for _, e in entries if e.dtype is None} | {part.key for part in created}
+    missing = sorted(set(paths) - there) + missing_of(wants, entries)
     if missing:
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
     read_parts(source, wants, entries)

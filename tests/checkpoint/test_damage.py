@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
-from resihp.contracts import CheckpointError
+from resihp.contracts import CheckpointError, ContractError
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 DATA, INDEX = "__0_0.distcp", "__0.index.json"
@@ -110,6 +110,10 @@ def test_what_the_checkpoint_lacks_is_named(disk: LocalDisk) -> None:
     with Checkpointer([disk]) as saver:
         with pytest.raises(CheckpointError, match="it lacks more"):
             saver.restore({**stamped(0), "more": torch.zeros(3)})
+        with pytest.raises(CheckpointError, match="it lacks t0"):
+            saver.restore({"t0": 3})  # a tensor there
+        with pytest.raises(ContractError, match="t0: a tensor that is on the meta device"):
+            saver.restore({"t0": torch.zeros(3, device="meta")})
         with pytest.raises(CheckpointError, match=r"t0 is \[2\], the checkpoint has \[3\]"):
             saver.restore({"t0": torch.zeros(2)})
         with pytest.raises(CheckpointError, match="of step 17"):

@@ -11,9 +11,12 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 
 from resihp.checkpoint import (
     Alone,
@@ -261,6 +264,49 @@ def test_problems_in_the_loop_are_counted_and_never_raised(
             assert not saver.save(0, {"generator": (one for one in ())})
         assert sum(saver.counters.failures.values()) == 3
     assert len(said(caplog)) == 1
+
+
+def test_a_step_that_names_no_checkpoint_is_counted_and_never_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd: list[Any] = [-1, 2.5, float("nan"), "7", None, 1 << 63]
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert not any(saver.save(step, stamped(0)) for step in odd)
+        assert sum(saver.counters.failures.values()) == len(odd)
+        assert saver.save(np.int64(3), stamped(3))  # type: ignore[arg-type]
+    assert len(said(caplog)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003"]
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        (None, "state: a mapping or a list of ShardedTensorPiece, not NoneType"),
+        ([torch.ones(3)], "state: a mapping or a list of ShardedTensorPiece, not list"),
+        (torch.ones(3), "state: a mapping or a list of ShardedTensorPiece, not Tensor"),
+        ({"a": {"b": torch.ones(3, device="meta")}}, "a.b: a tensor that is on the meta device"),
+        ({"a": torch.ones(3).to_sparse()}, "a: a tensor that is of torch.sparse_coo layout"),
+        ({"a": torch.nn.UninitializedParameter()}, "a: a tensor that is not initialized yet"),
+        (
+            {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)},
+            "a: a tensor that is nested",
+        ),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, state: Any, problem: str) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert not saver.save(1, state)
+        (text,) = saver.counters.failures
+        assert saver.save(2, stamped(2)), "a bad state costs one checkpoint"
+    assert text.startswith(f"save: {problem}")
+
+
+def test_a_save_after_close_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        pass
+    assert not saver.save(1, stamped(1))
+    saver.fence()
+    assert "has been closed" in said(caplog)[0]
 
 
 def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:

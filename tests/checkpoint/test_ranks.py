@@ -256,3 +256,61 @@ def test_ranks_skip_the_same_checkpoints(tmp_path: Path) -> None:
     newest = max(LocalDisk(folder).steps())
     unfinished = [int(path.name.split(".")[1][5:]) for path in folder.glob(".*.part")]
     assert all(step > newest for step in unfinished), "what was given up leaves nothing behind"
+
+
+def growing(rank: int, folder: Path) -> None:
+    """State of rank 1 alone gets new shapes, as of an expert that sees its first token late."""
+    state = {f"part{rank}": torch.zeros(1000)}
+    disk = LocalDisk(folder, keep=500)
+    saver = Checkpointer([disk])
+    deadline = time.monotonic() + 60
+    for step in count():
+        if rank and step == 3:
+            state["late"] = torch.zeros(500)
+        saver.fence()
+        for tensor in state.values():
+            tensor.fill_(step)
+        saver.save(step, state)
+        assert saver.wait(60)
+        enough = [max(disk.steps(), default=0) > 4 or time.monotonic() > deadline]
+        dist.broadcast_object_list(enough)
+        if enough[0]:
+            break
+    saver.close()
+    assert not saver.counters.failures
+    into = {"part0": torch.zeros(1000), "part1": torch.zeros(1000), "late": torch.zeros(500)}
+    restored = restore([LocalDisk(folder)], into, Alone())
+    assert restored.step > 4
+    assert all(bool((tensor == restored.step).all()) for tensor in into.values())
+    assert disk.steps()[:3] == [0, 1, 2]
+
+
+def test_state_that_grows_on_one_rank_alone(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, growing, tmp_path / "disk")
+
+
+def refused(rank: int, folder: Path) -> None:
+    """What one rank cannot save, or the ranks disagree on, costs that checkpoint on both."""
+    good, other = {"a": torch.ones(4)}, {"a": torch.ones(5)}
+    bad = {"a": torch.ones(4).to_sparse()}
+    states = [bad, good, bad, other, good]
+    disk = LocalDisk(folder, keep=9)
+    saver = Checkpointer([disk])
+    begun = []
+    for step, uneven in enumerate(states):
+        begun.append(saver.save(step, uneven if rank else good))
+        saver.fence()
+        assert saver.wait(60)
+        dist.barrier()
+    saver.close()
+    assert begun == [False, True, not rank, not rank, True]
+    said = " ".join(saver.counters.failures)
+    assert all(
+        text in said for text in (("sparse_coo", "differs") if rank else ("not every rank's",))
+    )
+    dist.barrier()
+    assert disk.steps() == [1, 4]
+
+
+def test_a_state_that_cannot_be_saved_on_one_rank_stalls_nobody(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, refused, tmp_path / "disk")

@@ -35,20 +35,27 @@ def signature_of(parts: Sequence[Part], things: Sequence[Thing]) -> Signature:
     return (*tensors, *((thing.key, (), (), "") for thing in things))
 
 
-def make_plan(
-    parts: Sequence[Part], things: Sequence[Thing], ranks: Ranks, order: Sequence[int]
-) -> SavePlan:
-    """Agree with the other ranks who writes what; a collective call where there is a group."""
+def claims_of(parts: Sequence[Part], things: Sequence[Thing]) -> list[Claim]:
+    """What this rank holds and could write."""
     claims = [
-        Claim(part.key, part.offsets, tuple(part.tensor.shape), part.shape, part.nbytes)
-        for part in parts
+        Claim(p.key, p.offsets, tuple(p.tensor.shape), p.shape, p.nbytes, str(p.tensor.dtype))
+        for p in parts
     ]
-    claims += [Claim(thing.key, _THING, (), (), 0) for thing in things]
-    everyones = ranks.gather(claims)
+    return claims + [Claim(thing.key, _THING, (), (), 0) for thing in things]
+
+
+def make_plan(
+    parts: Sequence[Part],
+    things: Sequence[Thing],
+    ranks: Ranks,
+    order: Sequence[int],
+    everyones: Sequence[Sequence[Claim]],
+) -> SavePlan:
+    """Share out who writes what, given the claims of all ranks or of this one alone."""
     if len(everyones) == len(ranks.all):
         mine = shares(everyones)[ranks.all.index(ranks.rank)]
     else:
-        mine = {(claim.key, claim.offsets) for claim in claims}
+        mine = {(claim.key, claim.offsets) for claim in claims_of(parts, things)}
     picks = tuple(i for i in order if (parts[i].key, parts[i].offsets) in mine)
     return SavePlan(
         signature_of(parts, things),

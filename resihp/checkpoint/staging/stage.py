@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ..lineage import Lineage
 from ..parts import Part, State, Thing, collect
-from ..ranks import Ranks
+from ..ranks import Claim, Ranks
 from .copier import Copier, chunks_of, write_order
 from .filling import Abandoned, Filling, Identity, Pace
 from .pages import begin, collapse
 from .plan import (
     SavePlan,
     buffer_addresses,
+    claims_of,
     extra_of,
     frozen,
     make_plan,
@@ -54,17 +55,35 @@ class Staging:
         self._modules += modules
 
     def fit(self, state: State) -> Fitted:
-        """Plan for the state if its shapes are new, and make the buffers fit it."""
-        parts, things = collect(state)
-        plan = self._plan
-        if plan is None or plan.signature != signature_of(parts, things):
-            order = write_order([part.tensor for part in parts], self._optimizers)
-            plan = self._plan = make_plan(parts, things, self._ranks, order)
-            self._unmoved = [parts[pick].tensor for pick in plan.picks]
+        """Plan for the state if its shapes are new, and make the buffers fit it; collective."""
+        held = collect(state)
+        if not self.has_plan(*held):
+            self.plan(*held, self._ranks.gather(claims_of(*held)))
+        return self.fitted(*held)
+
+    def has_plan(self, parts: Sequence[Part], things: Sequence[Thing]) -> bool:
+        """Whether the plan is for a state of these shapes."""
+        return self._plan is not None and self._plan.signature == signature_of(parts, things)
+
+    def plan(
+        self,
+        parts: Sequence[Part],
+        things: Sequence[Thing],
+        everyones: Sequence[Sequence[Claim]],
+    ) -> None:
+        """Plan for a state, given what all ranks hold."""
+        self._plan = None
+        order = write_order([part.tensor for part in parts], self._optimizers)
+        plan = self._plan = make_plan(parts, things, self._ranks, order, everyones)
+        self._unmoved = [parts[pick].tensor for pick in plan.picks]
+
+    def fitted(self, parts: list[Part], things: list[Thing]) -> Fitted:
+        """Make the buffers fit the plan."""
+        assert self._plan is not None
         if self._copier is None:
             cuda = (part.tensor.device for part in parts if part.tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
-        return Fitted(parts, things, self._slots.fit(plan.file, pinned=self._copier.pins))
+        return Fitted(parts, things, self._slots.fit(self._plan.file, pinned=self._copier.pins))
 
     def settle(self) -> None:
         """Move the state to huge pages, once for each plan, in the background.

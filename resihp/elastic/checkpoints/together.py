@@ -28,6 +28,8 @@ class Together:
         everyones = zip(self._group.all_gather(padded), lengths, strict=True)
         return [pickle.loads(each[:length].numpy().tobytes()) for each, length in everyones]
 
+    gather_behind = gather
+
     def all_ready(self, is_ready: bool) -> bool:
         """Whether every rank is."""
         return all(self.gather(is_ready))
