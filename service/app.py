@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import redis
-import structlog
 from fastapi import FastAPI
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -22,13 +21,14 @@ from .api.guard import Guard
 from .api.metrics import HttpMetrics
 from .api.problems import add_problem_handlers
 from .errors import StartError
+from .logs import logger
 from .settings import Settings
 from .store.api import ApiStore
 from .store.embedded import EmbeddedRedis
 from .worker.engines import Engines, load_engines
 from .worker.loop import Worker
 
-log = structlog.get_logger("resihp.app")
+log = logger("resihp.app")
 
 
 def create_app(settings: Settings, engines: Callable[[], Engines] = load_engines) -> FastAPI:

@@ -9,22 +9,36 @@ import structlog
 
 from .settings import Settings
 
+_SHARED: tuple[structlog.typing.Processor, ...] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+)
 
-def configure_logs(settings: Settings) -> None:
-    """Send every log record to stderr in one format. Called by the commands, never by imports."""
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    as_json = settings.log_format == "json"
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
+
+def logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A structured logger that goes through `logging`, whose levels and handlers hold for it.
+
+    Also where `configure_logs` was not called, as by a program that embeds the app: structlog by
+    itself would print every record, those for debugging as well.
+    """
+    found: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger(name),
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_SHARED,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+    return found
+
+
+def configure_logs(settings: Settings) -> None:
+    """Send every log record to stderr in one format. Called by the commands, never by imports."""
+    as_json = settings.log_format == "json"
     last: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if as_json
@@ -36,7 +50,7 @@ def configure_logs(settings: Settings) -> None:
         ]
     )
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=shared,
+        foreign_pre_chain=_SHARED,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from .app import create_app
 from .errors import StartError
+from .logs import logger
 from .settings import Settings
 from .worker.engines import Engines, load_engines
 
-log = structlog.get_logger("resihp.server")
+log = logger("resihp.server")
 
 
 def serve(settings: Settings, engines: Callable[[], Engines] = load_engines) -> None:

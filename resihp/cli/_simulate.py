@@ -72,7 +72,9 @@ def _play(job: Job, scenario: Scenario, names: Sequence[str], *, quiet: bool) ->
 
     from scheduler.scenario import play
 
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal  # elsewhere all that it leaves is an empty line
+    with Progress(console=console, disable=quiet, transient=True) as bar:
         tasks = {name: bar.add_task(name, total=3600.0 * scenario.hours) for name in names}
         return play(
             job, scenario, names, lambda name, seconds: bar.update(tasks[name], completed=seconds)

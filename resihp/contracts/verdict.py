@@ -30,6 +30,11 @@ class Cause(StrEnum):
     HOST = "host"
 
 
+def _check_slowdown(slowdown: float) -> None:
+    if not slowdown >= 0.0:  # nor NaN
+        raise ContractError("slowdown", f"must be a factor of 0 or more, not {slowdown}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What is said of one rank.
@@ -54,6 +59,7 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ContractError("rank", "must be 0 or more")
+        _check_slowdown(self.slowdown)
         if not 0.0 <= self.confidence <= 1.0:
             raise ContractError("confidence", "must be between 0 and 1")
 
@@ -74,3 +80,6 @@ class Diagnosis:
     attribution: Mapping[Cause, float] = field(default_factory=dict)
     steps: int = 0
     detail: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_slowdown(self.slowdown)

@@ -19,6 +19,7 @@ _STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
 _MICROBATCH = re.compile(r"(?:microbatch|micro_batch|mb|#)\s*[=_:# ]?\s*(\d+)", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"nccl|rccl|gloo[:_]|c10d::|mpi:", re.IGNORECASE)
 _P2P = re.compile(r"sendrecv|(?:^|[:_ ])(?:isend|irecv|send|recv)", re.IGNORECASE)
+_GZIP = b"\x1f\x8b"
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _PHASES = (
     (re.compile(r"^Optimizer\.step#|optimizer[._ ]?step", re.IGNORECASE), Op.OPTIMIZER),
@@ -81,7 +82,7 @@ def read_events(path: Path, index: int) -> RankEvents:
 def _load(path: Path) -> Any:
     try:
         raw = path.read_bytes()
-        return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+        return json.loads(gzip.decompress(raw) if raw.startswith(_GZIP) else raw)
     except (OSError, EOFError, ValueError, RecursionError) as error:
         raise TraceError(f"{path}: is not readable JSON: {error}") from None
 

@@ -24,13 +24,37 @@ def read_trace(path: str | Path) -> Trace:
     files = sorted(f for f in path.iterdir() if _is_trace(f)) if path.is_dir() else [path]
     if not files:
         raise TraceError(f"{path}: the folder holds no .parquet, .json or .json.gz file")
-    json = [file.name.endswith(_JSON) for file in files]
+    json = [_is_json(file) for file in files]
     if any(json) and not all(json):
         raise TraceError(f"{path}: the folder mixes parquet and JSON files")
     try:
         return _json_trace(path, files) if all(json) else _parquet_trace(path, files)
     except ContractError as error:
         raise TraceError(f"{path}: {error}") from None
+
+
+_READABLE = (
+    "parquet (a recording of ResiHP, or in the layout of the published what-if traces), JSON of "
+    "the PyTorch profiler (also gzipped), or a folder with one such file for each rank"
+)
+
+
+def _is_json(file: Path) -> bool:
+    """By name, or by how it begins; parquet otherwise. Raises `TraceError` if it is neither."""
+    if file.name.endswith(_JSON):
+        return True
+    if file.name.endswith(".parquet"):
+        return False
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64)
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror}") from None
+    if start.startswith(b"PAR1"):
+        return False
+    if start.startswith(b"\x1f\x8b") or start.lstrip()[:1] in (b"{", b"["):
+        return True
+    raise TraceError(f"{file}: is no trace; what can be read is {_READABLE}")
 
 
 def _is_trace(file: Path) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hmac
 import time
 
-import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import BodyTooLargeError
+from ..logs import logger
 from ..settings import Settings, is_loopback
 from .metrics import HttpMetrics
 from .problems import problem, send_problem
 
-log = structlog.get_logger("resihp.http")
+log = logger("resihp.http")
 
 # Pages and probes that hold nothing of a job; everything else needs the token, if one is set.
 _OPEN = ("/", "/dashboard", "/healthz", "/v1/healthz", "/docs", "/openapi.json")

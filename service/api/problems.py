@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any
 
 import redis
-import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -28,8 +27,9 @@ from ..errors import (
     UnknownJobError,
     UnknownPlanError,
 )
+from ..logs import logger
 
-log = structlog.get_logger("resihp.api")
+log = logger("resihp.api")
 
 MEDIA_TYPE = "application/problem+json"
 _RETRY = {"Retry-After": "1"}

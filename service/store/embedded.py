@@ -21,11 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import structlog
-
 from ..errors import StartError
+from ..logs import logger
 
-log = structlog.get_logger("resihp.redis")
+log = logger("resihp.redis")
 
 # Runs before the server in its process: asks the kernel for SIGTERM when the parent dies, and
 # gives up if the parent died before it could ask.

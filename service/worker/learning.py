@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 
-import structlog
-
 from resihp.contracts import ContractError, Job, to_json
 
+from ..logs import logger
 from .engines import DetectorLike, Engines, Fitted
 
-log = structlog.get_logger("resihp.learning")
+log = logger("resihp.learning")
 
 
 def kind_of(job: Job) -> str | None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from math import ceil
 
 import redis
-import structlog
 
 from ..errors import LeaseLostError
+from ..logs import logger
 from ..settings import Settings
 from ..store.work import Commit, Lease, WorkStore
 from .engines import Engines
@@ -23,7 +23,7 @@ from .outbox import Outbox
 from .planning import Planner
 from .session import Session
 
-log = structlog.get_logger("resihp.worker")
+log = logger("resihp.worker")
 
 _BATCH = 16  # entries taken at a time: bounds memory, and how long a heartbeat waits
 _BLOCK_MS = 100

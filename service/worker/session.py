@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import msgpack
-import structlog
 
 from resihp.contracts import ContractError, Job, Plan, Verdict, from_json, to_json
 
+from ..logs import logger
 from ..store.api import plan_json, plan_of
 from ..store.inbox import Entry, Kind
 from .engines import DetectorLike, Engines
@@ -28,7 +28,7 @@ from .replanning import Replanning
 from .rollout import Rollout
 from .steps import StepClock
 
-log = structlog.get_logger("resihp.session")
+log = logger("resihp.session")
 
 
 class Session:

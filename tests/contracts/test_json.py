@@ -136,3 +136,13 @@ def test_what_is_missing_is_named(name):
 def test_what_is_no_object(value):
     with pytest.raises(ContractError, match="must be an object"):
         from_json(Job, value)
+
+
+@pytest.mark.parametrize("slowdown", [-0.1, float("nan"), float("-inf")])
+def test_a_slowdown_is_a_factor(slowdown):
+    for make in (
+        lambda: Verdict(rank=0, status=Status.FAIL_SLOW, slowdown=slowdown),
+        lambda: Diagnosis(slowdown=slowdown, root_cause=Cause.NONE),
+    ):
+        with pytest.raises(ContractError, match="slowdown: must be a factor"):
+            make()

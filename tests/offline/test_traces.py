@@ -167,6 +167,13 @@ def test_a_broken_column_is_named_in_one_line(tmp_path, changes, words):
         ("a.json", b"[]", "no timed events"),
         ("a.json", b'{"traceEvents": 3}', "not a profiler trace"),
         ("a.json.gz", b"plain", "not readable JSON"),
+        (
+            "a.csv",
+            b"rank,step\n0,1\n",
+            "no trace; what can be read is parquet .* JSON .* folder",
+        ),
+        ("meta-a.yaml", b"job: a\n", "is no trace"),
+        ("empty", b"", "is no trace"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_one_line(tmp_path, name, content, words):
@@ -174,6 +181,14 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path, name, content, wor
     with pytest.raises(TraceError, match=words) as caught:
         read_trace(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_says_nothing_is_no_hindrance(slow_trace, tmp_path):
+    (tmp_path / "trace.pq").write_bytes(slow_trace.read_bytes())
+    assert read_trace(tmp_path / "trace.pq").format == "whatif-parquet"
+    (tmp_path / "trace").write_text("{}")
+    with pytest.raises(TraceError, match="profiler"):
+        read_trace(tmp_path / "trace")
 
 
 def test_paths_without_a_trace_are_refused(tmp_path):
