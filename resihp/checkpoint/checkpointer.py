@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from resihp.contracts import CheckpointError, ContractError, FaultRate, Protection
 
 from .agreement import Agreement, Ballot
+from .at_exit import forget, remember
 from .counters import Counters, LevelCounters, Said, seconds_since
 from .levels.contract import Level
 from .levels.disk import LocalDisk
@@ -27,6 +28,9 @@ from .runner import Runner
 from .staging.filling import UNHURRIED, Abandoned, Filling, Pace
 from .staging.plan import claims_of
 from .staging.stage import Fitted, Staging
+
+_UNTIL_SETTLED_S = 10.0
+"""What is under way when a restore begins is given so long to complete."""
 
 
 class Checkpointer:
@@ -76,6 +80,7 @@ class Checkpointer:
         self._window_s = self._pause_s = 0.0
         self._cost_s: float | None = None
         self._interval_s: float | None = None
+        remember(self)
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
         """Put a fence before each step of the optimizer, and copy in the order of its writes.
@@ -132,7 +137,8 @@ class Checkpointer:
         What is saved next begins a new lineage: later checkpoints of the past that it does not
         go on from are abandoned, and retired once a new one is complete.
         """
-        self.fence()
+        self.wait(_UNTIL_SETTLED_S)  # nothing should come or go while it is read
+        self.ranks.gather(None)
         restored = restore(self.levels, into, self.ranks, step=step)
         self._descent.branch(restored.newest_born)
         return restored
@@ -144,13 +150,18 @@ class Checkpointer:
         return all(runner.wait(deadline - time.monotonic()) for runner in self._runners)
 
     def close(self, timeout_s: float = 600.0) -> None:
-        """Finish what was begun, within the time, and end all threads."""
+        """Finish what was begun, within the time, and end all threads.
+
+        A program that ends without it does so at its end.
+        """
+        deadline_s = time.monotonic() + timeout_s
         self._is_closed = True
+        forget(self)
         self.wait(timeout_s)
         if self._agreement is not None:
             self._agreement.close()
         for runner in self._runners:
-            runner.close(timeout_s)
+            runner.close(deadline_s)
         self._staging.close()
 
     def __enter__(self) -> Checkpointer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Thread
@@ -58,25 +59,29 @@ class Runner:
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._is_busy), timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Finish what was taken, within the time, and end the thread."""
-        self.wait(timeout_s)
+    def close(self, deadline_s: float) -> None:
+        """Finish what was taken, until then by the monotonic clock, and end the thread."""
+        self.wait(deadline_s - time.monotonic())
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
-        self.level.close()
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        try:
+            self.level.close()
+        except Exception as problem:  # noqa: BLE001 - any storage may fail in its own way
+            self._said.problem(self.level.name, problem)
 
     def _run(self) -> None:
         be_nice(self._niceness)
         while (filling := self._next()) is not None:
-            is_put = self._put(filling)
-            self._then(filling, is_put)
-            filling.leave(self.level.name)
-            del filling
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
+            try:
+                self._then(filling, self._put(filling))
+            finally:
+                filling.leave(self.level.name)
+                del filling
+                with self._changed:
+                    self._is_busy = False
+                    self._changed.notify_all()
 
     def _next(self) -> Filling | None:
         with self._changed:
@@ -91,7 +96,7 @@ class Runner:
             self.level.put(filling)
         except Abandoned:
             return False
-        except Exception as problem:  # noqa: BLE001 - any storage may fail in its own way
+        except BaseException as problem:  # noqa: BLE001 - also one that would end the thread
             self.counters.failed += 1
             self._said.problem(self.level.name, problem)
             return False

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 
 import torch
 from torch import Tensor
@@ -33,9 +32,7 @@ def write_stream(
     target = DirectFile.create(folder / data_name(index.rank))
     try:
         work = _Stream(file, tensor, target)
-        with ThreadPoolExecutor(WRITERS, "resihp-checkpoint-stream") as pool:
-            for future in [pool.submit(work.run) for _ in range(WRITERS)]:
-                future.result()
+        _in_threads(work.run)
         target.write([memoryview(section)], file.nbytes)
         target.truncate(index.file_bytes)
         target.sync()
@@ -46,6 +43,29 @@ def write_stream(
     summed = replace(index, checksums=(*sums, *after))
     write_whole(folder / index_name(index.rank), summed.to_json().encode())
     sync_folder(folder)
+
+
+def _in_threads(work: Callable[[], None]) -> None:
+    """Run it in `WRITERS` threads; raises what one of them raised.
+
+    No executor, which would take nothing more of a program that is about to end: torch waits for
+    its asynchronous saves then.
+    """
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as problem:  # noqa: BLE001 - raised below
+            problems.append(problem)
+
+    threads = [Thread(target=run, name="resihp-checkpoint-stream") for _ in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
 
 
 class _Stream:

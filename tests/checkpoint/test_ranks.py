@@ -314,3 +314,23 @@ def refused(rank: int, folder: Path) -> None:
 
 def test_a_state_that_cannot_be_saved_on_one_rank_stalls_nobody(tmp_path: Path) -> None:
     on_two_ranks(tmp_path, refused, tmp_path / "disk")
+
+
+def late(rank: int, folder: Path) -> None:
+    """Rank 1 is the last to write its part; rank 0 asks for the newest before that."""
+    state, disk = {f"part{rank}": torch.zeros(1000)}, SlowDisk(folder, 0.0)
+    saver = Checkpointer([disk])
+    for step in range(2):
+        disk.delay_s = 0.5 if rank and step else 0.0
+        saver.fence()
+        state[f"part{rank}"].fill_(step)
+        saver.save(step, state)
+        if not step:
+            assert saver.wait(60)
+            dist.barrier()
+    assert saver.restore(state).step == 1
+    saver.close()
+
+
+def test_all_ranks_restore_the_newest_though_one_has_only_just_written_it(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, late, tmp_path / "disk")
