@@ -62,7 +62,18 @@ def _sentences(book: Book, at: int, code: int) -> tuple[str, ...]:
         f"(95% interval {low:.1f}% to {high:.1f}%)"
     ]
     if code in (SUSPECT, FAIL_SLOW) and book.evidence[at] > 0:
-        lines.append(f"odds of that by chance: 1 in {math.exp(min(book.evidence[at], 60)):.2g}")
+        lines.append(f"odds of that by chance: 1 in {_odds(float(book.evidence[at]))}")
     if code == FAIL_SLOW and book.carried[at]:
         lines.append("known from the layout before; not yet measured on this one")
     return tuple(lines)
+
+
+def _odds(evidence: float) -> str:
+    """The exponential of the evidence, to two digits.
+
+    >>> _odds(16.0), _odds(9.3), _odds(50.0)
+    ('8,900,000', '11,000', 'more than a billion')
+    """
+    if evidence > math.log(1e9):
+        return "more than a billion"
+    return f"{float(f'{math.exp(evidence):.2g}'):,.0f}"

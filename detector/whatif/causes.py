@@ -64,9 +64,9 @@ class Causes:
         if not self.slow:
             return Effects(times)
         rec = self.whatif.recording
-        return Effects(
-            times, known=known_factor(self.slow, rec.steps, rec.stages, times.shape[1:3])
-        )
+        chunks = times.shape[1] // rec.stages
+        known = known_factor(self.slow, rec.steps, rec.replicas, stages=rec.stages, chunks=chunks)
+        return Effects(times, known=known)
 
     @cached_property
     def removed(self) -> dict[Cause, float]:
@@ -113,7 +113,9 @@ class Causes:
         }
         most = max(waste, key=lambda name: float(waste[name].sum()))
         if waste[most].any():
-            found[Cause.COMMUNICATION] = f"most is in {most}{place_of_most(waste[most])}"
+            found[Cause.COMMUNICATION] = (
+                f"most is in {most}{place_of_most(waste[most], rec.replicas)}"
+            )
         late, usual = self._delays
         host = {
             "garbage collection": self._by_place(own.sum(axis=2), Kind.GC),
@@ -121,7 +123,8 @@ class Causes:
         }
         most = max(host, key=lambda name: float(host[name].sum()))
         if host[most].any():
-            found[Cause.HOST] = f"most is {most} on the ranks{place_of_most(host[most])}"
+            place = place_of_most(host[most], rec.replicas)
+            found[Cause.HOST] = f"most is {most} on the ranks{place}"
         return found
 
     def _by_place(self, seconds: Floats, *kinds: Kind) -> NDArray[np.float64]:

@@ -52,7 +52,9 @@ class Replayed:
         there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 tells nothing
         known = None
         if slow:
-            known = known_factor(slow, cubes.steps, layout.pp, there.shape[1:3])
+            known = known_factor(
+                slow, cubes.steps, np.arange(layout.dp), stages=layout.pp, chunks=job.chunks
+            )
         return cls(whole, graph, Effects(there, cubes.work, cubes.mates, known))
 
     @property
@@ -99,8 +101,17 @@ class Replayed:
         return self._mean_ms(self._ideal)
 
     def spans(self, *, ideal: bool) -> StepSpans:
-        """When everything ran, or would have run ideally."""
-        return self.graph.spans(self._ideal if ideal else self.cubes)
+        """When everything ran, or would have run ideally.
+
+        Of few devices, the mean holds what a slow one adds: then it is that of equal devices.
+        """
+        if not ideal:
+            return self.graph.spans(self.cubes)
+        best = self._ideal
+        if self.step_ms - self.lost_ms[Cause.DEVICE] < self.ideal_ms:
+            passes = mean(self.effects.without([Cause.DEVICE]), axis=(1, 2, 3, 4))
+            best = replace(best, passes=np.broadcast_to(passes, self.cubes.passes.shape))
+        return self.graph.spans(best)
 
     @cached_property
     def where(self) -> dict[Cause, str]:

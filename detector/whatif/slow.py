@@ -49,19 +49,20 @@ class SlowDevice:
 
 
 def known_factor(
-    slow: Sequence[SlowDevice], steps: Ints, stages: int, shape: tuple[int, int]
+    slow: Sequence[SlowDevice], steps: Ints, replicas: Ints, *, stages: int, chunks: int
 ) -> NDArray[np.float64]:
     """Factor [1, C, D, T, 1] of the slowest known device of every place at every step.
 
-    `shape` is (C, D); a chunk of a stage that is held by the device is as slow as the stage.
+    `steps` [T] and `replicas` [D] are their numbers. The places are those of `Effects`: each chunk
+    of a stage is as slow as the device that holds the stage.
     """
-    factor = np.ones((1, *shape, steps.size, 1))
+    factor = np.ones((1, stages * chunks, replicas.size, steps.size, 1))
     for device in slow:
-        if device.dp >= shape[1] or device.pp >= stages:
-            continue
         on = np.ones(steps.size, bool) if device.since is None else steps >= device.since
         if device.until is not None:
             on &= steps < device.until
-        held = factor[0, device.pp :: stages, device.dp, :, 0]
-        held[:, on] = np.maximum(held[:, on], device.factor)
+        if device.pp < stages:
+            held = factor[0, device.pp :: stages, :, :, 0]
+            rows = np.ix_(np.arange(chunks), replicas == device.dp, on)
+            held[rows] = np.maximum(held[rows], device.factor)
     return factor

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from resihp.contracts import Cause
 
 from .effects import Effects
-from .ops import Floats
+from .ops import Floats, Ints
 from .order import mean, quantile
 
 _LEAST = 1.02  # what is not worse than the rest by this much is not told
@@ -58,14 +58,18 @@ def _usual_most(values: Floats, axis: int | tuple[int, ...]) -> float:
     return float(np.nan_to_num(mean(quantile(values, 1.0, axis), axis=(0, 1, 2)), nan=1.0).item())
 
 
-def place_of_most(lost: Floats) -> str:
-    """The stage and replica that have most of what is lost, [S, D]; empty where none has."""
+def place_of_most(lost: Floats, replicas: Ints | None = None) -> str:
+    """The stage and replica that have most of what is lost, [S, D]; empty where none has.
+
+    `replicas` [D] are their numbers, if they are not counted from 0.
+    """
     total = float(lost.sum())
     if total <= 0:
         return ""
     stage, replica = np.unravel_index(int(np.argmax(lost)), lost.shape)
     if lost.size > 1 and float(lost[stage, replica]) > _MOST * total:
-        return f" of stage {stage} in replica {replica}"
+        number = replica if replicas is None else replicas[replica]
+        return f" of stage {stage} in replica {number}"
     heavy = int(np.argmax(lost.sum(axis=1)))
     if lost.shape[0] > 1 and float(lost[heavy].sum()) > _MOST * total:
         return f" of stage {heavy}"

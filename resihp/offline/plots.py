@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from ._analysis import Analysis
 from .timeline import Spans, Timeline
@@ -67,7 +66,7 @@ def workers(analysis: Analysis) -> Figure:
 
 def onset(analysis: Analysis, timeline: Timeline) -> Figure:
     """Heat map: how much slower than its peers each device was, step by step."""
-    ranks, factor = timeline.device_factor
+    groups, factor = timeline.device_factor
     worst = np.sort(np.argsort(-np.nanmax(factor, axis=1), kind="stable")[:_MOST_DEVICES])
     figure, axes = _figure(9.2, 1.1 + 0.16 * worst.size)
     top = max(1.2, float(np.nanmax(factor)))
@@ -78,17 +77,29 @@ def onset(analysis: Analysis, timeline: Timeline) -> Figure:
     columns = _ticks(len(timeline.steps))
     axes.set_xticks(columns, [str(timeline.steps[column]) for column in columns])
     rows = _ticks(worst.size, most=24)
-    axes.set_yticks(rows, [str(ranks[worst[row]]) for row in rows])
-    _mark_onsets(axes, analysis, timeline, ranks[worst])
+    shown = [groups[row] for row in worst]
+    axes.set_yticks(rows, [_ranks(shown[row]) for row in rows])
+    _mark_onsets(axes, analysis, timeline, shown)
     _bar(figure, axes, image)
     return figure
 
 
+def _ranks(group: tuple[int, ...]) -> str:
+    """
+    >>> _ranks((4,)), _ranks((4, 5)), _ranks((4, 5, 6, 7)), _ranks((0, 8, 16))
+    ('4', '4, 5', '4-7', '0, …, 16')
+    """
+    if len(group) <= 2:
+        return ", ".join(map(str, group))
+    lies_together = group[-1] - group[0] == len(group) - 1
+    return f"{group[0]}{'-' if lies_together else ', …, '}{group[-1]}"
+
+
 def _mark_onsets(
-    axes: Axes, analysis: Analysis, timeline: Timeline, ranks: NDArray[np.int64]
+    axes: Axes, analysis: Analysis, timeline: Timeline, groups: list[tuple[int, ...]]
 ) -> None:
     """A line where the detector says that a device became slow."""
-    rows = {int(rank): row for row, rank in enumerate(ranks)}
+    rows = {rank: row for row, group in enumerate(groups) for rank in group}
     for verdict in analysis.verdicts:
         if verdict.since_step is None or verdict.rank not in rows:
             continue

@@ -96,7 +96,8 @@ def _numbers(analysis: Analysis) -> list[tuple[str, str, str]]:
         ("M_S", whatif.m_s, "of the lost time goes with the last stage"),
     ):
         if value is not None:
-            numbers.append((f"{value:.1%}", name, words))
+            beyond = "; beyond 100%: the ideal, an average, holds some of it" if value > 1 else ""
+            numbers.append((f"{value:.1%}", name, words + beyond))
     numbers.append((f"{whatif.ideal_step_s:.3f} s", "ideal step", "when all took the average"))
     return numbers
 

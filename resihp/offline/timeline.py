@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from detector.whatif import Causes
 from detector.whatif.ops import COLLECTIVE, LABELS, P2P, Kind
 from detector.whatif.replayed import Replayed
-from resihp.contracts import Layout
 
 from ._analysis import Analysis
 
@@ -96,21 +95,23 @@ class Timeline:
         )
 
     @cached_property
-    def device_factor(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Ranks [R] and the factor [R, steps] by which each was slower than its peers.
-
-        A tensor-parallel group counts as one, under its first rank.
-        """
+    def device_factor(self) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.float64]]:
+        """The recorded ranks of each of R stages, and the factor [R, steps] by which the slowest of
+        them was slower than its peers. A tensor-parallel group computes as one."""
+        layout, recorded = self.analysis.layout, set(self.analysis.trace.ranks)
         if self.analysis.whatif is not None:
             effects = Causes(self.analysis.whatif, self.analysis.slow).effects
-            rank = self.analysis.whatif.recording.rank
+            replicas = self.analysis.whatif.recording.replicas.tolist()
         else:
             effects = self._records[0].effects
-            rank = _first_ranks(self.analysis.layout)
-        factor = effects.device[0, : rank.shape[1], :, :, 0].transpose(1, 0, 2)
-        there = rank >= 0
-        order = np.argsort(rank[there])
-        return rank[there][order].astype(np.int64), factor[there][order]
+            replicas = list(range(layout.dp))
+        found = {
+            tuple(sorted(recorded.intersection(stage.ranks))): effects.device[0, pp, at, :, 0]
+            for at, dp in enumerate(replicas)
+            for pp, stage in enumerate(layout.replicas[dp].stages)
+        }
+        groups = tuple(sorted(group for group in found if group))
+        return groups, np.stack([found[group] for group in groups])
 
     @cached_property
     def _records(self) -> tuple[Replayed, NDArray[np.int64]]:
@@ -140,12 +141,3 @@ class Timeline:
             start_s=start[keep] * 1e-3,
             duration_s=duration[keep] * 1e-3,
         )
-
-
-def _first_ranks(layout: Layout) -> NDArray[np.int64]:
-    """Rank [D, S] that stands for each tensor-parallel group; -1 where there is no such stage."""
-    ranks = np.full((layout.dp, layout.pp), -1, np.int64)
-    for place in layout.places():
-        if place.tp == 0:
-            ranks[place.dp, place.pp] = place.rank
-    return ranks

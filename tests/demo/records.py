@@ -139,7 +139,7 @@ def _verdicts() -> tuple[VerdictSeen, ...]:
         evidence=(
             "computes 49.2% longer than expected from its own past since step 22"
             " (95% interval 46.0% to 52.5%)",
-            "odds of that by chance: 1 in 2.1e+09",
+            "odds of that by chance: 1 in more than a billion",
         ),
         interval=(1.46, 1.525),
         step=26,

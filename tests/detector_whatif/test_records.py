@@ -193,7 +193,7 @@ def test_what_is_known_of_a_device_is_not_taken_for_a_heavy_stage():
 
 def test_a_device_counts_as_slow_only_while_it_was():
     slow = SlowDevice(rank=3, dp=1, pp=1, factor=2.0, since=2, until=4)
-    factor = known_factor([slow], np.arange(6), 2, (4, 2))  # two chunks on each stage
+    factor = known_factor([slow], np.arange(6), np.arange(2), stages=2, chunks=2)
     assert (
         factor[0, :, 1, :, 0].T.tolist()
         == [[1, 1, 1, 1]] * 2 + [[1, 2, 1, 2]] * 2 + [[1, 1, 1, 1]] * 2

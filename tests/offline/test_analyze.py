@@ -9,12 +9,15 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from detector.scenarios import Fault, steps_of
 from resihp.cli import _analyze, _serve  # noqa: F401 - they register commands
 from resihp.cli._app import app
-from resihp.contracts import Cause, Status
+from resihp.contracts import Cause, Job, Layout, Status
 from resihp.offline import analyze, read_trace, write_trace
+from resihp.offline.plots import onset
 from resihp.offline.report import html
 from resihp.offline.summary import headline
+from resihp.offline.timeline import Timeline
 
 KEYS = [
     "trace",
@@ -150,3 +153,39 @@ def test_json_needs_no_plotting_no_frames_and_no_web(slow_trace):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_group_is_shown_under_all_of_its_ranks_with_the_onset_of_the_slow_one(tmp_path):
+    layout = Layout.grid(dp=2, pp=2, tp=2, layers=8)
+    job = Job(name="groups", layout=layout, microbatches=16)
+    fault = Fault(rank=5, factor=1.4, from_step=8)
+    batches = steps_of(job, [500], steps=16, seed=3, faults=[fault])
+    write_trace(tmp_path / "own.parquet", job, batches)
+    analysis = analyze(read_trace(tmp_path / "own.parquet"))
+    timeline = Timeline(analysis)
+    groups, factor = timeline.device_factor
+    assert groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    row = groups.index(next(group for group in groups if 5 in group))
+    assert factor[row, -1] == pytest.approx(1.4, abs=0.05)
+    axes = onset(analysis, timeline).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "0, 1",
+        "2, 3",
+        "4, 5",
+        "6, 7",
+    ]
+    (line,) = axes.lines
+    assert line.get_xydata().tolist() == [[7.5, row - 0.5], [7.5, row + 0.5]]
+
+
+def test_the_ideal_timeline_of_few_devices_does_not_hold_the_slow_one(tmp_path):
+    job = Job(name="one", layout=Layout.grid(dp=1, pp=1, tp=4, layers=8), microbatches=8)
+    fault = Fault(rank=2, factor=1.5, from_step=0)
+    batches = steps_of(job, [500], steps=16, seed=3, faults=[fault])
+    write_trace(tmp_path / "own.parquet", job, batches)
+    analysis = analyze(read_trace(tmp_path / "own.parquet"))
+    ends = [
+        float((spans.start_s + spans.duration_s).max())
+        for spans in (Timeline(analysis).actual(5), Timeline(analysis).ideal(5))
+    ]
+    assert ends[0] / ends[1] == pytest.approx(analysis.diagnosis.slowdown, rel=0.05)

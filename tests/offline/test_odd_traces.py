@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from resihp.contracts import Cause, TraceError
+from detector.whatif import Kind
+from resihp.contracts import Cause, Status, TraceError
 from resihp.offline import analyze, read_trace
 from resihp.offline.report import html
 from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+from resihp.offline.timeline import Timeline
 
 WHOLE = record(Recipe(dp=3, pp=3, microbatches=3, steps=4))
 ODD = {
@@ -81,3 +83,21 @@ def test_times_that_contradict_each_other_are_refused(tmp_path):
     scrambled = np.random.default_rng(0).random(len(WHOLE))
     with pytest.raises(TraceError, match="wait for each other in a circle"):
         analysis_of(dataclasses.replace(WHOLE, start_s=scrambled), tmp_path)
+
+
+def test_a_slow_device_is_found_beside_a_replica_that_was_not_recorded(tmp_path):
+    slow = Trouble(replica=3, stage=1, factor=1.4, since=4)
+    ops = record(Recipe(dp=5, pp=2, steps=16, troubles=(slow,)), seed=2)
+    analysis = analysis_of(ops.select(ops.dp != 1), tmp_path)
+    (named,) = (v.rank for v in analysis.verdicts if v.status is Status.FAIL_SLOW)
+    assert analysis.diagnosis.detail[0].startswith(f"Rank {named} (replica 3, stage 1)")
+    groups, factor = Timeline(analysis).device_factor
+    np.testing.assert_allclose(factor[groups.index((named,)), 5:], 1.4, atol=0.05)
+    np.testing.assert_allclose(np.delete(factor, groups.index((named,)), axis=0), 1.0, atol=0.05)
+
+
+def test_a_place_is_told_by_the_number_of_its_replica(tmp_path):
+    slow = Trouble(kinds=(Kind.GC,), replica=3, stage=1, extra_s=0.4, every=3)
+    ops = record(Recipe(dp=5, pp=2, steps=16, troubles=(slow,)), seed=2)
+    first = analysis_of(ops.select(ops.dp != 1), tmp_path).diagnosis.detail[0]
+    assert "garbage collection on the ranks of stage 1 in replica 3" in first
