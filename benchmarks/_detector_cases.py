@@ -159,6 +159,11 @@ def on_off(rank: int, factor: float, onset: int) -> Fault:
     return Fault(rank=rank, factor=factor, from_step=onset, period=4)
 
 
+def every_other(rank: int, factor: float, onset: int) -> Fault:
+    """Slow in every other step."""
+    return Fault(rank=rank, factor=factor, from_step=onset, period=1)
+
+
 def generated_trials(
     job: Job,
     factor: float,
@@ -169,6 +174,7 @@ def generated_trials(
     steps: int = 36,
     with_lengths: bool = True,
     coupled: bool = False,
+    noise: Noise | None = None,
 ) -> Tally:
     """Generated jobs with documents as long as the standard library's modules."""
     lengths, tally = text_lengths(), Tally()
@@ -182,7 +188,7 @@ def generated_trials(
             steps=steps,
             seed=seed,
             faults=faults,
-            noise=Noise(),
+            noise=noise,
             with_lengths=with_lengths,
             coupled=coupled,
         )

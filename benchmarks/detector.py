@@ -20,6 +20,7 @@ from benchmarks._detector_oracle import oracle_rows
 from benchmarks._detector_peers import peer_trials
 from benchmarks._detector_replicas import replica_rows
 from benchmarks._report import machine, print_table, write_json
+from detector.scenarios import Noise
 
 FACTORS = (1.03, 1.05, 1.10, 1.2, 1.5, 2.0)
 Figures = dict[str, Any]
@@ -91,6 +92,7 @@ def generated_cases(trials: int) -> list[tuple[str, Callable[[], cases.Tally]]]:
         ("from the first step, 1.08x", partial(usual, 1.08, make=cases.from_the_start)),
         ("gradual over 10 steps, 1.10x", partial(usual, 1.1, make=cases.gradual)),
         ("on and off by 4 steps, 1.10x", partial(usual, 1.1, make=cases.on_off)),
+        ("every other step, 1.10x", partial(usual, 1.1, make=cases.every_other)),
     ]
 
 
@@ -99,10 +101,12 @@ def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
     rows = [[name, str(trials), *run().row()] for name, run in generated_cases(trials)]
     record_table(figures, "generated jobs, lengths of real text", cases.COLUMNS, rows)
     clean = []
-    for shape in ((16, 1, 1), (4, 2, 2)):
+    for shape, rate in (((16, 1, 1), 0.0), ((4, 2, 2), 0.0), ((4, 2, 2), 0.005)):
         jobs = max(1, clean_steps // (16 * 60 * 2))
-        tally = cases.generated_trials(cases.job_of(*shape), 0.0, jobs, steps=60)
+        noise = Noise(hiccups=rate)
+        tally = cases.generated_trials(cases.job_of(*shape), 0.0, jobs, steps=60, noise=noise)
         name = f"DP{shape[0]} PP{shape[1]} TP{shape[2]}"
+        name += f", hiccups in {rate:.1%} of device-steps" if rate else ""
         clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
     columns = ("clean", "device-steps", "wrong names", "inconclusive")
     record_table(figures, "generated jobs, nothing injected", columns, clean)

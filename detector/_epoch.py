@@ -14,6 +14,7 @@ from .base.places import places_of
 from .evidence.judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
 from .evidence.replicas import Replicas
 from .evidence.together import Shared, Together
+from .evidence.turns import by_turns, lately
 from .evidence.watch import Watch
 from .expectation.correction import Correction
 from .expectation.lengths import LengthModel
@@ -41,6 +42,7 @@ class Epoch:
         self, job: Job, settings: DetectorSettings, correction: Correction | None = None
     ) -> None:
         self._job, self._settings = job, settings
+        self._least = float(np.log(settings.min_slowdown))
         self.places = places_of(job.layout)
         self.intake = Intake(self.places, job.quotas, job.chunks, settings)
         self.model = LengthModel(job, self.places, correction or Correction(settings))
@@ -91,14 +93,16 @@ class Epoch:
             self._doubt_maps()
             return
         trusted = self.judge.trusted()
+        able = vouched = self._able()
         if not self._by_lengths:
-            trusted &= self.witness_model.vouched(trusted)
-        now = self.watch.observe(self.last_step, residual, trusted, self._able())
+            vouched = self.witness_model.vouched(trusted)
+            trusted, vouched = trusted & vouched, able & vouched
+        now = self.watch.observe(self.last_step, residual, trusted, able)
+        now = by_turns(self.watch, now, vouched, self._least, self.book.fresh)
         if residual.fixed is not None:
             slow = self.replicas.observe(records, index, self.last_step, residual.fixed)
             self._mark(_REPLICA, slow)
-            recent = np.median(np.nan_to_num(self.watch.window[self.watch.recent(3)]), axis=0)
-            excess, run = recent - now.reference, self.book.slow_run + 1
+            excess, run = lately(self.watch, now, 3), self.book.slow_run + 1
             shared_cause = self.replicas.explains(now, excess, run)
             now = replace(now, able=now.able & ~shared_cause)
         self.together.observe(records, index)
@@ -167,6 +171,9 @@ class Epoch:
         rank = int(self.places.ranks[at])
         links = [f"its {link.evidence[0]}" for link in touching(self.slow_links(), rank)]
         aside = [self.asides[at]] if at in self.asides else []
+        if self.book.turns[at] and self.book.status[at] == FAIL_SLOW:
+            slow, of = self.book.slow_steps[at].tolist()
+            aside.append(f"slow by turns: in {slow} of the last {of} steps")
         return (*self.notes.get(at, ()), *aside, *links)
 
     def slow_links(self) -> list[LinkVerdict]:

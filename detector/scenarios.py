@@ -71,7 +71,8 @@ class Noise:
     record   of single records
     step     of a rank over a whole step
     offset   of a rank for good
-    outliers share of records that are interrupted, by a factor of up to 1 + `outlier_size`
+    outliers share of records that are interrupted, by a factor of up to 1 + 2 `outlier_size`
+    hiccups  share of the steps of a rank that take up to five times as long (garbage collection)
     """
 
     record: float = 0.01
@@ -79,6 +80,7 @@ class Noise:
     offset: float = 0.007
     outliers: float = 0.002
     outlier_size: float = 0.5
+    hiccups: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,9 @@ def steps_of(
     pool = np.asarray(lengths, np.int64)
     for step in range(first_step, first_step + steps):
         speed = offsets[places.ranks] + rng.normal(0.0, noise.step, places.size)
+        if noise.hiccups:
+            struck = rng.random(places.size) < noise.hiccups
+            speed += np.where(struck, np.log(rng.uniform(1.1, 5.0, places.size)), 0.0)
         for fault in faults:
             speed[places.ranks == fault.rank] += np.log(fault.at(step))
         rows, work = _rows(job, places, pool, budget, rng)

@@ -15,8 +15,10 @@ class DetectorSettings:
                          never more than one in 100,000 steps of a device
     suspect_steps        one false suspicion per device in this many steps is accepted
     min_slowdown         smaller slowdowns are never named
-    confirm_steps        consecutive slow steps before a name
-    recover_steps        consecutive healthy steps before a named device is healthy again
+    confirm_steps        consecutive slow steps, of one size, before a name; a device that is slow
+                         by turns needs none running
+    recover_steps        consecutive healthy steps before a named device is healthy again; more for
+                         one that is slow by turns
     offset_spread        prior of the spread (log) of healthy devices around their peers
     lag_steps            a step is decided without the missing ranks once this many later steps,
                          in this many later messages of one rank, have arrived

@@ -10,7 +10,8 @@ from resihp.contracts import Status
 
 from ..base.arrays import Bools, Floats, Ints, State
 from ..settings import DetectorSettings
-from .watch import Standing, Watch
+from .turns import EDGE, first_turn
+from .watch import TURNS, Standing, Watch
 
 CODES: tuple[Status, ...] = tuple(Status)
 HEALTHY, SUSPECT, FAIL_SLOW, FAIL_STOP, INCONCLUSIVE = range(len(CODES))
@@ -23,6 +24,17 @@ _MOST_ERROR = 2.0
 """Most that a factor may be uncertain by (log), where its records contradict each other."""
 _FACTOR_STEPS = 12
 """Steps that the factor of a named device is measured over."""
+_AGREE, _AGREE_SHARE = 6.0, 0.1
+"""Standard deviations, and share of the slowness (log), that the steps of a slow device lie within
+of each other."""
+_SPELLS = 16
+"""Steps after a recovery within which a new slow spell belongs to the one before."""
+_CHANCE = 1e-3
+"""Chance of so many healthy steps running, of a device that is slow by turns."""
+_PAUSES = 3
+"""Longest pauses between slow steps that such a device must be healthy for."""
+_PATIENCE = 32
+"""Most healthy steps that are waited for."""
 
 
 @dataclass
@@ -33,6 +45,10 @@ class Book:
     factor  slowdown; low and high bound it
     slow_run, well_run   consecutive steps with slow, with healthy residuals
     carried whether the name comes from an older layout and has not been confirmed on this one
+    turns   whether it is slow in some steps and healthy in others
+    slow_steps  slow ones of the steps since its onset, shape (ranks, 2): how many, of how many
+    began   step of its first slow spell, where several lie close together; -1 from the start
+    fresh   step from which it was healthy again, -1 if it never was slow
     """
 
     size: int
@@ -46,16 +62,23 @@ class Book:
     well_run: Ints = field(init=False)
     carried: Bools = field(init=False)
     by_past: Bools = field(init=False)
+    turns: Bools = field(init=False)
+    slow_steps: Ints = field(init=False)
+    began: Ints = field(init=False)
+    fresh: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("status", "slow_run", "well_run"):
             setattr(self, name, np.zeros(self.size, np.int64))
-        self.since = np.full(self.size, -1, np.int64)
+        for name in ("since", "began", "fresh"):
+            setattr(self, name, np.full(self.size, -1, np.int64))
         for name in ("factor", "low", "high"):
             setattr(self, name, np.ones(self.size))
         self.evidence = np.full(self.size, -np.inf)
         self.carried = np.zeros(self.size, bool)
         self.by_past = np.zeros(self.size, bool)
+        self.turns = np.zeros(self.size, bool)
+        self.slow_steps = np.zeros((self.size, 2), np.int64)
 
     def state(self) -> State:
         """What `load` needs."""
@@ -93,6 +116,7 @@ class Judge:
         self._settle(watch, now)
         book = self.book
         book.evidence, book.by_past = now.evidence, now.by_past
+        by_turns = now.by_turns
         self._count_runs(now)
         live = now.seen & (book.status != FAIL_STOP)
         named = book.status == FAIL_SLOW
@@ -103,13 +127,34 @@ class Judge:
         for rank in np.flatnonzero(measured).tolist():
             self._measure(watch, now, rank)
         strong = rising & (now.evidence >= watch.name_at)
-        strong &= (book.slow_run >= self._settings.confirm_steps) & (book.low > 1.0)
+        strong &= self._confirmed(watch, now) | by_turns
+        strong &= book.low > 1.0
         strong &= book.factor >= self._settings.min_slowdown
         book.status[rising & (book.status == HEALTHY)] = SUSPECT
-        book.status[strong & now.able] = FAIL_SLOW
+        self._name(watch, strong & now.able, by_turns)
         book.status[strong & ~now.able] = INCONCLUSIVE
         self._heal(watch, falling)
-        self._recover(watch, live & named)
+        self._recover(watch, now, live & named)
+
+    def _confirmed(self, watch: Watch, now: Standing) -> Bools:
+        """Ranks slow for enough steps running, if these agree; one more step if they do not, for
+        two hiccups seldom are of one size."""
+        steps = self._settings.confirm_steps
+        last = watch.window[watch.recent(steps)] - now.reference
+        most = last.max(axis=0)
+        agree = most - last.min(axis=0) <= _AGREE * now.scale + _AGREE_SHARE * most
+        result: Bools = self.book.slow_run >= np.where(agree, steps, steps + 1)
+        return result
+
+    def _name(self, watch: Watch, ranks: Bools, by_turns: Bools) -> None:
+        """Ranks become slow: for good, by turns, or again soon after they were."""
+        book = self.book
+        book.status[ranks] = FAIL_SLOW
+        soon = watch.steps[watch.recent(_SPELLS)[0]] <= book.fresh
+        again = ranks & (book.fresh >= 0) & soon
+        first = ranks & ~again
+        book.began[first], book.turns[first] = book.since[first], False
+        book.turns |= again | ((book.status == FAIL_SLOW) & by_turns)
 
     def _carry(self, watch: Watch, now: Standing) -> Bools:
         """Ranks still named on the word of an older layout alone.
@@ -148,7 +193,7 @@ class Judge:
     def _count_runs(self, now: Standing) -> None:
         book = self.book
         expected = np.where(book.status == FAIL_SLOW, np.log(book.factor), 2.0 * self._least)
-        edge = np.maximum(0.5 * self._least, 0.4 * expected)
+        edge = np.maximum(0.5 * self._least, EDGE * expected)
         slow = now.seen & (now.excess > edge)
         book.slow_run = np.where(slow, book.slow_run + 1, np.where(now.seen, 0, book.slow_run))
         well = now.seen & ~slow
@@ -161,19 +206,35 @@ class Judge:
         rows = rows[np.isfinite(watch.window[rows, rank])]
         excess = watch.window[rows, rank] - now.reference[rank]
         scale = float(now.scale[rank])
-        if book.status[rank] != FAIL_SLOW:
-            first = onset(excess, scale)
+        named, by_turns = book.status[rank] == FAIL_SLOW, bool(now.turns[:, rank].any())
+        slow = np.ones(rows.size, bool)
+        if by_turns or (named and book.turns[rank]):
+            slow = excess > EDGE * self._slow_level(watch, now, rank)
+        if not named:
+            first = first_turn(slow) if by_turns else onset(excess, scale)
             whole = first == 0 and watch.count <= watch.window.shape[0]
             book.since[rank] = -1 if whole else int(watch.steps[rows[first]])
         else:
             first = int(np.searchsorted(watch.steps[rows], book.since[rank]))
-        recent = excess[max(min(first, excess.size - 1), excess.size - _FACTOR_STEPS) :]
+        recent = excess[min(first, excess.size - 1) :]
+        recent = recent[slow[-recent.size :]][-_FACTOR_STEPS:]
+        book.slow_steps[rank] = np.count_nonzero(slow[first:]), rows.size - first
+        if not recent.size:
+            return
         middle = float(np.median(recent))
         error = float(np.hypot(1.25 * scale / np.sqrt(recent.size), now.doubt[rank]))
         error = min(error, _MOST_ERROR)
         book.factor[rank] = np.exp(max(middle, 0.0))
         book.low[rank] = np.exp(middle - 1.96 * error)
         book.high[rank] = np.exp(middle + 1.96 * error)
+
+    def _slow_level(self, watch: Watch, now: Standing, rank: int) -> float:
+        """How slow (log) a rank that is slow by turns is when it is."""
+        rows = watch.recent(TURNS)
+        slow = now.turns[-len(rows) :, rank]
+        if not slow.any():
+            return float(np.log(self.book.factor[rank]))
+        return float(np.median(watch.window[rows[slow], rank]) - now.reference[rank])
 
     def _heal(self, watch: Watch, ranks: Bools) -> None:
         book = self.book
@@ -184,15 +245,39 @@ class Judge:
         book.carried[ranks] = False
         book.since[ranks] = watch.steps[watch.recent(1)[0]]
 
-    def _recover(self, watch: Watch, named: Bools) -> None:
+    def _recover(self, watch: Watch, now: Standing, named: Bools) -> None:
         book = self.book
         back = named & (book.well_run >= self._settings.recover_steps)
+        for rank in np.flatnonzero(back & book.turns).tolist():
+            back[rank] = book.well_run[rank] >= self._patience(watch, now, rank)
         if not back.any():
             return
         self._heal(watch, back)
-        started = watch.recent(self._settings.recover_steps)[0]
-        book.since[back] = watch.steps[started]
+        rows = watch.recent(watch.count)
+        started = watch.steps[rows[np.maximum(rows.size - book.well_run[back], 0)]]
+        book.since[back] = book.fresh[back] = started
         watch.clear(back)
+
+    def _patience(self, watch: Watch, now: Standing, rank: int) -> int:
+        """Healthy steps before a rank that is slow by turns is healthy again: so many that they
+        are neither chance nor one of its pauses."""
+        on, of, pause = self._turns_of(watch, now, rank)
+        healthy = min(max(1.0 - on / max(of, 1), 0.05), 0.9)
+        lucky = int(np.ceil(np.log(_CHANCE) / np.log(healthy)))
+        return max(self._settings.recover_steps, min(max(_PAUSES * pause, lucky), _PATIENCE))
+
+    def _turns_of(self, watch: Watch, now: Standing, rank: int) -> tuple[int, int, int]:
+        """Slow steps of a rank, steps from the first of them to the last, and the longest pause
+        between two, since the first of its spells."""
+        rows = watch.recent(watch.count)
+        rows = rows[np.isfinite(watch.window[rows, rank])]
+        rows = rows[watch.steps[rows] >= self.book.began[rank]]
+        edge = max(EDGE * float(np.log(self.book.factor[rank])), 0.5 * self._least)
+        at = np.flatnonzero(watch.window[rows, rank] - now.reference[rank] > edge)
+        if not at.size:
+            return 0, 0, 0
+        pause = int(np.diff(at).max()) - 1 if at.size > 1 else 0
+        return int(at.size), int(at[-1] - at[0]) + 1, pause
 
 
 def onset(excess: Floats, scale: float) -> int:

@@ -15,7 +15,7 @@ from ..base.robust import group_median
 from ..expectation.residual import FixedShare
 from ..settings import DetectorSettings
 from .level import LevelTest
-from .watch import Standing
+from .watch import TURNS, Standing
 
 _CHUNKS = 128
 _MAJORITY = 3
@@ -90,37 +90,43 @@ class Replicas:
         excess = np.maximum(excess, 0.0)
         share = np.maximum(self._fixed, 0.0) + _CURVATURE + 2.0 * self._unsure
         gain = np.expm1(excess) / share
-        odds = _odds(*self._level(run, now.by_past), np.log1p(gain))
-        by_pattern = _odds(*self._slope(run), gain * np.exp(-excess))
+        level, error = self._level(run, now)
+        odds = _odds(level, error, np.log1p(gain))
+        by_pattern = _odds(*self._slope(run, now.turns), gain * np.exp(-excess))
         odds += np.where(self._fixed > _NO_SHARE, by_pattern, 0.0)
         result: Bools = odds < _ODDS
         if self._two_stages:
-            level, error = self._level(run, now.by_past)
             result |= _odds(-level, error, excess) < -_ODDS
         return result
 
-    def _level(self, run: Ints, by_past: Bools) -> tuple[Floats, Floats]:
-        """How far each rank's replica has risen over its last `run` steps, against its past or
-        its peers, and the standard error of that."""
+    def _level(self, run: Ints, now: Standing) -> tuple[Floats, Floats]:
+        """How far each rank's replica has risen over the rank's last `run` steps, or over its slow
+        ones if it is slow by turns, against its past or its peers; the standard error of that."""
         watch, places = self.test.watch, self._places
         level, error = np.zeros(places.size), np.ones(places.size)
         steps = np.clip(run, 2, _STEPS)
         for count in np.unique(steps).tolist():
             ranks = np.flatnonzero(steps == count)
-            at, past = places.dp[ranks], by_past[ranks]
             rows = watch.window[watch.recent(count)]
-            usual = np.where(past, watch.mean[at], 0.0)
-            level[ranks] = np.nan_to_num(np.median(rows, axis=0)[at] - usual)
-            noise = self.test.scale[at] * np.sqrt(1.5 / count + 1.0 / np.maximum(watch.past[at], 1))
-            error[ranks] = np.hypot(noise, np.where(past, 0.0, _OFFSET))
-        return level, np.maximum(error, 1e-3)
+            level[ranks], error[ranks] = np.median(rows, axis=0)[places.dp[ranks]], 1.5 / count
+        last = watch.recent(TURNS)
+        for rank in np.flatnonzero(now.by_turns).tolist():
+            slow = watch.window[last[now.turns[-last.size :, rank]], places.dp[rank]]
+            level[rank], error[rank] = np.median(slow), 1.5 / slow.size
+        usual = np.where(now.by_past, watch.mean[places.dp], 0.0)
+        past = np.maximum(watch.past[places.dp], 1.0)
+        noise = self.test.scale[places.dp] * np.sqrt(error + 1.0 / past)
+        unsure = np.hypot(noise, np.where(now.by_past, 0.0, _OFFSET))
+        return np.nan_to_num(level - usual), np.maximum(unsure, 1e-3)
 
-    def _slope(self, run: Ints) -> tuple[Floats, Floats]:
-        """Slope of residuals against the fixed share over the last `run` steps, and its error."""
+    def _slope(self, run: Ints, turns: Bools) -> tuple[Floats, Floats]:
+        """Slope of residuals against the fixed share over the same steps, and its error."""
         count = self.test.watch.count
         age = (count - 1 - np.arange(_STEPS)) % _STEPS
-        use = (age[:, None] < np.clip(run, 1, min(_STEPS, count)))[:, None]
-        both, square = np.where(use, self._pattern, 0.0).sum(axis=0)
+        by_run = age[:, None] < np.clip(run, 1, min(_STEPS, count))
+        slow = turns[-1 - age] & (age[:, None] < count)
+        use = np.where(turns.any(axis=0), slow, by_run)
+        both, square = np.where(use[:, None], self._pattern, 0.0).sum(axis=0)
         square = np.maximum(square, 1e-12)
         return both / square, 1.5 * max(self._noise, 1e-4) / np.sqrt(square)
 

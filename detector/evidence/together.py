@@ -15,7 +15,7 @@ from resihp.contracts import TelemetryBatch
 
 from ..base.arrays import Ints, State
 from ..base.places import Places
-from .watch import Standing, Watch
+from .watch import TURNS, Standing, Watch
 
 _STEPS = 3
 _ALIKE = 0.6
@@ -35,7 +35,7 @@ class Together:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self.waits = np.full((_STEPS, places.size), np.nan)
+        self.waits = np.full((TURNS, places.size), np.nan)
         self._count = 0
         sizes = places.class_sizes
         self._groups = [members for members in _members(places.group) if members.size > 1] + [
@@ -54,7 +54,7 @@ class Together:
         known = np.isfinite(records.wait_ms)
         wait = np.bincount(index[known], records.wait_ms[known], size)
         busy = np.bincount(index[known], records.compute_ms[known], size)
-        row = self._count % _STEPS
+        row = self._count % TURNS
         self.waits[row] = np.where(busy > 0, wait / np.maximum(busy, 1e-9), np.nan)
         self._count += 1
 
@@ -65,13 +65,14 @@ class Together:
         if not rising:
             return Shared(now, blames)
         able, evidence = now.able.copy(), now.evidence.copy()
-        recent = watch.window[watch.recent(_STEPS)]
         for number in sorted({number for rank in rising for number in self._at[rank]}):
             members = self._groups[number]
-            level = np.median(np.nan_to_num(recent[:, members]), axis=0) - now.reference[members]
+            age = self._steps_in_question(members, now)
+            recent = watch.window[np.ix_((watch.count - 1 - age) % len(watch.window), members)]
+            level = np.median(np.nan_to_num(recent), axis=0) - now.reference[members]
             if level.min() < _ALIKE * level.max() or level.max() <= 0:
                 continue
-            culprit = self._waits_least(members, float(level.max()))
+            culprit = self._waits_least(members, float(level.max()), age)
             if culprit is None:
                 continue
             if culprit < 0:
@@ -83,9 +84,18 @@ class Together:
             evidence[others] = np.minimum(evidence[others], suspect_at - 2.5)
         return Shared(replace(now, able=able, evidence=evidence), blames)
 
-    def _waits_least(self, members: Ints, level: float) -> int | None:
+    def _steps_in_question(self, members: Ints, now: Standing) -> Ints:
+        """How many steps ago the group was slow: in its last steps, or, where a member is slow by
+        turns, in the slow ones of the one whose evidence is the strongest."""
+        turning = members[now.by_turns[members]]
+        if not turning.size:
+            return np.arange(min(_STEPS, self._count))
+        rank = turning[np.argmax(now.evidence[turning])]
+        return np.flatnonzero(now.turns[::-1, rank])
+
+    def _waits_least(self, members: Ints, level: float, age: Ints) -> int | None:
         """The culprit; -1 where nothing tells; None where all are slow by their own time."""
-        waits = self.waits[:, members]
+        waits = self.waits[np.ix_((self._count - 1 - age) % TURNS, members)]
         if not np.isfinite(waits).any(axis=0).all():
             return -1
         waited = np.nanmean(waits, axis=0)

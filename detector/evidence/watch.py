@@ -37,6 +37,8 @@ _LEAST_HORIZON = 100_000
 """Steps of a device to a false name, at least."""
 _SLOW_FROM_START = 0.001
 """Chance that some healthy device of a job lies further from its peers than is granted to it."""
+TURNS = 16
+"""Latest steps of which it is told which were slow, for ranks that are so by turns."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""
 
@@ -50,9 +52,12 @@ class Standing:
     reference what the excess is measured from
     doubt     standard error of that reference
     scale     standard deviation of one step's residual
+    error     standard error that the expectation and the records leave of it
     by_past   whether the past, not the peers, gave the evidence
     seen      whether the rank had a residual in this step
     able      whether the data can tell the rank's slowness from anything else
+    turns     shape (TURNS, ranks), oldest first: the slow ones of the last steps, of the ranks that
+              are slow in some steps and healthy in others; False for all others
     """
 
     evidence: Floats
@@ -60,9 +65,17 @@ class Standing:
     reference: Floats
     doubt: Floats
     scale: Floats
+    error: Floats
     by_past: Bools
     seen: Bools
     able: Bools
+    turns: Bools
+
+    @property
+    def by_turns(self) -> Bools:
+        """Which ranks are slow in some steps and healthy in others."""
+        result: Bools = np.any(self.turns, axis=0)
+        return result
 
 
 class Watch:
@@ -72,7 +85,7 @@ class Watch:
         size = places.size
         self._places, self._settings = places, settings
         self.name_at = float(np.log(max(size * settings.horizon_steps, _LEAST_HORIZON)))
-        self._ceiling = self.name_at + 6.0
+        self.ceiling = self.name_at + 6.0
         self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
         peers = places.class_sizes[places.peers]
         self._majority, self._pair = peers >= 3, peers == 2
@@ -105,10 +118,10 @@ class Watch:
         by_peers = deviation - self._bound * offset
         by_past = deviation - mean - 3.0 * doubt - _DRIFT
         settled = seen & (self._has_past(spread) | self._like_peers(spread, offset))
-        self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self._ceiling)
-        self.past_test.update(by_past, spread, settled, self._ceiling)
+        self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self.ceiling)
+        self.past_test.update(by_past, spread, settled, self.ceiling)
         self._teach(trusted, spread)
-        return self._standing(deviation, mean, doubt, offset, spread, able)
+        return self._standing(deviation, mean, doubt, offset, spread, residual.error, able)
 
     def _fallen(self) -> Floats:
         """By how much both of a pair are lately below their past (0 or less): what expects them
@@ -213,6 +226,7 @@ class Watch:
         doubt: Floats,
         offset: float,
         scale: Floats,
+        error: Floats,
         able: Bools,
     ) -> Standing:
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
@@ -224,9 +238,11 @@ class Watch:
             reference=np.where(by_past, mean, 0.0),
             doubt=np.where(by_past, doubt, offset),
             scale=scale,
+            error=error,
             by_past=by_past,
             seen=np.isfinite(deviation),
             able=able,
+            turns=np.zeros((TURNS, deviation.size), bool),
         )
 
     def _like_peers(self, spread: Floats, offset: float) -> Bools:
@@ -241,6 +257,14 @@ class Watch:
         self.mean[rank], self.past[rank] = level, steps
         self.first[:, rank] = level
 
+    def slowest_healthy(self) -> Floats:
+        """The highest level (log residual) at which each rank is surely healthy: that of its past,
+        as far as peers allow it; -inf where there is neither."""
+        most = self._bound * self._offset_spread()
+        known = np.where(self.past > 0, self.mean, -np.inf)
+        result: Floats = np.where(self._majority, np.minimum(self.mean, most), known)
+        return result
+
     def unsettled(self, now: Standing) -> Bools:
         """Ranks with neither enough peers nor a past of their own to be judged by."""
         return now.seen & ~self._majority & (self.past < _SETTLED)
@@ -251,8 +275,8 @@ class Watch:
 
     def add(self, rank: int, gain: float) -> None:
         """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
-        self.peer_test.add(rank, gain, self._ceiling)
-        self.past_test.add(rank, gain, self._ceiling)
+        self.peer_test.add(rank, gain, self.ceiling)
+        self.past_test.add(rank, gain, self.ceiling)
 
     def clear(self, ranks: Bools) -> None:
         """Forgets the evidence against some ranks."""

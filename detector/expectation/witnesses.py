@@ -116,10 +116,11 @@ class WitnessModel:
         return False
 
     def vouched(self, trusted: Bools) -> Bools:
-        """Ranks most of whose witnesses are trusted: the others' residuals are not their own."""
+        """Ranks most of whose witnesses are trusted: the others' residuals are not their own. Half
+        are not enough, for the median of two is moved by either."""
         there = self.witnesses >= 0
         sound = there & trusted[np.maximum(self.witnesses, 0)]
-        result: Bools = 2 * sound.sum(axis=1) >= np.maximum(there.sum(axis=1), 1)
+        result: Bools = 2 * sound.sum(axis=1) > there.sum(axis=1)
         return result
 
     def _table(self, batch: TelemetryBatch, index: Ints) -> Floats:
