@@ -33,6 +33,9 @@ _REPLICA = (
     "its whole replica computes longer, and the records carry no lengths: "
     "more work and slower devices look the same"
 )
+_EXPLAINED = (
+    "more work for its whole replica would look much the same, and the records carry no lengths"
+)
 
 
 class Epoch:
@@ -57,6 +60,7 @@ class Epoch:
         self.judge = Judge(self.places.size, settings)
         self.notes: dict[int, tuple[str, ...]] = {}
         self.asides: dict[int, str] = {}
+        self.explained = np.zeros(self.places.size, bool)
         self.last_step: int | None = None
 
     @property
@@ -103,8 +107,8 @@ class Epoch:
             slow = self.replicas.observe(records, index, self.last_step, residual.fixed)
             self._mark(_REPLICA, slow)
             excess, run = lately(self.watch, now, 3), self.book.slow_run + 1
-            shared_cause = self.replicas.explains(now, excess, run)
-            now = replace(now, able=now.able & ~shared_cause)
+            self.explained = self.replicas.explains(now, excess, run)
+            now = replace(now, able=now.able & ~self.explained)
         self.together.observe(records, index)
         shared = self.together.settle(self.watch, now, self.suspect_at)
         noted = np.isin(np.arange(self.places.size), list(self.notes))
@@ -171,6 +175,8 @@ class Epoch:
         rank = int(self.places.ranks[at])
         links = [f"its {link.evidence[0]}" for link in touching(self.slow_links(), rank)]
         aside = [self.asides[at]] if at in self.asides else []
+        if self.book.status[at] == INCONCLUSIVE and self.explained[at] and not self.notes.get(at):
+            aside.append(_EXPLAINED)
         if self.book.turns[at] and self.book.status[at] == FAIL_SLOW:
             slow, of = self.book.slow_steps[at].tolist()
             aside.append(f"slow by turns: in {slow} of the last {of} steps")
@@ -277,6 +283,7 @@ class Epoch:
             "book": self.book.state(),
             "notes": {str(at): list(note) for at, note in self.notes.items()},
             "asides": {str(at): words for at, words in self.asides.items()},
+            "explained": self.explained,
             "last_step": self.last_step,
         }
 
@@ -295,4 +302,5 @@ class Epoch:
         self.book.load(state["book"])
         self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}
         self.asides = {int(at): words for at, words in state["asides"].items()}
+        self.explained = state["explained"]
         self.last_step = state["last_step"]

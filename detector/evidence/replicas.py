@@ -18,9 +18,10 @@ from .level import LevelTest
 from .watch import TURNS, Standing
 
 _CHUNKS = 128
-_MAJORITY = 3
 _STEPS = 8
 """Steps over which the level of a replica is averaged, at most."""
+_FADE = 0.01
+"""How fast a replica's past follows its level."""
 _OFFSET = 0.02
 """Spread (log) of what healthy replicas differ by for good."""
 _CURVATURE = 0.04
@@ -45,6 +46,8 @@ class Replicas:
         self._reference = np.full((int(places.peers.max()) + 1) * _CHUNKS * 2, np.nan)
         self._fixed, self._unsure = np.zeros(places.size), np.zeros(places.size)
         self._pattern = np.zeros((_STEPS, 2, places.size))
+        self._raw = np.full((TURNS, self._count), np.nan)
+        self._past = np.full(self._count, np.nan)
         self._noise = 0.0
 
     def observe(self, records: TelemetryBatch, index: Ints, step: int, fixed: FixedShare) -> Bools:
@@ -52,22 +55,27 @@ class Replicas:
         row = self.test.watch.count % _STEPS
         self._fixed, self._unsure, self._noise = fixed.mean, fixed.unsure, fixed.noise
         self._pattern[row] = fixed.both, fixed.square
-        slow = self.test.observe(step, self._levels(records, index))[self._places.dp]
+        level = self._levels(records, index)
+        self._raw[self.test.watch.count % TURNS] = level
+        fade = max(_FADE, 1.0 / (1 + self.test.watch.count))
+        known, first = np.isfinite(level), np.isnan(self._past)
+        self._past = np.where(first, level, self._past)
+        self._past[known] += fade * (level - self._past)[known]
+        slow = self.test.observe(step, level)[self._places.dp]
         # One replica has none to be compared with: a longer step then is just that. And of two it
         # is to be learned first by how much their work differs.
         return slow & (self._count > 1) & (self.test.watch.count > _STEPS)
 
     def _levels(self, records: TelemetryBatch, index: Ints) -> Floats:
-        """How long each replica's records took (log): its least risen rank's. Relative to the
-        other replicas where these are a majority, else to the first step."""
+        """How long each replica's records took (log), against the first step: its least risen
+        rank's."""
         places = self._places
         logs = np.log(np.maximum(records.compute_ms, 1e-6))
         chunk = np.minimum(records.chunk.astype(np.int64), _CHUNKS - 1)
         kind = (places.peers[index] * _CHUNKS + chunk) * 2 + (records.op & 1)
         usual = group_median(logs, kind, self._reference.size)
-        if self._count < _MAJORITY:
-            self._reference = np.where(np.isfinite(self._reference), self._reference, usual)
-            usual = self._reference
+        self._reference = np.where(np.isfinite(self._reference), self._reference, usual)
+        usual = self._reference
         level = group_median(logs - usual[kind], index, places.size)
         seen = np.isfinite(level)
         lowest = np.full(self._count, np.inf)
@@ -92,6 +100,11 @@ class Replicas:
         gain = np.expm1(excess) / share
         level, error = self._level(run, now)
         odds = _odds(level, error, np.log1p(gain))
+        joint = self._rose_with_peers(excess)
+        if joint.any():
+            risen = self._risen(run, now)[joint]
+            own = _odds(risen, error[joint], np.log1p(gain)[joint])
+            odds[joint] = np.minimum(odds[joint], own)
         by_pattern = _odds(*self._slope(run, now.turns), gain * np.exp(-excess))
         odds += np.where(self._fixed > _NO_SHARE, by_pattern, 0.0)
         result: Bools = odds < _ODDS
@@ -119,6 +132,26 @@ class Replicas:
         unsure = np.hypot(noise, np.where(now.by_past, 0.0, _OFFSET))
         return np.nan_to_num(level - usual), np.maximum(unsure, 1e-3)
 
+    def _rose_with_peers(self, excess: Floats) -> Bools:
+        """Ranks most of whose peers rose with them: their replicas are not to be compared with the
+        other replicas, for most of these may have more work."""
+        peers = self._places.peers
+        usual = group_median(excess, peers, int(peers.max()) + 1)[peers]
+        result: Bools = (excess > 2.0 * self._noise) & (usual > 0.5 * excess)
+        return result
+
+    def _risen(self, run: Ints, now: Standing) -> Floats:
+        """How far each rank's replica has risen against its own past, over the same steps."""
+        places, count = self._places, self.test.watch.count
+        last = (count - np.minimum(TURNS, count) + np.arange(min(TURNS, count))) % TURNS
+        result = np.zeros(places.size)
+        for rank in np.flatnonzero(np.isfinite(self._past)[places.dp]).tolist():
+            slow = now.turns[-last.size :, rank]
+            steps = last[slow] if slow.any() else last[-int(np.clip(run[rank], 2, _STEPS)) :]
+            at = places.dp[rank]
+            result[rank] = np.nan_to_num(np.median(self._raw[steps, at]) - self._past[at])
+        return result
+
     def _slope(self, run: Ints, turns: Bools) -> tuple[Floats, Floats]:
         """Slope of residuals against the fixed share over the same steps, and its error."""
         count = self.test.watch.count
@@ -139,6 +172,8 @@ class Replicas:
             "unsure": self._unsure,
             "pattern": self._pattern,
             "noise": self._noise,
+            "raw": self._raw,
+            "past": self._past,
         }
 
     def load(self, state: State) -> None:
@@ -147,6 +182,7 @@ class Replicas:
         self._reference, self._fixed = state["reference"], state["fixed"]
         self._unsure = state["unsure"]
         self._pattern, self._noise = state["pattern"], state["noise"]
+        self._raw, self._past = state["raw"], state["past"]
 
 
 def _odds(seen: Floats, error: Floats, needed: Floats) -> Floats:

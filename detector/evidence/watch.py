@@ -9,9 +9,10 @@ import numpy as np
 
 from ..base.arrays import Bools, Floats, Ints, State
 from ..base.places import Places
-from ..base.robust import column_median, group_median, mad_sigma
+from ..base.robust import column_median, mad_sigma
 from ..expectation.residual import StepResidual
 from ..settings import DetectorSettings
+from .common import common_change
 from .noise import noise_of
 from .sequential import EDetector
 
@@ -41,6 +42,7 @@ TURNS = 16
 """Latest steps of which it is told which were slow, for ranks that are so by turns."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""
+_KEPT = ("window", "falls", "steps", "count", "mean", "past", "noise", "first")
 
 
 @dataclass(frozen=True)
@@ -98,19 +100,20 @@ class Watch:
         self.falls = np.full((_LAG + _FALL_STEPS, size), np.nan, np.float32)
         self.mean = np.zeros(size)
         self.past = np.zeros(size)
+        self.noise = np.zeros(size)
         self.first = np.full((_FIRST, size), np.nan)
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
 
     def observe(self, step: int, residual: StepResidual, trusted: Bools, able: Bools) -> Standing:
         """Takes one step. `trusted` ranks may teach the baseline what is healthy; only those who
         are `able` to be told apart from others may be named."""
-        deviation = self._centre(residual.value, trusted)
+        deviation = self._centre(residual, trusted)
         seen = np.isfinite(deviation)
         self._push(step, deviation)
         self._wider = residual.wider
         offset = self._offset_spread()
         scale = self._scale(residual, deviation)
-        spread = np.maximum(scale, _FLOOR)
+        self.noise = spread = np.maximum(scale, _FLOOR)
         prior = np.where(self._majority, offset, _UNKNOWN_OFFSET)
         doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
         mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
@@ -142,22 +145,15 @@ class Watch:
             fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
             self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
 
-    def _centre(self, value: Floats, trusted: Bools) -> Floats:
-        """Residuals against what is common to the peers, or to the job where peers are too few:
-        the median of what they differ from their own past by, which one that slows moves least.
-        Those under suspicion are left out, so that two of few peers do not hide each other."""
-        seen = np.isfinite(value)
-        if np.count_nonzero(seen) < 4:
+    def _centre(self, residual: StepResidual, trusted: Bools) -> Floats:
+        """Residuals against what is common to the peers, or to the job where peers are too few.
+        Those under suspicion are left out of that: two of few peers shall not hide each other."""
+        value = residual.value
+        if np.count_nonzero(np.isfinite(value)) < 4:
             return value.copy()
-        classes = self._places.peers
-        size = int(classes.max()) + 1
-        change = value - self.mean
-        counts = np.bincount(classes[seen], minlength=size)
-        sound = np.bincount(classes[seen & trusted], minlength=size) > 0
-        use = seen & (trusted | ~sound[classes])
-        middle = group_median(change[use], classes[use], size)
-        common = float(np.median(change[use]))
-        result: Floats = value - np.where((counts >= 3)[classes], middle[classes], common)
+        noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
+        change, peers = value - self.mean, self._places.peers
+        result: Floats = value - common_change(change, peers, trusted, self.past, noise)
         return result
 
     def _push(self, step: int, deviation: Floats) -> None:
@@ -285,12 +281,11 @@ class Watch:
 
     def state(self) -> State:
         """What `load` needs."""
-        names = ("window", "falls", "steps", "count", "mean", "past", "first")
         tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
-        return {**{name: getattr(self, name) for name in names}, **tests}
+        return {**{name: getattr(self, name) for name in _KEPT}, **tests}
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
-        for name in ("window", "falls", "steps", "count", "mean", "past", "first"):
+        for name in _KEPT:
             setattr(self, name, state[name])
         self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]

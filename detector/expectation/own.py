@@ -24,7 +24,7 @@ class OwnLevels:
 
     def __init__(self, classes: Ints) -> None:
         self._classes = classes
-        self._usual = np.zeros(classes.size)
+        self.usual = np.zeros(classes.size)
         self._apart = np.zeros(classes.size)
         self._trusted = np.zeros(classes.size)
         self.steps = 0
@@ -32,7 +32,7 @@ class OwnLevels:
     def of(self, value: Floats, microbatches: Floats) -> Floats:
         """Level of each rank in a step with the residuals `value` (NaN where there is none)."""
         by_step = _by_step(microbatches)
-        return by_step * np.nan_to_num(value) + (1.0 - by_step) * self._usual
+        return by_step * np.nan_to_num(value) + (1.0 - by_step) * self.usual
 
     def scatter(self, left: Floats, microbatches: Floats) -> float:
         """What healthy records scatter by beside their own noise: where levels are not told by
@@ -61,7 +61,7 @@ class OwnLevels:
         self.steps += 1
         fade = max(_FADE, 1.0 / self.steps)
         known = np.isfinite(value)
-        self._usual[known] += fade * (value[known] - self._usual[known])
+        self.usual[known] += fade * (value[known] - self.usual[known])
 
     def _place(self, value: Floats, trusted: Bools) -> None:
         """Learns where each trusted rank stands in its class."""
@@ -74,7 +74,7 @@ class OwnLevels:
     def state(self) -> State:
         """What `load` needs."""
         return {
-            "usual": self._usual,
+            "usual": self.usual,
             "apart": self._apart,
             "trusted": self._trusted,
             "steps": self.steps,
@@ -82,7 +82,7 @@ class OwnLevels:
 
     def load(self, state: State) -> None:
         """Takes up what `state` returned."""
-        self._usual, self.steps = state["usual"], state["steps"]
+        self.usual, self.steps = state["usual"], state["steps"]
         self._apart, self._trusted = state["apart"], state["trusted"]
 
 

@@ -106,12 +106,16 @@ class WitnessModel:
         return result
 
     def _whole_class_is_off(self, value: Floats) -> bool:
-        """Whether most ranks of a class, at least two, lie on one side by more than `_MISFIT`."""
+        """Whether most ranks of a class, at least two, lie on one side by more than `_MISFIT`,
+        and none has stayed where it was: a change of the model spares nobody."""
         peers, seen = self._places.peers, np.isfinite(value)
         size = int(peers.max()) + 1
+        change = np.nan_to_num(value - self._own.usual)
         for side in (1.0, -1.0):
             off = np.bincount(peers[seen & (side * np.nan_to_num(value) > _MISFIT)], minlength=size)
-            if ((off >= 2) & (2 * off > np.bincount(peers[seen], minlength=size))).any():
+            stay = np.bincount(peers[seen & (side * change < 0.5 * _MISFIT)], minlength=size)
+            most = 2 * off > np.bincount(peers[seen], minlength=size)
+            if ((off >= 2) & most & (stay == 0)).any():
                 return True
         return False
 
