@@ -10,7 +10,7 @@ from ..base.arrays import Bools, Floats, Ints, State
 from ..base.places import Places
 from ..base.robust import group_median, mad_sigma
 from .correction import Correction
-from .location import rank_location
+from .location import Locations
 from .own import OwnLevels
 from .regression import CellRegression
 from .residual import StepResidual
@@ -35,6 +35,7 @@ class LengthModel:
             non_negative=np.ones(TERMS, bool),
         )
         self._own = OwnLevels(places.peers)
+        self._locations = Locations(places.size)
         self._spread = 0.0
 
     def cell_of(self, batch: TelemetryBatch, index: Ints) -> Ints:
@@ -65,6 +66,7 @@ class LengthModel:
         usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
         self._learn(cell, terms, times, index, own, usual)
         self._own.observe(result.value, trusted)
+        self._locations.close()
         self.correction.observe(features, left + applied, applied, usable)
         return result
 
@@ -87,7 +89,7 @@ class LengthModel:
         spread = max(self._spread, 1e-4)
         error = doubt * spread
         weights = 1.0 / (1.0 + (error / spread) ** 2)
-        value, left = rank_location(residual, expected, index, backward, size, spread, weights)
+        value, left = self._locations.of(residual, expected, index, backward, spread, weights)
         counts = np.bincount(index, minlength=size)
         some = np.maximum(left, 1e-9)
         shared = np.bincount(index, weights * error, size) / np.maximum(
@@ -132,6 +134,7 @@ class LengthModel:
             "correction": self.correction.state(),
             "regression": self.regression.state(),
             "own": self._own.state(),
+            "locations": self._locations.state(),
             "spread": self._spread,
         }
 
@@ -140,4 +143,5 @@ class LengthModel:
         self.correction.load(state["correction"])
         self.regression.load(state["regression"])
         self._own.load(state["own"])
+        self._locations.load(state["locations"])
         self._spread = state["spread"]

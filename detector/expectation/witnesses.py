@@ -19,7 +19,7 @@ from resihp.contracts import Job, Layout, Op, TelemetryBatch
 from ..base.arrays import Bools, Floats, Ints, State
 from ..base.places import Places
 from ..base.robust import group_median, mad_sigma
-from .location import rank_location
+from .location import Locations
 from .own import OwnLevels
 from .regression import CellRegression
 from .residual import FixedShare, StepResidual
@@ -85,6 +85,7 @@ class WitnessModel:
         few = max(float(np.median((self.witnesses >= 0).sum(axis=1))), 1.0)
         self._wider = float(np.sqrt(1.0 + 1.0 / few))
         self._own = OwnLevels(places.peers)
+        self._locations = Locations(places.size)
         self._spread = 0.0
         self.misfits = 0
 
@@ -103,6 +104,7 @@ class WitnessModel:
         self.misfits = 0
         self._learn(times, value, result, trusted)
         self._own.observe(value, trusted)
+        self._locations.close()
         return result
 
     def _whole_class_is_off(self, value: Floats) -> bool:
@@ -196,7 +198,7 @@ class WitnessModel:
         odd = group_median(logs, row, size * self._planes)[row] - logs
         weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
         expected = np.exp(logs - residual)
-        value, left = rank_location(residual, expected, rank, plane % 2 == 1, size, spread, weights)
+        value, left = self._locations.of(residual, expected, rank, plane % 2 == 1, spread, weights)
         counts = np.bincount(rank, minlength=size)
         value = np.where(counts > 0, value, np.nan)
         error = spread / np.sqrt(np.maximum(left, 1e-2))
@@ -225,6 +227,7 @@ class WitnessModel:
         return {
             "regression": self.regression.state(),
             "own": self._own.state(),
+            "locations": self._locations.state(),
             "spread": self._spread,
             "misfits": self.misfits,
         }
@@ -233,6 +236,7 @@ class WitnessModel:
         """Takes up what `state` returned."""
         self.regression.load(state["regression"])
         self._own.load(state["own"])
+        self._locations.load(state["locations"])
         self._spread = state["spread"]
         self.misfits = state["misfits"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from detector import Detector
+from detector import Detector, DetectorSettings
 from detector.scenarios import Fault, Noise, steps_of
 from resihp.contracts import Job, Layout, ModelShape, Op, Status, TelemetryBatch
 
@@ -187,3 +187,18 @@ def test_a_slow_host_is_no_slow_device() -> None:
         detector.update(TelemetryBatch.concat([batch, data]))
     assert {v.status for v in detector.verdicts()} == {Status.HEALTHY}
     assert "host" in " ".join(detector.verdicts()[3].evidence)
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.BACKWARD])
+@pytest.mark.parametrize(("shape", "with_lengths"), [((16, 1, 1), True), ((4, 4, 1), False)])
+def test_one_kind_of_pass_of_one_microbatch_is_enough(
+    shape: tuple[int, int, int], with_lengths: bool, op: Op
+) -> None:
+    job = job_of(*shape, per_replica=1)
+    detector = Detector(job, settings=DetectorSettings(train=False))
+    for batch in steps_of(job, LENGTHS, steps=30, seed=3, with_lengths=with_lengths):
+        slow = (batch.rank == 5) & (batch.op == op) & (batch.step >= 14)
+        detector.update(replace(batch, compute_ms=batch.compute_ms * np.where(slow, 1.5, 1.0)))
+    named = [v for v in detector.verdicts() if v.status is Status.FAIL_SLOW]
+    assert [v.rank for v in named] == [5]
+    assert named[0].slowdown == pytest.approx(1.16 if op == Op.FORWARD else 1.34, abs=0.02)
