@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _start(rank: int, options: argparse.Namespace, host: str, port: int) -> subprocess.Popen[bytes]:
     environment = {
+        **_one_thread_each(options.nproc_per_node),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - options.first_rank),
@@ -70,6 +71,14 @@ def _start(rank: int, options: argparse.Namespace, host: str, port: int) -> subp
         "RESIHP_JOIN": "1" if options.join else "0",
     }
     return subprocess.Popen([sys.executable, options.script, *options.rest], env=environment)
+
+
+def _one_thread_each(processes: int) -> dict[str, str]:
+    """As under torchrun: processes that each compute on all cores make each other many times slower.
+
+    The variable that a user sets holds.
+    """
+    return {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
 
 
 def _watch(processes: dict[int, subprocess.Popen[bytes]], store: dist.Store) -> int:

@@ -19,6 +19,7 @@ from .membership.local_plans import LocalPlans
 from .membership.plans import PlanSource, ServicePlans
 from .membership.store import Timeouts
 from .trainer import Trainer
+from .watch import Watch, watched
 
 
 def train(
@@ -27,6 +28,7 @@ def train(
     steps: int,
     *,
     url: str | None = None,
+    monitor: Watch | None = None,
     hooks: Hooks | None = None,
     timeouts: Timeouts | None = None,
     memory: Memory | None = None,
@@ -36,6 +38,8 @@ def train(
     """Train until `steps` updates have been made; every process of the job calls this.
 
     url          of the sidecar (default: `RESIHP_URL`); without one the scheduler plans in-process
+    monitor      that tells the sidecar how long this rank computes, e.g. `resihp.Monitor(job=job)`;
+                 without one nobody finds slow devices
     memory       that a change of layout may take
     checkpoints  that the job writes, and goes back to where state is lost; default: none
     interface    address by which other hosts reach this one; default: the one towards the store
@@ -53,6 +57,9 @@ def train(
     if url:
         plans = ServicePlans(Client(url), job, patience=timeouts.plan)
     members = range(environment.world_size)
+    hooks = hooks or Hooks()
+    if monitor is not None:
+        setup, hooks = watched(setup, hooks, monitor)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     trainer = Trainer(
         setup,

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import urllib3
 
+from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.environment import Environment
+from service.launch import Sidecar
 
 STEPS = 8
 SCRIPT = "tests/elastic/train_script.py"
 
 
-def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
+def launched(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
     root = str(Path(__file__).parents[2])  # the script uses the tests' small job
     return subprocess.run(
@@ -25,7 +29,7 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=150,
         check=False,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": root, **environment},
     )
 
 
@@ -45,6 +49,21 @@ def test_our_launcher_keeps_a_job_alive_that_loses_a_rank() -> None:
     assert "rank 3 ended with -9" in done.stderr
     assert f"rank 0 completed {STEPS}" in done.stdout, done.stderr
     assert "rank 3 completed" not in done.stdout
+
+
+def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        launcher = ("resihp.elastic.launch", "--nproc-per-node=2", SCRIPT, str(STEPS), "-1")
+        done = launched(*launcher, RESIHP_URL=sidecar.url)
+        assert done.returncode == 0, done.stderr
+        client = Client(sidecar.url)
+        deadline = time.monotonic() + 30
+        while {verdict.rank for verdict in client.verdicts("script")} != {0, 1}:
+            assert time.monotonic() < deadline, sidecar.tail()
+            time.sleep(0.1)
+        told = f"{sidecar.url}/v1/jobs/script/steps?after=-1"
+        steps = urllib3.request("GET", told, timeout=10).json()["steps"]
+    assert [step["step"] for step in steps] == list(range(STEPS - 1)), done.stderr
 
 
 def test_the_environment_is_read_as_torchrun_sets_it() -> None:

@@ -15,11 +15,12 @@ from resihp.elastic.events import Hooks
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.start import train
+from resihp.hooks import Monitor
 from tests.elastic.job import SHAPE, batch
 
 
 def main() -> None:
-    """Two replicas; the rank named in the arguments kills itself in mid-training."""
+    """Two replicas, watched by a sidecar if there is one; the rank named kills itself."""
     torch.set_num_threads(1)
     steps, doomed = int(sys.argv[1]), int(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -33,7 +34,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     setup = Setup(Llama(shape), Optimizer(torch.optim.AdamW, lr=1e-2), batch)
-    trainer = train(setup, job, steps, hooks=Hooks(on_step=on_step))
+    monitor = Monitor(job=job, probes=False) if "RESIHP_URL" in os.environ else None
+    trainer = train(setup, job, steps, monitor=monitor, hooks=Hooks(on_step=on_step))
     told = f"rank {rank} completed {trainer.completed} in {trainer.plan.layout.dp} replicas"
     sys.stdout.write(told + "\n")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from resihp.contracts import Op, Plan, Schedule
+from resihp.contracts import ContractError, Op, Plan, Schedule
 from resihp.pipeline.orders import Part, Pass
 
 from ..instep.ledger import Holding, Kept, indices
@@ -227,10 +227,16 @@ class Engine:
 
     def _load(self, step: int) -> list[Packed]:
         timing = self._telemetry.start()
-        data, todo = self.setup.data, self._share.todo
-        batches = [replace(data(step, index), step=step, index=index) for index in todo]
+        batches = [self._microbatch(step, index) for index in self._share.todo]
         self._telemetry.record(Op.DATA, step, timing)
         return batches
+
+    def _microbatch(self, step: int, index: int) -> Packed:
+        packed: object = self.setup.data(step, index)
+        if not isinstance(packed, Packed):
+            kind = type(packed).__name__
+            raise ContractError("data", f"must give resihp.elastic.models.Packed, not {kind}")
+        return replace(packed, step=step, index=index)
 
     def _loss_weight(self, packed: Packed) -> float:
         """The token budget is the same for all microbatches, so the mean is over all of them."""

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from resihp.contracts import ContractError
 from resihp.layout import Parameters, Range
 
 from ..worlds.comm import Group
@@ -36,6 +37,8 @@ class Packed:
     targets  [T] ids of the next token; -100 where there is none (end of a document)
     seq_lens lengths of the documents, in order; they sum to T
     step, index  which microbatch of which step this is; filled in by the runtime
+
+    Raises `ContractError` where these do not fit together.
     """
 
     tokens: torch.Tensor
@@ -43,6 +46,15 @@ class Packed:
     seq_lens: tuple[int, ...]
     step: int = 0
     index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens.dim() != 1 or self.targets.shape != self.tokens.shape:
+            shapes = f"{list(self.tokens.shape)} and {list(self.targets.shape)}"
+            raise ContractError("tokens", f"tokens and targets must be [T] both, not {shapes}")
+        if sum(self.seq_lens) != len(self.tokens) or min(self.seq_lens, default=1) < 1:
+            raise ContractError(
+                "seq_lens", f"must be 1 or more each and sum to {len(self.tokens)} tokens"
+            )
 
     @property
     def sum_sq_len(self) -> int:
