@@ -74,7 +74,7 @@ def _start(rank: int, options: argparse.Namespace, host: str, port: int) -> subp
 
 
 def _one_thread_each(processes: int) -> dict[str, str]:
-    """As under torchrun: processes that each compute on all cores make each other many times slower.
+    """As under torchrun: processes that all compute on every core slow each other down many times.
 
     The variable that a user sets holds.
     """
