@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,12 +69,15 @@ CHANGES = (
 )
 
 
-def live(size: str, change: Change) -> dict[str, float]:
-    """What one change cost: the longest pause and preparation of a rank, bytes, steps."""
+def live(size: str, change: Change, *, attach: bool) -> dict[str, float]:
+    """What one change cost: the longest pause and preparation of a rank, bytes, steps.
+
+    Without `attach` ranks exchange through sockets, as those of several hosts do.
+    """
     folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
     try:
         with LocalRanks("resize", folder) as ranks:
-            ranks.start(range(4), run_rank, size, change, folder)
+            ranks.start(range(4), run_rank, size, change, attach, folder)
             codes = ranks.wait(600)
             assert set(codes.values()) == {0}, ranks.logs()
         switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
@@ -105,7 +108,9 @@ def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
     }
 
 
-def run_rank(rank: int, host: str, port: int, size: str, change: Change, folder: Path) -> None:
+def run_rank(
+    rank: int, host: str, port: int, size: str, change: Change, attach: bool, folder: Path
+) -> None:
     """One rank: a few steps in the old layout, the switch, a few in the new one."""
     torch.set_num_threads(1)
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
@@ -132,6 +137,7 @@ def run_rank(rank: int, host: str, port: int, size: str, change: Change, folder:
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         OnePlan(_plan(1, change.new, change.quotas), lambda: trainer.completed > 2),
         hooks=Hooks(on_switch=on_switch, on_step=on_step),
+        memory=replace(LIMIT, attach=attach),
     )
     watch.start()
     trainer.run(STEPS)

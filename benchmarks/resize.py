@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks._report import machine, print_table, write_json
-from benchmarks._resize_live import CHANGES, LIMIT, OPTIMIZER, SHAPES, live
+from benchmarks._resize_live import CHANGES, LIMIT, OPTIMIZER, SHAPES, Change, live
 from resihp.elastic.models import Llama
 from resihp.layout import least_numel
 
@@ -49,6 +50,8 @@ COLUMNS = (
     "new step ms",
 )
 Seen = dict[str, float]
+Round = dict[str, dict[str, Seen]]
+"""By size and change."""
 
 
 def main() -> None:
@@ -57,13 +60,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--size", choices=sorted(SHAPES), action="append")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--change", choices=[change.name for change in CHANGES], action="append")
+    parser.add_argument(
+        "--sockets", action="store_true", help="as between hosts: no rank reads another's memory"
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="no further round after that")
     options = parser.parse_args()
     sizes = options.size or list(SHAPES)
-    rounds = measure(sizes, options.repeats, options.minutes * 60)
-    rows = [row for size in sizes for row in summary(size, [one[size] for one in rounds])]
+    changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
+
+    def one_round() -> Round:
+        return {size: seen_once(size, changes, attach=not options.sockets) for size in sizes}
+
+    rounds = measure(one_round, options.repeats, options.minutes * 60)
+    rows = [row for s in sizes for row in summary(s, changes, [one[s] for one in rounds])]
     print(machine())
-    title = f"Change of layout: live against stop and restart, medians of {len(rounds)}"
+    way = "through sockets" if options.sockets else "between ranks of one host"
+    title = f"Change of layout: live {way} against stop and restart, medians of {len(rounds)}"
     print_table(title, COLUMNS, rows)
     print(f"held twice at most: {LIMIT.limit_bytes >> 20} MiB allowed")
     if options.json:
@@ -71,37 +84,37 @@ def main() -> None:
         write_json(options.json, {"rounds": len(rounds), "rows": table})
 
 
-def measure(sizes: list[str], repeats: int, most_s: float) -> list[dict[str, dict[str, Seen]]]:
+def measure(one_round: Callable[[], Round], repeats: int, most_s: float) -> list[Round]:
     """Whole rounds over all sizes and changes, at least one, as far as `most_s` allows."""
-    rounds: list[dict[str, dict[str, Seen]]] = []
+    rounds: list[Round] = []
     start = time.monotonic()
     while len(rounds) < repeats:
-        rounds.append({size: one_round(size) for size in sizes})
+        rounds.append(one_round())
         spent_s = time.monotonic() - start
         if spent_s * (1 + 1 / len(rounds)) > most_s:
             break
     return rounds
 
 
-def one_round(size: str) -> dict[str, Seen]:
+def seen_once(size: str, changes: list[Change], *, attach: bool) -> dict[str, Seen]:
     """The restart, and each change by name, once.
 
     What the restart wrote is on the disk before the first change is measured.
     """
     seen: dict[str, Seen] = {"restart": {"ms": restart_ms(_numel(size))}}
     os.sync()
-    for change in CHANGES:
-        seen[change.name] = live(size, change)
+    for change in changes:
+        seen[change.name] = live(size, change, attach=attach)
         paused, restart = seen[change.name]["pause_ms"], seen["restart"]["ms"]
         print(size, change.name, f"{paused:.1f} ms, restart {restart:.0f} ms", flush=True)
     return seen
 
 
-def summary(size: str, rounds: list[dict[str, Seen]]) -> list[list[Any]]:
+def summary(size: str, changes: list[Change], rounds: list[dict[str, Seen]]) -> list[list[Any]]:
     """One row for each change."""
     restart = statistics.median(one["restart"]["ms"] for one in rounds)
     rows = []
-    for change in CHANGES:
+    for change in changes:
         seen = [one[change.name] for one in rounds]
         middle = {key: statistics.median(one[key] for one in seen) for key in seen[0]}
         parameters = Llama(SHAPES[size]).parameters

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Layout
 from resihp.elastic.handoff.draft import Room
-from resihp.elastic.handoff.memory import Memory, coming, held_twice, refusal, to_spill
+from resihp.elastic.handoff.memory import Memory, Spill, coming, held_twice, refusal, to_spill
 from resihp.elastic.models import Llama
 from resihp.layout import Param, Range, holdings
 from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, plan, run
@@ -35,11 +35,14 @@ def test_what_is_not_spilled_fits_the_limit(
     before, after = (holdings(layout, PARAMETERS).get(rank, {}) for layout in (old, new))
     twice, sizes = held_twice(before, after, COPIES), coming(before, after)
     excess = memory.excess(twice)
-    spilled = to_spill(sizes, -(-excess // COPIES))
-    in_files = COPIES * sum(sizes[param] for param in spilled)
+    spilled = to_spill(sizes, excess, COPIES - 1)
+    in_files = (COPIES - 1) * sum(sizes[param] for param in spilled.state)
+    in_files += sum(sizes[param] for param in spilled.gradients)
     assert memory.buffer_bytes + twice - in_files <= limit
     if excess == 0:
-        assert not spilled
+        assert not spilled.state
+    if spilled.gradients:
+        assert set(spilled.state) == set(sizes), "what the pause fills stays in memory if it can"
     if old == new:
         assert twice == 0
 
@@ -73,7 +76,7 @@ def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None:
-    room = Room({LINE}, tmp_path)
+    room = Room(Spill({LINE}), tmp_path)
     seen = room.allot(LINE, torch.empty(8, 5))
     assert not list(tmp_path.iterdir()), "the file has no name any more"
     (written,) = room.files[LINE]
@@ -83,11 +86,21 @@ def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None
     assert written.sum() == 780, "an update is the tensor's own"
     assert seen.sum() == 820
     assert room.bytes == 160
+    room.gradient(LINE, torch.empty(8, 5))
+    assert room.bytes == 160
+
+
+def test_gradients_can_be_in_a_file_too(tmp_path: Path) -> None:
+    room = Room(Spill((), {LINE}), tmp_path)
+    gradient = room.gradient(LINE, torch.empty(8, 5))
+    assert gradient.equal(torch.zeros(8, 5))
+    assert room.bytes == 160
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_without_room_is_an_error_not_a_crash(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"large|space"):
-        Room({LINE}, tmp_path).allot(LINE, torch.empty(1, device="meta").expand(1 << 48))
+        Room(Spill({LINE}), tmp_path).allot(LINE, torch.empty(1, device="meta").expand(1 << 48))
     assert not list(tmp_path.iterdir())
 
 

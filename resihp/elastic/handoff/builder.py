@@ -19,9 +19,9 @@ from ..membership.rendezvous import Rendezvous
 from ..present import Present
 from ..worlds.comm import Network, WaitClock
 from ..worlds.world import World
-from .draft import Draft, Room
+from .draft import Draft, Room, unshared
 from .inherit import inherited
-from .memory import Memory, coming, held_twice, to_spill
+from .memory import Memory, Spill, coming, held_twice, to_spill
 from .prepare import Preparation, Prepared, Target
 
 
@@ -67,22 +67,25 @@ class Builder:
             if offer.gone:
                 model, optimizer = self._setup.model, self._setup.optimizer
                 return Draft(build_shard(model, optimizer, world, present=present))
-            return self._draft(world, present)
+            return self._draft(world, present, with_gradients=lost is None)
 
         old = None if offer.gone else self._present.plan.layout
         sums = inherited(self._setup.model.parameters, self._present.plan, offer.plan, kept)
         return self._prepare(epoch, offer, build, old=old, lost=lost, sums=sums)
 
-    def _draft(self, world: World, present: Shard | None) -> Draft:
+    def _draft(self, world: World, present: Shard | None, *, with_gradients: bool) -> Draft:
         model, optimizer = self._setup.model, self._setup.optimizer
         old = present.ranges if present is not None else {}
         new = holdings(world.layout, model.parameters)[self._rendezvous.rank]
-        copies = optimizer.copies + 1  # and the gradient
-        excess = self._memory.excess(held_twice(old, new, copies))
-        spilled = to_spill(coming(old, new), -(-excess // copies)) if self._memory.spill else ()
+        excess = self._memory.excess(held_twice(old, new, optimizer.copies + 1))
+        spilled = Spill()
+        if self._memory.spill is not None:
+            spilled = to_spill(coming(old, new), excess, optimizer.copies)
         room = Room(spilled, self._memory.spill)
         shard = build_shard(model, optimizer, world, present=present, allot=room.allot)
-        return Draft(shard, room)
+        others = unshared(shard, present) if with_gradients else {}
+        gradients = {param: room.gradient(param, tensor) for param, tensor in others.items()}
+        return Draft(shard, room, gradients)
 
     def engine(self, prepared: Prepared) -> Engine:
         """What runs steps in a world that is taken on."""

@@ -59,7 +59,7 @@ class Carrier:
         self, prepared: Prepared, kept: Sequence[Kept] | None
     ) -> tuple[Prepared, Carried]:
         """The state of the old world, and what there is of the present step's gradients."""
-        staging = self._filled(prepared, with_gradients=kept is None)
+        staging = self._filled(prepared)
         self._present.completed = staging.completed
         if kept is not None:
             rest = self._succession(prepared, kept, staging.courier)
@@ -119,13 +119,11 @@ class Carrier:
         )
         return succession.settle(kept, present.engine, prepared.shard)
 
-    def _filled(self, prepared: Prepared, *, with_gradients: bool) -> Staging:
+    def _filled(self, prepared: Prepared) -> Staging:
         """What was filled in the background, or else what is filled now."""
         if self._staging is not None:
             self._staging.wait()
             return self._staging
         staging = self._stage(prepared)
-        if with_gradients:
-            staging.make_room_for_gradients()
         staging.fill()
         return staging

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +19,18 @@ import torch
 from resihp.layout import Param, Range
 
 from ..engine.shard import Shard
+from ..engine.sums import Gradients
+from .memory import Spill
 
 
 @dataclass(frozen=True)
 class Room:
-    """Gives out memory for what comes; for `spilled` parameters, in files of `folder`."""
+    """Gives out memory for what comes, all of it touched; for what is `spilled`, files of `folder`.
 
-    spilled: Collection[Param] = ()
+    Touching it costs more than filling it, and so belongs into the preparation.
+    """
+
+    spilled: Spill = field(default_factory=Spill)
     folder: Path | None = None
     files: dict[Param, list[torch.Tensor]] = field(default_factory=dict)
     _gradients: list[torch.Tensor] = field(default_factory=list)
@@ -35,7 +40,7 @@ class Room:
 
         Raises `OSError` if the disk is full.
         """
-        if param not in self.spilled:
+        if param not in self.spilled.state:
             return torch.zeros_like(like)
         seen, written = self._mapped(like, ("private", "shared"))
         self.files.setdefault(param, []).append(written)
@@ -43,9 +48,9 @@ class Room:
 
     def gradient(self, param: Param, like: torch.Tensor) -> torch.Tensor:
         """The same for a gradient, which is let go before memory is short."""
-        if param not in self.spilled:
+        if param not in self.spilled.gradients:
             return torch.zeros_like(like)
-        gradient = self._mapped(like, ("shared",))[0].zero_()
+        (gradient,) = self._mapped(like, ("shared",))
         self._gradients.append(gradient)
         return gradient
 
@@ -62,12 +67,14 @@ class Room:
         try:
             # Without room on the disk a write through a mapping would end the process.
             os.posix_fallocate(descriptor, 0, like.nbytes)
-            return [
-                torch.from_file(
+            mapped = {
+                kind: torch.from_file(
                     name, shared=kind == "shared", size=like.numel(), dtype=like.dtype
                 ).view_as(like)
                 for kind in kinds
-            ]
+            }
+            mapped["shared"].zero_()
+            return [*mapped.values()]
         finally:
             os.close(descriptor)
             os.unlink(name)  # it lives on until the last tensor is let go
@@ -75,10 +82,15 @@ class Room:
 
 @dataclass(frozen=True)
 class Draft:
-    """A shard that is being filled; `state` is where its values are to be written."""
+    """A shard that is being filled; `state` is where its values are to be written.
+
+    gradients  room for those of a step whose update it makes, where it shares no tensor with the
+               old shard
+    """
 
     shard: Shard
     room: Room = field(default_factory=Room)
+    gradients: Gradients = field(default_factory=dict)
 
     @property
     def ranges(self) -> Mapping[Param, Range]:
@@ -89,3 +101,9 @@ class Draft:
         """The parameter and its moments."""
         files = self.room.files.get(param)
         return self.shard.state(param) if files is None else tuple(files)
+
+
+def unshared(shard: Shard, old: Shard | None) -> Mapping[Param, torch.Tensor]:
+    """The tensors of a new shard that are not those of the old one."""
+    held = old.tensors if old is not None else {}
+    return {p: tensor for p, tensor in shard.tensors.items() if held.get(p) is not tensor}

@@ -69,15 +69,23 @@ def coming(old: Held, new: Held) -> dict[Param, int]:
     return {p: _bytes(p, span) for p, span in new.items() if old.get(p) != span}
 
 
-def to_spill(sizes: Mapping[Param, int], excess: int) -> frozenset[Param]:
-    """Parameters of at least `excess` bytes together, large ones first, so that files are few."""
-    chosen: list[Param] = []
-    for param in sorted(sizes, key=lambda param: (-sizes[param], param.key)):
-        if excess <= 0:
-            break
-        chosen.append(param)
-        excess -= sizes[param]
-    return frozenset(chosen)
+@dataclass(frozen=True)
+class Spill:
+    """What goes to files: parameters with their moments, and gradients."""
+
+    state: Collection[Param] = ()
+    gradients: Collection[Param] = ()
+
+
+def to_spill(sizes: Mapping[Param, int], excess: int, copies: int) -> Spill:
+    """At least `excess` bytes, large tensors first, so that files are few.
+
+    `copies` tensors of each parameter are state, filled beside a step; gradients are filled in the
+    pause, so that they go to files only where there is nothing else left.
+    """
+    state = _largest(sizes, -(-excess // copies))
+    left = excess - copies * sum(sizes[param] for param in state)
+    return Spill(state, _largest(sizes, left))
 
 
 def refusal(
@@ -93,6 +101,17 @@ def refusal(
         f"rank {rank} would hold {needs[rank] / 2**20:.0f} MiB twice beside its buffers; "
         f"the limit is {memory.limit_bytes / 2**20:.0f} MiB and there is no folder to spill to"
     )
+
+
+def _largest(sizes: Mapping[Param, int], least: int) -> frozenset[Param]:
+    """Parameters of at least so many bytes together, if there are."""
+    chosen: list[Param] = []
+    for param in sorted(sizes, key=lambda param: (-sizes[param], param.key)):
+        if least <= 0:
+            break
+        chosen.append(param)
+        least -= sizes[param]
+    return frozenset(chosen)
 
 
 def _bytes(param: Param, span: Range) -> int:

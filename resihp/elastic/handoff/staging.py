@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ..engine.shard import Shard, rows
 from ..engine.sums import Gradients
 from ..worlds.comm import WorldBrokenError
 from .courier import Courier, Summed, state_view
-from .draft import Draft
+from .draft import unshared
 from .prepare import Prepared
 
 _NICENESS = 5
@@ -59,7 +59,6 @@ class Staging:
         self._old, self._new = old, prepared.draft
         self._rank, self._buffer_bytes, self._on_parcel = rank, buffer_bytes, on_parcel
         self._courier: Courier | None = None
-        self._gradients: Gradients = {}
         self._error: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -123,42 +122,35 @@ class Staging:
             self._prepared.planned, copies, state_view(old), state_view(new)
         )
 
-    def make_room_for_gradients(self) -> None:
-        """Memory for the gradients of ranges that change, touched before the pause."""
-        if self._new is not None:
-            for param in _changed(self._old, self._new):
-                room, like = self._new.room, self._new.shard.tensors[param]
-                self._gradients[param] = room.gradient(param, like)
-
     def hand_over(self, total: Gradients | None) -> Gradients | None:
         """Give the new holders the whole gradients of this step; the old world keeps its own.
 
         `total` is what this rank has in the old world; returns what it has in the new one.
         """
         old, new = self._old, self._new
+        gradients = new.gradients if new is not None else {}
 
         def own() -> Iterator[None]:
             for param, span, origin in self._kept():
                 assert total is not None
-                _copy(total[param], self._gradients[param], param, span, origin)
+                _copy(total[param], gradients[param], param, span, origin)
                 yield
 
         self._handed_bytes = self.courier.carry(
             self._prepared.planned,
             1,
             state_view(Summed(old.ranges, [total]) if old is not None and total else None),
-            state_view(Summed(new.ranges, [self._gradients]) if new is not None else None),
+            state_view(Summed(new.ranges, [gradients]) if new is not None else None),
             meanwhile=own(),
         )
         if new is None:
             return None
-        whole = {**(total or {}), **self._gradients}
+        whole = {**(total or {}), **gradients}
         return {param: whole[param] for param in new.shard.tensors}
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            self.make_room_for_gradients()
             self.fill()
         except WorldBrokenError as error:
             self._error = str(error)  # its traceback would keep all that this refers to
@@ -169,21 +161,13 @@ class Staging:
         if old is None or new is None:
             return []
         kept = []
-        for param in _changed(old, new):
+        for param in unshared(new.shard, old):
             if param in old.ranges:
                 before, after = old.ranges[param], new.ranges[param]
                 span = (max(before[0], after[0]), min(before[1], after[1]))
                 if span[0] < span[1]:
                     kept.append((param, span, (before[0], after[0])))
         return kept
-
-
-def _changed(old: Shard | None, new: Draft) -> Sequence[Param]:
-    """Parameters of the new shard that it does not share with the old one."""
-    tensors = new.shard.tensors
-    if old is None:
-        return list(tensors)
-    return [p for p, tensor in tensors.items() if old.tensors.get(p) is not tensor]
 
 
 def _copy(
