@@ -112,10 +112,11 @@ class WitnessModel:
         and none has stayed where it was: a change of the model spares nobody."""
         peers, seen = self._places.peers, np.isfinite(value)
         size = int(peers.max()) + 1
-        change = np.nan_to_num(value - self._own.usual)
+        value, usual = np.nan_to_num(value), self._own.usual
         for side in (1.0, -1.0):
-            off = np.bincount(peers[seen & (side * np.nan_to_num(value) > _MISFIT)], minlength=size)
-            stay = np.bincount(peers[seen & (side * change < 0.5 * _MISFIT)], minlength=size)
+            off = np.bincount(peers[seen & (side * value > _MISFIT)], minlength=size)
+            way = np.maximum(side * value, side * (value - usual))
+            stay = np.bincount(peers[seen & (way < 0.5 * _MISFIT)], minlength=size)
             most = 2 * off > np.bincount(peers[seen], minlength=size)
             if ((off >= 2) & most & (stay == 0)).any():
                 return True

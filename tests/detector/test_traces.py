@@ -70,3 +70,14 @@ def test_a_slowed_replica_is_not_blamed_on_a_device() -> None:
         assert all(verdict.status is not Status.FAIL_SLOW for verdict in changed)
     found = {v.rank for v in detector.verdicts() if v.status is Status.INCONCLUSIVE}
     assert found == set(replica)
+
+
+def test_a_first_step_of_three_times_the_length_names_nobody() -> None:
+    """As where kernels are compiled: maps learned from it are no maps of the job."""
+    job, batches = recorded("SE")
+    detector = Detector(job)
+    for count, batch in enumerate(batches[:20]):
+        slow = (batch.op <= Op.BACKWARD) & (count == 0)
+        times = batch.compute_ms * np.where(slow, 3.0, 1.0)
+        changed = detector.update(replace(batch, compute_ms=times))
+        assert all(verdict.status is not Status.FAIL_SLOW for verdict in changed)
