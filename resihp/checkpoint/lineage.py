@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -82,22 +83,31 @@ def valid_step(step: object) -> int:
 
 def lineage_json(lineage: Lineage) -> bytes:
     """What stands beside a checkpoint."""
-    return json.dumps(asdict(lineage)).encode()
+    told = asdict(lineage)
+    return json.dumps({**told, "crc": _crc(told)}).encode()
 
 
-def read_lineage(content: bytes) -> Lineage:
-    """What `lineage_json` gave; `UNKNOWN` where it is damaged."""
+def read_lineage(content: bytes) -> Lineage | None:
+    """What `lineage_json` gave; None where it is damaged."""
     try:
-        return Lineage(**json.loads(content))
-    except (ValueError, TypeError):
-        return UNKNOWN
+        told = json.loads(content)
+        crc = told.pop("crc", None)  # not there in checkpoints of before
+        return Lineage(**told) if crc in (None, _crc(told)) else None
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _crc(told: dict[str, object]) -> int:
+    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 
 
 def joined(lineages: Iterable[Lineage]) -> Lineage:
-    """What the ranks of one checkpoint say together."""
+    """What the ranks of one checkpoint say together; `UNKNOWN` where they do not tell."""
     each = list(lineages)
+    if not each:
+        return UNKNOWN
     born, first = max(one.born for one in each), min(one.first for one in each)
-    return Lineage(each[0].run, born, first)
+    return Lineage(each[0].run, born, first) if born else UNKNOWN
 
 
 def living(found: Iterable[Found]) -> list[Found]:
@@ -120,6 +130,22 @@ def living(found: Iterable[Found]) -> list[Found]:
         if is_known:
             limit = lineage.first if limit is None else min(limit, lineage.first)
     return best
+
+
+def outlived(found: Iterable[Found], keep: int) -> set[int]:
+    """Steps to be retired where the best `keep` stay.
+
+    What does not tell its lineage, as torch's own writer leaves it, goes by its number alone: once
+    all that stay are later.
+    """
+    each = list(found)
+    kept = {one.step for one in living(each)[:keep]}
+    oldest = min(kept, default=0)
+    return {
+        one.step
+        for one in each
+        if one.step not in kept and (one.lineage.born > 0 or one.step < oldest)
+    }
 
 
 def _age(members: Iterable[Found]) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from resihp.contracts import CheckpointError, ContractError
 
 from .levels.contract import Level, Source
+from .levels.disk import LocalDisk
 from .lineage import Found, Lineage, living
 from .parts import Part, State, collect, opened
 from .ranks import Ranks
@@ -50,6 +51,7 @@ class _Offers:
 
     levels: dict[Key, list[Level]] = field(default_factory=dict)
     lineages: dict[Key, Lineage] = field(default_factory=dict)
+    torn: dict[int, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -67,13 +69,21 @@ def restore(
     """
     offers = _ask(levels)
     order, newest_born = _order(offers, ranks, step)
-    skipped = offers.problems
+    skipped, torn = offers.problems, sorted(offers.torn.items())
     for key in order:
         found = _try(offers.levels[key], key[0], into, ranks, skipped)
-        if all(ranks.gather(found is not None)) and found is not None:
+        have_it = ranks.gather(found is not None)
+        if found is not None and not all(have_it):
+            lost = ", ".join(str(r) for r, has in zip(ranks.all, have_it, strict=True) if not has)
+            skipped.append(f"step {key[0]} cannot be used by all: rank {lost}")
+        elif found is not None:
+            skipped += [
+                f"step {n} is torn: {what}" for n, what in torn if n > key[0] and step is None
+            ]
             for line in skipped:
                 log.warning("%s; used step %d from %s", line, key[0], found.level)
             return replace(found, skipped=tuple(skipped), newest_born=newest_born)
+    skipped += [f"step {n} is torn: {what}" for n, what in torn if step in (None, n)]
     told = "; ".join(skipped) or ", ".join(level.name for level in levels) + ": nothing there"
     raise CheckpointError(
         f"no usable checkpoint{'' if step is None else f' of step {step}'}: {told}"
@@ -84,6 +94,8 @@ def _ask(levels: Sequence[Level]) -> _Offers:
     offers = _Offers()
     for level in levels:
         try:
+            if isinstance(level, LocalDisk):
+                offers.torn.update(level.torn())
             for found in level.found():
                 key = (found.step, found.lineage.run)
                 offers.levels.setdefault(key, []).append(level)

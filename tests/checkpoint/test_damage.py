@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ DATA, INDEX = "__0_0.distcp", "__0.index.json"
 @pytest.fixture
 def disk(tmp_path: Path) -> LocalDisk:
     """Three checkpoints, of steps 0 to 2."""
-    level, state = LocalDisk(tmp_path, keep=3), stamped(-1)
+    level, state = LocalDisk(tmp_path / "disk", keep=3), stamped(-1)
     with Checkpointer([level]) as saver:
         for step in range(3):
             stamp(state, step)
@@ -84,7 +85,31 @@ def test_a_missing_file_is_named(disk: LocalDisk, name: str) -> None:
 
 def test_without_its_metadata_a_folder_is_no_checkpoint(disk: LocalDisk) -> None:
     (newest(disk) / ".metadata").unlink()
-    assert back_from(disk)[0].step == 1
+    restored, _ = back_from(disk)
+    assert restored.step == 1
+    assert restored.skipped == (f"step 2 is torn: {newest(disk) / '.metadata'} is missing",)
+    with pytest.raises(CheckpointError, match=r"of step 2: step 2 is torn: .* is missing"):
+        back_from(disk, step=2)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[1]", b"null", bytes(64), "flipped"])
+def test_without_its_lineage_a_checkpoint_is_still_the_newest(
+    disk: LocalDisk, tmp_path: Path, content: bytes | str | None
+) -> None:
+    shutil.copytree(disk.folder, tmp_path / "far")
+    for folder in (newest(disk), tmp_path / "far" / newest(disk).name):
+        path = folder / "lineage.json"
+        if content == "flipped":
+            at = path.read_bytes().index(b'"born": ') + len(b'"born": ')
+            path.write_bytes(path.read_bytes()[:at] + b"0" + path.read_bytes()[at + 1 :])
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.unlink()
+    for level in (disk, SharedStorage(f"file://{tmp_path}/far")):
+        restored, into = back_from(level)
+        assert restored.step == 2
+        assert_stamped(into, 2)
 
 
 def test_the_same_step_of_another_level_comes_before_an_older_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from resihp.checkpoint import (
     Alone,
@@ -58,6 +59,36 @@ def test_each_level_keeps_as_many_as_told(tmp_path: Path) -> None:
             restored, into = back_from(level)
             assert (restored.step, restored.level) == (10, level.name)
             assert_stamped(into, 10)
+
+
+def test_what_others_left_in_the_folder_is_in_nobodys_way(tmp_path: Path) -> None:
+    for name in ("step-000000002", ".step-000000001.retired", "step-000000099", "notes"):
+        (tmp_path / name).write_text("a file")
+    for name in ("step-abc", "step-000000007.tmp", "step-000000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text("data")
+    (tmp_path / "step-000000004").symlink_to(tmp_path / "nowhere")
+    disk = LocalDisk(tmp_path, keep=2)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(6))
+        assert not saver.counters.levels[disk.name].failed
+    assert disk.steps() == [4, 5]
+    for name in ("step-abc/data", "step-000000007.tmp/data", "step-000000099", "notes"):
+        assert (tmp_path / name).exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torchs_own_writer_goes_by_its_number(tmp_path: Path) -> None:
+    disk, shared = LocalDisk(tmp_path / "d"), SharedStorage(f"file://{tmp_path}/s")
+    for folder in ("d", "s"):
+        for step in (1, 4):
+            name = f"step-{step:09d}"
+            dcp.save(stamped(step), checkpoint_id=tmp_path / folder / name, no_dist=True)
+    with Checkpointer([disk, shared]) as saver:
+        train(saver, range(4))
+        assert disk.steps() == shared.steps() == [2, 3, 4]
+        train(saver, range(5, 8))
+    assert disk.steps() == shared.steps() == [6, 7]
 
 
 def test_a_retired_file_is_written_anew_unless_somebody_reads_it(tmp_path: Path) -> None:

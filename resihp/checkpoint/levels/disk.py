@@ -28,6 +28,7 @@ from .folder import (
     step_name,
     steps_in,
     sweep,
+    torn_in,
 )
 
 WRITERS = 2
@@ -82,6 +83,10 @@ class LocalDisk:
     def found(self) -> list[Found]:
         """The complete checkpoints in this folder."""
         return found_in(self.folder)
+
+    def torn(self) -> dict[int, str]:
+        """Steps whose checkpoint has been damaged so that it is not found, and how."""
+        return torn_in(self.folder)
 
     def steps(self) -> list[int]:
         """Steps of which this folder holds a complete checkpoint."""

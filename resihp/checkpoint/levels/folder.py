@@ -13,6 +13,7 @@ nobody waits for anybody, and a checkpoint that a lost rank did not finish never
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -24,7 +25,7 @@ from resihp.contracts import CheckpointError
 
 from ..format.index import Index, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
-from ..lineage import UNKNOWN, Found, Lineage, joined, lineage_json, living, read_lineage
+from ..lineage import Found, Lineage, joined, lineage_json, outlived, read_lineage
 from .direct_file import DirectFile, sync_folder, write_whole
 
 _PREFIX = "step-"
@@ -51,6 +52,16 @@ def found_in(root: Path) -> list[Found]:
         for step, path in found
         if step is not None and (path / METADATA).exists()
     ]
+
+
+def torn_in(root: Path) -> dict[int, str]:
+    """What is wrong with folders that have the name of a complete checkpoint and are none."""
+    steps = {step_of(path.name): path for path in root.glob(f"{_PREFIX}*")}
+    return {
+        step: f"{path / METADATA} is missing"
+        for step, path in steps.items()
+        if step is not None and path.is_dir() and not (path / METADATA).exists()
+    }
 
 
 def steps_in(root: Path) -> list[int]:
@@ -90,7 +101,7 @@ def reveal(part: Path, final: Path, metadata: bytes) -> None:
     """Make a folder visible under its name, in place of any that has it."""
     write_whole(part / METADATA, metadata)
     sync_folder(part)
-    if final.exists():
+    if os.path.lexists(final):
         _retire(final)
     os.rename(part, final)
     sync_folder(final.parent)
@@ -102,11 +113,9 @@ def drop_old(root: Path, keep: int, published: Index) -> None:
     What this lineage left unfinished before the published one goes, too: every rank is past it.
     """
     for path in root.glob(".step-*.retired"):
-        shutil.rmtree(path, ignore_errors=True)
-    found = found_in(root)
-    for step in {one.step for one in found} - {one.step for one in living(found)[:keep]}:
-        if step != published.step:
-            _retire(root / step_name(step))
+        _delete(path)
+    for step in outlived(found_in(root), keep) - {published.step}:
+        _retire(root / step_name(step))
     for path in _parts_of(root, published.run):
         step_of_part = step_of(path.name.split(".")[1])
         is_ready = path.name.endswith(".ready.part")
@@ -176,17 +185,34 @@ def _read(folder: Path, rank: int) -> Index:
 
 
 def _lineage(folder: Path) -> Lineage:
-    """Of one that has been published; without a past where torch's own writer was at work."""
-    try:
-        return read_lineage((folder / LINEAGE).read_bytes())
-    except OSError:
-        return UNKNOWN
+    """Of one that has been published; without a past where torch's own writer was at work.
+
+    The indexes know it, too, where the file that says it is gone or damaged.
+    """
+    with contextlib.suppress(OSError):
+        told = read_lineage((folder / LINEAGE).read_bytes())
+        if told is not None:
+            return told
+    indexes = []
+    for path in folder.glob("__*.index.json"):
+        with contextlib.suppress(OSError, UnicodeError, CheckpointError):
+            indexes.append(read_index(path.read_text(), str(path)))
+    return joined(index.lineage for index in indexes)
 
 
 def _retire(folder: Path) -> None:
     retired = folder.with_name(f".{folder.name}.retired")
-    shutil.rmtree(retired, ignore_errors=True)
+    _delete(retired)
     os.rename(folder, retired)
+
+
+def _delete(path: Path) -> None:
+    """Whatever it is; what cannot be deleted stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_read_elsewhere(path: Path) -> bool:

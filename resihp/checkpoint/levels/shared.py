@@ -17,7 +17,7 @@ from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import CHUNK_BYTES, Index, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
-from ..lineage import UNKNOWN, Found, Lineage, joined, lineage_json, living, read_lineage
+from ..lineage import Found, Lineage, joined, lineage_json, outlived, read_lineage
 from ..staging.filling import Filling
 from .folder import step_name, step_of
 
@@ -94,9 +94,7 @@ class SharedStorage:
     def open(self, step: int) -> SharedSource:
         """Raises `OSError` or `CheckpointError` where it cannot be read."""
         folder = f"{self._root}/{step_name(step)}"
-        names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
-        ranks = [int(name[2:].split(".")[0]) for name in names if name.endswith(".index.json")]
-        indexes = {rank: self._index(folder, rank) for rank in sorted(ranks)}
+        indexes = {rank: self._index(folder, rank) for rank in self._ranks(folder)}
         wanted = {rank for index in indexes.values() for rank in index.ranks}
         if not indexes or wanted - set(indexes):
             lost = ", ".join(index_name(rank) for rank in sorted(wanted - set(indexes)))
@@ -109,10 +107,21 @@ class SharedStorage:
         """Nothing to let go of."""
 
     def _lineage(self, step: int) -> Lineage:
-        try:
-            return read_lineage(self._fs.cat_file(f"{self._root}/{step_name(step)}/{LINEAGE}"))
-        except FileNotFoundError:
-            return UNKNOWN
+        folder = f"{self._root}/{step_name(step)}"
+        with contextlib.suppress(FileNotFoundError):
+            told = read_lineage(self._fs.cat_file(f"{folder}/{LINEAGE}"))
+            if told is not None:
+                return told
+        indexes = []
+        for rank in self._ranks(folder):
+            with contextlib.suppress(FileNotFoundError, UnicodeError, CheckpointError):
+                indexes.append(self._index(folder, rank))
+        return joined(index.lineage for index in indexes)
+
+    def _ranks(self, folder: str) -> list[int]:
+        """Those of whom there is an index."""
+        names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
+        return sorted(int(n[2:].split(".")[0]) for n in names if n.endswith(".index.json"))
 
     def _index(self, folder: str, rank: int) -> Index:
         path = f"{folder}/{index_name(rank)}"
@@ -131,9 +140,11 @@ class SharedStorage:
 
     def _drop_old(self, published: int) -> None:
         """Whatever is abandoned, unfinished before the published one, or not of the best `keep`."""
-        kept = {found.step for found in living(self.found())[: self._keep]} | {published}
+        found = self.found()
+        dropped = outlived(found, self._keep) - {published}
+        oldest = min({one.step for one in found} - dropped | {published})
         for step, is_whole in list(self._folders()):
-            if step not in kept and (is_whole or step < min(kept)):
+            if step in dropped or (not is_whole and step < oldest):
                 folder = f"{self._root}/{step_name(step)}"
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{folder}/{METADATA}")
