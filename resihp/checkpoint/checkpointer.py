@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resihp.contracts import CheckpointError, ContractError, FaultRate, Protection
+from resihp.contracts import CheckpointError, FaultRate, Protection
 
 from .agreement import Agreement, Ballot
+from .arguments import check
 from .at_exit import forget, remember
 from .counters import Counters, LevelCounters, Said, seconds_since
 from .levels.contract import Level
@@ -40,8 +41,8 @@ class Checkpointer:
     policy   at which steps to checkpoint; by default at every one
     ranks    who checkpoints together; by default the process group's ranks where there is one
     buffers  host buffers, each of the size of this rank's state. One is enough while the disk
-             keeps up, a peer's memory asks for one more (the default). `HostMemory` holds as many
-             in addition as it keeps.
+             keeps up; by default there is one more for a peer's memory, which takes up room only
+             once the peer lags behind. `HostMemory` holds as many in addition as it keeps.
     clock    nanoseconds since 1970; tells a later lineage of a job that has gone back
     niceness  how far the threads that write are below training's, as in `nice` (on Linux)
 
@@ -59,17 +60,14 @@ class Checkpointer:
         clock: Callable[[], int] = time.time_ns,
         niceness: int = 0,
     ) -> None:
-        if len({level.name for level in levels}) < len(levels):
-            raise ContractError("levels", "two have the same name")
-        if not levels:
-            raise ContractError("levels", "at least one is needed, e.g. LocalDisk(folder)")
+        check(levels, policy, buffers, niceness)
         self.levels, self.policy = tuple(levels), policy or EveryStep()
         self.ranks = ranks or (Group() if dist.is_initialized() else Alone())
         self.counters, self._said = Counters(), Said()
         self._descent = Descent(self.ranks.run, clock)
         held = sum(level.keep for level in levels if isinstance(level, HostMemory))
-        lagging = any(isinstance(level, PeerMemory) for level in levels)
-        self._staging = Staging(self.ranks, held + (buffers or 1 + lagging))
+        spare = int(buffers is None and any(isinstance(level, PeerMemory) for level in levels))
+        self._staging = Staging(self.ranks, held + (buffers or 1) + spare, spare)
         self._runners = [self._runner(level, niceness) for level in self.levels]
         self._agreement: Agreement | None = None
         if not isinstance(self.ranks, Alone):

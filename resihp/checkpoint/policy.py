@@ -54,8 +54,8 @@ class Every:
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ContractError("steps", "must be 1 or more")
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ContractError("steps", f"a whole number, 1 or more, not {self.steps!r}")
 
     def is_due(self, moment: Moment) -> bool:
         """Whether `steps` divides the step."""
@@ -67,6 +67,10 @@ class LeastLoss:
     """At the interval that loses least for the measured cost and the given rate of faults."""
 
     faults: FaultRate
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.faults, FaultRate):
+            raise ContractError("faults", f"a FaultRate, not {self.faults!r}")
 
     def is_due(self, moment: Moment) -> bool:
         """Whether the best interval has passed, and storage can keep up."""

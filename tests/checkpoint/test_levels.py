@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ from resihp.checkpoint import (
     Alone,
     Checkpointer,
     Every,
+    EveryStep,
     HostMemory,
+    LeastLoss,
     LocalDisk,
+    PeerMemory,
     SharedStorage,
 )
 from resihp.checkpoint.levels.direct_file import DirectFile
@@ -340,10 +343,31 @@ def test_a_save_after_close_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "has been closed" in said(caplog)[0]
 
 
-def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="at least one"):
-        Checkpointer([])
-    with pytest.raises(ContractError, match="same name"):
-        Checkpointer([LocalDisk(tmp_path), LocalDisk(tmp_path)])
-    with pytest.raises(ContractError, match="nowhere://bucket: Protocol not known"):
-        SharedStorage("nowhere://bucket")
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda _: Checkpointer([]), "at least one"),
+        (lambda d: Checkpointer([LocalDisk(d), LocalDisk(d)]), "same name"),
+        (lambda d: Checkpointer(LocalDisk(d)), "levels: a list of levels"),
+        (lambda d: Checkpointer([str(d)]), "levels: a list of levels"),
+        (lambda d: Checkpointer([LocalDisk(d)], buffers=0), "buffers: at least one"),
+        (lambda d: Checkpointer([LocalDisk(d)], niceness=20), "niceness: from 0 to 19"),
+        (lambda d: Checkpointer([LocalDisk(d)], EveryStep), "policy: e.g. EveryStep"),
+        (lambda d: LocalDisk(d, keep=0), "keep: at least one"),
+        (lambda d: LocalDisk(d, keep=1.5), "keep: at least one"),
+        (lambda d: LocalDisk(d, ranks=[]), "ranks: at least one"),
+        (lambda _: LocalDisk(""), "folder: is empty"),
+        (lambda _: HostMemory(keep=-1), "keep: at least one"),
+        (lambda _: SharedStorage("nowhere://bucket"), "nowhere://bucket: Protocol not known"),
+        (lambda _: SharedStorage(""), "url: is empty"),
+        (lambda _: PeerMemory(None), "own: this process's HostMemory"),
+        (lambda _: Every(0), "steps: a whole number"),
+        (lambda _: Every(float("nan")), "steps: a whole number"),
+        (lambda _: LeastLoss(60.0), "faults: a FaultRate"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], object], problem: str
+) -> None:
+    with pytest.raises(ContractError, match=problem):
+        make(tmp_path)

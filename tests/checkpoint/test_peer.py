@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from resihp.checkpoint import Alone, Checkpointer, HostMemory, PeerMemory
 from resihp.checkpoint.restore import restore
-from resihp.contracts import CheckpointError
+from resihp.contracts import CheckpointError, ContractError
 from resihp.elastic.local import LocalRanks
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
@@ -91,6 +93,45 @@ def test_only_who_knows_the_token_is_let_in() -> None:
     finally:
         peers.close()
         stranger.close()
+
+
+def test_a_peer_with_another_token_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    own = HostMemory()
+    peers, other = (PeerMemory(own, token=token, timeout=SOON) for token in ("ours", "thäirs"))
+    peers.connect(0, {0: peers.address, 1: other.address})
+    with Checkpointer([own, peers], ranks=Alone(0, (0, 1), run="one")) as saver:
+        saver.save(0, {"w": torch.zeros(3)})
+        assert saver.wait(60)
+        assert saver.counters.levels[peers.name].failed == 1
+    other.close()
+    assert "this rank knows another token" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\xff" * 100, b"\x02\0\0\0[]", b"\x02\0\0\0{}", b"\x04\0\0\0null"]
+)
+def test_a_stranger_who_says_anything_is_shut_out(sent: bytes) -> None:
+    own = HostMemory()
+    peers = PeerMemory(own, token="t", timeout=SOON)
+    try:
+        peers.connect(0, {0: peers.address})
+        with socket.create_connection(peers.address) as stranger:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(60)
+            with contextlib.suppress(ConnectionError):
+                while stranger.recv(100):
+                    pass
+        assert peers.steps() == []
+    finally:
+        peers.close()
+
+
+def test_this_rank_is_among_those_it_is_told_of() -> None:
+    peers = PeerMemory(HostMemory(), token="t")
+    with pytest.raises(ContractError, match="rank 5, this one, is not among"):
+        peers.connect(5, {0: peers.address})
+    peers.close()
 
 
 def test_a_peer_that_is_gone_costs_its_level_alone() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from resihp.contracts import ContractError
+
 from ..format.index import Index
 from ..lineage import Found
 from ..staging.filling import Filling
@@ -54,3 +56,10 @@ class Level(Protocol):
 
     def close(self) -> None:
         """Let go of threads and sockets; what is stored stays."""
+
+
+def valid_keep(keep: int) -> int:
+    """How many checkpoints stay. Raises `ContractError` for none."""
+    if not isinstance(keep, int) or keep < 1:
+        raise ContractError("keep", f"at least one checkpoint must stay, not {keep!r}")
+    return keep

@@ -16,7 +16,7 @@ from ..format.metadata import data_name
 from ..lineage import Found
 from ..staging.filling import Filling
 from ..staging.straight import Straight
-from .contract import Source
+from .contract import Source, valid_keep
 from .direct_file import DirectFile
 from .folder import (
     FolderSource,
@@ -55,10 +55,15 @@ class LocalDisk:
     def __init__(
         self, folder: str | Path, *, keep: int = 2, ranks: Collection[int] | None = None
     ) -> None:
-        if keep < 1:
-            raise ContractError("keep", "at least one checkpoint must stay")
+        if not str(folder):
+            raise ContractError("folder", "is empty; '.' is the current one")
+        if ranks is not None and not ranks:
+            raise ContractError("ranks", "at least one writes into the folder; None: all do")
         self.folder, self.name = Path(folder), str(folder)
-        self._keep, self._ranks = keep, tuple(sorted(ranks)) if ranks is not None else None
+        self._keep, self._ranks = (
+            valid_keep(keep),
+            tuple(sorted(ranks)) if ranks is not None else None,
+        )
         self._swept_for = ""
 
     def put(self, filling: Filling) -> None:

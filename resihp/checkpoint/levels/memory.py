@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
-from resihp.contracts import CheckpointError, ContractError
+from resihp.contracts import CheckpointError
 
 from ..format.index import Index
 from ..lineage import Found
 from ..staging.filling import Filling
+from .contract import valid_keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +37,7 @@ class ImageStore:
     """Images by rank and step; of every rank the newest `keep` stay."""
 
     def __init__(self, keep: int) -> None:
-        if keep < 1:
-            raise ContractError("keep", "at least one checkpoint must stay")
-        self.keep = keep
+        self.keep = valid_keep(keep)
         self._images: dict[tuple[int, int], Image] = {}
         self._lock = Lock()
 

@@ -10,7 +10,7 @@ from threading import Lock
 
 import torch.distributed as dist
 
-from resihp.contracts import CheckpointError
+from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import Index, read_index
 from ..lineage import Found, joined, living
@@ -47,6 +47,8 @@ class PeerMemory:
         server: PeerServer | None = None,
         timeout: timedelta = timedelta(seconds=30),
     ) -> None:
+        if not isinstance(own, HostMemory):
+            raise ContractError("own", f"this process's HostMemory, not {type(own).__name__}")
         self._timeout_s = timeout.total_seconds()
         self._owns_server = server is None
         self._server = server or PeerServer(
@@ -72,6 +74,8 @@ class PeerMemory:
 
     def connect(self, rank: int, addresses: Mapping[int, Address], *, distance: int = 1) -> None:
         """Say where every rank listens (this one included). No rank is its own peer."""
+        if rank not in addresses:
+            raise ContractError("addresses", f"rank {rank}, this one, is not among {[*addresses]}")
         self._hang_up()
         ranks = sorted(addresses)
         peer = ranks[(ranks.index(rank) + distance) % len(ranks)]
@@ -143,7 +147,10 @@ class PeerMemory:
     def _inventory(self) -> list[tuple[Index, Address]]:
         found: list[tuple[Index, Address]] = []
         for address in self._addresses.values():
-            with contextlib.suppress(OSError), _call(address, self.token, self._timeout_s) as line:
+            with (
+                contextlib.suppress(OSError, CheckpointError),
+                _call(address, self.token, self._timeout_s) as line,
+            ):
                 line.send(do="list")
                 texts = line.receive()["indexes"]
                 found += [(read_index(text, f"memory at {address}"), address) for text in texts]

@@ -15,6 +15,9 @@ from ..staging.host_buffer import HostBuffer
 from .memory import Image, ImageStore
 from .wire import Address, Line
 
+_LONGEST_GREETING = 1 << 12
+"""Bytes that are taken from whoever has not shown the token."""
+
 
 class PeerServer:
     """One thread accepts, one more serves each connection.
@@ -56,8 +59,12 @@ class PeerServer:
 
     def _serve(self, line: Line) -> None:
         """Until the other side hangs up, falls silent or breaks the protocol."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if hmac.compare_digest(str(line.receive().get("token")), self.token):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):
+            told = str(line.receive(_LONGEST_GREETING).get("token"))
+            if not hmac.compare_digest(told.encode(), self.token.encode()):
+                line.send(problem="this rank knows another token")
+            else:
+                line.send(welcome=True)
                 while True:
                     self._answer(line)
         with self._lock:

@@ -19,6 +19,7 @@ from ..format.index import CHUNK_BYTES, Index, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
 from ..lineage import Found, Lineage, joined, lineage_json, outlived, read_lineage
 from ..staging.filling import Filling
+from .contract import valid_keep
 from .folder import step_name, step_of
 
 
@@ -36,9 +37,9 @@ class SharedStorage:
     patience = 1
 
     def __init__(self, url: str, *, keep: int = 2, **options: Any) -> None:
-        if keep < 1:
-            raise ContractError("keep", "at least one checkpoint must stay")
-        self.name, self._keep = url, keep
+        if not url:
+            raise ContractError("url", "is empty")
+        self.name, self._keep = url, valid_keep(keep)
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, **options)
         except (ValueError, ImportError) as problem:

@@ -25,9 +25,14 @@ class Line:
 
     @classmethod
     def to(cls, address: Address, token: str, timeout_s: float) -> Line:
-        """Connect and say who we are."""
+        """Connect and say who we are. Raises `CheckpointError` where that is not accepted."""
         line = cls(socket.create_connection(address, timeout_s), timeout_s)
-        line.send(token=token)
+        try:
+            line.send(token=token)
+            line.receive()
+        except BaseException:
+            line.close()
+            raise
         return line
 
     def send(self, **header: Any) -> None:
@@ -39,16 +44,21 @@ class Line:
         """Bytes of a length that the other side knows."""
         self._socket.sendall(view)
 
-    def receive(self) -> dict[str, Any]:
-        """One header. Raises `CheckpointError` where the other side reports a problem."""
+    def receive(self, longest: int = _LONGEST_HEADER) -> dict[str, Any]:
+        """One header, of so many bytes at most.
+
+        Raises `CheckpointError` where the other side reports a problem.
+        """
         prefix = bytearray(_HEADER.size)
         self.receive_into(memoryview(prefix))
         (length,) = _HEADER.unpack(prefix)
-        if length > _LONGEST_HEADER:
+        if length > longest:
             raise OSError("what arrived is no header")
         text = bytearray(length)
         self.receive_into(memoryview(text))
         header: dict[str, Any] = json.loads(text)
+        if not isinstance(header, dict):
+            raise OSError("what arrived is no header")
         if "problem" in header:
             raise CheckpointError(header["problem"])
         return header

@@ -9,10 +9,13 @@ from .pages import begin, populate
 
 
 class Slots:
-    """A fixed number of buffers, each an image of the same file."""
+    """A fixed number of buffers, each an image of the same file.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    spare  so many of them are for a level that lags behind: they get pages when they are needed
+    """
+
+    def __init__(self, count: int, spare: int = 0) -> None:
+        self._count, self._spare = count, spare
         self._slots: list[Slot] = []
         self._file: ShardFile | None = None
 
@@ -27,7 +30,7 @@ class Slots:
             self._slots.clear()
             buffers.clear()
             buffers = [HostBuffer(file.nbytes, pinned=pinned) for _ in range(self._count)]
-            begin(populate, [buffer.tensor for buffer in buffers])
+            begin(populate, [buffer.tensor for buffer in buffers[: self._count - self._spare]])
         self._slots = [Slot(buffer, file) for buffer in buffers]
         self._file = file
         return True

@@ -39,9 +39,9 @@ class Fitted(NamedTuple):
 class Staging:
     """Copies states into host buffers, one state at a time, and waits for copies at the fence."""
 
-    def __init__(self, ranks: Ranks, buffers: int) -> None:
+    def __init__(self, ranks: Ranks, buffers: int, spare: int = 0) -> None:
         self._ranks = ranks
-        self._slots = Slots(buffers)
+        self._slots = Slots(buffers, spare)
         self._changed = Condition()
         self._copier: Copier | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
