@@ -52,7 +52,7 @@ class Trainer:
         self._hooks = hooks or Hooks()
         self._machine = PhaseMachine()
         self._steps = 0
-        self._is_coming_in = False
+        self._is_coming_in = self._leaves = False
         self._keeper = checkpoints.keeper(setup, rendezvous) if checkpoints else KeepsNothing()
         self._switching = Switching(
             setup,
@@ -125,11 +125,12 @@ class Trainer:
             self._rendezvous.close()
 
     def _come_in(self) -> bool:
-        """Wait for an invitation; whether one came before the job's end."""
+        """Wait for an invitation; whether one came before the job's end, or a warning."""
         self._switching.paused_at = None
         self._rendezvous.stay_out()
         standbys = Standbys(self._rendezvous.link.store)
-        invitation = standbys.await_invitation(self.rank, standbys.announce(self.rank))
+        number = standbys.announce(self.rank)
+        invitation = standbys.await_invitation(self.rank, number, lambda: self._leaves)
         if invitation is None:
             return False
         self._rendezvous.come_in(invitation.recovery, invitation.alive)
@@ -141,8 +142,10 @@ class Trainer:
         """Hand over and return from `run` as soon as a plan does without this rank.
 
         For a warning of the platform; safe in a signal handler. If the process ends before, it
-        counts as dead.
+        counts as dead. Where all ranks are told so, the job ends with the step under way, which
+        is saved where it has checkpoints.
         """
+        self._leaves = True
         self._agent.leave()
 
     def _begin(self) -> None:
@@ -175,7 +178,8 @@ class Trainer:
                     broken = None
                     if not self._come_in():
                         break
-            is_done = self.engine is not None and self.completed >= steps
+            has_place = self.engine is not None
+            is_done = has_place and (self.completed >= steps or not self._rendezvous.alive)
             if is_done:
                 self._rendezvous.finish(len(self.plan.layout.ranks))
         finally:
@@ -226,7 +230,8 @@ class Trainer:
         """Whether this rank asks all others to save the state after `step`."""
         if self.rank != min(self.plan.layout.ranks):
             return False
-        return step + 1 == self._steps or self._keeper.is_due(step)
+        is_last = step + 1 == self._steps or self._switching.is_ending
+        return is_last or self._keeper.is_due(step)
 
     def _complete(self, step: int, norm: float) -> None:
         """Make the update of a step whose gradients are whole everywhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
+from resihp.checkpoint import LocalDisk
 from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.environment import Environment
@@ -18,33 +20,46 @@ from service.launch import Sidecar
 
 STEPS = 8
 SCRIPT = "tests/elastic/train_script.py"
+OURS = ("resihp.elastic.launch",)
+TORCHRUN = (
+    "torch.distributed.run", "--master-port=0",
+    "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+)  # fmt: skip
 
 
-def launched(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
+def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[2])  # the script uses the tests' small job
-    return subprocess.run(
-        command,
-        capture_output=True,
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
-        check=False,
         env={**os.environ, "PYTHONPATH": root, **environment},
     )
 
 
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """When it has ended by itself, which takes a bounded time."""
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def launched(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return ended(started(*arguments, **environment))
+
+
 def test_torchrun_starts_a_script() -> None:
-    done = launched(
-        "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
-        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", SCRIPT, str(STEPS), "-1",
-    )  # fmt: skip
+    done = launched(*TORCHRUN, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1")
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"rank {rank} completed {STEPS} in 2 replicas" in done.stdout, done.stderr
 
 
 def test_our_launcher_keeps_a_job_alive_that_loses_a_rank() -> None:
-    done = launched("resihp.elastic.launch", "--nproc-per-node=4", SCRIPT, str(STEPS), "3")
+    done = launched(*OURS, "--nproc-per-node=4", SCRIPT, str(STEPS), "3")
     assert done.returncode == 0, done.stderr
     assert "rank 3 ended with -9" in done.stderr
     assert f"rank 0 completed {STEPS}" in done.stdout, done.stderr
@@ -53,8 +68,9 @@ def test_our_launcher_keeps_a_job_alive_that_loses_a_rank() -> None:
 
 def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar:
-        launcher = ("resihp.elastic.launch", "--nproc-per-node=2", SCRIPT, str(STEPS), "-1")
-        done = launched(*launcher, RESIHP_URL=sidecar.url)
+        done = launched(
+            *OURS, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1", RESIHP_URL=sidecar.url
+        )
         assert done.returncode == 0, done.stderr
         client = Client(sidecar.url)
         deadline = time.monotonic() + 30
@@ -64,6 +80,24 @@ def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> Non
         told = f"{sidecar.url}/v1/jobs/script/steps?after=-1"
         steps = urllib3.request("GET", told, timeout=10).json()["steps"]
     assert [step["step"] for step in steps] == list(range(STEPS - 1)), done.stderr
+
+
+@pytest.mark.parametrize("launcher", [OURS, TORCHRUN])
+def test_a_job_that_is_told_to_end_saves_its_last_step(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    arguments = ("--nproc-per-node=2", SCRIPT, str(10**6), "-1")
+    process = started(*launcher, *arguments, CHECKPOINTS=str(tmp_path))
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("begun-*"))) < 2 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    done = ended(process)
+    completed = {int(number) for number in re.findall(r"completed (\d+)", done.stdout)}
+    assert len(completed) == 1, done.stdout + done.stderr
+    assert LocalDisk(tmp_path).steps()[-1] == completed.pop() - 1, done.stderr
+    assert done.stdout.count("completed") == 2
 
 
 def test_the_environment_is_read_as_torchrun_sets_it() -> None:

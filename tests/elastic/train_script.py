@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from resihp.checkpoint import Every, LocalDisk
 from resihp.contracts import Job, Layout, ModelShape, Plan
+from resihp.elastic.checkpoints import Checkpoints
 from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
 from resihp.elastic.models import Llama
@@ -20,7 +23,10 @@ from tests.elastic.job import SHAPE, batch
 
 
 def main() -> None:
-    """Two replicas, watched by a sidecar if there is one; the rank named kills itself."""
+    """Two replicas, watched by a sidecar if there is one; the rank named kills itself.
+
+    Checkpoints are written to the folder that stands in CHECKPOINTS, far too rarely.
+    """
     torch.set_num_threads(1)
     steps, doomed = int(sys.argv[1]), int(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -32,10 +38,16 @@ def main() -> None:
     def on_step(reduced: Any, ms: float, plan: Plan) -> None:
         if rank == doomed and reduced.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        if folder is not None:
+            (folder / f"begun-{rank}").touch()
 
     setup = Setup(Llama(shape), Optimizer(torch.optim.AdamW, lr=1e-2), batch)
     monitor = Monitor(job=job, probes=False) if "RESIHP_URL" in os.environ else None
-    trainer = train(setup, job, steps, monitor=monitor, hooks=Hooks(on_step=on_step))
+    folder = Path(os.environ["CHECKPOINTS"]) if "CHECKPOINTS" in os.environ else None
+    saved = Checkpoints(lambda: [LocalDisk(folder)], Every(10**6)) if folder else None
+    trainer = train(
+        setup, job, steps, monitor=monitor, hooks=Hooks(on_step=on_step), checkpoints=saved
+    )
     told = f"rank {rank} completed {trainer.completed} in {trainer.plan.layout.dp} replicas"
     sys.stdout.write(told + "\n")
 

@@ -76,6 +76,12 @@ class Switching:
         return self._carrier.is_filling
 
     @property
+    def is_ending(self) -> bool:
+        """Whether nobody stays in the next world, which stands ready: the job ends."""
+        pending = self.pending
+        return pending is not None and pending.result is not None and not pending.target.staying
+
+    @property
     def is_handed_over(self) -> bool:
         """Whether this rank could make the update of the present step in the doubtful world."""
         doubt, engine = self.doubt, self._present.engine

@@ -93,9 +93,13 @@ class PlanAgent:
     def _next(self, standbys: Standbys) -> Offer | None:
         """What to do next, if anything."""
         current, alive = self._present.plan, self._rendezvous.alive
-        leaving = tuple(rank for rank in standbys.leaving() if rank in alive)
+        told = standbys.leaving()
+        leaving = tuple(rank for rank in alive if rank in told)
         waiting = standbys.waiting()
         plan: Plan | None = None
+        if leaving == alive:
+            _log.warning("all ranks have been told to leave: the job ends")
+            return Offer(replace(current, version=current.version + 1), alive, leaving)
         if leaving:
             plan = self._without(leaving)
         elif offered := self._new_among(waiting):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from resihp.contracts import Plan, from_json, to_json
+
+from .store import announce_death
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,16 @@ class Standbys:
         document = json.dumps({**vars(invitation), "plan": to_json(invitation.plan)})
         self._store.set(f"invitation/{rank}/{number}", document)
 
-    def await_invitation(self, rank: int, number: int) -> Invitation | None:
-        """Wait for the answer; None if the job ends before."""
+    def await_invitation(
+        self, rank: int, number: int, leaves: Callable[[], bool]
+    ) -> Invitation | None:
+        """Wait for the answer; None if the job ends before, or this rank `leaves`."""
         key = f"invitation/{rank}/{number}"
         while not self._store.check([key]):
             if self._store.check(["finished"]):
+                return None
+            if leaves():
+                announce_death(self._store, rank)  # a rank that is invited all the same is missed
                 return None
             time.sleep(0.02)
         document = json.loads(self._store.get(key))
