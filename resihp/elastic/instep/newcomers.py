@@ -36,7 +36,9 @@ class Door:
         `plan` is then that of those who were there before.
         """
         rank = self._seat.rank
-        invitation = self._standbys.await_invitation(rank, self._standbys.announce(rank))
+        invitation = self._standbys.await_invitation(
+            rank, self._standbys.announce(rank), lambda: False
+        )
         if invitation is None:
             return None
         self.plan = invitation.plan
