@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future as PythonFuture
@@ -46,6 +47,16 @@ class _Assigned:
     ranks: tuple[int, ...]
 
 
+class _Save(threading.local):
+    """The save under way in one thread, where torch runs all of it.
+
+    The next one may begin in another thread while the coordinator publishes this one.
+    """
+
+    path: Path | None = None
+    run = ""
+
+
 class LazyWriter(StorageWriter, AsyncStager):
     """A `StorageWriter` for `dcp.save`, and its own `AsyncStager` for `dcp.async_save`.
 
@@ -59,7 +70,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         super().__init__()
         self._path = Path(path)
         self._stager = Stager()
-        self._run = ""
+        self._save = _Save()
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
         """Put a fence before each step of the optimizer; see `Checkpointer.attach`."""
@@ -85,7 +96,7 @@ class LazyWriter(StorageWriter, AsyncStager):
     @property
     def checkpoint_id(self) -> Path:
         """The folder."""
-        return self._path
+        return self._save.path or self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -96,6 +107,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         """A new checkpoint begins."""
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
+        self._save.path = self._path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare before the plan is known."""
@@ -107,32 +119,30 @@ class LazyWriter(StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks a common name for what is not published yet."""
         run, ranks = uuid.uuid4().hex[:12], tuple(range(len(plans)))
-        self._run = run
+        self._save.run = run
         return [replace(p, storage_data=_Assigned(run, i, ranks)) for i, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stream this rank's tensors into one file; nothing of it is held but a few chunks."""
+        try:
+            return self._write(plan, planner)
+        finally:
+            self._stager.release()
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assigned: _Assigned = plan.storage_data
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         things = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         paths = getattr(planner, "mappings", {})
         file = ShardFile([_place(item, paths) for item in tensors])
         entries, section = _section(things, planner, paths, file.nbytes)
-        step = step_of(self._path.name) or 0
+        step = step_of(self.checkpoint_id.name) or 0
         lineage = Lineage(assigned.run)
         index = Index(step, assigned.rank, lineage, assigned.ranks, file.entries, file.nbytes)
         index = replace(index, things=entries, file_bytes=file.nbytes + len(section))
-        self._part(assigned.run).mkdir(parents=True, exist_ok=True)
-        try:
-            write_stream(
-                self._part(assigned.run),
-                index,
-                file,
-                lambda number: _resolve(planner, tensors[number]),
-                section,
-            )
-        finally:
-            self._stager.release()
+        part = self._part(assigned.run)
+        part.mkdir(parents=True, exist_ok=True)
+        write_stream(part, index, file, lambda n: _resolve(planner, tensors[n]), section)
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
@@ -146,11 +156,11 @@ class LazyWriter(StorageWriter, AsyncStager):
         """Publish the folder, in place of any of its name; the coordinator alone."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self._path))
-        reveal(self._part(self._run), self._path, pickle.dumps(metadata))
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint_id))
+        reveal(self._part(self._save.run), self.checkpoint_id, pickle.dumps(metadata))
 
     def _part(self, run: str) -> Path:
-        return self._path.with_name(f".{self._path.name}.{run}.part")
+        return self.checkpoint_id.with_name(f".{self.checkpoint_id.name}.{run}.part")
 
 
 def _place(item: WriteItem, paths: dict[str, tuple[str | int, ...]]) -> Place:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from resihp.checkpoint import LazyWriter, LocalDisk
+from resihp.checkpoint import LazyWriter, LocalDisk, torch_writer
+from resihp.checkpoint.levels.folder import reveal
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -70,6 +73,40 @@ def test_async_save_holds_the_step_it_was_called_at(tmp_path: Path) -> None:
         response.upload_completion.result(timeout=60)
         assert_stamped(load(folder), step)
         assert_stamped(back_from(LocalDisk(tmp_path), step=step)[1], step)
+    writer.close()
+
+
+def test_saves_that_overlap_go_to_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)  # the next one begins meanwhile
+        reveal(*arguments)
+
+    monkeypatch.setattr(torch_writer, "reveal", slowly)
+    state, writer, responses = stamped(0), LazyWriter(tmp_path / "none"), []
+    for step in range(3):
+        stamp(state, step)
+        responses.append(
+            dcp.async_save(state, checkpoint_id=tmp_path / str(step), storage_writer=writer)
+        )
+        writer.fence()
+    stamp(state, -9)
+    for step, response in enumerate(responses):
+        response.upload_completion.result(timeout=60)
+        assert_stamped(load(tmp_path / str(step)), step)
+    writer.close()
+
+
+def test_a_save_after_one_that_could_not_be_written(tmp_path: Path) -> None:
+    state, writer = stamped(1), LazyWriter(tmp_path / "a file" / "below")
+    (tmp_path / "a file").write_text("in the way")
+    failed = dcp.async_save(state, storage_writer=writer)
+    with pytest.raises(CheckpointException):
+        failed.upload_completion.result(timeout=60)
+    done = dcp.async_save(state, checkpoint_id=tmp_path / "one", storage_writer=writer)
+    done.upload_completion.result(timeout=60)
+    assert_stamped(load(tmp_path / "one"), 1)
     writer.close()
 
 
