@@ -65,6 +65,7 @@ class Together:
         if not rising:
             return Shared(now, blames)
         able, evidence = now.able.copy(), now.evidence.copy()
+        whole, found = dict[int, float](), dict[int, float]()  # groups and culprits: their rise
         for number in sorted({number for rank in rising for number in self._at[rank]}):
             members = self._groups[number]
             age = self._steps_in_question(members, now)
@@ -74,14 +75,19 @@ class Together:
                 continue
             culprit = self._waits_least(members, float(level.max()), age)
             if culprit is None:
+                whole[number] = float(level.max())
                 continue
             if culprit < 0:
                 able[members] = False
                 continue
             others = members[members != culprit]
-            blames[others] = culprit
+            blames[others], found[culprit] = culprit, float(level.max())
             # Below suspicion, but not clean enough to teach what is healthy.
             evidence[others] = np.minimum(evidence[others], suspect_at - 2.5)
+        for number, level_of_group in whole.items():
+            members = self._groups[number]
+            if any(self._mirrors(members, at, level_of_group / found[at]) for at in found):
+                able[members] = False
         return Shared(replace(now, able=able, evidence=evidence), blames)
 
     def _steps_in_question(self, members: Ints, now: Standing) -> Ints:
@@ -92,6 +98,17 @@ class Together:
             return np.arange(min(_STEPS, self._count))
         rank = turning[np.argmax(now.evidence[turning])]
         return np.flatnonzero(now.turns[::-1, rank])
+
+    def _mirrors(self, members: Ints, culprit: int, ratio: float) -> bool:
+        """Whether a group rises because of a culprit in the other replica and another stage.
+
+        Two replicas of two stages are each other's only measure: a rank that is slow in one corner
+        lifts the opposite corner as much, whole and without anyone in it who waits.
+        """
+        places, one = self._places, members[0]
+        if places.dp.max() != 1 or places.pp.max() != 1 or not _ALIKE < ratio < 1.0 / _ALIKE:
+            return False
+        return bool(places.dp[one] != places.dp[culprit] and places.pp[one] != places.pp[culprit])
 
     def _waits_least(self, members: Ints, level: float, age: Ints) -> int | None:
         """The culprit; -1 where nothing tells; None where all are slow by their own time."""

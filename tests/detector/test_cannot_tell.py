@@ -202,3 +202,20 @@ def test_one_kind_of_pass_of_one_microbatch_is_enough(
     named = [v for v in detector.verdicts() if v.status is Status.FAIL_SLOW]
     assert [v.rank for v in named] == [5]
     assert named[0].slowdown == pytest.approx(1.16 if op == Op.FORWARD else 1.34, abs=0.02)
+
+
+@pytest.mark.parametrize("from_step", [0, 12])
+@pytest.mark.parametrize(("tp", "slow"), [(2, 7), (4, 0), (4, 15)])
+def test_a_slow_member_does_not_get_the_opposite_group_named(
+    tp: int, slow: int, from_step: int
+) -> None:
+    """Two replicas of two stages: what lifts one corner lifts the other one, too."""
+    job = Job(name="job", layout=Layout.grid(dp=2, pp=2, tp=tp, layers=8), microbatches=16)
+    fault = Fault(rank=slow, factor=1.3, from_step=from_step)
+    detector = Detector(job)
+    named = set()
+    for batch in steps_of(
+        job, LENGTHS, steps=24, seed=3, faults=[fault], with_lengths=False, coupled=True
+    ):
+        named |= {v.rank for v in detector.update(batch) if v.status is Status.FAIL_SLOW}
+    assert named == {slow}
