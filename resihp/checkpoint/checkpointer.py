@@ -123,7 +123,10 @@ class Checkpointer:
             self._cost_s = self._pause_s
 
     def protection(self, faults: FaultRate) -> Protection:
-        """For `Job.protection`: interval and cost as measured so far, and the rate of faults."""
+        """For `Job.protection`: interval and cost as measured so far, and the rate of faults.
+
+        Both are 0 until two checkpoints have begun, so ask once the loop runs.
+        """
         interval_s = self._interval_s or 0.0
         return Protection(
             faults=faults, interval_s=interval_s, cost_s=min(self._cost_s or 0.0, interval_s)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from resihp.checkpoint import LazyWriter, LocalDisk, torch_writer
-from resihp.checkpoint.levels.folder import reveal
+from resihp.checkpoint import LazyWriter, LocalDisk
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -79,11 +78,13 @@ def test_async_save_holds_the_step_it_was_called_at(tmp_path: Path) -> None:
 def test_saves_that_overlap_go_to_a_folder_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(*arguments: Any) -> None:
-        time.sleep(0.2)  # the next one begins meanwhile
-        reveal(*arguments)
+    finish = LazyWriter.finish
 
-    monkeypatch.setattr(torch_writer, "reveal", slowly)
+    def late(*arguments: Any, **named: Any) -> None:
+        time.sleep(0.3)  # the next one begins meanwhile
+        finish(*arguments, **named)
+
+    monkeypatch.setattr(LazyWriter, "finish", late)
     state, writer, responses = stamped(0), LazyWriter(tmp_path / "none"), []
     for step in range(3):
         stamp(state, step)
