@@ -58,7 +58,7 @@ def test_jobs_and_plans_survive(layout, microbatches, version):
     rank=st.integers(0, 10**6),
     status=st.sampled_from(Status),
     slowdown=st.floats(0, 1e6),
-    since=st.none() | st.integers(0),
+    since=st.none() | st.integers(0, 2**63 - 1),
     interval=st.none() | st.tuples(st.floats(0, 9), st.floats(0, 9)),
     shares=st.dictionaries(st.sampled_from(Cause), st.floats(0, 1)),
 )
