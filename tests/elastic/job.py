@@ -38,6 +38,9 @@ OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_deca
 MICROBATCHES = 6
 TOKENS = 33
 LAST = 4
+AHEAD = 2
+"""Steps by which a plan is prepared at the latest before the one from which it holds: in the first
+all ranks learn that it is, during the second the next world is filled."""
 ALONE = Layout((Replica((Stage((0,), (0, 4), (4,)),)),))
 GRID = Layout.grid(dp=2, pp=2, tp=2, layers=4, units=4)
 UNEVEN = Layout(
@@ -94,7 +97,7 @@ def small_setup() -> Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One job. A step waits for the plan that holds from it on, so that runs are alike.
+    """One job. A step waits for the plan that is due soon, so that each is taken on at its step.
 
     stopped             ranks that are not waited for at the end
     joiners, welcome    ranks that join, and the plans that give them a place
@@ -215,11 +218,10 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     members = () if rank in case.joiners else case.ranks or case.layout.ranks
 
     def await_plan(completed: int) -> None:
-        """Let no step begin before the plan that is due is prepared; here all working ranks are."""
+        """Let no step begin before the plan that is due is prepared, at all working ranks."""
         version = trainer.plan.version
-        due = any(p.version > version and p.from_step <= completed for p in case.plans) or any(
-            p.version > version and p.from_step == completed > 0 for p in case.welcome
-        )
+        due = any(p.version > version and p.from_step <= completed + AHEAD for p in case.plans)
+        due = due or any(p.version > version and p.from_step == completed > 0 for p in case.welcome)
         is_owed = version < case.awaited or (case.joiner_dies and not rendezvous.recovery)
         due = due or (is_owed and completed >= case.steps - LAST)
         while due and not trainer.is_prepared and not rendezvous.is_broken:
