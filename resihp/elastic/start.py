@@ -28,6 +28,7 @@ def train(
     steps: int,
     *,
     url: str | None = None,
+    token: str | None = None,
     monitor: Watch | None = None,
     hooks: Hooks | None = None,
     timeouts: Timeouts | None = None,
@@ -37,7 +38,8 @@ def train(
 ) -> Trainer:
     """Train until `steps` updates have been made; every process of the job calls this.
 
-    url          of the sidecar (default: `RESIHP_URL`); without one the scheduler plans in-process
+    url, token   of the sidecar (default: `RESIHP_URL`, `RESIHP_TOKEN`); without a url the scheduler
+                 plans in-process
     monitor      that tells the sidecar how long this rank computes, e.g. `resihp.Monitor(job=job)`;
                  without one nobody finds slow devices
     memory       that a change of layout may take
@@ -55,7 +57,8 @@ def train(
     url = url or os.environ.get("RESIHP_URL")
     plans: PlanSource = LocalPlans(job)
     if url:
-        plans = ServicePlans(Client(url), job, patience=timeouts.plan)
+        client = Client(url, token or os.environ.get("RESIHP_TOKEN"))
+        plans = ServicePlans(client, job, patience=timeouts.plan)
     members = range(environment.world_size)
     hooks = hooks or Hooks()
     if monitor is not None:

@@ -17,6 +17,7 @@ from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.environment import Environment
 from service.launch import Sidecar
+from tests.elastic.train_script import job_of
 
 STEPS = 8
 SCRIPT = "tests/elastic/train_script.py"
@@ -80,6 +81,21 @@ def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> Non
         told = f"{sidecar.url}/v1/jobs/script/steps?after=-1"
         steps = urllib3.request("GET", told, timeout=10).json()["steps"]
     assert [step["step"] for step in steps] == list(range(STEPS - 1)), done.stderr
+
+
+def test_a_sidecar_that_wants_a_token_plans_for_a_script_that_has_it(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, options=("--token", "secret")) as sidecar:
+        client = Client(sidecar.url, "secret")
+        client.register(job_of(1))
+        done = launched(
+            *OURS, "--nproc-per-node=2", SCRIPT, str(STEPS), "1",
+            RESIHP_URL=sidecar.url, RESIHP_TOKEN="secret",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        plan = client.plan("script", after=0, wait=10)
+    assert plan is not None, done.stderr
+    assert plan.layout.ranks == (0,)
+    assert "without the sidecar" not in done.stderr
 
 
 @pytest.mark.parametrize("launcher", [OURS, TORCHRUN])

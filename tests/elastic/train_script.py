@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from resihp.checkpoint import Every, LocalDisk
-from resihp.contracts import Job, Layout, ModelShape, Plan
+from resihp.contracts import Job, Layout, Plan
 from resihp.elastic.checkpoints import Checkpoints
 from resihp.elastic.engine import Setup
 from resihp.elastic.events import Hooks
@@ -20,6 +20,12 @@ from resihp.elastic.optim import Optimizer
 from resihp.elastic.start import train
 from resihp.hooks import Monitor
 from tests.elastic.job import SHAPE, batch
+
+
+def job_of(degree: int) -> Job:
+    """The job that the script trains, with tensor parallelism of this degree."""
+    layout = Layout.grid(dp=2, pp=1, tp=degree, layers=4, units=4)
+    return Job(name="script", layout=layout, microbatches=6, model=SHAPE)
 
 
 def main() -> None:
@@ -31,9 +37,7 @@ def main() -> None:
     steps, doomed = int(sys.argv[1]), int(sys.argv[2])
     rank = int(os.environ["RANK"])
     degree = int(os.environ["WORLD_SIZE"]) // 2
-    layout = Layout.grid(dp=2, pp=1, tp=degree, layers=4, units=4)
-    shape: ModelShape = SHAPE
-    job = Job(name="script", layout=layout, microbatches=6, model=shape)
+    job = job_of(degree)
 
     def on_step(reduced: Any, ms: float, plan: Plan) -> None:
         if rank == doomed and reduced.step == 2:
@@ -41,7 +45,7 @@ def main() -> None:
         if folder is not None:
             (folder / f"begun-{rank}").touch()
 
-    setup = Setup(Llama(shape), Optimizer(torch.optim.AdamW, lr=1e-2), batch)
+    setup = Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW, lr=1e-2), batch)
     monitor = Monitor(job=job, probes=False) if "RESIHP_URL" in os.environ else None
     folder = Path(os.environ["CHECKPOINTS"]) if "CHECKPOINTS" in os.environ else None
     saved = Checkpoints(lambda: [LocalDisk(folder)], Every(10**6)) if folder else None
