@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
-from weakref import WeakSet
 
 
 class Closable(Protocol):
@@ -21,7 +20,7 @@ class Closable(Protocol):
         """End them."""
 
 
-_open: WeakSet[Closable] = WeakSet()
+_open: dict[Closable, None] = {}  # kept alive: what was begun is finished, whoever still asks
 _owner = os.getpid()
 
 
@@ -31,12 +30,12 @@ def remember(one: Closable) -> None:
     if _owner != os.getpid():
         _open.clear()
         _owner = os.getpid()
-    _open.add(one)
+    _open[one] = None
 
 
 def forget(one: Closable) -> None:
     """It has been closed."""
-    _open.discard(one)
+    _open.pop(one, None)
 
 
 def _close_all() -> None:

@@ -15,9 +15,9 @@ from resihp.contracts import CheckpointError, FaultRate, Protection
 from .agreement import Agreement, Ballot
 from .arguments import check
 from .at_exit import forget, remember
-from .counters import Counters, LevelCounters, Said, seconds_since
+from .cascade import Cascade
+from .counters import Counters, Said, seconds_since
 from .levels.contract import Level
-from .levels.disk import LocalDisk
 from .levels.memory import HostMemory
 from .levels.peer import PeerMemory
 from .lineage import Descent, Lineage, valid_step
@@ -25,8 +25,7 @@ from .parts import Part, State, Thing, collect
 from .policy import EveryStep, Moment, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored, restore
-from .runner import Runner
-from .staging.filling import UNHURRIED, Abandoned, Filling, Pace
+from .staging.filling import Abandoned, Filling
 from .staging.plan import claims_of
 from .staging.stage import Fitted, Staging
 
@@ -68,7 +67,9 @@ class Checkpointer:
         held = sum(level.keep for level in levels if isinstance(level, HostMemory))
         spare = int(buffers is None and any(isinstance(level, PeerMemory) for level in levels))
         self._staging = Staging(self.ranks, held + (buffers or 1) + spare, spare)
-        self._runners = [self._runner(level, niceness) for level in self.levels]
+        self._cascade = Cascade(
+            self.levels, self.counters.levels, self._said, self._staging.settle, niceness
+        )
         self._agreement: Agreement | None = None
         if not isinstance(self.ranks, Alone):
             self._agreement = Agreement(self.ranks, self._said, self._give_up)
@@ -146,9 +147,9 @@ class Checkpointer:
 
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Until every level has finished what it took; whether it did in time."""
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         self.fence()
-        return all(runner.wait(deadline - time.monotonic()) for runner in self._runners)
+        return self._cascade.wait(deadline_s)
 
     def close(self, timeout_s: float = 600.0) -> None:
         """Finish what was begun, within the time, and end all threads.
@@ -161,8 +162,7 @@ class Checkpointer:
         self.wait(timeout_s)
         if self._agreement is not None:
             self._agreement.close()
-        for runner in self._runners:
-            runner.close(deadline_s)
+        self._cascade.close(deadline_s)
         self._staging.close()
 
     def __enter__(self) -> Checkpointer:
@@ -173,9 +173,7 @@ class Checkpointer:
 
     def _is_due(self, step: int) -> bool:
         since_s = None if self._begun_s is None else seconds_since(self._begun_s)
-        times = [r.counters.durable_s for r in self._runners if not r.level.after_disk]
-        durable_s = max((t for t in times if t is not None), default=None)
-        return self.policy.is_due(Moment(step, since_s, self._cost_s, durable_s))
+        return self.policy.is_due(Moment(step, since_s, self._cost_s, self._cascade.durable_s))
 
     def _fence(self, tensors: Sequence[Tensor] | None = None) -> None:
         filling = self._current
@@ -230,84 +228,26 @@ class Checkpointer:
         state: State,
         extra: Mapping[str, object],
     ) -> Filling | None:
-        first = [r for r in self._runners if not self._is_fed_by_disk(r)]
-        able = [runner for runner in first if runner.has_room]
-        filling = None
+        able, filling = self._cascade.able(), None
         if found.has_buffers and able:
             filling = self._staging.lend(step, lineage, found, state, extra, self._window_s)
         if filling is None:
             self.counters.no_buffer += 1
             return None
-        filling.uploads = len(self._runners) - len(first)
-        filling.taken = {runner.level.name: 0 for runner in able}
-        self._staging.start(filling, self._pace(able))
-        for runner in first:
-            if runner in able:
-                runner.offer(filling)
-            else:
-                runner.counters.skipped += 1
+        self._cascade.expect(filling, able)
+        self._staging.start(filling, self._cascade.pace(able, self._window_s))
+        self._cascade.offer(filling, able)
         if self._begun_s is not None:
             self._interval_s = filling.begun_s - self._begun_s
         self._current, self._begun_s = filling, filling.begun_s
         self.counters.started += 1
         return filling
 
-    def _pace(self, able: Sequence[Runner]) -> Pace | None:
-        """How a disk that alone takes the checkpoint is expected to get on; None: others take it.
-
-        Of the first one nothing is known: it copies at the fence alone, into pages found by then.
-        """
-        (one, *others) = able
-        durable_s = one.counters.durable_s
-        is_alone = isinstance(one.level, LocalDisk) and not others
-        known = Pace(self._window_s, durable_s) if durable_s else UNHURRIED
-        return known if is_alone else None
-
     def _give_up(self, filling: Filling) -> None:
         """In the background: not every rank takes part."""
         self.counters.vetoed += 1
         self._begun_s = None  # due again
         filling.veto(Abandoned("another rank had no buffer"))
-
-    def _runner(self, level: Level, niceness: int) -> Runner:
-        counters = self.counters.levels[level.name] = LevelCounters()
-        return Runner(level, counters, self._said, self._after(level), niceness)
-
-    def _after(self, level: Level) -> Callable[[Filling, bool], None]:
-        """Hand a checkpoint from the disk on to the levels after it; also one that it failed on."""
-
-        def hand_on(filling: Filling, is_put: bool) -> None:
-            self._staging.settle()
-            if level is not self._disk():
-                if level.after_disk and self._disk() is not None:
-                    filling.uploaded()
-                return
-            for runner in filter(self._is_fed_by_disk, self._runners):
-                if not self._passes(filling, is_put, runner):
-                    filling.uploaded()
-
-        return hand_on
-
-    def _passes(self, filling: Filling, is_put: bool, runner: Runner) -> bool:
-        """Whether a checkpoint goes on from the disk, or from the buffer where the disk failed."""
-        if not is_put:
-            if filling.problem is not None:
-                return False
-            if not filling.falls_back():
-                runner.counters.skipped += 1  # parts of the buffer may hold newer bytes already
-                return False
-            filling.done_with(runner.level.name, 0)
-        is_taken = runner.offer(filling)
-        if not is_taken:
-            filling.leave(runner.level.name)
-        return is_taken
-
-    def _disk(self) -> Level | None:
-        """The level whose files feed those that come after it."""
-        return next((level for level in self.levels if isinstance(level, LocalDisk)), None)
-
-    def _is_fed_by_disk(self, runner: Runner) -> bool:
-        return runner.level.after_disk and self._disk() is not None
 
     @contextmanager
     def _boundary(self, where: str) -> Iterator[None]:

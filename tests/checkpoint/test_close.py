@@ -20,6 +20,18 @@ saver.save(7, {"a": torch.ones(5_000_000)})
 print("the end")
 """
 
+LET_GO = """
+import sys, torch
+from resihp.checkpoint import Checkpointer, HostMemory, LocalDisk
+
+def train():
+    saver = Checkpointer([HostMemory(), LocalDisk(sys.argv[1])])
+    saver.save(7, {"a": torch.ones(5_000_000)})
+
+train()
+print("the end")
+"""
+
 UNCLOSED_WRITER = """
 import sys, torch
 import torch.distributed.checkpoint as dcp
@@ -29,8 +41,11 @@ print("the end")
 """
 
 
-def test_a_program_that_does_not_close_ends_well_and_loses_nothing(tmp_path: Path) -> None:
-    assert run_python(UNCLOSED, tmp_path) == "the end\n"
+@pytest.mark.parametrize("program", [UNCLOSED, LET_GO])
+def test_a_program_that_does_not_close_ends_well_and_loses_nothing(
+    program: str, tmp_path: Path
+) -> None:
+    assert run_python(program, tmp_path) == "the end\n"
     assert LocalDisk(tmp_path).steps() == [7]
 
 
