@@ -9,11 +9,12 @@ import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
 
+from ._remarks import REPLICA, SILENT, Remarks
 from .base.arrays import Bools, Floats, Ints, State
 from .base.places import places_of
-from .evidence.judge import FAIL_SLOW, FAIL_STOP, HEALTHY, INCONCLUSIVE, SUSPECT, Book, Judge
+from .evidence.judge import FAIL_SLOW, FAIL_STOP, HEALTHY, SUSPECT, Book, Judge
 from .evidence.replicas import Replicas
-from .evidence.together import Shared, Together
+from .evidence.together import Together
 from .evidence.turns import by_turns, lately
 from .evidence.watch import Watch
 from .expectation.correction import Correction
@@ -24,18 +25,9 @@ from .expectation.workload import knows_lengths
 from .probes import ProbeKind, ProbeResult, probe_evidence
 from .records.intake import Intake
 from .settings import DetectorSettings
-from .surroundings.collectives import CollectiveLinks, touching
+from .surroundings.collectives import CollectiveLinks
 from .surroundings.hosts import Hosts
 from .surroundings.links import Links, LinkVerdict
-
-_SILENT = "sends no records"
-_REPLICA = (
-    "its whole replica computes longer, and the records carry no lengths: "
-    "more work and slower devices look the same"
-)
-_EXPLAINED = (
-    "more work for its whole replica would look much the same, and the records carry no lengths"
-)
 
 
 class Epoch:
@@ -58,9 +50,7 @@ class Epoch:
         self.collectives = CollectiveLinks(self.places, settings)
         self._by_lengths: bool | None = None
         self.judge = Judge(self.places.size, settings)
-        self.notes: dict[int, tuple[str, ...]] = {}
-        self.asides: dict[int, str] = {}
-        self.explained = np.zeros(self.places.size, bool)
+        self.remarks = Remarks(self.places)
         self.last_step: int | None = None
 
     @property
@@ -85,7 +75,8 @@ class Epoch:
         everyone = self.places.index(step.rank.astype(np.int64))
         self.links.observe(step, everyone, self.last_step)
         self.collectives.observe(step, everyone, self.last_step)
-        self._tell_hosts(self.hosts.observe(step, everyone, self.last_step))
+        slow_hosts = self.hosts.observe(step, everyone, self.last_step)
+        self.remarks.tell_hosts(slow_hosts, self.hosts.test.factor)
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
         records = step if compute.all() else step.select(compute)
         if not len(records):
@@ -105,16 +96,16 @@ class Epoch:
         now = by_turns(self.watch, now, vouched, self._least, self.book.fresh)
         if residual.fixed is not None:
             slow = self.replicas.observe(records, index, self.last_step, residual.fixed)
-            self._mark(_REPLICA, slow)
+            self.remarks.mark(REPLICA, slow, self.book, self.last_step)
             excess, run = lately(self.watch, now, 3), self.book.slow_run + 1
-            self.explained = self.replicas.explains(now, excess, run)
-            now = replace(now, able=now.able & ~self.explained)
+            self.remarks.explained = self.replicas.explains(now, excess, run)
+            now = replace(now, able=now.able & ~self.remarks.explained)
         self.together.observe(records, index)
         shared = self.together.settle(self.watch, now, self.suspect_at)
-        noted = np.isin(np.arange(self.places.size), list(self.notes))
-        self.judge.rule(self.watch, shared.standing, noted)
-        self._note_blame(shared)
-        self._mark(_SILENT, self.intake.silent >= self._settings.silent_steps)
+        self.judge.rule(self.watch, shared.standing, self.remarks.noted)
+        self.remarks.blame(shared.blames)
+        silent = self.intake.silent >= self._settings.silent_steps
+        self.remarks.mark(SILENT, silent, self.book, self.last_step)
 
     def _residual(self, records: TelemetryBatch) -> StepResidual:
         known = knows_lengths(records)
@@ -150,49 +141,14 @@ class Epoch:
         able: Bools = many & (witnesses >= 1) | (witnesses >= 2)
         return able
 
-    def _mark(self, reason: str, ranks: Bools) -> None:
-        """Healthy ranks become inconclusive for a reason, and healthy again when it is over."""
-        book = self.book
-        for at in np.flatnonzero(ranks & (book.status == HEALTHY)).tolist():
-            book.status[at], book.since[at] = INCONCLUSIVE, self.last_step or 0
-            self.notes[at] = (reason,)
-        over = [at for at, note in self.notes.items() if note == (reason,) and not ranks[at]]
-        for at in over:
-            del self.notes[at]
-            if book.status[at] == INCONCLUSIVE:
-                book.status[at], book.since[at] = HEALTHY, self.last_step or 0
-
-    def _tell_hosts(self, slow: Bools) -> None:
-        for at in np.flatnonzero(slow).tolist():
-            factor = float(self.hosts.test.factor[at])
-            self.asides[at] = f"its host spends {factor:.1f} times as long on data as its peers'"
-        told = [at for at, words in self.asides.items() if words.startswith("its host")]
-        for at in [at for at in told if not slow[at]]:
-            del self.asides[at]
-
     def words(self, at: int) -> tuple[str, ...]:
         """What is to be told of a rank beside its own slowness."""
-        rank = int(self.places.ranks[at])
-        links = [f"its {link.evidence[0]}" for link in touching(self.slow_links(), rank)]
-        aside = [self.asides[at]] if at in self.asides else []
-        if self.book.status[at] == INCONCLUSIVE and self.explained[at] and not self.notes.get(at):
-            aside.append(_EXPLAINED)
-        if self.book.turns[at] and self.book.status[at] == FAIL_SLOW:
-            slow, of = self.book.slow_steps[at].tolist()
-            aside.append(f"slow by turns: in {slow} of the last {of} steps")
-        return (*self.notes.get(at, ()), *aside, *links)
+        return self.remarks.words(at, self.book, self.slow_links())
 
     def slow_links(self) -> list[LinkVerdict]:
         """Links and groups whose transfers take longer than their like."""
         one = self.links.verdicts() if self.links.any_slow else []
         return [*one, *(self.collectives.verdicts() if self.collectives.any_slow else [])]
-
-    def _note_blame(self, shared: Shared) -> None:
-        for at in [at for at, note in self.notes.items() if note[0].startswith("waits for")]:
-            del self.notes[at]
-        for at in np.flatnonzero(shared.blames >= 0).tolist():
-            slow = int(self.places.ranks[shared.blames[at]])
-            self.notes[at] = (f"waits for rank {slow}, which waits least in their group",)
 
     def fail(self, at: int, step: int | None) -> None:
         """A rank is gone."""
@@ -250,7 +206,7 @@ class Epoch:
         at = int(self.places.index(np.array([result.rank]))[0])
         if at < 0:
             return
-        self.asides[at] = result.words
+        self.remarks.tell_probe(at, result)
         if result.kind is not ProbeKind.LINK:
             slowdown = max(float(self.book.factor[at]), self._settings.min_slowdown)
             self.watch.add(at, probe_evidence(result, slowdown))
@@ -281,9 +237,7 @@ class Epoch:
             "collectives": self.collectives.state(),
             "watch": self.watch.state(),
             "book": self.book.state(),
-            "notes": {str(at): list(note) for at, note in self.notes.items()},
-            "asides": {str(at): words for at, words in self.asides.items()},
-            "explained": self.explained,
+            **self.remarks.state(),
             "last_step": self.last_step,
         }
 
@@ -300,7 +254,5 @@ class Epoch:
         self.collectives.load(state["collectives"])
         self.watch.load(state["watch"])
         self.book.load(state["book"])
-        self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}
-        self.asides = {int(at): words for at, words in state["asides"].items()}
-        self.explained = state["explained"]
+        self.remarks.load(state)
         self.last_step = state["last_step"]

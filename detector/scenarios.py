@@ -153,7 +153,7 @@ def steps_of(
             speed[places.ranks == fault.rank] += np.log(fault.at(step))
         rows, work = _rows(job, places, pool, budget, rng)
         work = _surged(job, work, [surge for surge in surges if surge.from_step <= step])
-        times = _times(job, places, rows, work) * np.exp(speed[rows["at"]])
+        times = _times(places, rows, work) * np.exp(speed[rows["at"]])
         _scatter(times, noise, rng)
         slowest = _slowest(places, rows, times)
         wait = slowest - times if waits else np.full(times.size, np.nan)
@@ -208,7 +208,7 @@ def _surged(job: Job, work: Work, surges: Sequence[Surge]) -> Work:
     return Work(ragged=ragged, **{name: c.astype(np.int64) for name, c in columns.items()})
 
 
-def _times(job: Job, places: Places, rows: dict[str, Ints], work: Work) -> Floats:
+def _times(places: Places, rows: dict[str, Ints], work: Work) -> Floats:
     """True cost in ms of each record on a healthy device."""
     at, which = rows["at"], rows["work"]
     width = places.share[at] * places.layers[at]

@@ -121,11 +121,3 @@ def transfer_ms(job: Job) -> float:
         return 0.0
     rate = job.links.inter_gbytes_per_s * 1e6 * job.layout.tp
     return job.links.latency_ms + size / rate
-
-
-def reduction_ms(job: Job, params_per_rank: float, replicas: int) -> float:
-    """Ring all-reduce of the gradients of one rank over all replicas, across nodes."""
-    if replicas < 2:
-        return 0.0
-    size = 2.0 * (replicas - 1) / replicas * params_per_rank * _ACTIVATION_BYTES
-    return size / (job.links.inter_gbytes_per_s * 1e6)

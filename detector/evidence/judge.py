@@ -123,7 +123,7 @@ class Judge:
         doubted = (book.status == SUSPECT) | (book.status == INCONCLUSIVE)
         rising = live & ~named & (now.evidence >= self._suspect_at)
         falling = live & doubted & ~excused & (now.evidence < self._suspect_at - 2.0)
-        measured = rising | (live & named & ~self._carry(watch, now))
+        measured = rising | (live & named & ~self._carry(watch))
         for rank in np.flatnonzero(measured).tolist():
             self._measure(watch, now, rank)
         strong = rising & (now.evidence >= watch.name_at)
@@ -156,7 +156,7 @@ class Judge:
         book.began[first], book.turns[first] = book.since[first], False
         book.turns |= again | ((book.status == FAIL_SLOW) & by_turns)
 
-    def _carry(self, watch: Watch, now: Standing) -> Bools:
+    def _carry(self, watch: Watch) -> Bools:
         """Ranks still named on the word of an older layout alone.
 
         What the new layout costs is not known well enough to measure them afresh at once. If in

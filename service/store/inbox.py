@@ -31,11 +31,6 @@ class Entry:
     kind: Kind
     body: bytes
 
-    @property
-    def arrived_s(self) -> float:
-        """When Redis took it, in seconds of its wall clock."""
-        return int(self.id.split("-")[0]) / 1e3
-
     def batch(self) -> TelemetryBatch:
         """The records of a telemetry message."""
         return decode(self.body)
