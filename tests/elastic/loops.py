@@ -209,7 +209,9 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
         return  # it has come too late
     model = getattr(model, "module", model)
     whole = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()}
-    torch.save(whole, folder / f"model-{rank}.pt")
+    kept = folder / f"model-{rank}.pt"
+    torch.save(whole, kept.with_suffix(".part"))  # whole or not at all: a kill may fall here
+    kept.with_suffix(".part").rename(kept)
 
 
 def _record_votes(replicas: Replicas, steps: Any) -> None:
