@@ -11,7 +11,7 @@ from resihp.layout import moves
 
 from .engine import Setup
 from .engine.account import holding
-from .engine.schedule import check_schedule
+from .engine.schedule import check_plan
 from .handoff.switching import Switching
 from .membership.agreement import Decision, Report
 from .membership.offers import Offer
@@ -114,9 +114,7 @@ class Recovery:
         try:
             if lost:
                 plan = self._plans.after_loss(plan, decision.survivors, decision.completed)
-            if plan.microbatches != present.plan.microbatches:
-                raise InfeasibleError("microbatches", "a plan must not change their number")
-            check_schedule(plan)
+            check_plan(plan, self._setup.model.parameters, present.plan.microbatches)
             gone = self._gone(plan, lost)
         except (ContractError, InfeasibleError, StateLostError) as error:
             self._rendezvous.publish(decision.next_epoch, str(error))

@@ -11,7 +11,7 @@ from resihp.contracts import ContractError, Plan
 from .checkpoints import Checkpoints
 from .checkpoints.contract import KeepsNothing
 from .engine import Engine, Setup
-from .engine.schedule import check_schedule
+from .engine.schedule import check_plan
 from .events import Hooks, Switch
 from .handoff.memory import Memory
 from .handoff.switching import Switching
@@ -45,7 +45,7 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         memory: Memory | None = None,
     ) -> None:
-        check_schedule(plan)
+        check_plan(plan, setup.model.parameters, plan.microbatches)
         self.setup, self.rank = setup, rendezvous.rank
         self._present = Present(plan)
         self._rendezvous, self._plans = rendezvous, plans
@@ -263,7 +263,7 @@ class Trainer:
     def _refusal(self, plan: Plan) -> str | None:
         """Why this job will not change to `plan`, if it will not."""
         try:
-            check_schedule(plan)
+            check_plan(plan, self.setup.model.parameters, self.plan.microbatches)
         except ContractError as error:
             return str(error)
         return self._switching.refusal(plan)

@@ -40,6 +40,7 @@ LAYOUTS = {
         )
     ),
     "deep": Layout((Replica(tuple(Stage((i,), (i, i + 1), (4,)) for i in range(4))),)),
+    "share of nothing": Layout((Replica((Stage((0, 1, 2), (0, 4), (1, 400, 300)),)),)),
     "ends apart": Layout(
         (Replica((Stage((0,), (0, 0)), Stage((1, 2), (0, 4), (1, 2)), Stage((3, 4), (4, 4)))),)
     ),

@@ -43,10 +43,10 @@ def test_a_window_is_a_window_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_dropout_keeps_the_mean_and_differs_in_each_place_and_time() -> None:
-    ones, tokens = torch.ones(200, 300), torch.zeros(0)
+    ones, tokens = torch.ones(200, 300), torch.zeros(1)
 
     def masked(seed: int = 0, step: int = 0, index: int = 0, place: str = "a") -> torch.Tensor:
-        packed = Packed(tokens, tokens, (), step, index)
+        packed = Packed(tokens, tokens, (1,), step, index)
         return Dropout(0.25, seed, place)(ones, packed)
 
     first = masked()

@@ -67,6 +67,7 @@ def test_records_go_to_one_place() -> None:
         (torch.zeros(4), torch.zeros(4), (3,), "seq_lens"),
         (torch.zeros(4), torch.zeros(4), (4, 0), "seq_lens"),
         (torch.zeros(4), torch.zeros(4), (), "seq_lens"),
+        (torch.zeros(0), torch.zeros(0), (), "tokens"),
     ],
 )
 def test_a_microbatch_that_does_not_fit_together_is_named(

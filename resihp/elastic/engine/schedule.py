@@ -1,8 +1,9 @@
-"""The order in which a rank runs the passes of its share of a step."""
+"""The order in which a rank runs the passes of its share of a step, and which plans can be run."""
 
 from __future__ import annotations
 
 from resihp.contracts import ContractError, Plan, Schedule
+from resihp.layout import Parameters
 from resihp.pipeline.orders import Pass, stage_order
 
 from ..worlds.world import World
@@ -18,6 +19,22 @@ def order_of(plan: Plan, world: World, microbatches: int) -> tuple[Pass, ...]:
         microbatches=microbatches,
         chunks=world.chunks,
     )
+
+
+def check_plan(plan: Plan, parameters: Parameters, microbatches: int) -> None:
+    """Whether a job that trains this model, with so many microbatches a step, can run `plan`.
+
+    Raises `ContractError`. A plan that leaves out a layer, or changes the microbatches of a step,
+    would run, but would not train what the job trains.
+    """
+    held, due = plan.layout.layers, len(parameters.layers)
+    if held != due:
+        raise ContractError("layout", f"holds {held} layers, the model has {due}")
+    if plan.microbatches != microbatches:
+        raise ContractError(
+            "quotas", f"sum to {plan.microbatches} microbatches, the job's steps have {microbatches}"
+        )
+    check_schedule(plan)
 
 
 def check_schedule(plan: Plan) -> None:

@@ -105,12 +105,20 @@ class PlanAgent:
         elif offered := self._new_among(waiting):
             self._offered |= offered
             plan = self._plans.joined(current, tuple(waiting), self._present.completed)
-        plan = plan or self._plans.wait(max(current.version, self._refused), _PATIENCE_S)
+        plan = plan or self._newer(max(current.version, self._refused))
         if plan is None or self._refuses(plan, {*alive, *waiting}):
             return None
         members = set(alive) | (set(plan.layout.ranks) & set(waiting))
         leaving = tuple(rank for rank in leaving if rank not in plan.layout.ranks)
         return Offer(plan, tuple(sorted(members)), leaving)
+
+    def _newer(self, after: int) -> Plan | None:
+        """The source's next plan. One that is not newer is passed over: it has been taken on."""
+        plan = self._plans.wait(after, _PATIENCE_S)
+        if plan is not None and plan.version <= after:
+            self._over.wait(_TURN_S)
+            return None
+        return plan
 
     def _refuses(self, plan: Plan, there: Collection[int]) -> bool:
         """Whether the plan asks too much; its source is told, and not asked for it again."""

@@ -33,7 +33,7 @@ Part = str
 class Packed:
     """One microbatch: documents packed into T tokens, none attending to another.
 
-    tokens   [T] ids
+    tokens   [T] ids, at least one
     targets  [T] ids of the next token; -100 where there is none (end of a document)
     seq_lens lengths of the documents, in order; they sum to T
     step, index  which microbatch of which step this is; filled in by the runtime
@@ -51,7 +51,9 @@ class Packed:
         if self.tokens.dim() != 1 or self.targets.shape != self.tokens.shape:
             shapes = f"{list(self.tokens.shape)} and {list(self.targets.shape)}"
             raise ContractError("tokens", f"tokens and targets must be [T] both, not {shapes}")
-        if sum(self.seq_lens) != len(self.tokens) or min(self.seq_lens, default=1) < 1:
+        if not len(self.tokens):
+            raise ContractError("tokens", "a microbatch needs at least one; its target may be -100")
+        if sum(self.seq_lens) != len(self.tokens) or min(self.seq_lens, default=0) < 1:
             raise ContractError(
                 "seq_lens", f"must be 1 or more each and sum to {len(self.tokens)} tokens"
             )

@@ -16,7 +16,10 @@ from .tensor_parallel import enter_parallel, leave_parallel
 
 
 class VocabularyEmbedding(nn.Module):
-    """The rows [start, stop) of an embedding table; other ranks of the group hold the others."""
+    """The rows [start, stop) of an embedding table; other ranks of the group hold the others.
+
+    A small share of a small vocabulary may be no row at all.
+    """
 
     def __init__(self, rows: Range, hidden: int, group: Group) -> None:
         super().__init__()
@@ -27,6 +30,9 @@ class VocabularyEmbedding(nn.Module):
         """[T] ids -> [T, D]."""
         if len(self.group) == 1:
             return functional.embedding(packed.tokens, self.table)
+        if len(self.table) == 0:
+            nothing_D = self.table.sum(dim=0)
+            return leave_parallel(nothing_D.expand(len(packed.tokens), -1).clone(), self.group)
         local, outside = _localise(packed.tokens, self.rows)
         embedded_TD = functional.embedding(local, self.table)
         own_TD = embedded_TD.masked_fill(outside.unsqueeze(-1), 0.0)
@@ -56,6 +62,8 @@ def sharded_cross_entropy(
     No rank ever holds a row of logits whole: maximum, normaliser and the target's logit are
     reduced over the group (Megatron-LM, arXiv 1909.08053, section 3).
     """
+    if rows[0] == rows[1]:  # a column that counts for nothing, so that there is a maximum
+        logits_TV = functional.pad(logits_TV, (0, 1), value=-torch.inf)
     if len(group) == 1:
         return functional.cross_entropy(logits_TV, targets_T, reduction="sum")
     loss = _CrossEntropy.apply(logits_TV, targets_T, rows, group)  # type: ignore[no-untyped-call]
@@ -90,4 +98,4 @@ class _CrossEntropy(torch.autograd.Function):
 def _localise(ids: torch.Tensor, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids relative to `rows`, clamped into them, and where they lay outside."""
     outside = (ids < rows[0]) | (ids >= rows[1])
-    return (ids - rows[0]).clamp(0, rows[1] - rows[0] - 1), outside
+    return (ids - rows[0]).clamp(0, max(0, rows[1] - rows[0] - 1)), outside

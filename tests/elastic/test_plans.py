@@ -1,0 +1,66 @@
+"""Plans that a job cannot or need not take on: it says so, goes on, and takes the next good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from resihp.contracts import ContractError, Layout, Plan, Schedule
+from resihp.elastic.engine.schedule import check_plan
+from tests.elastic.job import MICROBATCHES, Case, plan, run, small_setup
+from tests.elastic.scripted import Scripted
+
+STEPS = 12
+PARAMETERS = small_setup().model.parameters
+FIRST = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
+NEXT = Layout.grid(dp=1, pp=1, tp=2, layers=4, units=4)
+BAD = {
+    "holds 3 layers, the model has 4": plan(1, Layout.grid(dp=2, pp=1, tp=1, layers=3)),
+    "holds 5 layers, the model has 4": plan(2, Layout.grid(dp=2, pp=1, tp=1, layers=5)),
+    "sum to 8 microbatches, the job's steps have 6": plan(3, FIRST, quotas=(6, 2)),
+}
+
+
+@pytest.mark.parametrize(("why", "bad"), BAD.items())
+def test_what_would_train_something_else_is_named(why: str, bad: Plan) -> None:
+    with pytest.raises(ContractError, match=why):
+        check_plan(bad, PARAMETERS, MICROBATCHES)
+
+
+def test_a_schedule_that_does_not_fit_is_named() -> None:
+    quotas = (MICROBATCHES, 0)
+    bad = Plan(version=1, layout=FIRST, quotas=quotas, schedule=Schedule.INTERLEAVED)
+    with pytest.raises(ContractError, match="interleaved needs several model chunks"):
+        check_plan(bad, PARAMETERS, MICROBATCHES)
+
+
+class Stubborn(Scripted):
+    """Offers each plan in turn, and the last one again and again, whatever it is asked for."""
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        return super().wait(after, 0.0) or self._plans[-1]
+
+
+@dataclass(frozen=True)
+class Offering:
+    """Makes a job's source of plans."""
+
+    kind: Callable[..., Scripted]
+    plans: tuple[Plan, ...]
+
+    def __call__(self, folder: Path) -> Scripted:
+        return self.kind(self.plans, (), ())
+
+
+def test_a_job_takes_the_first_plan_that_it_can_run_and_takes_it_once(tmp_path: Path) -> None:
+    source = Offering(Stubborn, (*BAD.values(), plan(4, NEXT)))
+    outcome = run(Case(FIRST, STEPS, source=source, awaited=4), tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert all(why in outcome.logs for why in BAD), outcome.logs
+    assert [event["version"] for event in outcome.switches] == [4, 4], outcome.logs
+    assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
+    assert all(torch.isfinite(t).all() for kept in outcome.full_state().values() for t in kept)
