@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Layout
+from resihp.elastic.engine import Setup
 from resihp.elastic.handoff.draft import Room
 from resihp.elastic.handoff.memory import Memory, Spill, coming, held_twice, refusal, to_spill
 from resihp.elastic.models import Llama
+from resihp.elastic.optim import Optimizer
 from resihp.layout import Param, Range, holdings
-from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, plan, run
+from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, batch, plan, run
 
 PARAMETERS = Llama(SHAPE).parameters
 LAYOUTS = (GRID, SHIFTED, UNEVEN, ALONE)
@@ -102,6 +104,33 @@ def test_a_disk_without_room_is_an_error_not_a_crash(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"large|space"):
         Room(Spill({LINE}), tmp_path).allot(LINE, torch.empty(1, device="meta").expand(1 << 48))
     assert not list(tmp_path.iterdir())
+
+
+def test_where_staying_is_no_choice_memory_takes_the_place_of_a_full_disk(tmp_path: Path) -> None:
+    room = Room(Spill({LINE}), tmp_path / "gone", insists=True)
+    seen = room.allot(LINE, torch.empty(8, 5))
+    moment = room.allot(LINE, torch.empty(8, 5))
+    written = room.files[LINE]
+    assert len(written) == 2
+    written[0].fill_(1.0)
+    assert (float(seen.sum()), float(moment.sum())) == (40.0, 0.0)
+
+
+def adagrad() -> Setup:
+    """Its state is there before the first update."""
+    make = Optimizer(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1)
+    return Setup(Llama(SHAPE), make, batch)
+
+
+def test_state_that_an_optimizer_makes_at_once_goes_to_files_too(tmp_path: Path) -> None:
+    plans = (plan(1, UNEVEN, from_step=2),)
+    outcome = run(Case(GRID, 5, plans, setup=adagrad), tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert all(event["spilled"] for event in outcome.switches), outcome.logs
+    before, after = outcome.full_state("before0"), outcome.full_state("after1")
+    assert before.keys() == after.keys()
+    for key, held in before.items():
+        assert all(torch.equal(*pair) for pair in zip(held, after[key], strict=True)), key
 
 
 def test_a_job_goes_on_without_the_plan_that_it_refuses(tmp_path: Path) -> None:

@@ -115,6 +115,14 @@ def test_options_by_parameter_make_groups_that_all_ranks_agree_on() -> None:
         assert [group["weight_decay"] for group in groups] == [0.01, 0.0, 0.01]
 
 
+def test_options_that_change_what_is_kept_are_refused() -> None:
+    """What only some parameters have would not move with them."""
+    some = {"layers.1.wq": {"momentum": 0.9}}
+    optimizer = Optimizer(torch.optim.SGD, options=lambda param: some.get(param.key, {}))
+    with pytest.raises(ContractError, match="change what SGD keeps"):
+        initial_shard(MODELS["llama"], optimizer, _world(ALONE, 0))
+
+
 def test_rates_are_functions_of_the_step_alone() -> None:
     assert constant(10**9) == 1.0
     assert [warmup(4)(step) for step in (0, 3, 4, 100)] == [0.2, 0.8, 1.0, 1.0]

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from resihp.contracts import ContractError, Layout, Plan, Schedule
+from resihp.elastic.engine import Setup
 from resihp.elastic.engine.schedule import check_plan
-from tests.elastic.job import MICROBATCHES, Case, plan, run, small_setup
+from resihp.elastic.models import Llama
+from resihp.elastic.worlds.comm import Group
+from resihp.layout import Range
+from tests.elastic.job import (
+    MICROBATCHES,
+    OPTIMIZER,
+    SHAPE,
+    Case,
+    batch,
+    plan,
+    run,
+    small_setup,
+)
 from tests.elastic.scripted import Scripted
 
 STEPS = 12
@@ -21,7 +35,7 @@ NEXT = Layout.grid(dp=1, pp=1, tp=2, layers=4, units=4)
 BAD = {
     "holds 3 layers, the model has 4": plan(1, Layout.grid(dp=2, pp=1, tp=1, layers=3)),
     "holds 5 layers, the model has 4": plan(2, Layout.grid(dp=2, pp=1, tp=1, layers=5)),
-    "sum to 8 microbatches, the job's steps have 6": plan(3, FIRST, quotas=(6, 2)),
+    "sum to 8 microbatches, the job has 6": plan(3, FIRST, quotas=(6, 2)),
 }
 
 
@@ -54,6 +68,38 @@ class Offering:
 
     def __call__(self, folder: Path) -> Scripted:
         return self.kind(self.plans, (), ())
+
+
+class Uncut(Llama):
+    """Has a layer that its author did not think of cutting."""
+
+    def build(self, part: str, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+        if len(group) > 1:
+            raise NotImplementedError(f"{part} cannot be cut")
+        return super().build(part, ranges, group)
+
+
+def uncut() -> Setup:
+    """What trains it."""
+    return Setup(Uncut(SHAPE), OPTIMIZER, batch)
+
+
+def test_a_plan_that_the_model_cannot_be_built_for_is_tried_once(tmp_path: Path) -> None:
+    source = Offering(Scripted, (plan(1, NEXT), plan(2, FIRST, quotas=(4, 2))))
+    outcome = run(Case(FIRST, STEPS, source=source, awaited=2, setup=uncut), tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert "NotImplementedError: first cannot be cut" in outcome.logs
+    assert outcome.logs.count("plan 1 is refused: its world could not be taken on") == 1
+    assert [event["version"] for event in outcome.switches] == [0, 2, 0, 2], outcome.logs
+    assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
+
+
+def test_a_model_that_cannot_be_built_ends_the_job_with_the_reason(tmp_path: Path) -> None:
+    outcome = run(Case(NEXT, STEPS, setup=uncut), tmp_path)
+    assert set(outcome.exit_codes.values()) == {1}, outcome.logs
+    for rank in NEXT.ranks:
+        log = (tmp_path / f"rank-{rank}.log").read_text()
+        assert log.splitlines()[-1] == "NotImplementedError: first cannot be cut"
 
 
 def test_a_job_takes_the_first_plan_that_it_can_run_and_takes_it_once(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ def check_plan(plan: Plan, parameters: Parameters, microbatches: int) -> None:
     if held != due:
         raise ContractError("layout", f"holds {held} layers, the model has {due}")
     if plan.microbatches != microbatches:
-        raise ContractError(
-            "quotas", f"sum to {plan.microbatches} microbatches, the job's steps have {microbatches}"
-        )
+        found = plan.microbatches
+        raise ContractError("quotas", f"sum to {found} microbatches, the job has {microbatches}")
     check_schedule(plan)
 
 

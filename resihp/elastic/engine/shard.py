@@ -53,14 +53,20 @@ class Shard:
         moments = (held.get(name) for name in self.settings.form.moments)
         return (tensor.data, *(torch.zeros_like(tensor) if m is None else m for m in moments))
 
-    def reserve(self, param: Param, allot: Allot = zeros) -> None:
-        """Make room for the state of a parameter, to be filled from another rank."""
+    def reserve(self, param: Param, allot: Allot | None = None) -> None:
+        """Make room for the state of a parameter, to be filled from another rank.
+
+        `allot` gives the memory; None: that which the optimizer has made serves, if it has.
+        """
         tensor, defaults = self.tensors[param], self.optimizer.defaults
         held = self.optimizer.state[tensor]
-        if not held:
-            on_device = defaults.get("fused") or defaults.get("capturable")
-            device = tensor.device if on_device else torch.device("cpu")
-            self.settings.form.fill(held, tensor, device, partial(allot, param))
+        if held:
+            if allot is not None:
+                held.update((name, allot(param, tensor)) for name in self.settings.form.moments)
+            return
+        on_device = defaults.get("fused") or defaults.get("capturable")
+        device = tensor.device if on_device else torch.device("cpu")
+        self.settings.form.fill(held, tensor, device, partial(allot or zeros, param))
 
     def forget_updates(self) -> None:
         """Let the optimizer begin: what it makes before its first update only, it has."""
@@ -103,11 +109,10 @@ def _no_scalars(groups: int, names: int) -> torch.Tensor:
 
 def initial_shard(model: Model, settings: Optimizer, world: World) -> Shard:
     """This rank's shard of a world, with the model's initial values."""
-    shard = build_shard(model, settings, world)
+    shard = build_shard(model, settings, world, allot=None)
     for param, tensor in shard.tensors.items():
         initial = model.initial(param.key, param.shape)
         tensor.data.copy_(rows(initial, param, shard.ranges[param]))
-    shard.forget_updates()
     return shard
 
 
@@ -117,13 +122,14 @@ def build_shard(
     world: World,
     *,
     present: Shard | None = None,
-    allot: Allot = zeros,
+    allot: Allot | None = zeros,
 ) -> Shard:
     """This rank's shard of a world, its memory in place but its values still to come.
 
     What `present` holds in the very same range is shared with it, not copied: neither changes
-    before one of the two is let go. `allot` gives the memory of all else. Raises `ContractError`
-    for a part that is not as the model says.
+    before one of the two is let go. `allot` gives the memory of all else; None: it stays where it
+    was made, and the optimizer begins. Raises `ContractError` for a part that is not as the model
+    says.
     """
     place, parameters = world.place, model.parameters
     parts = parameters.parts(world.layout.replicas[place.dp], place.pp)
@@ -151,7 +157,7 @@ def build_shard(
     for param, tensor in tensors.items():
         if present is not None and present.tensors.get(param) is tensor:
             shard.optimizer.state[tensor] = present.optimizer.state[tensor]
-        else:
+        elif allot is not None:
             tensor.data = allot(param, tensor.data)
             shard.reserve(param, allot)
     return shard

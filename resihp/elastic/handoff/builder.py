@@ -67,13 +67,13 @@ class Builder:
             if offer.gone:
                 model, optimizer = self._setup.model, self._setup.optimizer
                 return Draft(build_shard(model, optimizer, world, present=present))
-            return self._draft(world, present, with_gradients=lost is None)
+            return self._draft(world, present, is_repair=lost is not None)
 
         old = None if offer.gone else self._present.plan.layout
         sums = inherited(self._setup.model.parameters, self._present.plan, offer.plan, kept)
         return self._prepare(epoch, offer, build, old=old, lost=lost, sums=sums)
 
-    def _draft(self, world: World, present: Shard | None, *, with_gradients: bool) -> Draft:
+    def _draft(self, world: World, present: Shard | None, *, is_repair: bool) -> Draft:
         model, optimizer = self._setup.model, self._setup.optimizer
         old = present.ranges if present is not None else {}
         new = holdings(world.layout, model.parameters)[self._rendezvous.rank]
@@ -81,9 +81,9 @@ class Builder:
         spilled = Spill()
         if self._memory.spill is not None:
             spilled = to_spill(coming(old, new), excess, optimizer.copies)
-        room = Room(spilled, self._memory.spill)
+        room = Room(spilled, self._memory.spill, insists=is_repair)
         shard = build_shard(model, optimizer, world, present=present, allot=room.allot)
-        others = unshared(shard, present) if with_gradients else {}
+        others = {} if is_repair else unshared(shard, present)
         gradients = {param: room.gradient(param, tensor) for param, tensor in others.items()}
         return Draft(shard, room, gradients)
 

@@ -8,6 +8,7 @@ promises to show it; a page that was not yet written through the private mapping
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -22,23 +23,27 @@ from ..engine.shard import Shard
 from ..engine.sums import Gradients
 from .memory import Spill
 
+_log = logging.getLogger("resihp.elastic")
+
 
 @dataclass(frozen=True)
 class Room:
     """Gives out memory for what comes, all of it touched; for what is `spilled`, files of `folder`.
 
-    Touching it costs more than filling it, and so belongs into the preparation.
+    Touching it costs more than filling it, and so belongs into the preparation. Where a file cannot
+    be had, `insists` says that memory has to do.
     """
 
     spilled: Spill = field(default_factory=Spill)
     folder: Path | None = None
+    insists: bool = False
     files: dict[Param, list[torch.Tensor]] = field(default_factory=dict)
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
     def allot(self, param: Param, like: torch.Tensor) -> torch.Tensor:
         """Zeros of the shape of `like`, for `param` or one of its moments.
 
-        Raises `OSError` if the disk is full.
+        Raises `OSError` if the disk is full, unless it `insists`.
         """
         if param not in self.spilled.state:
             return torch.zeros_like(like)
@@ -63,6 +68,15 @@ class Room:
     def _mapped(self, like: torch.Tensor, kinds: tuple[str, ...]) -> list[torch.Tensor]:
         if like.numel() == 0:
             return [torch.zeros_like(like) for _ in kinds]
+        try:
+            return self._in_file(like, kinds)
+        except OSError as error:
+            if not self.insists:
+                raise
+            _log.warning("%d bytes more than allowed stay in memory: %s", like.nbytes, error)
+            return [torch.zeros_like(like)] * len(kinds)
+
+    def _in_file(self, like: torch.Tensor, kinds: tuple[str, ...]) -> list[torch.Tensor]:
         descriptor, name = tempfile.mkstemp(prefix="resihp-spill-", dir=self.folder)
         try:
             # Without room on the disk a write through a mapping would end the process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,6 +23,8 @@ from .courier import Pair, pairs_of
 from .disposal import dispose
 from .draft import Draft
 from .neighbours import Neighbour, introduce
+
+_log = logging.getLogger("resihp.elastic")
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ class Preparation:
     `build` makes what this rank will hold in a world; `present` is what it holds now, if it has a
     place; `attach` lets neighbours read each other's memory.
 
+    `error` says why there will be no result. Where that is this rank's own doing, as when the model
+    or the disk refuses, it is `fault` as well.
+
     The thread of a preparation that is given up ends by itself, and the next one does not wait for
     it. While ranks are waited for it ends at once; a rank that is lost after all have come, in the
     moment in which they connect, is waited for until connecting times out.
@@ -132,6 +138,7 @@ class Preparation:
         self.target = target
         self.result: Prepared | None = None
         self.error: str | None = None
+        self.fault: Exception | None = None
         self.took_s = 0.0
         self.cancelled = threading.Event()
         self._parameters, self._make_network = parameters, network
@@ -141,7 +148,7 @@ class Preparation:
         self._thread.start()
 
     def wait(self, broken: Callable[[Sequence[int], float], str | None]) -> Prepared:
-        """The prepared world. Raises `WorldBrokenError` if it will never be complete."""
+        """The prepared world. Raises `fault` or `WorldBrokenError` if it will never be complete."""
         waited = timedelta(0)
         slice_ = timedelta(milliseconds=20)
         while self._thread.is_alive():
@@ -150,6 +157,8 @@ class Preparation:
             reason = broken(self.target.participants, waited.total_seconds())
             if reason is not None:
                 raise WorldBrokenError(reason)
+        if self.fault is not None:
+            raise self.fault
         if self.result is None:
             raise WorldBrokenError(f"the next world could not be built: {self.error}")
         return self.result
@@ -171,6 +180,10 @@ class Preparation:
             self.result = self._connect(self.target)
         except (RuntimeError, dist.DistError, OSError) as error:
             self.error = str(error)  # without its traceback, which would keep what was built
+        except Exception as error:  # noqa: BLE001 a thread that ended without a word is waited for
+            if self.fault is None:
+                self._blame(error)
+            self.error = str(error)
         del self._build, self._present  # they hold the old world
         self.took_s = time.perf_counter() - start
 
@@ -202,7 +215,7 @@ class Preparation:
         world = draft = None
         if network.rank in layout.ranks:
             world = build_world(network, layout, self._parameters, name=target.name)
-            draft = self._build(world)
+            draft = self._drafted(world)
         for group in (transit, *pairs, *(world.groups if world else ())):
             group.warm_up()
         attach = self._attach and self._is_in_host_memory(draft)
@@ -212,6 +225,19 @@ class Preparation:
             for low, high in [group.ranks]
         }
         return self._prepared(transit, neighbours, planned, world, draft)
+
+    def _drafted(self, world: World) -> Draft:
+        """What this rank will hold; here the model's own code runs, and the disk is written."""
+        try:
+            return self._build(world)
+        except Exception as error:
+            self._blame(error)
+            raise
+
+    def _blame(self, error: Exception) -> None:
+        """Tell what has failed here, with its traceback, which is not kept."""
+        _log.exception("the world of plan %d cannot be built here", self.target.plan.version)
+        self.fault = error.with_traceback(None)
 
     def _is_in_host_memory(self, draft: Draft | None) -> bool:
         """Whether all that this rank holds and is to hold is."""

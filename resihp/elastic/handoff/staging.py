@@ -59,7 +59,7 @@ class Staging:
         self._old, self._new = old, prepared.draft
         self._rank, self._buffer_bytes, self._on_parcel = rank, buffer_bytes, on_parcel
         self._courier: Courier | None = None
-        self._error: str | None = None
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -84,7 +84,7 @@ class Staging:
         assert self._thread is not None
         self._thread.join()
         if self._error is not None:
-            raise WorldBrokenError(self._error)
+            raise self._error
 
     def stop(self) -> None:
         """Give it up; no state is read or written any more afterwards."""
@@ -153,7 +153,9 @@ class Staging:
         try:
             self.fill()
         except WorldBrokenError as error:
-            self._error = str(error)  # its traceback would keep all that this refers to
+            self._error = WorldBrokenError(str(error))  # a traceback would keep all of this
+        except Exception as error:  # noqa: BLE001 what is not filled must not be taken on
+            self._error = error
 
     def _kept(self) -> list[tuple[Param, Range, tuple[int, int]]]:
         """What this rank holds in both layouts, but in different ranges; where these begin."""

@@ -74,7 +74,7 @@ class PlanAgent:
             _log.info("no new plans without the store: %s", error)
 
     def _serve(self, standbys: Standbys) -> None:
-        published = (-1, -1)
+        published, offered = (-1, -1), None
         while not self._over.is_set():
             if self._wants_to_leave:
                 standbys.leave(self._rendezvous.rank)
@@ -84,11 +84,22 @@ class PlanAgent:
             if not is_first or turn == published or not self._is_settled():
                 self._over.wait(_TURN_S)
                 continue
+            if offered is not None and self._has_failed(offered, published):
+                why = self._rendezvous.broke(published[0])
+                self._refuse(offered.plan, f"its world could not be taken on: {why}")
+            offered = None
             offer = self._next(standbys)
             still = (self._rendezvous.recovery, self._present.epoch) == turn and self._is_settled()
             if offer is not None and still and not self._over.is_set():
                 self._publish(offer, standbys)
-                published = turn
+                published, offered = turn, offer
+
+    def _has_failed(self, offer: Offer, turn: tuple[int, int]) -> bool:
+        """Whether an offer was given up although nobody was lost; it would be once more."""
+        was_given_up = self._rendezvous.recovery > turn[0]
+        is_held = self._present.plan.version == offer.plan.version
+        are_there = set(offer.members) <= set(self._rendezvous.alive)
+        return was_given_up and are_there and not is_held
 
     def _next(self, standbys: Standbys) -> Offer | None:
         """What to do next, if anything."""
@@ -125,11 +136,14 @@ class PlanAgent:
         missing = sorted(set(plan.layout.ranks) - set(there))
         why = f"ranks {missing} are not there" if missing else self._refusal(plan)
         if why is not None:
-            self._refused = plan.version
-            _log.warning("plan %d is refused: %s", plan.version, why)
-            self._plans.refused(plan, self._rendezvous.rank, why)
-            self._over.wait(_PATIENCE_S)
+            self._refuse(plan, why)
         return why is not None
+
+    def _refuse(self, plan: Plan, why: str) -> None:
+        self._refused = plan.version
+        _log.warning("plan %d is refused: %s", plan.version, why)
+        self._plans.refused(plan, self._rendezvous.rank, why)
+        self._over.wait(_PATIENCE_S)
 
     def _new_among(self, waiting: dict[int, int]) -> set[tuple[int, int, int]]:
         """Standbys that have not been thought of yet, or not since the last loss."""

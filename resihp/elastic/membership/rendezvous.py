@@ -178,6 +178,10 @@ class Rendezvous:
         """What was decided in a recovery that is over."""
         return read_decision(self._store.get(f"decision/{recovery}"))
 
+    def broke(self, recovery: int) -> str:
+        """Why recovery number `recovery` was called for."""
+        return str(self._store.get(f"broken/{recovery}").decode())
+
     def stay_out(self) -> None:
         """Be no member, and do not beat."""
         with self._changed:

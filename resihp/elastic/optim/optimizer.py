@@ -33,7 +33,8 @@ class Optimizer:
     max_norm  the gradient is scaled down to this norm over the whole model; None: never
     options   of each parameter, where they differ from the keywords (`no_decay_on_vectors`)
 
-    Raises `ContractError` for an optimizer whose state cannot be cut by range.
+    Raises `ContractError` for an optimizer whose state cannot be cut by range; `build` does for
+    options that make it keep other state for some parameters than for others.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Optimizer:
             raise ContractError("max_norm", f"must be above 0, not {max_norm}")
         self.rate, self.max_norm = rate, max_norm
         self._make, self._options = partial(kind, **keywords), options
-        name = getattr(kind, "__name__", repr(kind))
-        self.form: StateForm = find_state_form(name, self._make)
+        self._name = getattr(kind, "__name__", repr(kind))
+        self.form: StateForm = find_state_form(self._name, self._make)
+        self._checked = {repr([])}
 
     @property
     def copies(self) -> int:
@@ -62,7 +64,7 @@ class Optimizer:
         groups: dict[str, tuple[Options, list[Param]]] = {}
         for param in parameters.all:
             options = self._options(param)
-            label = repr(sorted(options.items()))
+            label = _label(options)
             groups.setdefault(label, (options, []))[1].append(param)
         return list(groups.values())
 
@@ -70,10 +72,13 @@ class Optimizer:
         self, parameters: Parameters, tensors: Mapping[Param, nn.Parameter]
     ) -> torch.optim.Optimizer:
         """The optimizer of one rank's tensors, with a group for each of `groups`."""
+        by_options = self.groups(parameters)
+        for options, _ in by_options:
+            self._check(options)
         built = self._make(
             [
                 {"params": [tensors[param] for param in params if param in tensors], **options}
-                for options, params in self.groups(parameters)
+                for options, params in by_options
             ]
         )
         if built.defaults.get("fused") and any(t.device.type == "cpu" for t in tensors.values()):
@@ -83,8 +88,20 @@ class Optimizer:
             group["initial_lr"] = float(group["lr"])
         return built
 
+    def _check(self, options: Options) -> None:
+        """Whether these options leave the state as it is; else some of it would not move."""
+        if _label(options) in self._checked:
+            return
+        if find_state_form(self._name, partial(self._make, **options)) != self.form:
+            raise ContractError("options", f"{dict(options)} change what {self._name} keeps")
+        self._checked.add(_label(options))
+
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Give every group the learning rate of `step`."""
         factor = self.rate(step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+
+
+def _label(options: Options) -> str:
+    return repr(sorted(options.items()))
