@@ -1,4 +1,4 @@
-"""What a stage costs: per-layer times of a tensor-parallel group, transfers and reductions."""
+"""What a stage costs: per-layer times of a tensor-parallel group, collectives and transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lower bounds of a step, each of which holds for every plan of the class that it names."""
+"""Lower bounds of given pipelines, from how many microbatches each stage may have in flight."""
 
 from __future__ import annotations
 
