@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 RUN_BY_RANKS = (
-    "resihp.demo.worker",
+    "resihp.demo.training.worker",
     "tests.checkpoint.test_ranks",
     "tests.elastic.job",
     "tests.elastic.loops",

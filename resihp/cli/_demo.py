@@ -12,7 +12,7 @@ import typer
 from ._app import app
 
 if TYPE_CHECKING:
-    from resihp.demo.settings import DemoSettings
+    from resihp.demo.training.settings import DemoSettings
 
 
 @app.command()
@@ -46,7 +46,7 @@ def demo(
     Exit status: 0 if the slow rank was named (and no other), the plan was applied live, the kill
     was survived and the job ran faster after the resize than before; 1 if not.
     """
-    from resihp.demo.settings import DemoSettings
+    from resihp.demo.training.settings import DemoSettings
 
     settings = DemoSettings(
         steps=steps,
@@ -68,11 +68,11 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: P
     from rich.console import Console
 
     from resihp.contracts import to_json
-    from resihp.demo.display import LiveDisplay
-    from resihp.demo.recording import write_recording
+    from resihp.demo.live.display import LiveDisplay
     from resihp.demo.report import write_report
     from resihp.demo.story import DemoError, play
     from resihp.demo.summary import print_summary
+    from resihp.demo.training.recording import write_recording
 
     console = Console()
     try:

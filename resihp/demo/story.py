@@ -17,11 +17,11 @@ from resihp.elastic.local import LocalRanks
 from service.launch import Sidecar
 
 from .checks import check
-from .display import LiveDisplay
+from .live.display import LiveDisplay
 from .record import DemoRecord, HealthSeen, StepSeen, SwitchSeen, VerdictSeen
-from .reference import run_reference
-from .settings import DemoSettings
-from .worker import run_rank
+from .training.reference import run_reference
+from .training.settings import DemoSettings
+from .training.worker import run_rank
 
 _LIMIT_S = 600.0
 

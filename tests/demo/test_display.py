@@ -12,9 +12,9 @@ from records import BEFORE, RESIZE_AT, SCRIPT, STEPS, demo_record, plain_record
 from rich.console import Console
 
 from resihp.contracts import Status
-from resihp.demo.display import LiveDisplay
+from resihp.demo.live.display import LiveDisplay
+from resihp.demo.live.screen import apportion
 from resihp.demo.record import Check, DemoRecord
-from resihp.demo.screen import apportion
 from resihp.demo.summary import print_summary
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from records import RESIZE_AT, SCRIPT, demo_record, plain_record
 
 from resihp.contracts import Status, Verdict
-from resihp.demo.cards import cards
-from resihp.demo.diagrams import diagrams
 from resihp.demo.findings import eras, found, headline, outcome, time_recovered
-from resihp.demo.moments import moments
-from resihp.demo.plots import HEAT_EDGES, heat_level
 from resihp.demo.record import Check, VerdictSeen
 from resihp.demo.report import render_report, write_report
+from resihp.demo.report.cards import cards
+from resihp.demo.report.diagrams import diagrams
+from resihp.demo.report.moments import moments
+from resihp.demo.report.plots import HEAT_EDGES, heat_level
 from resihp.demo.words import duration, percent, ranks, size
 
 _VOID = {"meta", "link", "br", "img", "hr", "input", "use", "path", "circle"}

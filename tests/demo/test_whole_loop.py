@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from resihp.contracts import Status
-from resihp.demo.display import LiveDisplay
-from resihp.demo.recording import write_recording
-from resihp.demo.settings import DemoSettings
+from resihp.demo.live.display import LiveDisplay
 from resihp.demo.story import play
+from resihp.demo.training.recording import write_recording
+from resihp.demo.training.settings import DemoSettings
 from resihp.offline import analyze, read_trace
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from resihp.contracts import Stage, Status
 
-from .findings import Era, eras, known_at, lost_by
-from .record import DemoRecord
-from .words import layer_range, ranks
+from ..findings import Era, eras, known_at, lost_by
+from ..record import DemoRecord
+from ..words import layer_range, ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from resihp.contracts import Stage, Status
 
+from ..words import STATUS_WORDS, duration, grid, layer_range
 from .scene import Device, Event, Scene
-from .words import STATUS_WORDS, duration, grid, layer_range
 
 STYLES: Mapping[Status, str] = {
     Status.HEALTHY: "bold #f4fbf7 on #2f7d5d",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .findings import found, time_recovered
-from .phases_of_run import (
+from ..findings import found, time_recovered
+from ..phases_of_run import (
     PHASES,
     first_loss,
     first_resize,
@@ -14,8 +14,8 @@ from .phases_of_run import (
     scripted,
     step_times,
 )
-from .record import DemoRecord
-from .words import PHASE_WORDS, duration, plural, ranks, size
+from ..record import DemoRecord
+from ..words import PHASE_WORDS, duration, plural, ranks, size
 
 
 @dataclass(frozen=True, kw_only=True)

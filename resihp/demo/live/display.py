@@ -12,10 +12,10 @@ from rich.live import Live
 
 from resihp.contracts import Layout, Status
 
-from .record import HealthSeen, StepSeen, SwitchSeen, VerdictSeen
+from ..record import HealthSeen, StepSeen, SwitchSeen, VerdictSeen
+from ..words import duration, plan_line, switch_line, verdict_line
 from .scene import Event, Scene
 from .screen import Screen
-from .words import duration, plan_line, switch_line, verdict_line
 
 REFRESHES_PER_SECOND = 3
 PLAIN_EVERY_STEPS = 10

@@ -9,13 +9,13 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from . import words
+from .. import words
+from ..findings import era_ms, eras, headline, outcome
+from ..record import DemoRecord
 from .cards import cards, phase_rows
 from .diagrams import diagrams
-from .findings import era_ms, eras, headline, outcome
 from .moments import moments
 from .plots import HEAT_EDGES, health_plot, loss_plot, step_time_plot
-from .record import DemoRecord
 
 
 def write_report(record: DemoRecord, path: Path) -> None:

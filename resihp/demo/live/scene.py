@@ -9,8 +9,8 @@ from statistics import median
 
 from resihp.contracts import Layout, Status
 
-from .phases_of_run import WARM_UP_STEPS
-from .record import HealthSeen, StepSeen, SwitchSeen
+from ..phases_of_run import WARM_UP_STEPS
+from ..record import HealthSeen, StepSeen, SwitchSeen
 
 RECENT = 5
 

@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .findings import eras
+from ..findings import eras
+from ..phases_of_run import phase_spans, step_times
+from ..record import DemoRecord, HealthSeen
+from ..words import duration
 from .moments import Moment
-from .phases_of_run import phase_spans, step_times
-from .record import DemoRecord, HealthSeen
 from .svg import ALARM, BAND, DEAD, HEAT, INK, MUTED, SECOND, SERIES, inline_svg
-from .words import duration
 
 HEAT_EDGES = (1.05, 1.15, 1.25, 1.4, 1.6)
 """Slowdowns at which the heat map goes to its next colour."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from resihp.contracts import Status
 
-from .phases_of_run import scripted
-from .record import DemoRecord
-from .words import switch_line, verdict_line
+from ..phases_of_run import scripted
+from ..record import DemoRecord
+from ..words import switch_line, verdict_line
 
 
 @dataclass(frozen=True, kw_only=True)
