@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from resihp.contracts import ContractError
 from resihp.layout import Param, Parameters
@@ -92,7 +93,11 @@ class Optimizer:
         """Whether these options leave the state as it is; else some of it would not move."""
         if _label(options) in self._checked:
             return
-        if find_state_form(self._name, partial(self._make, **options)) != self.form:
+
+        def make(params: ParamsT) -> torch.optim.Optimizer:
+            return self._make([{"params": list(params), **options}])
+
+        if find_state_form(self._name, make) != self.form:
             raise ContractError("options", f"{dict(options)} change what {self._name} keeps")
         self._checked.add(_label(options))
 
