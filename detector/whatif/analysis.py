@@ -90,9 +90,12 @@ class WhatIf:
     def by_replica_s(self) -> NDArray[np.float64]:
         """Steps [D, T] where one replica is as recorded and all else is ideal.
 
-        All ideal replicas run alike, so one of them stands for the rest.
+        All ideal replicas run alike, so one of them stands for the rest. A job of one replica has
+        none, and is as recorded.
         """
         operations, replicas, steps = self.own_s.shape
+        if replicas == 1:
+            return self.no_delay_s[None]
         pair = np.empty((operations, 2, steps))
         pair[:, 1] = self.ideal_s[:, None]
         found = np.empty((replicas, steps))

@@ -5,7 +5,8 @@ workload    every pass at the mean of its device
 stage       every stage as long as the middle one
 comm        every transfer and collective as quick as it is in its better cases; and no more of it
             in the open than a fair share of the step
-host        no garbage collection, and no launch later than is usual for its operation
+host        no garbage collection, no single pass held up, and no launch later than is usual for its
+            operation
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from resihp.contracts import Cause
 
 from .analysis import WhatIf
 from .effects import EFFECTS, SETS, Effects, fair_costs
-from .ops import COLLECTIVE, P2P, Floats, Kind
+from .ops import COLLECTIVE, COMPUTE, P2P, Floats, Kind
 from .order import quantile
 from .slow import SlowDevice, known_factor
+from .stalls import without_stalls
 from .where import in_passes, place_of_most
 
 _ALONE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GC)
@@ -55,18 +57,26 @@ class Causes:
         return cells
 
     @cached_property
-    def effects(self) -> Effects:
-        """The effects in the compute times."""
+    def times(self) -> NDArray[np.float64]:
+        """Compute times [2, C, D, T, M] as recorded; NaN where there are none."""
         missing = (self.cells < 0)[:, :, :, None, None]
         times = np.where(missing, np.nan, self.whatif.own_s[self.cells])
         times = np.where(times > 0, times, np.nan)
-        times = np.ascontiguousarray(times.transpose(0, 1, 3, 4, 2))
+        return np.ascontiguousarray(times.transpose(0, 1, 3, 4, 2))
+
+    @cached_property
+    def effects(self) -> Effects:
+        """The effects in the compute times, but for what held single passes up."""
+        return Effects(without_stalls(self.times), known=self._known)
+
+    @cached_property
+    def _known(self) -> NDArray[np.float64] | None:
+        """Factors [1, C, D, T, 1] of the devices that are known to be slow."""
         if not self.slow:
-            return Effects(times)
+            return None
         rec = self.whatif.recording
-        chunks = times.shape[1] // rec.stages
-        known = known_factor(self.slow, rec.steps, rec.replicas, stages=rec.stages, chunks=chunks)
-        return Effects(times, known=known)
+        chunks = self.times.shape[1] // rec.stages
+        return known_factor(self.slow, rec.steps, rec.replicas, stages=rec.stages, chunks=chunks)
 
     @cached_property
     def removed(self) -> dict[Cause, float]:
@@ -75,31 +85,38 @@ class Causes:
         Shares of the published lost time; they need not sum to 1, and the share of the stages
         is above 1 where one stage is so heavy that the ideal, an average, contains it.
         """
-        return {
-            cause: self.whatif.recovered(self._steps[frozenset([cause])]) or 0.0
-            for cause in EFFECTS
-        }
+        effects = Effects(self.times, known=self._known)
+        steps = {cause: self._step_s(effects.without([cause])) for cause in EFFECTS}
+        return {cause: self.whatif.recovered(step_s) or 0.0 for cause, step_s in steps.items()}
 
     @cached_property
     def lost_s(self) -> dict[Cause, float]:
         """Mean seconds per step that each cause costs; 0 or more."""
-        lost = fair_costs({gone: float(step_s.mean()) for gone, step_s in self._steps.items()})
+        steps = {gone: float(self._step_s(self.effects.without(gone)).mean()) for gone in SETS}
+        lost = fair_costs(steps)
         lost[Cause.SEQUENCE_IMBALANCE] *= self.effects.shared_work
         lost[Cause.COMMUNICATION] = self._communication(float(self.whatif.no_delay_s.mean()))
         lost[Cause.HOST] = self._host()
         return {cause: max(seconds, 0.0) for cause, seconds in lost.items()}
 
-    @cached_property
-    def _steps(self) -> dict[frozenset[Cause], NDArray[np.float64]]:
-        """Steps [T] without each set of effects."""
-        return {gone: self._step_s(self.effects.without(gone)) for gone in SETS}
-
     def _step_s(self, times: Floats) -> NDArray[np.float64]:
+        """Steps [T] with these compute times."""
+        return self.whatif.step_s(self._own_s(times))
+
+    def _own_s(self, times: Floats) -> NDArray[np.float64]:
+        """All durations [N, D, T], with these compute times; where there are none, as recorded."""
         own = self.whatif.own_s.copy()
         there = self.cells >= 0
         passes = times.transpose(0, 1, 4, 2, 3)[there]
         own[self.cells[there]] = np.where(np.isnan(passes), own[self.cells[there]], passes)
-        return self.whatif.step_s(own)
+        return np.asarray(own, np.float64)
+
+    @cached_property
+    def _undisturbed_s(self) -> NDArray[np.float64]:
+        """Durations without garbage collection, and without what held single passes up."""
+        own = self._own_s(self.effects.times)
+        own[self.whatif.recording.of_kind(Kind.GC)] = 0.0
+        return own
 
     @cached_property
     def where(self) -> dict[Cause, str]:
@@ -117,8 +134,10 @@ class Causes:
                 f"most is in {most}{place_of_most(waste[most], rec.replicas)}"
             )
         late, usual = self._delays
+        held_up = (own - self._undisturbed_s).sum(axis=2)
         host = {
-            "garbage collection": self._by_place(own.sum(axis=2), Kind.GC),
+            "garbage collection": self._by_place(held_up, Kind.GC),
+            "pauses within passes": self._by_place(held_up, *COMPUTE),
             "late launches": self._by_place((late - usual).sum(axis=2), *_ALONE),
         }
         most = max(host, key=lambda name: float(host[name].sum()))
@@ -167,8 +186,8 @@ class Causes:
     def _host(self) -> float:
         whatif = self.whatif
         delay, usual = self._delays
-        own = np.where(whatif.recording.of_kind(Kind.GC)[:, None, None], 0.0, whatif.own_s)
-        return float((whatif.step_s(whatif.own_s, delay) - whatif.step_s(own, usual)).mean())
+        best = whatif.step_s(self._undisturbed_s, usual)
+        return float((whatif.step_s(whatif.own_s, delay) - best).mean())
 
 
 def launch_delays(whatif: WhatIf) -> NDArray[np.float64]:

@@ -88,13 +88,11 @@ class _Builder:
             peer[one], peer[other] = other, one
         paired = {op for pair in transfers for op in pair}
         groups += [[int(op)] for op in np.flatnonzero(self.rec.of_kind(*P2P)) if op not in paired]
-        if len(embedding := np.flatnonzero(self.rec.of_kind(Kind.EMBEDDING_REDUCE)).tolist()):
-            groups.append(embedding)
+        groups += self._across_stages(Kind.EMBEDDING_REDUCE)
         synced_from = len(groups)
         alone = self.rec.of_kind(*(kind for kind in SYNCED if kind is not Kind.CLIP))
         groups += [[int(op)] for op in np.flatnonzero(alone)]
-        if len(clip := np.flatnonzero(self.rec.of_kind(Kind.CLIP)).tolist()):
-            groups.append(clip)
+        groups += self._across_stages(Kind.CLIP)
         synced = list(range(synced_from, len(groups)))
         idle = self.idle & self.rec.of_kind(*P2P)
         return Dependencies(
@@ -107,6 +105,11 @@ class _Builder:
             idle=idle,
             lone=self.rec.of_kind(*P2P) & ~idle & (peer < 0),
         )
+
+    def _across_stages(self, kind: Kind) -> list[list[int]]:
+        """The k-th operations of a kind of all stages, for every k."""
+        ops = np.flatnonzero(self.rec.kind == kind)
+        return [ops[self.rec.seq[ops] == k].tolist() for k in np.unique(self.rec.seq[ops])]
 
     def _ordered(self, stage: int, *kinds: Kind) -> list[int]:
         """Operations of a stage in the recorded order."""
@@ -209,26 +212,31 @@ class _Builder:
         return bool((self.rec.kind == Kind.GRADS_REDUCE).any())
 
     def _after_compute(self, stage: int, compute: list[int]) -> None:
-        """What follows the last pass, one after the other, as far as it was recorded."""
-        after: tuple[int, ...] = (max(compute, key=lambda op: self.end[op]),)
-        scatter = [
-            int(op)
-            for op in np.flatnonzero(
-                (self.rec.stage == stage) & (self.rec.kind == Kind.GRADS_SCATTER)
-            )
-        ]
-        gc = self.where.get((stage, Kind.GC, 0))
-        if gc is not None:
-            self.preds[gc].extend(after)
-            after = (gc,)
-        tail = [self.where.get((stage, kind, 0)) for kind in _TAIL]
+        """What follows the last pass, one after the other, as far as it was recorded.
+
+        Of several pauses, those before the last pass stand in its own time.
+        """
+        last = max(compute, key=lambda op: self.end[op])
+        pauses = self._of(stage, Kind.GC)
+        late = [op for op in pauses if self.start[op] >= self.start[last]] or pauses[-1:]
+        self._chain(late, (last,))
+        after: tuple[int, ...] = (late[-1] if late else last,)
+        scatter = self._of(stage, Kind.GRADS_SCATTER)
+        tail = self._of(stage, *_TAIL)
         if self._overlapped():
             after = (*after, *scatter[-1:])
-            tail.append(self.where.get((stage, Kind.GRADS_REDUCE, 0)))
+            tail += self._of(stage, Kind.GRADS_REDUCE)
         else:
-            tail.extend(scatter)
-        tail.extend(self.where.get((stage, kind, 0)) for kind in (Kind.CLIP, Kind.OPTIMIZER))
-        self._chain([op for op in tail if op is not None], after)
+            tail += scatter
+        self._chain(tail + self._of(stage, Kind.CLIP, Kind.OPTIMIZER), after)
+
+    def _of(self, stage: int, *kinds: Kind) -> list[int]:
+        """Operations of a stage, one kind after the other, each in its own order."""
+        return [
+            int(op)
+            for kind in kinds
+            for op in np.flatnonzero((self.rec.stage == stage) & (self.rec.kind == kind))
+        ]
 
     def _transfers(self) -> list[tuple[int, int]]:
         """The two ends of every transfer: the k-th sent is the k-th received."""

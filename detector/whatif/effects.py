@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Cause
 
+from .expected import by_lengths, by_other_passes
 from .ops import Floats
-from .order import mean, median, quantile
+from .order import deviation, mean, median, quantile, running_median
 
 EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
@@ -29,7 +30,9 @@ SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, si
 _MEMBERS = 0.03  # healthy members of a group are so much apart (log), and no more
 _SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
 _LEAST = 0.02  # and by at least this (log)
-_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
+_UNSURE = (
+    4.0  # standard errors by which a usual level is known; within them it is that of the peers
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +125,8 @@ class Effects:
         """What a healthy device of the stage takes for the work; None where nothing tells."""
         usual = self.mates if self._among_mates and self.mates is not None else self._times
         if self.work is not None:
-            return _from_lengths(usual, self.work)
-        return _from_stages(usual) if self.times.shape[1] > 1 else self.mates
+            return by_lengths(usual, self.work)
+        return by_other_passes(usual) if self.times.shape[1] > 1 else self.mates
 
 
 def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
@@ -151,38 +154,11 @@ def _shared(one: Floats, other: Floats) -> float:
     return max(float(x @ y), 0.0) ** 2 / spread if spread > 0 else 0.0
 
 
-def _from_stages(times: Floats) -> NDArray[np.float64]:
-    """By what the other stages took for the same microbatch.
-
-    The lower median over the stages' opinions, so that a slow device does not pass for work.
-    """
-    middle = median(times, axis=1)
-    maps = np.array(
-        [
-            [_affine(middle[direction, 0], stage) for stage in stages]
-            for direction, stages in enumerate(times)
-        ]
-    )
-    offset, slope = maps[:, :, 0, None, None, None], maps[:, :, 1, None, None, None]
-    work = quantile((times - offset) / slope, 0.5, axis=1)
-    floor = 0.05 * median(times, axis=(2, 3, 4))
-    return np.asarray(np.maximum(offset + slope * work, floor), np.float64)
-
-
-def _from_lengths(times: Floats, work: Floats) -> NDArray[np.float64]:
-    """By a fit of the stage's times on the sizes of its microbatches."""
-    terms = np.concatenate([np.ones_like(work[:1]), work])
-    expected = np.empty(times.shape)
-    for index in np.ndindex(times.shape[:2]):
-        expected[index] = _fit(terms, times[index])
-    return expected
-
-
 def _relative(times: Floats) -> NDArray[np.float64]:
     """Log of the times relative to the peers at the same step, where no pass tells the work."""
     level = median(np.log(times), axis=4)
     peers = median(level, axis=2 if level.shape[2] > 1 else 3)
-    return _running_median(level - peers, axis=3, window=9)
+    return running_median(level - peers, axis=3, window=9)
 
 
 def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
@@ -198,57 +174,11 @@ def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
     if among_mates:
         zero = np.minimum(zero, _MEMBERS)
     away = level - usual
-    sigma = _TO_SIGMA * float(median(np.abs(away), axis=(0, 1, 2)).item())
-    smooth = _running_median(away, axis=2, window=3)
+    sigma = deviation(np.diff(level, axis=2)) / np.sqrt(2.0)  # a change that lasts is no noise
+    unsure = _UNSURE * sigma / np.sqrt(level.shape[2])
+    usual = np.where(np.abs(usual - zero) > unsure, usual, zero)
+    smooth = running_median(away, axis=2, window=3)
     left = np.abs(smooth) > max(_LEAST, _SIGMAS * sigma)
     alone = np.abs(away) > 2.0 * max(_LEAST, _SIGMAS * sigma)
     shift = np.where(alone, away, np.where(left, smooth, 0.0))
     return np.asarray(usual + shift - zero, np.float64)
-
-
-def _running_median(values: Floats, axis: int, window: int) -> NDArray[np.float64]:
-    """Median over a window along an axis; the window is cut off at the two ends."""
-    half = window // 2
-    width = [(0, 0)] * values.ndim
-    width[axis] = (half, half)
-    padded = np.pad(values, width, constant_values=np.nan)
-    views = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1, axis=axis)
-    return median(views, axis=-1)[..., 0]
-
-
-def _affine(work: Floats, times: Floats) -> tuple[float, float]:
-    """Offset and slope of `times` against `work`; no offset where the two hardly go together."""
-    use = np.isfinite(work) & np.isfinite(times)
-    x, y = work[use], times[use]
-    if x.size < 8:
-        return 0.0, float(y.mean() / x.mean()) if x.size else 1.0
-    for _ in range(2):
-        dx, dy = x - x.mean(), y - y.mean()
-        both, of_x, of_y = float(dx @ dy), float(dx @ dx), float(dy @ dy)
-        if of_x <= 0 or both <= 0 or both**2 < 0.5 * of_x * of_y:
-            return 0.0, float(np.median(y / x))
-        slope = both / of_x
-        offset = float(y.mean() - slope * x.mean())
-        error = np.abs(y - offset - slope * x) / y
-        usual = error <= max(5.0 * float(np.median(error)), 1e-6)
-        x, y = x[usual], y[usual]
-    return offset, slope
-
-
-def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
-    """Times that the terms [K, …] explain, in least squares of the relative error, twice."""
-    use = np.isfinite(times) & np.isfinite(terms).all(axis=0)
-    fitted = np.full(times.shape, np.nan)
-    if not use.any():
-        return fitted
-    x, y = terms[:, use], times[use]
-    scale = np.maximum(np.abs(x).mean(axis=1, keepdims=True), 1e-12)
-    rows = np.ones(y.size, bool)
-    for _ in range(2):
-        a = (x / scale / y)[:, rows].T
-        weights = np.linalg.lstsq(a, np.ones(a.shape[0]), rcond=1e-6)[0]
-        predicted = weights @ (x / scale)
-        error = np.abs(y / np.maximum(predicted, 1e-12) - 1.0)
-        rows = error <= max(5.0 * float(np.median(error)), 1e-6)
-    fitted[use] = np.maximum(predicted, 0.05 * float(np.median(y)))
-    return fitted

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from .ops import Floats
 
 Axes = int | tuple[int, ...]
+_TO_SIGMA = ((0.5, 1.4826), (0.8, 0.7803))  # quantiles of absolute deviations to a standard one
 
 
 def mean(values: Floats, axis: Axes) -> NDArray[np.float64]:
@@ -32,6 +33,28 @@ def quantile(values: Floats, q: float, axis: Axes) -> NDArray[np.float64]:
     """
     ordered, count, shape = _ordered(values, axis)
     return _pick(ordered, ((count - 1) * q).astype(np.intp)).reshape(shape)
+
+
+def deviation(away: Floats) -> float:
+    """Standard deviation of what values are away from their middle by; 0 if there are none.
+
+    The larger of two robust ones: half of the values may be away by nothing, since each of them is
+    the middle of its peers.
+    """
+    size, every = np.abs(away), tuple(range(away.ndim))
+    if not np.isfinite(size).any():
+        return 0.0
+    return max(times * float(quantile(size, q, every).item()) for q, times in _TO_SIGMA)
+
+
+def running_median(values: Floats, axis: int, window: int) -> NDArray[np.float64]:
+    """Median over a window along an axis; the window is cut off at the two ends."""
+    half = window // 2
+    width = [(0, 0)] * values.ndim
+    width[axis] = (half, half)
+    padded = np.pad(values, width, constant_values=np.nan)
+    views = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1, axis=axis)
+    return median(views, axis=-1)[..., 0]
 
 
 def _ordered(

@@ -18,6 +18,7 @@ from .effects import SETS, Effects, fair_costs
 from .ops import Floats
 from .order import mean, median, quantile
 from .slow import SlowDevice, known_factor
+from .stalls import without_stalls
 from .template import StepGraph, StepSpans
 from .where import in_passes, place_of_most
 
@@ -55,7 +56,8 @@ class Replayed:
             known = known_factor(
                 slow, cubes.steps, np.arange(layout.dp), stages=layout.pp, chunks=job.chunks
             )
-        return cls(whole, graph, Effects(there, cubes.work, cubes.mates, known))
+        times = without_stalls(there)
+        return cls(whole, graph, Effects(times, cubes.work, cubes.mates, known))
 
     @property
     def steps(self) -> int:
@@ -75,6 +77,7 @@ class Replayed:
         lost[Cause.SEQUENCE_IMBALANCE] *= effects.shared_work
         lost[Cause.COMMUNICATION] = self._communication()
         lost[Cause.HOST] = self._lost(
+            passes=self._passes(effects.times),
             data=np.zeros_like(self.cubes.data),
             microbatch_data=np.zeros_like(self.cubes.microbatch_data),
         )
@@ -127,8 +130,8 @@ class Replayed:
             place = place_of_most(waste[most].sum(axis=2))
             found[Cause.COMMUNICATION] = f"most is in {most}{place}"
         data = cubes.data.sum(axis=2)
-        inner = cubes.microbatch_data.sum(axis=(2, 3))
-        data = data + inner.reshape(-1, *data.shape).sum(axis=0)
+        for inner in (cubes.microbatch_data, self._held_up):
+            data = data + inner.sum(axis=(2, 3)).reshape(-1, *data.shape).sum(axis=0)
         if place := place_of_most(data):
             found[Cause.HOST] = f"most is on the ranks{place}"
         return found
@@ -141,6 +144,12 @@ class Replayed:
             "p2p": np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
             "collective": np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
         }
+
+    @cached_property
+    def _held_up(self) -> NDArray[np.float64]:
+        """What held single passes up, [C, D, T, M]."""
+        late = self.cubes.passes - self._passes(self.effects.times)
+        return np.asarray(late.sum(axis=0), np.float64)
 
     def _communication(self) -> float:
         ideal = self._ideal
@@ -158,9 +167,12 @@ class Replayed:
         return float(self.graph.step_ms(cubes).mean())
 
     def _without_ms(self, passes: Floats) -> float:
-        """Mean step with these passes; where none was recorded, as they were filled in."""
-        whole = np.where(np.isnan(passes), self.cubes.passes, passes)
-        return self._mean_ms(replace(self.cubes, passes=whole))
+        """Mean step with these passes."""
+        return self._mean_ms(replace(self.cubes, passes=self._passes(passes)))
+
+    def _passes(self, passes: Floats) -> NDArray[np.float64]:
+        """These passes; where none was recorded, as they were filled in."""
+        return np.where(np.isnan(passes), self.cubes.passes, passes)
 
 
 _OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")
