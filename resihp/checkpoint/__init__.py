@@ -9,7 +9,7 @@ from .parts import ShardedTensorPiece
 from .policy import Every, EveryStep, LeastLoss, Policy
 from .ranks import Alone, Group, Ranks
 from .restore import Restored
-from .torch_writer import LazyWriter
+from .torch_api import LazyWriter
 
 __all__ = [
     "Alone",

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .format.index import Entry, Index
-from .format.metadata import data_name
-from .format.shard_file import Place, ShardFile
-from .levels.folder import reveal, step_of
-from .lineage import Lineage
+from ..format.index import Entry, Index
+from ..format.metadata import data_name
+from ..format.shard_file import Place, ShardFile
+from ..levels.folder import reveal, step_of
+from ..lineage import Lineage
+from .stager import Stager, StateDict
 from .stream import write_stream
-from .torch_stager import Stager, StateDict
 
 
 @dataclass(frozen=True)

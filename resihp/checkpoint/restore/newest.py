@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from resihp.contracts import CheckpointError, ContractError
 
-from .levels.contract import Level, Source
-from .levels.disk import LocalDisk
-from .lineage import Found, Lineage, living
-from .parts import Part, State, collect, opened
-from .ranks import Ranks
+from ..levels.contract import Level, Source
+from ..levels.disk import LocalDisk
+from ..lineage import Found, Lineage, living
+from ..parts import Part, State, collect, opened
+from ..ranks import Ranks
+from ..staging.plan import extra_key
 from .read import Located, Want, missing_of, read_parts, read_thing
 from .rebuild import absent_parts, absent_things, give_back, set_at
-from .staging.plan import extra_key
 
 log = logging.getLogger("resihp.checkpoint")
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from resihp.contracts import CheckpointError
 
-from .lineage import Lineage
-from .ranks import Alone
-from .staging.filling import Filling
-from .staging.stage import Staging
+from ..lineage import Lineage
+from ..ranks import Alone
+from ..staging.filling import Filling
+from ..staging.stage import Staging
 
 StateDict: TypeAlias = dict[str, Any]
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from resihp.contracts import CheckpointDamagedError
 
-from .format.index import CHUNK_BYTES, Entry, Index
-from .format.shard_file import flat_bytes
-from .levels.contract import Source
-from .parts import Box, overlap
-from .staging.host_buffer import HostBuffer
+from ..format.index import CHUNK_BYTES, Entry, Index
+from ..format.shard_file import flat_bytes
+from ..levels.contract import Source
+from ..parts import Box, overlap
+from ..staging.host_buffer import HostBuffer
 
 READERS = 4
 _BATCH_BYTES = 32 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .parts import Part, Path, State, is_stateful
+from ..parts import Part, Path, State, is_stateful
 from .read import Located
 
 

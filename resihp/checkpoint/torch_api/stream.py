@@ -10,12 +10,12 @@ from threading import Lock, Thread
 import torch
 from torch import Tensor
 
-from .format.checksum import checksum
-from .format.index import CHUNK_BYTES, Index, spans
-from .format.metadata import data_name, index_name
-from .format.shard_file import ShardFile, flat_bytes
-from .levels.direct_file import DirectFile, sync_folder, write_whole
-from .staging.host_buffer import HostBuffer
+from ..format.checksum import checksum
+from ..format.index import CHUNK_BYTES, Index, spans
+from ..format.metadata import data_name, index_name
+from ..format.shard_file import ShardFile, flat_bytes
+from ..levels.direct_file import DirectFile, sync_folder, write_whole
+from ..staging.host_buffer import HostBuffer
 
 WRITERS = 2
 """Threads, each with one chunk of its own."""
