@@ -54,6 +54,15 @@ class WhatIf:
         """Duration [T] of every step with these durations [N, D, T]."""
         return np.asarray(self.found.graph.makespan(own_s, delay_s), np.float64)
 
+    def trained_s(self, own_s: Floats) -> NDArray[np.float64]:
+        """Duration [T] of every step up to its last optimizer; where none was recorded, of all.
+
+        A send may take longer than its receive, and outlast the step without anybody's waiting.
+        """
+        last = np.flatnonzero(self.recording.of_kind(Kind.OPTIMIZER))
+        until = last if last.size else None
+        return np.asarray(self.found.graph.makespan(own_s, until=until), np.float64)
+
     @cached_property
     def recorded_s(self) -> NDArray[np.float64]:
         """Recorded duration [T] of every step."""
@@ -73,7 +82,11 @@ class WhatIf:
     @cached_property
     def slowdown(self) -> float:
         """S: mean step without launch delays over the ideal one; 1 where that takes no time."""
-        return float(self.no_delay_s.mean()) / self.ideal_step_s if self.ideal_step_s > 0 else 1.0
+        return float(self.slowdown_of(self.no_delay_s))
+
+    @cached_property
+    def _ideal_trained_s(self) -> float:
+        return float(self.trained_s(self.ideal_s[:, None, None])[0])
 
     @cached_property
     def launch_slowdown(self) -> float:
@@ -84,7 +97,8 @@ class WhatIf:
     def slowdown_of(self, step_s: Floats) -> NDArray[np.float64]:
         """Mean over the steps (the last axis), as a multiple of the ideal step."""
         mean = np.asarray(step_s.mean(axis=-1), np.float64)
-        return mean / self.ideal_step_s if self.ideal_step_s > 0 else np.ones_like(mean)
+        ideal = self._ideal_trained_s
+        return mean / ideal if ideal > 0 else np.ones_like(mean)
 
     @cached_property
     def by_replica_s(self) -> NDArray[np.float64]:
@@ -95,13 +109,13 @@ class WhatIf:
         """
         operations, replicas, steps = self.own_s.shape
         if replicas == 1:
-            return self.no_delay_s[None]
+            return self.trained_s(self.own_s)[None]
         pair = np.empty((operations, 2, steps))
         pair[:, 1] = self.ideal_s[:, None]
         found = np.empty((replicas, steps))
         for replica in range(replicas):
             pair[:, 0] = self.own_s[:, replica]
-            found[replica] = self.step_s(pair)
+            found[replica] = self.trained_s(pair)
         return found
 
     @cached_property
@@ -154,7 +168,7 @@ class WhatIf:
 
     def _only(self, operations: NDArray[np.bool_]) -> NDArray[np.float64]:
         ideal = self.ideal_s[:, None, None]
-        return self.step_s(np.where(operations[:, None, None], self.own_s, ideal))
+        return self.trained_s(np.where(operations[:, None, None], self.own_s, ideal))
 
 
 def _without_gaps(own_s: Floats) -> Floats:

@@ -3,7 +3,8 @@
 The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis"
 (OSDI'25, section 3.2): compute runs in the recorded order on one stream, each kind of transfer on
 a stream of its own, and the work after the last backward pass one after the other. One replica's
-order stands for all.
+order stands for all. Where a stage recorded no receives at all, its passes wait for those whose
+results they need.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from resihp.contracts import ContractError
 from resihp.pipeline.graph import Graph
 
 from .ops import COMPUTE, P2P, SYNCED, Floats, Kind, Recording
@@ -24,6 +26,10 @@ _PEER = {  # the other end's kind, and how many stages away it is
     Kind.BACKWARD_SEND: (Kind.BACKWARD_RECV, -1),
     Kind.BACKWARD_RECV: (Kind.BACKWARD_SEND, 1),
 }
+_NEEDS = (  # kind of pass, what brings it what it needs, and how many chunks away that is made
+    (Kind.FORWARD, Kind.FORWARD_RECV, -1),
+    (Kind.BACKWARD, Kind.BACKWARD_RECV, 1),
+)
 _TAIL = (Kind.NORM_REDUCE, Kind.EMBEDDING_REDUCE)
 
 
@@ -55,12 +61,16 @@ class Dependencies:
 
 def dependencies(recording: Recording) -> Dependencies:
     """The dependencies that a recording shows. Raises `ContractError` where they are circular."""
-    return _Builder(recording).build()
+    try:
+        return _Builder(recording).build()
+    except ContractError:  # numbers of microbatches may be made up, and contradict the times
+        return _Builder(recording, needs=False).build()
 
 
 class _Builder:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, *, needs: bool = True) -> None:
         self.rec = recording
+        self.needs = needs  # whether passes wait for those that they need, without a receive
         self.start = _reference(recording.start_s)
         self.end = _reference(recording.start_s + recording.duration_s)
         self.preds: list[list[int]] = [[] for _ in recording.kind]
@@ -81,6 +91,8 @@ class _Builder:
     def build(self) -> Dependencies:
         for stage in range(self.rec.stages):
             self._stage(stage)
+        if self.needs:
+            self._without_receives()
         transfers = self._transfers()
         groups = [list(pair) for pair in transfers]
         peer = np.full(len(self.preds), -1, np.intp)
@@ -168,6 +180,18 @@ class _Builder:
         self.preds[passes[index]].append(op)
         if index:
             self.preds[op].append(passes[index - 1])
+
+    def _without_receives(self) -> None:
+        """Passes wait for those that they need, in stages that recorded no receive."""
+        rec = self.rec
+        for kind, receive, away in _NEEDS:
+            passes = np.flatnonzero((rec.kind == kind) & (rec.microbatch >= 0))
+            where = {(int(rec.global_chunk[op]), int(rec.microbatch[op])): int(op) for op in passes}
+            silent = set(rec.stage.tolist()) - set(rec.stage[rec.kind == receive].tolist())
+            for (chunk, microbatch), op in where.items():
+                giver = where.get((chunk + away, microbatch))
+                if giver is not None and int(rec.stage[op]) in silent:
+                    self.preds[op].append(giver)
 
     def _model_ends(self, first: bool) -> int:
         """Global chunk that has no neighbour on that side."""

@@ -94,8 +94,14 @@ class Graph:
         ends = self._run(duration, delay, starts)
         return starts, ends[self._rank]
 
-    def makespan(self, duration: Times, delay: Times | None = None) -> Times:
-        """When the last operation of every case ends, [case]; see `replay`.
+    def makespan(
+        self,
+        duration: Times,
+        delay: Times | None = None,
+        *,
+        until: NDArray[np.intp] | None = None,
+    ) -> Times:
+        """When the last operation of every case ends, [case], or the last of `until`; see `replay`.
 
         Works on a few cases at a time, which takes little memory and stays in the cache.
         """
@@ -105,7 +111,8 @@ class Graph:
         for start in range(0, cases, block):
             part = slice(start, start + block)
             late = None if delay is None else delay[..., part]
-            last[part] = self._run(duration[..., part], late).max(axis=(0, 1))
+            ends = self._run(duration[..., part], late)
+            last[part] = (ends if until is None else ends[self._rank[until]]).max(axis=(0, 1))
         return last
 
     def _run(

@@ -46,3 +46,40 @@ def test_what_follows_the_passes_may_come_in_several_parts(kind):
     np.testing.assert_allclose(
         whatif_of(joined(two, again)).no_delay_s, whatif_of(one).no_delay_s, atol=1e-9
     )
+
+
+def test_a_send_that_outlasts_its_receive_slows_nobody():
+    ops = record(Recipe(dp=2, pp=2, steps=3, noise=0.0))
+    last = (ops.kind == Kind.BACKWARD_SEND) & (ops.seq == ops.seq[ops.kind == Kind.BACKWARD].max())
+    last &= (ops.dp == 0) & (ops.step == 1)
+    whatif = whatif_of(ops)
+    late = whatif_of(
+        dataclasses.replace(ops, duration_s=np.where(last, ops.duration_s + 2.0, ops.duration_s))
+    )
+    for name in ("by_replica_s", "by_stage_s"):
+        ours, its = (what.slowdown_of(getattr(what, name)) for what in (whatif, late))
+        np.testing.assert_allclose(its, ours, atol=1e-9)
+
+
+def without(ops, *kinds):
+    return ops.select(~np.isin(ops.kind, kinds))
+
+
+P2P = (Kind.FORWARD_SEND, Kind.FORWARD_RECV, Kind.BACKWARD_SEND, Kind.BACKWARD_RECV)
+
+
+@pytest.mark.parametrize("kinds", [P2P, (Kind.FORWARD_RECV, Kind.BACKWARD_RECV)])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_without_receives_passes_wait_for_those_that_they_need(kinds, chunks):
+    recipe = Recipe(dp=2, pp=4, steps=4, chunks=chunks, p2p_s=0.0, work_spread=0.3)
+    whole = record(recipe)
+    there, gone = whatif_of(whole), whatif_of(without(whole, *kinds))
+    np.testing.assert_allclose(gone.no_delay_s, there.no_delay_s, rtol=1e-6)
+    assert gone.slowdown == pytest.approx(there.slowdown, abs=1e-6)
+
+
+def test_microbatches_that_contradict_the_times_bring_no_circle():
+    ops = without(record(Recipe(dp=1, pp=3, steps=2)), *P2P)
+    turned = np.where(ops.microbatch >= 0, 7 - ops.microbatch, -1)
+    turned = np.where(ops.stage == 1, turned, ops.microbatch)
+    assert whatif_of(dataclasses.replace(ops, microbatch=turned)).slowdown > 0
