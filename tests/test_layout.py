@@ -171,6 +171,20 @@ def test_senders_share_the_load() -> None:
     assert abs(sent[0] - sent[1]) <= max(move.numel for move in planned)
 
 
+@given(any_layout, any_layout, st.sampled_from([PARAMETERS, TIED]))
+@settings(deadline=None, max_examples=60)
+def test_each_range_comes_from_the_holder_that_has_sent_least(
+    old: Layout, new: Layout, parameters: Parameters
+) -> None:
+    held, sent = holdings(old, parameters), dict.fromkeys(old.ranks, 0)
+    for move in moves(old, new, parameters):
+        nothing = (move.stop, move.start)
+        spans = {rank: held[rank].get(move.param, nothing) for rank in old.ranks}
+        able = [r for r, (a, b) in spans.items() if a <= move.start and move.stop <= b]
+        assert move.source == min(able, key=lambda rank: (sent[rank], rank))
+        sent[move.source] += move.numel
+
+
 def test_state_held_by_no_survivor_is_named() -> None:
     old = Layout.grid(dp=1, pp=2, tp=1, layers=LAYERS, units=UNITS)
     new = Layout((Replica((Stage((0,), (0, LAYERS), (UNITS,)),)),))

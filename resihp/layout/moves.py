@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from resihp.contracts import Layout, StateLostError
 
+from .holders import Holders
 from .parameters import Param, Parameters, Range
-from .ranges import holders_of, lightest, refine, without
+from .ranges import without
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,21 @@ def moves(
     `StateLostError` naming the ranges that no surviving rank holds.
     """
     before = {r: held for r, held in holdings(old, parameters).items() if r not in lost}
-    holders = holders_of(before)
+    holders = Holders(before)
     planned: list[Move] = []
-    gone: list[str] = []
-    sent: dict[int, int] = defaultdict(int)
+    gone: set[str] = set()
     for target, held in sorted(holdings(new, parameters).items()):
         for param, span in held.items():
             own = before.get(target, {}).get(param)
             for need in without(span, own):
-                for start, stop in refine(need, (r for r, _ in holders[param])):
-                    source = lightest(holders[param], (start, stop), sent)
+                for (start, stop), source in holders.senders(param, need):
                     if source is None:
-                        gone.append(f"{param.key}[{start}:{stop}]")
-                        continue
-                    move = Move(param, start, stop, source, target)
-                    sent[source] += move.numel
-                    planned.append(move)
+                        gone.add(f"{param.key}[{start}:{stop}]")
+                    else:
+                        planned.append(Move(param, start, stop, source, target))
     if gone:
-        shown = ", ".join(sorted(set(gone))[:6])
-        raise StateLostError(f"no surviving rank holds {shown} ({len(set(gone))} ranges in all)")
+        shown = ", ".join(sorted(gone)[:6])
+        raise StateLostError(f"no surviving rank holds {shown} ({len(gone)} ranges in all)")
     return tuple(planned)
 
 
@@ -89,13 +85,10 @@ def writers(layout: Layout, parameters: Parameters) -> dict[int, list[tuple[Para
 
     What several ranks hold is written by the one that writes least so far. Deterministic.
     """
-    holders = holders_of(holdings(layout, parameters))
+    holders = Holders(holdings(layout, parameters))
     written: dict[int, list[tuple[Param, Range]]] = {rank: [] for rank in layout.ranks}
-    load: dict[int, int] = defaultdict(int)
     for param in parameters.all:
-        for span in refine((0, param.size), (held for held, _ in holders[param])):
-            rank = lightest(holders[param], span, load)
+        for span, rank in holders.senders(param, (0, param.size)):
             assert rank is not None, "every layout holds every range"
             written[rank].append((param, span))
-            load[rank] += (span[1] - span[0]) * param.row_numel
     return written
