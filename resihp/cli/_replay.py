@@ -30,7 +30,7 @@ the job as if it ran now, as `NAME (replay)`. TRACE is what `resihp analyze` rea
 - `resihp replay run.parquet --url http://127.0.0.1:8700 --rate 2` — two steps a second
 
 Exit status: 0 whatever it finds, 2 with one clear line for a file that it cannot read or a sidecar
-that does not answer.
+that does not answer, or does not judge.
 """
 _PATIENCE_S = 20.0  # for the sidecar to have judged the last step
 _POLL_S = 0.5
@@ -84,7 +84,7 @@ def _remote(
     trace: Trace, console: Console, rate: float, url: str, token: str | None
 ) -> list[Verdict]:
     from resihp.client import Client
-    from resihp.contracts import TraceError
+    from resihp.contracts import ServiceError, TraceError
     from resihp.contracts.codec import WireFormat, encode
 
     if trace.plans:
@@ -107,7 +107,10 @@ def _remote(
             client.send_telemetry(job.name, encode(batch), WireFormat.MSGPACK)
             if rate > 0:
                 judged()
-        return _wait(judged) or client.verdicts(job.name)
+        final = _wait(judged) or client.verdicts(job.name)
+        if all(verdict.step is None for verdict in final):
+            raise ServiceError(f"{url} has taken all steps and judged none; is there a worker?")
+        return final
     finally:
         client.close()
 

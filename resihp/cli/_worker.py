@@ -11,13 +11,14 @@ from ._app import app
 from ._serve import Data, LogFormat, LogLevel, Redis, fail, settings_from
 
 _HELP = """
-Start one more **worker** for a sidecar that runs already.
+Start one more **worker** for a sidecar.
 
 A worker owns some of the jobs: it applies their telemetry to the detector, asks the scheduler for
 plans, and saves both. Jobs are spread over all workers; when one dies, the others take its jobs
 over, where its last saved state ends.
 
-Give it the same `--data` (the sidecar's embedded Redis on this machine) or the same `--redis`.
+Give it the same `--data` (the sidecar's embedded Redis on this machine) or the same `--redis`. One
+that is started before its sidecar waits for half a minute.
 """
 
 

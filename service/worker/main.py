@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import redis
 
 from ..errors import StartError
+from ..logs import logger
 from ..settings import Settings
 from ..store.embedded import socket_path
 from .engines import Engines, load_engines
 from .loop import Worker
 
+_PATIENCE_S = 30.0
+"""For the Redis of a sidecar that is started at the same time."""
+_POLL_S = 0.2
+
+log = logger("resihp.worker")
+
 
 def work(
-    settings: Settings, stop: threading.Event, engines: Callable[[], Engines] = load_engines
+    settings: Settings,
+    stop: threading.Event,
+    engines: Callable[[], Engines] = load_engines,
+    *,
+    patience_s: float = _PATIENCE_S,
 ) -> None:
-    """Work until `stop` is set. Raises `StartError` when there is no Redis to work on."""
+    """Work until `stop` is set.
+
+    Raises `StartError` when there is no Redis to work on, also after `patience_s`.
+    """
     url = settings.redis_url or f"unix://{socket_path(settings.data)}"
     try:
         client = redis.Redis.from_url(url, protocol=2)
     except ValueError as error:
         raise StartError(f"not the address of a Redis: {url}: {error}") from None
-    try:
-        client.ping()
-        client.close()
-    except redis.RedisError:
-        raise StartError(
-            f"no Redis answers at {url}; start `resihp serve` with the same --data or --redis first"
-        ) from None
+    with client:
+        if not _answers(client, url, stop, patience_s):
+            return
     # The signal handler runs in the main thread, which therefore only waits.
     thread = threading.Thread(target=Worker(url, settings, engines()).run, args=(stop,))
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
+
+
+def _answers(client: redis.Redis, url: str, stop: threading.Event, patience_s: float) -> bool:
+    """Wait until Redis answers; whether it does before `stop` is set. Raises `StartError`."""
+    deadline_s = time.monotonic() + patience_s
+    is_told = False
+    while not stop.is_set():
+        try:
+            client.ping()
+        except redis.RedisError:
+            if time.monotonic() >= deadline_s:
+                raise StartError(
+                    f"no Redis answers at {url}; "
+                    "start `resihp serve` with the same --data or --redis"
+                ) from None
+            if not is_told:
+                log.info("waiting for Redis", url=url)
+            is_told = True
+            stop.wait(_POLL_S)
+        else:
+            return True
+    return False

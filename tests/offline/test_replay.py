@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 import resihp.client
 from detector import Detector
-from resihp.cli import _analyze, _replay  # noqa: F401 - they register commands
+from resihp.cli import _analyze, _replay  # noqa: F401 - the first registers a command
 from resihp.cli._app import app
 from resihp.contracts import ServiceError
 from resihp.contracts.codec import decode
@@ -62,6 +62,18 @@ def test_what_cannot_be_read_or_reached_is_status_2_and_one_line(slow_trace, tmp
     for result in (run(tmp_path / "gone"), run(slow_trace, "--url", "http://sidecar")):
         assert result.exit_code == 2
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_sidecar_without_a_worker_is_no_verdict(slow_trace, monkeypatch):
+    class Idle(Sidecar):
+        def send_telemetry(self, job, message, form):
+            pass
+
+    monkeypatch.setattr(resihp.client, "Client", Idle)
+    monkeypatch.setattr(_replay, "_PATIENCE_S", 0.0)
+    result = run(slow_trace, "--url", "http://sidecar")
+    assert result.exit_code == 2
+    assert "http://sidecar has taken all steps and judged none" in result.stderr
 
 
 def test_a_job_is_replayed_beside_the_one_that_may_run(slow_trace, monkeypatch):
