@@ -122,7 +122,10 @@ class Job:
                            fits, its eager kind (the same passes, forwards earlier)
     chunks                 model chunks per stage (more than 1 with the interleaved schedule)
     max_in_flight          most microbatches of which a stage may hold activations; None: unlimited
+    recompute              whether backward passes recompute activations
     device                 type of device, e.g. "H100"; predictors are shared per (model, device)
+    cost                   measured times of a layer; None derives them from model and device
+    memory, links          budget of a device and what training takes of it; the network
     protection             against faults; with it a dear change of layout has to pay until the next
     """
 

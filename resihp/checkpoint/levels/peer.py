@@ -24,7 +24,8 @@ class PeerMemory:
     """Sends each checkpoint of this rank to a peer, and keeps those of the ranks that send here.
 
     own      this process's own level; its checkpoints are handed out as well
-    listen   address to listen on; port 0: any free one. Whoever connects must know `token`.
+    listen   address to listen on; port 0: any free one. Whoever connects must know `token`,
+             by default a random one.
     keep     checkpoints kept for each sender; their memory is one more
     server   what listens and keeps, where it is to outlive this level; instead of the three above
     timeout  of every wait on a peer
