@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dependencies import Dependencies, dependencies, transfer_seconds
-from .ops import COLLECTIVE, LABELS, P2P, Floats, Kind, Recording
+from .ops import COLLECTIVE, COMPUTE, LABELS, P2P, Floats, Kind, Recording
 from .order import median
 
 _PIPELINE_COMM = {
@@ -31,12 +31,15 @@ class WhatIf:
 
     `own_s` [N, D, T] are the durations without waiting for others; `ideal_s` [N] what every
     operation of its kind takes on average: the mean of compute, the median of communication.
+    `absent` [N, D, T] marks what belongs to microbatches that a replica did not have in a step;
+    None where all had the same number.
     """
 
     recording: Recording
     found: Dependencies
     own_s: Floats
     ideal_s: Floats
+    absent: NDArray[np.bool_] | None = None
 
     @classmethod
     def of(
@@ -48,7 +51,17 @@ class WhatIf:
         """Prepares a recording. What was not recorded counts as usual for its place."""
         found = found or dependencies(recording)
         own = _without_gaps(transfer_seconds(recording, found) if own_s is None else own_s)
-        return cls(recording, found, own, _ideal(recording, own))
+        absent = _absent(recording, found)
+        if absent is None:
+            return cls(recording, found, own, _ideal(recording, own))
+        ideal = _ideal(recording, np.where(absent, np.nan, own))
+        return cls(recording, found, np.where(absent, 0.0, own), ideal, absent)
+
+    @cached_property
+    def ideal_own_s(self) -> Floats:
+        """Ideal durations that broadcast to [N, D, T]; nothing for what is absent."""
+        ideal = self.ideal_s[:, None, None]
+        return ideal if self.absent is None else np.where(self.absent, 0.0, ideal)
 
     def step_s(self, own_s: Floats, delay_s: Floats | None = None) -> NDArray[np.float64]:
         """Duration [T] of every step with these durations [N, D, T]."""
@@ -76,8 +89,8 @@ class WhatIf:
 
     @cached_property
     def ideal_step_s(self) -> float:
-        """The step when every operation takes its ideal time."""
-        return float(self.step_s(self.ideal_s[:, None, None])[0])
+        """The mean step when every operation takes its ideal time."""
+        return float(self.step_s(self.ideal_own_s).mean())
 
     @cached_property
     def slowdown(self) -> float:
@@ -86,7 +99,7 @@ class WhatIf:
 
     @cached_property
     def _ideal_trained_s(self) -> float:
-        return float(self.trained_s(self.ideal_s[:, None, None])[0])
+        return float(self.trained_s(self.ideal_own_s).mean())
 
     @cached_property
     def launch_slowdown(self) -> float:
@@ -104,12 +117,15 @@ class WhatIf:
     def by_replica_s(self) -> NDArray[np.float64]:
         """Steps [D, T] where one replica is as recorded and all else is ideal.
 
-        All ideal replicas run alike, so one of them stands for the rest. A job of one replica has
-        none, and is as recorded.
+        All ideal replicas of as many microbatches run alike, so one of them stands for the rest. A
+        job of one replica has none, and is as recorded.
         """
         operations, replicas, steps = self.own_s.shape
         if replicas == 1:
             return self.trained_s(self.own_s)[None]
+        if self.absent is not None:
+            one = np.eye(replicas, dtype=bool)[:, None, :, None]
+            return np.stack([self._only(replica) for replica in one])
         pair = np.empty((operations, 2, steps))
         pair[:, 1] = self.ideal_s[:, None]
         found = np.empty((replicas, steps))
@@ -122,7 +138,8 @@ class WhatIf:
     def by_stage_s(self) -> NDArray[np.float64]:
         """Steps [S, T] where one stage is as recorded and all else is ideal."""
         stages = range(self.recording.stages)
-        return np.stack([self._only(self.recording.stage == stage) for stage in stages])
+        here = self.recording.stage[:, None, None]
+        return np.stack([self._only(here == stage) for stage in stages])
 
     @cached_property
     def by_kind_s(self) -> Mapping[str, NDArray[np.float64]]:
@@ -131,7 +148,7 @@ class WhatIf:
             _PIPELINE_COMM.get(Kind(kind), LABELS[Kind(kind)]) for kind in self.recording.kind
         ]
         names = np.array(labels)
-        return {str(name): self._only(names == name) for name in np.unique(names)}
+        return {str(name): self._only((names == name)[:, None, None]) for name in np.unique(names)}
 
     @cached_property
     def by_worker(self) -> NDArray[np.float64]:
@@ -157,7 +174,7 @@ class WhatIf:
 
     def explained(self, cells: NDArray[np.bool_]) -> float | None:
         """Share of the lost time that goes when these cells take their ideal time."""
-        fixed = np.where(cells, self.ideal_s[:, None, None], self.own_s)
+        fixed = np.where(cells, self.ideal_own_s, self.own_s)
         return self.recovered(self.step_s(fixed))
 
     def recovered(self, step_s: Floats) -> float | None:
@@ -166,9 +183,27 @@ class WhatIf:
         lost = actual - self.ideal_step_s
         return (actual - float(step_s.mean())) / lost if lost > 1e-9 * actual else None
 
-    def _only(self, operations: NDArray[np.bool_]) -> NDArray[np.float64]:
-        ideal = self.ideal_s[:, None, None]
-        return self.trained_s(np.where(operations[:, None, None], self.own_s, ideal))
+    def _only(self, cells: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Steps [T] where some cells are as recorded and all else is ideal."""
+        return self.trained_s(np.where(cells, self.own_s, self.ideal_own_s))
+
+
+def _absent(recording: Recording, found: Dependencies) -> NDArray[np.bool_] | None:
+    """What belongs to microbatches beyond the last one that a replica ran in a step, [N, D, T].
+
+    A replica of which nothing was recorded in a step is taken to have run as many as it usually
+    does. None where nothing is absent.
+    """
+    passes = recording.of_kind(*COMPUTE)
+    seen = np.isfinite(recording.start_s[passes])
+    number = recording.microbatch[passes][:, None, None] + 1
+    count = np.where(seen, number, 0).max(axis=0)
+    if (count == count.max()).all():
+        return None
+    served = np.where(found.serves >= 0, recording.microbatch[found.serves], -1)
+    own = np.where(passes, recording.microbatch, served)
+    absent = (own[:, None, None] >= count) & (count > 0)
+    return absent if absent.any() else None
 
 
 def _without_gaps(own_s: Floats) -> Floats:
@@ -193,5 +228,6 @@ def _ideal(recording: Recording, own_s: Floats) -> Floats:
     for kind in np.unique(recording.kind):
         rows = recording.kind == kind
         values = own_s[rows]
+        values = values[np.isfinite(values)]
         ideal[rows] = np.median(values) if communication[rows].all() else values.mean()
     return ideal

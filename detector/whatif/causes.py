@@ -159,6 +159,8 @@ class Causes:
         """Durations with communication as quick as it is in its better cases."""
         rec, own = self.whatif.recording, self.whatif.own_s
         quick = np.array(own, np.float64)
+        if self.whatif.absent is not None:
+            own = np.where(self.whatif.absent, np.nan, own)
         for kind in (*P2P, *COLLECTIVE):
             rows = (rec.kind == kind) & ~(self.whatif.found.idle | self.whatif.found.lone)
             if rows.any():
@@ -166,14 +168,14 @@ class Causes:
                 if kind in COLLECTIVE:  # stages hold parameters of different sizes
                     of_stage = quantile(own[rows], USUAL, axis=(1, 2))
                     usual = np.minimum(of_stage, UNEVEN * usual)
-                quick[rows] = np.minimum(own[rows], usual)
+                quick[rows] = np.minimum(quick[rows], usual)
         return quick
 
     def _communication(self, actual: float) -> float:
         rec = self.whatif.recording
         uneven = actual - float(self.whatif.step_s(self._quick).mean())
-        silent = np.where(rec.of_kind(*P2P, *COLLECTIVE), 0.0, self.whatif.ideal_s)
-        without = float(self.whatif.step_s(silent[:, None, None])[0])
+        silent = rec.of_kind(*P2P, *COLLECTIVE)[:, None, None]
+        without = float(self.whatif.step_s(np.where(silent, 0.0, self.whatif.ideal_own_s)).mean())
         excess = self.whatif.ideal_step_s - (1.0 + FAIR_COMMUNICATION) * without
         return max(uneven, 0.0) + max(excess, 0.0)
 

@@ -279,8 +279,11 @@ class _Builder:
 
 
 def _reference(times: Floats) -> Floats:
-    """Times [N] of the first replica in the first step; the median where it has none."""
-    reference = times[:, 0, 0].copy()
+    """Times [N] of the first replica in the first step, or of the first that shows more operations
+    than those before it; the median where it has none."""
+    shown = np.isfinite(times).sum(axis=0)
+    replica, step = np.unravel_index(int(np.argmax(shown)), shown.shape)
+    reference = times[:, replica, step].copy()
     missing = np.isnan(reference)
     if missing.any():
         reference[missing] = np.nanmedian(times[missing].reshape(int(missing.sum()), -1), axis=1)

@@ -29,7 +29,7 @@ def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
     table.release()
     meta = read_meta(path)
     layout = _layout(ops)
-    microbatches = _microbatches(ops)
+    microbatches = _microbatches(path, ops)
     chunks = int(ops.chunk.max(initial=0)) + 1
     job = Job(
         name=_name(meta.get("trial_name") or path.stem),
@@ -71,7 +71,7 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
         step=column["step"],
         kind=kind,
         start_s=column["start_ts"],
-        duration_s=column["duration"],
+        duration_s=np.maximum(column["duration"], 0.0),
         seq=seq,
         chunk=chunk,
         global_chunk=column.get("gmc", np.where(chunk >= 0, chunk * stages + stage, -1)),
@@ -79,15 +79,17 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
     )
 
 
+_CLOCK_S = 1e-3  # a duration may come out below 0 by this, between two clocks, and counts as 0
+
 # Column -> dtype, least and largest value allowed: numbers beyond are a mistake, and would be
 # answered with grids that no memory holds.
-_WANTED: dict[str, tuple[Any, int, int]] = {
-    "dp_rank": (np.int32, 0, 2**20),
+_WANTED: dict[str, tuple[Any, float, int]] = {
+    "dp_rank": (np.int32, 0, 2**14),
     "stage": (np.int16, 0, 2**12 - 1),
     "rank": (np.int32, 0, 2**31 - 2),
     "step": (np.int64, 0, 2**62),
     "start_ts": (np.float64, -(2**62), 2**62),
-    "duration": (np.float64, 0, 2**62),
+    "duration": (np.float64, -_CLOCK_S, 2**62),
     "seq_id": (np.int32, 0, 2**20),
     "mc": (np.int16, -1, 2**12),
     "mb_id": (np.int32, -1, 2**17),
@@ -123,7 +125,7 @@ def _narrow(values: NDArray[Any], dtype: Any) -> Any:
     return next(t for t in (np.int16, np.int32, dtype) if most <= np.iinfo(t).max)
 
 
-def _whole(values: NDArray[Any], least: int) -> NDArray[Any]:
+def _whole(values: NDArray[Any], least: float) -> NDArray[Any]:
     """Whole numbers that pandas wrote as decimals because some were empty; else as they are."""
     filled = np.where(np.isnan(values), -1.0, values) if least == -1 else values
     whole = np.isfinite(filled).all() and (filled == np.round(filled)).all()
@@ -186,13 +188,13 @@ def _layout(ops: OpTable) -> Layout:
     return Layout(tuple(replicas))
 
 
-def _microbatches(ops: OpTable) -> tuple[int, ...]:
+def _microbatches(path: Path, ops: OpTable) -> tuple[int, ...]:
     """Most forward passes of a microbatch that any step of each replica shows."""
     rows = ops.kind == Kind.FORWARD
     counts = np.zeros(int(ops.dp.max()) + 1, np.int64)
     np.maximum.at(counts, ops.dp[rows], ops.microbatch[rows].astype(np.int64) + 1)
     if not counts.any():
-        raise TraceError("holds no forward-compute operation")
+        raise TraceError(f"{path}: holds no forward-compute operation")
     return tuple(int(count) for count in counts)
 
 

@@ -69,8 +69,8 @@ class Timeline:
         whatif = self.analysis.whatif
         if whatif is None:
             return self._replayed_spans(ideal=True, at=self.steps.index(step))
-        replicas = whatif.own_s.shape[1]
-        own = np.repeat(whatif.ideal_s[:, None, None], replicas, axis=1)
+        ideal = np.broadcast_to(whatif.ideal_own_s, whatif.own_s.shape)
+        own = ideal[:, :, [self.steps.index(step)]]
         start, end = whatif.found.graph.replay(own)
         return self._recorded_spans(start[:, :, 0], (end - start)[:, :, 0])
 

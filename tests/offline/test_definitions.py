@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from detector.whatif import Kind, WhatIf
-from detector.whatif.ops import OpTable, Recording
+from detector.whatif.ops import COMPUTE, P2P, OpTable, Recording
 from resihp.offline.synthetic import Recipe, record
 
 
@@ -65,9 +65,6 @@ def without(ops, *kinds):
     return ops.select(~np.isin(ops.kind, kinds))
 
 
-P2P = (Kind.FORWARD_SEND, Kind.FORWARD_RECV, Kind.BACKWARD_SEND, Kind.BACKWARD_RECV)
-
-
 @pytest.mark.parametrize("kinds", [P2P, (Kind.FORWARD_RECV, Kind.BACKWARD_RECV)])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_without_receives_passes_wait_for_those_that_they_need(kinds, chunks):
@@ -83,3 +80,26 @@ def test_microbatches_that_contradict_the_times_bring_no_circle():
     turned = np.where(ops.microbatch >= 0, 7 - ops.microbatch, -1)
     turned = np.where(ops.stage == 1, turned, ops.microbatch)
     assert whatif_of(dataclasses.replace(ops, microbatch=turned)).slowdown > 0
+
+
+def counted(microbatches, steps, first, dp=2):
+    """Steps of a job without noise that runs so many microbatches, numbered from `first`."""
+    ops = record(Recipe(dp=dp, pp=3, microbatches=microbatches, steps=steps, noise=0.0))
+    return dataclasses.replace(ops, step=ops.step + first)
+
+
+def test_steps_of_fewer_microbatches_are_as_long_as_they_were():
+    few, many = counted(5, 2, 0), counted(8, 2, 10)
+    whatif = whatif_of(joined(few, many))
+    whole = [whatif_of(part).no_delay_s for part in (few, many)]
+    np.testing.assert_allclose(whatif.no_delay_s, np.concatenate(whole), rtol=1e-6)
+    assert whatif.slowdown == pytest.approx(1.0, abs=1e-6)
+    assert whatif.slowdown_of(whatif.by_replica_s) == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
+def test_a_replica_of_fewer_microbatches_waits_for_the_other_one():
+    many = counted(8, 3, 0)
+    beyond = (many.dp == 0) & np.isin(many.kind, (*COMPUTE, *P2P)) & (many.seq >= 5)
+    whatif = whatif_of(many.select(~beyond))
+    np.testing.assert_allclose(whatif.no_delay_s, whatif_of(many).no_delay_s, rtol=1e-6)
+    assert whatif.slowdown == pytest.approx(1.0, abs=1e-6)

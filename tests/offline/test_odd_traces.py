@@ -101,3 +101,11 @@ def test_a_place_is_told_by_the_number_of_its_replica(tmp_path):
     ops = record(Recipe(dp=5, pp=2, steps=16, troubles=(slow,)), seed=2)
     first = analysis_of(ops.select(ops.dp != 1), tmp_path).diagnosis.detail[0]
     assert "garbage collection on the ranks of stage 1 in replica 3" in first
+
+
+def test_a_duration_that_comes_out_just_below_0_counts_as_0(tmp_path):
+    shortest = np.where(WHOLE.kind == Kind.GC, -1e-6, WHOLE.duration_s)
+    ours = analysis_of(dataclasses.replace(WHOLE, duration_s=shortest), tmp_path)
+    assert ours.diagnosis.slowdown == analysis_of(WHOLE, tmp_path).diagnosis.slowdown
+    with pytest.raises(TraceError, match="below"):
+        analysis_of(dataclasses.replace(WHOLE, duration_s=shortest - 0.1), tmp_path)
