@@ -2,9 +2,10 @@
 
 from .analysis import WhatIf
 from .causes import Causes
-from .dependencies import Dependencies, dependencies, transfer_seconds
+from .dependencies import Dependencies, dependencies
 from .ops import Kind, OpTable, Recording
 from .slow import SlowDevice
+from .waiting import transfer_seconds
 
 __all__ = [
     "Causes",

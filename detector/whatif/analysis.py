@@ -13,9 +13,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .dependencies import Dependencies, dependencies, transfer_seconds
+from .dependencies import Dependencies, dependencies
 from .ops import COLLECTIVE, COMPUTE, LABELS, P2P, Floats, Kind, Recording
 from .order import median
+from .waiting import transfer_seconds
 
 _PIPELINE_COMM = {
     Kind.FORWARD_SEND: "forward-pp-comm",

@@ -22,6 +22,7 @@ from resihp.contracts import (
 )
 
 from ._trace import Trace
+from ._unexplained import unexplained
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +110,8 @@ def analyze(trace: Trace) -> Analysis:
         None if whatif is None else max(whatif.slowdown, 1.0),
         slow=slow[max(slow)],
     )
+    if whatif is not None and (words := unexplained(whatif, costs)):
+        diagnosis = replace(diagnosis, detail=(words, *diagnosis.detail[1:]))
     return Analysis(trace, verdicts, changes, diagnosis, costs, slow[max(slow)], whatif)
 
 

@@ -77,3 +77,15 @@ def test_only_the_pass_that_was_held_up_is_mended():
     assert np.isnan(mended[1, 0, 0, 0, 0])
     mended[1, 0, 0, 0, 0] = times[1, 0, 0, 0, 0]
     np.testing.assert_allclose(mended, times, rtol=1e-6)
+
+
+def test_a_loss_that_no_cause_explains_is_told_by_operation_and_rank(tmp_path):
+    trouble = Trouble(kinds=(Kind.OPTIMIZER,), replica=1, stage=2, extra_s=0.4)
+    analysis = analysis_of(record(Recipe(dp=4, pp=4, steps=10, troubles=(trouble,))), tmp_path)
+    assert analysis.diagnosis.root_cause is Cause.NONE
+    assert "of the loss goes with optimizer, most of it on rank 9" in analysis.diagnosis.detail[0]
+
+
+def test_a_healthy_job_has_nothing_to_explain(tmp_path):
+    detail = analysis_of(record(Recipe(dp=4, pp=4, steps=10)), tmp_path).diagnosis.detail
+    assert detail[0] == "No cause costs enough of the step to be named."
