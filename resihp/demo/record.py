@@ -30,7 +30,7 @@ class SwitchSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictSeen:
-    """A verdict that changed; `at_step` is the step the job was in when it was published."""
+    """A verdict that changed; `at_step` is the newest step that was complete by then."""
 
     at_step: int
     verdict: Verdict

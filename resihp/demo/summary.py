@@ -89,7 +89,7 @@ def _found(record: DemoRecord) -> list[str]:
             after = f"said {plural(item.delay_steps, 'step')} after the fault"
         lines.append(f"{verdict_line(item.seen.verdict)} ({after})")
     lines += [
-        f"{verdict_line(seen.verdict)} (said in step {seen.at_step})"
+        f"{verdict_line(seen.verdict)} (said after step {seen.at_step})"
         for seen in record.verdicts
         if seen.verdict.status is Status.FAIL_STOP
     ]

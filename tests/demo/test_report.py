@@ -196,6 +196,16 @@ def test_numbers_of_moments_do_not_stand_on_each_other() -> None:
     assert min(gaps) > 1.0
 
 
+def test_nobody_is_said_to_be_dead_before_the_kill() -> None:
+    record = demo_record()
+    *others, dead = record.verdicts
+    assert dead.verdict.status is Status.FAIL_STOP
+    early = replace(dead, at_step=dead.verdict.since_step - 1)  # the step of the kill is under way
+    told = moments(replace(record, verdicts=(*others, early)))
+    kinds = [moment.kind for moment in told if moment.step == SCRIPT["dead_at"]]
+    assert kinds[:2] == ["lost", "verdict"]
+
+
 def test_heat_rises_with_the_slowdown() -> None:
     assert heat_level(1.0) == 0
     assert heat_level(2.0) == len(HEAT_EDGES)

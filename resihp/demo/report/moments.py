@@ -52,8 +52,9 @@ def _script(record: DemoRecord) -> list[tuple[int, int, str, str]]:
 
 
 def _verdicts(record: DemoRecord) -> list[tuple[int, int, str, str]]:
+    # A loss is said in the step that it happens in, when only the one before is complete.
     return [
-        (seen.at_step, 1, "verdict", verdict_line(seen.verdict))
+        (max(seen.at_step, seen.verdict.since_step or 0), 1, "verdict", verdict_line(seen.verdict))
         for seen in record.verdicts
         if seen.verdict.status in (Status.FAIL_SLOW, Status.FAIL_STOP)
     ]
