@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
+from ..at_exit import in_torch
 from ..worlds.comm import Group
 
 _LOOK_S = 0.01
@@ -25,8 +26,9 @@ def dispose(groups: Iterable[Group]) -> None:
 def _close(groups: Iterable[Group]) -> None:
     left = list(groups)
     while left:
-        for group in [group for group in left if group.is_idle]:
-            group.close()
-            left.remove(group)
+        with in_torch():
+            for group in [group for group in left if group.is_idle]:
+                group.close()
+                left.remove(group)
         if left:
             time.sleep(_LOOK_S)

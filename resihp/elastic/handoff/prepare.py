@@ -15,6 +15,7 @@ import torch.distributed as dist
 from resihp.contracts import Layout, Plan
 from resihp.layout import Move, Parameters, moves
 
+from ..at_exit import started
 from ..engine.shard import Shard
 from ..engine.sums import Gradients, Rest
 from ..worlds.comm import Group, Network, WorldBrokenError
@@ -145,7 +146,7 @@ class Preparation:
         self._build, self._present, self._attach = build, present, attach
         self._network: Network | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
-        self._thread.start()
+        started(self._thread)
 
     def wait(self, broken: Callable[[Sequence[int], float], str | None]) -> Prepared:
         """The prepared world. Raises `fault` or `WorldBrokenError` if it will never be complete."""

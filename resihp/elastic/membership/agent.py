@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from resihp.contracts import InfeasibleError, Plan
 
+from ..at_exit import started
 from ..events import Switch
 from ..present import Present
 from .offers import Offer
@@ -48,7 +49,7 @@ class PlanAgent:
 
     def start(self) -> None:
         """Begin to ask for plans."""
-        self._thread.start()
+        started(self._thread)
 
     def close(self) -> None:
         """Stop; a question that is under way is abandoned."""

@@ -1,0 +1,74 @@
+"""A process whose job is done ends with the status of its script, whatever its threads still do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PATIENCE_S = 60.0
+
+SLOW = """
+import gc, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+
+begun = threading.Event()
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def in_torch():
+    begun.set()
+    try:
+        server.wait(["never"], timedelta(seconds=0.5))
+    except dist.DistError:
+        pass
+
+class LongEnd:
+    def __init__(self):
+        self.cycle, self.sleep = self, time.sleep
+
+    def __del__(self):
+        self.sleep(2.0)
+
+gc.disable()
+LongEnd()
+"""
+
+DISPOSING = """
+from resihp.elastic.handoff.disposal import dispose
+
+class Group:
+    is_idle = property(lambda self: in_torch())
+
+dispose([Group()])
+assert begun.wait(30)
+"""
+
+ASKING = """
+from types import SimpleNamespace
+from resihp.elastic.membership.agent import PlanAgent
+from resihp.elastic.membership.plans import NoPlans
+
+store = SimpleNamespace(check=lambda keys: in_torch())
+link = SimpleNamespace(store=store)
+rendezvous = SimpleNamespace(link=link, rank=0, alive=(0,), recovery=0)
+present = SimpleNamespace(epoch=0, plan=SimpleNamespace(version=0), completed=0)
+agent = PlanAgent(NoPlans(), rendezvous, present, lambda: True, lambda plan: None)
+agent.start()
+assert begun.wait(30)
+agent.close()
+"""
+
+
+@pytest.mark.parametrize("doing", [DISPOSING, ASKING], ids=["disposing", "asking"])
+def test_a_thread_in_torch_does_not_abort_a_process_that_ends(doing: str) -> None:
+    """The interpreter takes long to end, so that the thread comes out of torch meanwhile."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SLOW + doing],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
