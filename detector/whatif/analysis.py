@@ -24,6 +24,8 @@ _PIPELINE_COMM = {
     Kind.BACKWARD_SEND: "backward-pp-comm",
     Kind.BACKWARD_RECV: "backward-pp-comm",
 }
+_NOTHING = 1e-6
+"""Share of the step from which on something is lost: recordings hold times of 7 digits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +184,7 @@ class WhatIf:
         """Share of the lost time that steps of these durations do not lose."""
         actual = float(self.no_delay_s.mean())
         lost = actual - self.ideal_step_s
-        return (actual - float(step_s.mean())) / lost if lost > 1e-9 * actual else None
+        return (actual - float(step_s.mean())) / lost if lost > _NOTHING * actual else None
 
     def _only(self, cells: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Steps [T] where some cells are as recorded and all else is ideal."""

@@ -103,3 +103,11 @@ def test_a_replica_of_fewer_microbatches_waits_for_the_other_one():
     whatif = whatif_of(many.select(~beyond))
     np.testing.assert_allclose(whatif.no_delay_s, whatif_of(many).no_delay_s, rtol=1e-6)
     assert whatif.slowdown == pytest.approx(1.0, abs=1e-6)
+
+
+def test_where_nothing_but_rounding_is_lost_no_share_of_it_is_told():
+    ops = record(Recipe(dp=3, pp=3, steps=3, noise=0.0))
+    rounded = {name: getattr(ops, name).astype(np.float32) for name in ("start_s", "duration_s")}
+    whatif = whatif_of(dataclasses.replace(ops, **rounded))
+    assert (whatif.m_w, whatif.m_s) == (None, None)
+    assert whatif.slowdown == pytest.approx(1.0, abs=1e-6)
