@@ -145,15 +145,10 @@ def steps_of(
     budget = job.tokens_per_microbatch or 8192
     pool = np.asarray(lengths, np.int64)
     for step in range(first_step, first_step + steps):
-        speed = offsets[places.ranks] + rng.normal(0.0, noise.step, places.size)
-        if noise.hiccups:
-            struck = rng.random(places.size) < noise.hiccups
-            speed += np.where(struck, np.log(rng.uniform(1.1, 5.0, places.size)), 0.0)
-        for fault in faults:
-            speed[places.ranks == fault.rank] += np.log(fault.at(step))
+        slower = offsets[places.ranks] + _slower(places, step, faults, noise, rng)
         rows, work = _rows(job, places, pool, budget, rng)
         work = _surged(job, work, [surge for surge in surges if surge.from_step <= step])
-        times = _times(places, rows, work) * np.exp(speed[rows["at"]])
+        times = _times(places, rows, work) * np.exp(slower[rows["at"]])
         _scatter(times, noise, rng)
         slowest = _slowest(places, rows, times)
         wait = slowest - times if waits else np.full(times.size, np.nan)
@@ -171,6 +166,19 @@ def steps_of(
 
 
 _COLUMNS = ("tokens", "sequences", "sum_sq_len", "max_len")
+
+
+def _slower(
+    places: Places, step: int, faults: Sequence[Fault], noise: Noise, rng: np.random.Generator
+) -> Floats:
+    """How much longer each rank computes in a step (log), beside what it always does."""
+    slower = rng.normal(0.0, noise.step, places.size)
+    if noise.hiccups:
+        struck = rng.random(places.size) < noise.hiccups
+        slower += np.where(struck, np.log(rng.uniform(1.1, 5.0, places.size)), 0.0)
+    for fault in faults:
+        slower[places.ranks == fault.rank] += np.log(fault.at(step))
+    return slower
 
 
 def _rows(
