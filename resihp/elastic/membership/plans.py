@@ -69,7 +69,7 @@ class ServicePlans:
     """Plans of the sidecar; after a loss, the scheduler's own if the sidecar does not answer.
 
     Where the job stands is told again after any silence: a sidecar that was away, or that has been
-    too slow, does not know of a plan that was made here.
+    too slow, does not know of a plan that was made here. Each silence is logged once.
     """
 
     def __init__(self, client: Client, job: Job, *, patience: timedelta) -> None:
@@ -78,6 +78,7 @@ class ServicePlans:
         self._lost: set[int] = set()
         self._held: Plan | None = None  # what this rank works by, where that is not the first plan
         self._told: Plan | None = None  # what the sidecar is known to know of that
+        self._is_silent = False
 
     def wait(self, after: int, seconds: float) -> Plan | None:
         """Long-poll the sidecar; first tell it what it has missed."""
@@ -86,12 +87,17 @@ class ServicePlans:
             if held is not self._told and held is not None:
                 self._client.tell_plan(self._job.name, held, lost=self._lost)
                 self._told = held
-            return self._client.plan(self._job.name, after=after, wait=seconds)
+            plan = self._client.plan(self._job.name, after=after, wait=seconds)
         except ServiceError as error:
-            _log.debug("no plan from the sidecar: %s", error)
-            self._told = None
+            if not self._is_silent:
+                _log.warning("no plans from the sidecar for now: %s", error)
+            self._is_silent, self._told = True, None
             time.sleep(min(seconds, 1.0))
             return None
+        if self._is_silent:
+            _log.info("plans come from the sidecar again")
+        self._is_silent = False
+        return plan
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         """Report the loss, and take the sidecar's plan once it uses survivors only."""

@@ -1,0 +1,38 @@
+"""What one rank asks the sidecar for plans, and what it says while that does not answer."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+
+from resihp.contracts import Job, Plan, ServiceError
+from resihp.elastic.membership.plans import ServicePlans
+from tests.elastic.job import GRID, MICROBATCHES, SHAPE
+
+JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)
+
+
+class Answers:
+    """A client whose answers are given beforehand: an error, or nothing new."""
+
+    def __init__(self, *answers: ServiceError | None) -> None:
+        self._answers = list(answers)
+
+    def plan(self, job: str, *, after: int, wait: float) -> Plan | None:
+        if error := self._answers.pop(0):
+            raise error
+        return None
+
+
+def test_each_silence_of_the_sidecar_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong token must not stay unseen until the first loss, nor fill the log."""
+    refused = ServiceError("401: the token is missing or wrong")
+    answers = Answers(refused, refused, None, None, refused)
+    source = ServicePlans(answers, JOB, patience=timedelta(seconds=1))  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, logger="resihp.elastic"):
+        for _ in range(5):
+            assert source.wait(0, 0.0) is None
+    told = [(r.levelname, "401" in r.getMessage()) for r in caplog.records]
+    assert told == [("WARNING", True), ("INFO", False), ("WARNING", True)]
