@@ -84,13 +84,42 @@ def uncut() -> Setup:
     return Setup(Uncut(SHAPE), OPTIMIZER, batch)
 
 
-def test_a_plan_that_the_model_cannot_be_built_for_is_tried_once(tmp_path: Path) -> None:
+def test_a_plan_that_the_model_cannot_be_built_for_is_tried_twice(tmp_path: Path) -> None:
     source = Offering(Scripted, (plan(1, NEXT), plan(2, FIRST, quotas=(4, 2))))
     outcome = run(Case(FIRST, STEPS, source=source, awaited=2, setup=uncut), tmp_path)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    refusals = outcome.logs.count("the world of plan 1 cannot be built here")
+    assert refusals == 2 * len(NEXT.ranks), outcome.logs
     assert "NotImplementedError: first cannot be cut" in outcome.logs
     assert outcome.logs.count("plan 1 is refused: its world could not be taken on") == 1
-    assert [event["version"] for event in outcome.switches] == [0, 2, 0, 2], outcome.logs
+    assert [event["version"] for event in outcome.switches] == [0, 0, 2, 0, 0, 2], outcome.logs
+    assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
+
+
+class Hindered(Llama):
+    """Cannot be cut the first time that a process tries."""
+
+    is_hindered = True
+
+    def build(self, part: str, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+        if len(group) > 1 and self.is_hindered:
+            self.is_hindered = False
+            raise OSError("something else holds the device")
+        return super().build(part, ranges, group)
+
+
+def hindered() -> Setup:
+    """What trains it."""
+    return Setup(Hindered(SHAPE), OPTIMIZER, batch)
+
+
+def test_a_plan_that_failed_for_a_passing_reason_is_taken_on_after_all(tmp_path: Path) -> None:
+    source = Offering(Scripted, (plan(1, NEXT),))
+    outcome = run(Case(FIRST, STEPS, source=source, awaited=1, setup=hindered), tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert "something else holds the device" in outcome.logs
+    assert "is refused" not in outcome.logs
+    assert [event["version"] for event in outcome.switches] == [0, 1, 0, 1], outcome.logs
     assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
 
 

@@ -41,7 +41,7 @@ class PlanAgent:
     ) -> None:
         self._plans, self._rendezvous = plans, rendezvous
         self._present, self._is_settled, self._refusal = present, is_settled, refusal
-        self._refused = -1
+        self._tried = self._refused = -1
         self._offered: set[tuple[int, int, int]] = set()
         self._wants_to_leave = False
         self._over = threading.Event()
@@ -86,8 +86,7 @@ class PlanAgent:
                 self._over.wait(_TURN_S)
                 continue
             if offered is not None and self._has_failed(offered, published):
-                why = self._rendezvous.broke(published[0])
-                self._refuse(offered.plan, f"its world could not be taken on: {why}")
+                self._failed(offered.plan, self._rendezvous.broke(published[0]))
             offered = None
             offer = self._next(standbys)
             still = (self._rendezvous.recovery, self._present.epoch) == turn and self._is_settled()
@@ -96,11 +95,17 @@ class PlanAgent:
                 published, offered = turn, offer
 
     def _has_failed(self, offer: Offer, turn: tuple[int, int]) -> bool:
-        """Whether an offer was given up although nobody was lost; it would be once more."""
+        """Whether an offer was given up although nobody was lost."""
         was_given_up = self._rendezvous.recovery > turn[0]
         is_held = self._present.plan.version == offer.plan.version
         are_there = set(offer.members) <= set(self._rendezvous.alive)
         return was_given_up and are_there and not is_held
+
+    def _failed(self, plan: Plan, why: str) -> None:
+        """A slow network may have been the reason, once; what the model refuses fails again."""
+        if plan.version == self._tried:
+            self._refuse(plan, f"its world could not be taken on: {why}")
+        self._tried = plan.version
 
     def _next(self, standbys: Standbys) -> Offer | None:
         """What to do next, if anything."""
