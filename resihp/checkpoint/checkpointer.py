@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from resihp.at_exit import forget, remember
 from resihp.contracts import CheckpointError, FaultRate, Protection
 
 from .agreement import Agreement, Ballot
 from .arguments import check
-from .at_exit import forget, remember
 from .cascade import Cascade
 from .counters import Counters, Said, seconds_since
 from .levels.contract import Level

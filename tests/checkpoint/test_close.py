@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
-from resihp.checkpoint import Checkpointer, HostMemory, LocalDisk
+from resihp.checkpoint import Checkpointer, HostMemory, LazyWriter, LocalDisk
 from resihp.checkpoint.staging.filling import Filling
 from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, run_python, stamped
 
@@ -103,6 +105,20 @@ def test_no_thread_outlives_close(tmp_path: Path) -> None:
     saver.close()
     left = [t for t in set(threading.enumerate()) - before if t.name != "resihp-pages"]
     assert not left
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_no_thread_outlives_a_writer_that_is_let_go(tmp_path: Path) -> None:
+    """Many programs make one for each checkpoint."""
+    before = set(threading.enumerate())
+    writer = LazyWriter(tmp_path / "one")
+    saved = dcp.async_save(stamped(1), storage_writer=writer, no_dist=True)
+    saved.upload_completion.result(60)
+    del writer, saved
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_restore_finds_what_was_under_way(tmp_path: Path) -> None:

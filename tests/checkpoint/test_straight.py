@@ -139,8 +139,8 @@ def test_a_copy_that_fails_costs_the_checkpoint(
 def test_tensors_moved_to_huge_pages_are_the_same(tmp_path: Path) -> None:
     tensors = [torch.arange(size, dtype=torch.int32) for size in (3_000_000, 600_001, 5)]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    collapse(tensors)
-    populate(tensors)  # which keeps what is there
+    collapse(tensors, Event())
+    populate(tensors, Event())  # which keeps what is there
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     for tensor in tensors:
         assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.int32))

@@ -10,11 +10,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
 import torch
 from torch import Tensor
+
+from resihp.at_exit import started
 
 from ..format.shard_file import flat_bytes
 from .filling import Filling
@@ -31,8 +34,8 @@ class Copier:
         self._queue: SimpleQueue[Filling | None] = SimpleQueue()
         self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._device = device
-        self._thread = Thread(target=self._run, name="resihp-checkpoint-copy", daemon=True)
-        self._thread.start()
+        thread = Thread(target=self._run, name="resihp-checkpoint-copy", daemon=True)
+        self._thread = started(thread, partial(self._queue.put, None))
 
     @property
     def pins(self) -> bool:
@@ -60,9 +63,13 @@ class Copier:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def close(self) -> None:
-        """End the thread after what it has begun."""
+    def end(self) -> None:
+        """Have the thread end after what it has begun."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        """The same, and wait for it."""
+        self.end()
         self._thread.join()
 
     def _run(self) -> None:

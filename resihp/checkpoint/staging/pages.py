@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from threading import Thread
+from threading import Event, Thread
 
 from torch import Tensor
+
+from resihp.at_exit import started
 
 from ..priority import FAR_BELOW, be_nice
 
@@ -22,20 +24,23 @@ _HUGE, _STRETCH = 2 << 20, 32 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 
 
-def begin(work: Callable[[Sequence[Tensor]], None], tensors: Sequence[Tensor]) -> None:
-    """Call one of the functions below in a thread far below training."""
+def begin(work: Callable[[Sequence[Tensor], Event], None], tensors: Sequence[Tensor]) -> None:
+    """Call one of the functions below in a thread far below training, until the program ends."""
+    is_over = Event()
 
     def run() -> None:
         be_nice(FAR_BELOW)
-        work(tensors)
+        work(tensors, is_over)
 
     if tensors and sys.platform == "linux":
-        Thread(target=run, name="resihp-pages", daemon=True).start()
+        started(Thread(target=run, name="resihp-pages", daemon=True), is_over.set)
 
 
-def collapse(tensors: Sequence[Tensor]) -> None:
+def collapse(tensors: Sequence[Tensor], is_over: Event) -> None:
     """Move whole huge pages that belong to one tensor alone; what is on a device stays there."""
     for tensor in (one for one in tensors if one.device.type == "cpu"):
+        if is_over.is_set():
+            return
         start = -(-tensor.data_ptr() // _HUGE) * _HUGE
         nbytes = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - start
         if nbytes > 0:
@@ -43,7 +48,7 @@ def collapse(tensors: Sequence[Tensor]) -> None:
             _advise(start, nbytes, _MADV_COLLAPSE)
 
 
-def populate(buffers: Sequence[Tensor]) -> None:
+def populate(buffers: Sequence[Tensor], is_over: Event) -> None:
     """Find pages, a stretch at a time; they keep what has been written to them.
 
     From the end on, where the copy begins beside a disk that writes from the tensors. Pinned
@@ -52,7 +57,9 @@ def populate(buffers: Sequence[Tensor]) -> None:
     for buffer in (one for one in buffers if not one.is_pinned()):
         for at in reversed(range(0, buffer.nbytes, _STRETCH)):
             nbytes = min(_STRETCH, buffer.nbytes - at)
-            if not _advise(buffer.data_ptr() + at, nbytes, _MADV_POPULATE_WRITE):
+            if is_over.is_set() or not _advise(
+                buffer.data_ptr() + at, nbytes, _MADV_POPULATE_WRITE
+            ):
                 return
 
 

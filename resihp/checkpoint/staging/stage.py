@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from threading import Condition
 from typing import NamedTuple
@@ -83,6 +84,7 @@ class Staging:
         if self._copier is None:
             cuda = (part.tensor.device for part in parts if part.tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
+            weakref.finalize(self, self._copier.end)  # where nobody closes it
         return Fitted(parts, things, self._slots.fit(self._plan.file, pinned=self._copier.pins))
 
     def settle(self) -> None:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Iterable
 
-from ..at_exit import in_torch
+from resihp.at_exit import in_torch
+
 from ..worlds.comm import Group
 
 _LOOK_S = 0.01

@@ -12,10 +12,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from resihp.at_exit import started
 from resihp.contracts import Layout, Plan
 from resihp.layout import Move, Parameters, moves
 
-from ..at_exit import started
 from ..engine.shard import Shard
 from ..engine.sums import Gradients, Rest
 from ..worlds.comm import Group, Network, WorldBrokenError

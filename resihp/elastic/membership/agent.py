@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from resihp.at_exit import started
 from resihp.contracts import InfeasibleError, Plan
 
-from ..at_exit import started
 from ..events import Switch
 from ..present import Present
 from .offers import Offer

@@ -60,8 +60,33 @@ assert begun.wait(30)
 agent.close()
 """
 
+MOVING_PAGES = """
+from resihp.checkpoint.staging.pages import begin
 
-@pytest.mark.parametrize("doing", [DISPOSING, ASKING], ids=["disposing", "asking"])
+begin(lambda tensors, is_over: in_torch(), [0])
+assert begun.wait(30)
+"""
+
+COPYING = """
+import torch
+from resihp.checkpoint.staging.copier import Copier
+
+class Filling:
+    changed = threading.Condition()
+
+    def __getattr__(self, name):
+        return lambda *_: in_torch()
+
+Copier(torch.device("cpu")).start(Filling())
+assert begun.wait(30)
+"""
+
+
+@pytest.mark.parametrize(
+    "doing",
+    [DISPOSING, ASKING, MOVING_PAGES, COPYING],
+    ids=["disposing", "asking", "moving pages", "copying"],
+)
 def test_a_thread_in_torch_does_not_abort_a_process_that_ends(doing: str) -> None:
     """The interpreter takes long to end, so that the thread comes out of torch meanwhile."""
     ended = subprocess.run(
