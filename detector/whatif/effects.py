@@ -30,9 +30,7 @@ SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, si
 _MEMBERS = 0.03  # healthy members of a group are so much apart (log), and no more
 _SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
 _LEAST = 0.02  # and by at least this (log)
-_UNSURE = (
-    4.0  # standard errors by which a usual level is known; within them it is that of the peers
-)
+_UNSURE = 4.0  # standard errors of a usual level; within them it passes for that of the peers
 
 
 @dataclass(frozen=True, eq=False)

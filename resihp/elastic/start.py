@@ -54,11 +54,6 @@ def train(
     if not environment.joins and not working <= set(range(environment.world_size)):
         raise ContractError("WORLD_SIZE", f"the layout needs {len(working)} ranks")
     server = environment.host_store(timeouts)
-    url = url or os.environ.get("RESIHP_URL")
-    plans: PlanSource = LocalPlans(job)
-    if url:
-        client = Client(url, token or os.environ.get("RESIHP_TOKEN"))
-        plans = ServicePlans(client, job, patience=timeouts.plan)
     members = range(environment.world_size)
     hooks = hooks or Hooks()
     if monitor is not None:
@@ -68,7 +63,7 @@ def train(
         setup,
         first,
         environment.rendezvous(members, timeouts, interface=interface),
-        plans,
+        _plans(job, url, token, timeouts),
         hooks=hooks,
         checkpoints=checkpoints,
         memory=memory,
@@ -77,6 +72,15 @@ def train(
     (trainer.join if environment.joins else trainer.run)(steps)
     del server  # not before the last step
     return trainer
+
+
+def _plans(job: Job, url: str | None, token: str | None, timeouts: Timeouts) -> PlanSource:
+    """Of the sidecar that is named here or in the environment; else of the scheduler here."""
+    url = url or os.environ.get("RESIHP_URL")
+    if not url:
+        return LocalPlans(job)
+    client = Client(url, token or os.environ.get("RESIHP_TOKEN"))
+    return ServicePlans(client, job, patience=timeouts.plan)
 
 
 def _leave_on_sigterm(trainer: Trainer) -> None:
