@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resihp.at_exit import forget, remember
+from resihp._shutdown import cancel_close_at_exit, close_at_exit
 from resihp.contracts import CheckpointError, FaultRate, Protection
 
 from .agreement import Agreement, Ballot
@@ -79,7 +79,7 @@ class Checkpointer:
         self._window_s = self._pause_s = 0.0
         self._cost_s: float | None = None
         self._interval_s: float | None = None
-        remember(self)
+        close_at_exit(self)
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
         """Put a fence before each step of the optimizer, and copy in the order of its writes.
@@ -158,7 +158,7 @@ class Checkpointer:
         """
         deadline_s = time.monotonic() + timeout_s
         self._is_closed = True
-        forget(self)
+        cancel_close_at_exit(self)
         self.wait(timeout_s)
         if self._agreement is not None:
             self._agreement.close()

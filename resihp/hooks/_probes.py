@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from ._failures import Failures
-from ._probe_work import TIMED
+from ._probe_kernels import TIMED
 
 LinkProbe = Callable[[int], float | None]
 """Best time in ms of a small transfer with a peer; None if the two did not meet. It bounds its own

@@ -13,12 +13,12 @@ from typing import Protocol
 from resihp.contracts import ServiceError
 from resihp.contracts.codec import WireFormat, encode
 
+from ._batcher import Batcher, ready, version_of
 from ._buffer import Buffer, Row
 from ._clocks import CudaClock
 from ._failures import Failures
 from ._probes import Probes
 from ._registration import Registration, Registry
-from ._rows import Batcher, ready, version_of
 from ._spans import Span
 
 _RETRY_STATUSES = (408, 425, 429)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from ._work import Work
+from ._workload import Work
 
 if TYPE_CHECKING:
     from ._buffer import Row

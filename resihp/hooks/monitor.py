@@ -13,15 +13,15 @@ from typing import Any, ParamSpec, TypeVar, overload
 from resihp.client import Client
 from resihp.contracts import Job, Op
 
+from ._arguments import check, device_of, rank_of_process, start_afresh_in_children
 from ._clocks import CudaClock, HostClock, running_cuda
 from ._failures import Failures
 from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._registration import Registration
 from ._sender import Sender, Telemetry
-from ._setup import check, device_of, rank_of_process, start_afresh_in_children
 from ._spans import DeviceSpan, Exchange, HostSpan, Span, Step, Waiting
 from ._stats import Stats
-from ._work import Work, snapshot
+from ._workload import Work, snapshot
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from resihp.hooks import _probe_work
+from resihp.hooks import _probe_kernels as _probe_work
 from resihp.hooks._failures import Failures
 from resihp.hooks._probes import Probes, allowed_by_environment
 

@@ -180,7 +180,7 @@ def test_a_link_is_measured_by_both_ends_of_both_links():
 
 def test_a_trainer_without_torch_probes_without_torch():
     code = (
-        "import sys; from resihp.hooks._probe_work import TIMED; "
+        "import sys; from resihp.hooks._probe_kernels import TIMED; "
         "print(min(work(5.0) for work in TIMED.values()) > 0, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

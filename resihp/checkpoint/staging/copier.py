@@ -17,7 +17,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from resihp.at_exit import started
+from resihp._shutdown import start_thread
 
 from ..format.shard_file import flat_bytes
 from .filling import Filling
@@ -35,7 +35,7 @@ class Copier:
         self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._device = device
         thread = Thread(target=self._run, name="resihp-checkpoint-copy", daemon=True)
-        self._thread = started(thread, partial(self._queue.put, None))
+        self._thread = start_thread(thread, partial(self._queue.put, None))
 
     @property
     def pins(self) -> bool:

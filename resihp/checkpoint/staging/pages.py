@@ -16,7 +16,7 @@ from threading import Event, Thread
 
 from torch import Tensor
 
-from resihp.at_exit import started
+from resihp._shutdown import start_thread
 
 from ..priority import FAR_BELOW, be_nice
 
@@ -33,7 +33,7 @@ def begin(work: Callable[[Sequence[Tensor], Event], None], tensors: Sequence[Ten
         work(tensors, is_over)
 
     if tensors and sys.platform == "linux":
-        started(Thread(target=run, name="resihp-pages", daemon=True), is_over.set)
+        start_thread(Thread(target=run, name="resihp-pages", daemon=True), is_over.set)
 
 
 def collapse(tensors: Sequence[Tensor], is_over: Event) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from resihp.at_exit import in_torch
+from resihp._shutdown import torch_lock
 
 from ..worlds.comm import Group
 
@@ -27,7 +27,7 @@ def dispose(groups: Iterable[Group]) -> None:
 def _close(groups: Iterable[Group]) -> None:
     left = list(groups)
     while left:
-        with in_torch():
+        with torch_lock():
             for group in [group for group in left if group.is_idle]:
                 group.close()
                 left.remove(group)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from resihp.at_exit import started
+from resihp._shutdown import start_thread
 from resihp.contracts import Layout, Plan
 from resihp.layout import Move, Parameters, moves
 
@@ -146,7 +146,7 @@ class Preparation:
         self._build, self._present, self._attach = build, present, attach
         self._network: Network | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
-        started(self._thread)
+        start_thread(self._thread)
 
     def wait(self, broken: Callable[[Sequence[int], float], str | None]) -> Prepared:
         """The prepared world. Raises `fault` or `WorldBrokenError` if it will never be complete."""

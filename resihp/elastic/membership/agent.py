@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from resihp.at_exit import started
+from resihp._shutdown import start_thread
 from resihp.contracts import InfeasibleError, Plan
 
 from ..events import Switch
@@ -49,7 +49,7 @@ class PlanAgent:
 
     def start(self) -> None:
         """Begin to ask for plans."""
-        started(self._thread)
+        start_thread(self._thread)
 
     def close(self) -> None:
         """Stop; a question that is under way is abandoned."""

@@ -9,7 +9,7 @@ from resihp.contracts import ContractError, Op, TelemetryBatch
 from ._buffer import Row
 from ._failures import Failures
 from ._spans import Span
-from ._work import Features, Snapshot, features
+from ._workload import Features, Snapshot, features
 
 _COLUMNS = (
     "step", "microbatch", "chunk", "op", "compute_ms", "wait_ms",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError
-from resihp.hooks._work import Features, features, snapshot
+from resihp.hooks._workload import Features, features, snapshot
 
 rows_of_lengths = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3
