@@ -1,1 +1,1 @@
-"""Made-up jobs, traces and faults, and ranks as local processes: for tests, benchmarks and demos."""
+"""Synthetic jobs, traces and faults, and ranks as local processes: for tests and benchmarks."""
