@@ -15,31 +15,31 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
 from .api import events, jobs, pages, plans
-from .api.bell import Bell
-from .api.context import Context
-from .api.guard import Guard
+from .api.context import AppContext
 from .api.metrics import HttpMetrics
+from .api.middleware import RequestMiddleware
+from .api.notifier import Notifier
 from .api.problems import add_problem_handlers
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .store.api import ApiStore
-from .store.embedded import EmbeddedRedis
-from .worker.engines import Engines, load_engines
+from .store.embedded_redis import EmbeddedRedis
+from .store.http_store import HttpStore
+from .worker.adapters import Adapters, load_adapters
 from .worker.loop import Worker
 
 log = logger("resihp.app")
 
 
-def create_app(settings: Settings, engines: Callable[[], Engines] = load_engines) -> FastAPI:
-    """The sidecar as an ASGI app. `engines` loads detector and scheduler for its worker."""
+def create_app(settings: Settings, adapters: Callable[[], Adapters] = load_adapters) -> FastAPI:
+    """The sidecar as an ASGI app. `adapters` loads detector and scheduler for its worker."""
     metrics = HttpMetrics()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                app.state.context = await _open(stack, settings, engines, metrics)
+                app.state.context = await _open(stack, settings, adapters, metrics)
             except StartError as error:
                 app.state.start_error = error
                 raise
@@ -55,7 +55,7 @@ def create_app(settings: Settings, engines: Callable[[], Engines] = load_engines
     # The packaged Swagger UI refuses to show 3.1.
     app.openapi_version = "3.0.3"
     app.state.start_error = None
-    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     add_problem_handlers(app)
     for part in (jobs, plans, events, pages):
         app.include_router(part.router)
@@ -66,9 +66,9 @@ def create_app(settings: Settings, engines: Callable[[], Engines] = load_engines
 async def _open(
     stack: contextlib.AsyncExitStack,
     settings: Settings,
-    engines: Callable[[], Engines],
+    adapters: Callable[[], Adapters],
     metrics: HttpMetrics,
-) -> Context:
+) -> AppContext:
     url = _open_redis(stack, settings)
     # Two quick attempts more: a request that meets a Redis in restart may still be answered.
     # One that hangs is not asked twice.
@@ -82,13 +82,13 @@ async def _open(
         await client.ping()
     except redis.RedisError as error:
         raise StartError(f"cannot reach Redis at {url}: {error}") from None
-    bell = Bell(max_watchers=settings.max_watchers)
-    _run_task(stack, bell.listen(client))
-    stack.callback(bell.close)
+    notifier = Notifier(max_watchers=settings.max_watchers)
+    _run_task(stack, notifier.listen(client))
+    stack.callback(notifier.close)
     if settings.worker:
-        await _start_worker(stack, url, settings, engines)
+        await _start_worker(stack, url, settings, adapters)
     log.info("sidecar ready", redis=url, worker=settings.worker)
-    return Context(settings, ApiStore(client, settings), bell, metrics)
+    return AppContext(settings, HttpStore(client, settings), notifier, metrics)
 
 
 def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:
@@ -117,10 +117,10 @@ async def _start_worker(
     stack: contextlib.AsyncExitStack,
     url: str,
     settings: Settings,
-    engines: Callable[[], Engines],
+    adapters: Callable[[], Adapters],
 ) -> None:
     stop = threading.Event()
-    worker = Worker(url, settings, await asyncio.to_thread(engines))
+    worker = Worker(url, settings, await asyncio.to_thread(adapters))
     thread = threading.Thread(target=worker.run, args=(stop,), name="worker")
     thread.start()
 

@@ -23,7 +23,7 @@ class UnknownPlanError(ResiHPError):
         super().__init__(f"job {job!r} has no plan of version {version}")
 
 
-class AnotherPlanError(ResiHPError):
+class PlanMismatchError(ResiHPError):
     """What a rank says is of a plan that has this version, too."""
 
     def __init__(self, job: str, version: int) -> None:

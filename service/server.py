@@ -17,14 +17,14 @@ from .app import create_app
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .worker.engines import Engines, load_engines
+from .worker.adapters import Adapters, load_adapters
 
 log = logger("resihp.server")
 
 
-def serve(settings: Settings, engines: Callable[[], Engines] = load_engines) -> None:
+def serve(settings: Settings, adapters: Callable[[], Adapters] = load_adapters) -> None:
     """Serve until SIGINT or SIGTERM. Raises `StartError` with one clear line."""
-    app = create_app(settings, engines)
+    app = create_app(settings, adapters)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5
     )
@@ -61,7 +61,7 @@ class _Server(uvicorn.Server):
             announce(self._settings.ready_file, self._url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.context.bell.close()
+        self._app.state.context.notifier.close()
         await super().shutdown(sockets)
 
 

@@ -8,23 +8,23 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from ..settings import Settings
-from ..store.api import ApiStore
-from .bell import Bell
+from ..store.http_store import HttpStore
 from .metrics import HttpMetrics
+from .notifier import Notifier
 
 
 @dataclass
-class Context:
+class AppContext:
     """The open parts of a running sidecar."""
 
     settings: Settings
-    store: ApiStore
-    bell: Bell
+    store: HttpStore
+    notifier: Notifier
     metrics: HttpMetrics
 
 
-def _context(request: Request) -> Context:
-    return cast(Context, request.app.state.context)
+def _context(request: Request) -> AppContext:
+    return cast(AppContext, request.app.state.context)
 
 
-Ctx = Annotated[Context, Depends(_context)]
+Ctx = Annotated[AppContext, Depends(_context)]

@@ -12,8 +12,8 @@ from fastapi.responses import StreamingResponse
 from resihp.contracts import ContractError
 
 from ..errors import UnknownJobError
-from ..store.api import dumps
-from .context import Context, Ctx
+from ..store.http_store import dumps
+from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs/{job}/events", tags=["events"])
 
@@ -30,7 +30,7 @@ async def get_events(
     """Verdicts, plans, acknowledgements, failures and step summaries as they come. A client that
     reconnects with `Last-Event-ID` misses nothing that is still kept; `replay` begins with all
     kept events but the step summaries, which `steps` answers."""
-    ctx.bell.require_room()  # here, while the answer can still be an error
+    ctx.notifier.require_room()  # here, while the answer can still be an error
     await ctx.store.require(job)
     cursor = await _start(ctx, job, last_event_id, replay=replay)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -39,7 +39,7 @@ async def get_events(
     )
 
 
-async def _start(ctx: Context, job: str, last: str | None, *, replay: bool) -> tuple[str, str]:
+async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> tuple[str, str]:
     """Where to begin: one cursor for the events and one for the step summaries."""
     if last is not None:
         match = _CURSOR.fullmatch(last)
@@ -50,11 +50,11 @@ async def _start(ctx: Context, job: str, last: str | None, *, replay: bool) -> t
     return start, await ctx.store.last_event(job, steps=True)
 
 
-async def _stream(ctx: Context, job: str, cursor: tuple[str, str]) -> AsyncIterator[str]:
+async def _stream(ctx: AppContext, job: str, cursor: tuple[str, str]) -> AsyncIterator[str]:
     yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n"
-    with ctx.bell.watching():
-        while not ctx.bell.closed:
-            news = ctx.bell.next(job)
+    with ctx.notifier.watching():
+        while not ctx.notifier.closed:
+            news = ctx.notifier.next(job)
             try:
                 await ctx.store.require(job)
             except UnknownJobError:
@@ -65,12 +65,12 @@ async def _stream(ctx: Context, job: str, cursor: tuple[str, str]) -> AsyncItera
                 cursor = behind
                 yield message
             if cursor == before:
-                await ctx.bell.wait(news, ctx.bell.RECHECK_S)
+                await ctx.notifier.wait(news, ctx.notifier.RECHECK_S)
                 yield ": keepalive\n\n"
 
 
 async def _new(
-    ctx: Context, job: str, cursor: tuple[str, str]
+    ctx: AppContext, job: str, cursor: tuple[str, str]
 ) -> AsyncIterator[tuple[tuple[str, str], str]]:
     """What came after a cursor: (cursor behind it, message)."""
     for identity, document in await ctx.store.events(job, cursor[0]):

@@ -12,9 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from resihp.contracts import ContractError, Job, Plan, TelemetryBatch, from_json, to_json
 from resihp.contracts.codec import WireFormat, decode, encode
 
-from ..store.inbox import Kind
+from ..store.messages import MessageKind
 from . import bodies
-from .context import Context, Ctx
+from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -46,7 +46,7 @@ async def list_jobs(ctx: Ctx) -> dict[str, Any]:
     return {"jobs": [await _summary(ctx, name) for name in await ctx.store.names()]}
 
 
-async def _summary(ctx: Context, name: str) -> dict[str, Any]:
+async def _summary(ctx: AppContext, name: str) -> dict[str, Any]:
     status = await ctx.store.status(name)
     counts: dict[str, int] = {}
     for verdict in status.get("verdicts", ()):
@@ -98,7 +98,7 @@ async def post_telemetry(
     if form is WireFormat.JSON:  # workers read one format, the cheap one
         body = await run_in_threadpool(encode, batch)
     new = await ctx.store.put(
-        job, Kind.TELEMETRY, body,
+        job, MessageKind.TELEMETRY, body,
         records=len(batch), dropped=batch.dropped, retry_key=_retry_key(idempotency_key),
     )  # fmt: skip
     sender = _only_rank(batch)
@@ -124,7 +124,7 @@ def _retry_key(given: str | None) -> str | None:
 async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """These ranks live. A rank that has sent heartbeats and falls silent has stopped."""
     heartbeat = await bodies.read(request, bodies.Heartbeat)
-    await ctx.store.put(job, Kind.HEARTBEAT, heartbeat.model_dump_json().encode())
+    await ctx.store.put(job, MessageKind.HEARTBEAT, heartbeat.model_dump_json().encode())
     return {"accepted": len(heartbeat.ranks)}
 
 
@@ -138,7 +138,7 @@ async def post_failure(
     """These ranks stopped, seen by a survivor. A plan without them follows at once."""
     failure = await bodies.read(request, bodies.Failure)
     await ctx.store.put(
-        job, Kind.FAILURE, failure.model_dump_json().encode(),
+        job, MessageKind.FAILURE, failure.model_dump_json().encode(),
         retry_key=_retry_key(idempotency_key),
     )  # fmt: skip
     return {"accepted": len(failure.ranks)}
@@ -154,7 +154,7 @@ async def post_joiners(
     """These ranks are ready to work. A plan with them follows if it is worth its moves."""
     joiners = await bodies.read(request, bodies.Joiners)
     await ctx.store.put(
-        job, Kind.JOINER, joiners.model_dump_json().encode(),
+        job, MessageKind.JOINER, joiners.model_dump_json().encode(),
         retry_key=_retry_key(idempotency_key),
     )  # fmt: skip
     return {"accepted": len(joiners.ranks)}
@@ -167,7 +167,7 @@ async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[s
     """What a rank measured that telemetry's answer asked it for. An unknown probe is forgotten."""
     answer = await bodies.read(request, bodies.ProbeAnswer)
     document = {"probe": probe[:64], **answer.model_dump()}
-    await ctx.store.put(job, Kind.PROBE, json.dumps(document).encode())
+    await ctx.store.put(job, MessageKind.PROBE, json.dumps(document).encode())
     return {"accepted": answer.ms is not None}
 
 

@@ -12,7 +12,7 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..store.api import ApiStore
+from ..store.http_store import HttpStore
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _COUNTERS = {
@@ -50,14 +50,14 @@ class HttpMetrics:
         self._seconds.labels(method, route).observe(seconds)
 
 
-async def exposition(store: ApiStore, http: HttpMetrics) -> bytes:
+async def exposition(store: HttpStore, http: HttpMetrics) -> bytes:
     """The text that Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(_Jobs({name: await _of_job(store, name) for name in await store.names()}))
     return generate_latest(http.registry) + generate_latest(registry)
 
 
-async def _of_job(store: ApiStore, name: str) -> dict[str, Any]:
+async def _of_job(store: HttpStore, name: str) -> dict[str, Any]:
     status = await store.status(name)
     oldest_s = await store.oldest(name)
     return {

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 
 from resihp.contracts import ContractError
 
-from ..errors import AnotherPlanError
-from ..store.api import dumps, plan_of
-from ..store.inbox import Kind
+from ..errors import PlanMismatchError
+from ..store.http_store import dumps, plan_of
+from ..store.messages import MessageKind
 from . import bodies
-from .context import Context, Ctx
+from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
 
@@ -30,24 +30,24 @@ async def get_plan(
     if after is None:
         version: int | None = await ctx.store.require(job)
     else:
-        with ctx.bell.watching():
+        with ctx.notifier.watching():
             version = await _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
     if version is None:
         return Response(status_code=204)
     return Response(dumps(await ctx.store.plan(job, version)), media_type="application/json")
 
 
-async def _newer(ctx: Context, job: str, after: int, wait_s: float) -> int | None:
+async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> int | None:
     deadline_s = time.monotonic() + wait_s
     while True:
-        news = ctx.bell.next(job)
+        news = ctx.notifier.next(job)
         version = await ctx.store.require(job)
         if version > after:
             return version
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or ctx.bell.closed:
+        if left_s <= 0 or ctx.notifier.closed:
             return None
-        await ctx.bell.wait(news, left_s)
+        await ctx.notifier.wait(news, left_s)
 
 
 @router.get("/{version}")
@@ -64,9 +64,9 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
     await ctx.store.require(job)
     known = await ctx.store.digest(job, version)
     if ack.digest is not None and ack.digest != (known or ack.digest):
-        raise AnotherPlanError(job, version)
+        raise PlanMismatchError(job, version)
     document = {"version": version, **ack.model_dump(exclude={"digest"})}
-    await ctx.store.put(job, Kind.ACK, dumps(document).encode())
+    await ctx.store.put(job, MessageKind.ACK, dumps(document).encode())
     return {"accepted": True}
 
 
@@ -81,5 +81,5 @@ async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[st
         raise ContractError("plan.quotas", f"must sum to the job's {known.microbatches}")
     if plan.layout.layers != known.layout.layers:
         raise ContractError("plan.layout", f"must have the job's {known.layout.layers} layers")
-    await ctx.store.put(job, Kind.OWN_PLAN, dumps(told.model_dump()).encode())
+    await ctx.store.put(job, MessageKind.OWN_PLAN, dumps(told.model_dump()).encode())
     return {"accepted": True}

@@ -17,11 +17,11 @@ from starlette.types import Message, Send
 from resihp.contracts import ContractError, InfeasibleError
 
 from ..errors import (
-    AnotherPlanError,
     BacklogFullError,
     BodyTooLargeError,
     ContentEncodingError,
     MediaTypeError,
+    PlanMismatchError,
     TooManyJobsError,
     TooManyWatchersError,
     UnknownJobError,
@@ -41,7 +41,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     InfeasibleError: (409, "no-feasible-plan", {}),
     UnknownJobError: (404, "unknown-job", {}),
     UnknownPlanError: (404, "unknown-plan", {}),
-    AnotherPlanError: (409, "another-plan", {}),
+    PlanMismatchError: (409, "another-plan", {}),
     BodyTooLargeError: (413, "body-too-large", {}),
     ClientDisconnect: (400, "incomplete-request", {}),  # for the log: nobody reads the answer
     ContentEncodingError: (415, "unsupported-content-encoding", {"Accept-Encoding": "identity"}),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 PREFIX = "resihp"
 JOBS = f"{PREFIX}:jobs"
-EPOCHS = f"{PREFIX}:epochs"
+GENERATIONS = f"{PREFIX}:generations"
 FENCES = f"{PREFIX}:fences"
 WORKERS = f"{PREFIX}:workers"
 NEWS = f"{PREFIX}:news"
@@ -18,10 +18,10 @@ GROUP = "detector"
 class JobKeys:
     """Keys of one job.
 
-    meta       hash: job, epoch, plan (version of the newest), registered_at
-    inbox      stream of telemetry, heartbeats, acks and failures, in order of arrival
+    meta       hash: job, generation, plan (version of the newest), registered_at
+    messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
-    state      hash: detector, session, applied (the last entry of the inbox that is in it)
+    state      hash: detector, session, applied (id of the newest message in it)
     status     hash: verdicts, diagnosis, planning, last_step (JSON, what the API answers)
     plans      hash: version -> plan
     digests    hash: version -> digest of the plan, from version 1 on
@@ -40,8 +40,8 @@ class JobKeys:
         return self._of("meta")
 
     @property
-    def inbox(self) -> str:
-        return self._of("inbox")
+    def messages(self) -> str:
+        return self._of("messages")
 
     @property
     def lease(self) -> str:
@@ -75,13 +75,13 @@ class JobKeys:
     def counts(self) -> str:
         return self._of("counts")
 
-    def seen(self, epoch_free_key: str) -> str:
+    def seen(self, retry_key: str) -> str:
         """Marks a message as received, so that a retry of it is not applied twice."""
-        return self._of(f"seen:{epoch_free_key}")
+        return self._of(f"seen:{retry_key}")
 
     def owned(self) -> list[str]:
         """Every key that goes when the job is reset or deleted."""
         return [
-            self.meta, self.inbox, self.lease, self.state, self.status,
+            self.meta, self.messages, self.lease, self.state, self.status,
             self.plans, self.digests, self.events, self.steps, self.counts,
         ]  # fmt: skip

@@ -1,1 +1,1 @@
-"""Workers: from the inbox of a job, through detector and scheduler, to verdicts and plans."""
+"""Workers: from the messages of a job, through detector and scheduler, to verdicts and plans."""

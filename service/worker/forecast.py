@@ -11,7 +11,7 @@ import numpy as np
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
-from .meetings import Meetings
+from .collective_latency import CollectiveLatency
 
 _WARM_UP = 2
 _ENOUGH = 6  # healthy steps from which on the costs are fitted
@@ -56,7 +56,7 @@ class Forecast:
         self._registered = job
         self._expected = compute_ms(job)
         self._spent: dict[int, dict[int, list[float]]] = {}  # by step and rank: `_PARTS`, the rest
-        self._meetings = Meetings(job)
+        self._collective_latency = CollectiveLatency(job)
         self._steps: list[_Fit] = []
         self._fitted = False
         self._last_unfitted = 0  # newest plan that was made before
@@ -65,7 +65,7 @@ class Forecast:
         """What the ranks computed, as long as the baseline is being taken."""
         if batch.plan_version or self._is_complete():
             return
-        self._meetings.add(batch)
+        self._collective_latency.add(batch)
         spent_ms = batch.compute_ms + np.nan_to_num(batch.wait_ms, nan=0.0)
         for part, times in enumerate((batch.compute_ms, batch.compute_ms, spent_ms)):
             rows = batch.op == _PARTS[part] if part < 2 else ~np.isin(batch.op, _PARTS)
@@ -78,7 +78,7 @@ class Forecast:
 
     def learn(self, plan: Plan, step: int, observed_ms: float, *, healthy: bool) -> None:
         """A step is complete; it counts if it is one of the first and all devices are healthy."""
-        ranks, collective_ms = self._spent.pop(step, {}), self._meetings.take(step)
+        ranks, collective_ms = self._spent.pop(step, {}), self._collective_latency.take(step)
         if plan.version or not healthy or self._is_complete():
             return
         ratios = [
@@ -147,7 +147,7 @@ class Forecast:
         return {
             "steps": self._steps,
             "spent": spent,
-            "meetings": self._meetings.save(),
+            "collective_latency": self._collective_latency.save(),
             "unfitted": self._last_unfitted,
         }
 
@@ -160,7 +160,7 @@ class Forecast:
             int(step): {int(rank): list(parts) for rank, parts in ranks.items()}
             for step, ranks in saved["spent"].items()
         }
-        forecast._meetings.restore(saved.get("meetings", []))
+        forecast._collective_latency.restore(saved.get("collective_latency", []))
         forecast._last_unfitted = saved["unfitted"]
         if len(forecast._steps) >= _WARM_UP + _ENOUGH:
             forecast._calibrate()

@@ -16,11 +16,11 @@ import redis
 from ..errors import LeaseLostError
 from ..logs import logger
 from ..settings import Settings
-from ..store.work import Commit, Lease, WorkStore
-from .engines import Engines
-from .learning import kind_of
+from ..store.worker_store import Commit, Lease, WorkerStore
+from .adapters import Adapters
 from .outbox import Outbox
 from .planning import Planner
+from .predictor_cache import cache_key
 from .session import Session
 
 log = logger("resihp.worker")
@@ -37,7 +37,7 @@ _URGENT = frozenset({"verdict", "plan", "planning", "plan_applied"})
 
 
 @dataclass
-class _Held:
+class _OwnedJob:
     """A job that this worker owns."""
 
     lease: Lease
@@ -59,15 +59,15 @@ class _Held:
 class Worker:
     """Works until `stop` is set; run it in a thread or as the main of a process."""
 
-    def __init__(self, url: str, settings: Settings, engines: Engines) -> None:
+    def __init__(self, url: str, settings: Settings, adapters: Adapters) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._settings = settings
-        self._engines = engines
-        self._planner = Planner(engines, time_limit_s=settings.plan_time_limit_s)
-        self._store = WorkStore(
+        self._adapters = adapters
+        self._planner = Planner(adapters, time_limit_s=settings.plan_time_limit_s)
+        self._store = WorkerStore(
             url, self.name, keep_events=settings.keep_events, keep_steps=settings.keep_steps
         )
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _OwnedJob] = {}
         self._broken: dict[str, bytes] = {}
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()
@@ -122,17 +122,17 @@ class Worker:
         return taken
 
     def _drop_lost(self) -> None:
-        """A job was deleted or reset: its inbox is another one, or none."""
+        """A job was deleted or reset: its message stream is another one, or none."""
         for job, held in list(self._held.items()):
             if not self._store.renew(held.lease, ttl_s=self._settings.lease_s):
                 del self._held[job]
 
-    def _tick(self, held: _Held, *, drained: bool) -> None:
+    def _tick(self, held: _OwnedJob, *, drained: bool) -> None:
         elapsed_s, held.ticked_s = time.monotonic() - held.ticked_s, time.monotonic()
         if drained:
             held.session.tick(min(elapsed_s, _LONGEST_TICK_S))
 
-    def _is_due(self, held: _Held) -> bool:
+    def _is_due(self, held: _OwnedJob) -> bool:
         outbox, since_s = held.session.outbox, time.monotonic() - held.committed_s
         if outbox.plans or any(kind in _URGENT for kind, _ in outbox.events):
             return True
@@ -159,7 +159,7 @@ class Worker:
         held.committed_s = held.published_s = time.monotonic()
         held.save_cost_s = held.committed_s - begun_s
 
-    def _publish(self, job: str, held: _Held) -> None:
+    def _publish(self, job: str, held: _OwnedJob) -> None:
         """Show the steps and the status of a job whose state is too large to be saved often."""
         now_s = time.monotonic()
         if now_s - held.published_s < self._settings.commit_every_s:
@@ -172,7 +172,7 @@ class Worker:
             del self._held[job]
         held.published_s = now_s
 
-    def _commit_of(self, held: _Held, outbox: Outbox) -> Commit:
+    def _commit_of(self, held: _OwnedJob, outbox: Outbox) -> Commit:
         detector, rest = held.session.save()
         state = {"detector": detector, "session": rest}
         held.saved_bytes = len(detector) + len(rest)
@@ -218,7 +218,7 @@ class Worker:
 
     def _try_to_take(self, job: str) -> None:
         lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
-        if lease is None or self._broken.get(job) == lease.epoch:
+        if lease is None or self._broken.get(job) == lease.generation:
             return
         try:
             self._take(job, lease)
@@ -226,7 +226,7 @@ class Worker:
             raise
         except Exception:  # a state or entry that cannot be read, in whatever way it fails
             log.exception("job left alone until it is registered anew", job=job)
-            self._broken[job] = lease.epoch
+            self._broken[job] = lease.generation
             self._held.pop(job, None)
 
     def _take(self, job: str, lease: Lease) -> None:
@@ -234,12 +234,12 @@ class Worker:
         if loaded is None:
             return
         description, plan, saved = loaded
-        kind = kind_of(description)
+        kind = cache_key(description)
         stored = self._store.predictor(kind) if kind is not None else None
-        session = Session(description, plan, self._engines, self._planner, stored)
+        session = Session(description, plan, self._adapters, self._planner, stored)
         if saved:
             session.resume(saved["detector"], saved["session"])
-        self._held[job] = _Held(lease, session, committed_s=time.monotonic())
+        self._held[job] = _OwnedJob(lease, session, committed_s=time.monotonic())
         for entry in self._store.claim(lease, saved.get("applied", b"0-0").decode()):
             session.apply(entry)
         published = int(saved.get("published_step", b"-1"))

@@ -11,8 +11,8 @@ import redis
 from ..errors import StartError
 from ..logs import logger
 from ..settings import Settings
-from ..store.embedded import socket_path
-from .engines import Engines, load_engines
+from ..store.embedded_redis import socket_path
+from .adapters import Adapters, load_adapters
 from .loop import Worker
 
 _PATIENCE_S = 30.0
@@ -25,7 +25,7 @@ log = logger("resihp.worker")
 def work(
     settings: Settings,
     stop: threading.Event,
-    engines: Callable[[], Engines] = load_engines,
+    adapters: Callable[[], Adapters] = load_adapters,
     *,
     patience_s: float = _PATIENCE_S,
 ) -> None:
@@ -42,7 +42,7 @@ def work(
         if not _answers(client, url, stop, patience_s):
             return
     # The signal handler runs in the main thread, which therefore only waits.
-    thread = threading.Thread(target=Worker(url, settings, engines()).run, args=(stop,))
+    thread = threading.Thread(target=Worker(url, settings, adapters()).run, args=(stop,))
     thread.start()
     while thread.is_alive():
         thread.join(0.2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
 from scheduler.rental import Decision, Rental
 
-from .engines import Engines
+from .adapters import Adapters
 
 # A slowdown estimate that moves less than this (relative) is not a new situation.
 _TOLERANCE = 0.1
@@ -77,8 +77,8 @@ class Planner:
     The scheduler itself is asked for the best plan that it finds in half of that.
     """
 
-    def __init__(self, engines: Engines, *, time_limit_s: float) -> None:
-        self._engines = engines
+    def __init__(self, adapters: Adapters, *, time_limit_s: float) -> None:
+        self._adapters = adapters
         self._time_limit_s = time_limit_s
         # More than one thread: planning that ran over its limit must not block the next one.
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="plan")
@@ -98,9 +98,9 @@ class Planner:
 
         A dead rank in the current layout always leads to a plan. Raises `InfeasibleError`.
         """
-        engines, soft_s = self._engines, self._time_limit_s / 2
+        adapters, soft_s = self._adapters, self._time_limit_s / 2
         return self._limited(
-            lambda: engines.replan(
+            lambda: adapters.replan(
                 job,
                 current,
                 speeds,

@@ -34,7 +34,7 @@ class _Open:
         )
 
 
-class Probes:
+class OpenProbes:
     """Requests by number. Ranks take up the orders with the answer to their telemetry."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Probes:
         return {"made": self._made, "open": probes}
 
     @classmethod
-    def restore(cls, saved: dict[str, Any]) -> Probes:
+    def restore(cls, saved: dict[str, Any]) -> OpenProbes:
         """Those that were saved."""
         probes = cls()
         probes._made = saved["made"]

@@ -9,7 +9,7 @@ from typing import Any
 from resihp.contracts import InfeasibleError, Job, Plan, Verdict, from_json, to_json
 from scheduler.rental import Rental
 
-from .horizon import Horizon
+from .fault_horizon import FaultHorizon
 from .planning import Planner, Retry, is_news, speeds_of, why_kept
 
 
@@ -26,7 +26,7 @@ class Replanning:
 
     def __init__(self, job: Job, planner: Planner) -> None:
         self.known: dict[int, float] = {}
-        self.horizon = Horizon(job)
+        self.horizon = FaultHorizon(job)
         self._job = job
         self._planner = planner
         self._joiners: set[int] = set()
@@ -104,5 +104,5 @@ class Replanning:
         self.known = {int(rank): speed for rank, speed in saved["known"].items()}
         self._joiners = set(saved["joiners"])
         self._rental = from_json(Rental, saved["rental"])
-        self.horizon = Horizon(self._job, **saved["horizon"])
+        self.horizon = FaultHorizon(self._job, **saved["horizon"])
         self._retry = Retry() if failed_at_s is None else Retry().failed(failed_at_s)

@@ -1,4 +1,4 @@
-"""One job in the hands of a worker: what its inbox says, applied in order.
+"""One job in the hands of a worker: its messages, applied in order.
 
 A session holds no connection. It is a function of the saved state and of the entries since, and
 collects what it has to say in an `Outbox`, which the worker commits together with the new state
@@ -16,17 +16,17 @@ import msgpack
 from resihp.contracts import ContractError, Job, Plan, Verdict, from_json, to_json
 
 from ..logs import logger
-from ..store.api import plan_json, plan_of
-from ..store.inbox import Entry, Kind
-from .engines import DetectorLike, Engines
+from ..store.http_store import plan_json, plan_of
+from ..store.messages import JobMessage, MessageKind
+from .adapters import Adapters, DetectorLike
 from .forecast import Forecast
-from .learning import Learning
 from .outbox import Outbox
 from .planning import Planner
-from .probes import Probes
+from .predictor_cache import PredictorCache
+from .probes import OpenProbes
 from .replanning import Replanning
 from .rollout import Rollout
-from .steps import StepClock
+from .step_times import StepTimes
 
 log = logger("resihp.session")
 
@@ -38,22 +38,22 @@ class Session:
         self,
         job: Job,
         plan: Plan,
-        engines: Engines,
+        adapters: Adapters,
         planner: Planner,
         predictor: bytes | None = None,
     ) -> None:
         self.job = job
         self.outbox = Outbox()
         self.planning: dict[str, Any] = {"state": "idle"}
-        self._engines = engines
-        self._learning = Learning(engines, job)
+        self._adapters = adapters
+        self._learning = PredictorCache(adapters, job)
         self._detector: DetectorLike = self._learning.detector(predictor)
         self._rollout = Rollout(plan)
-        self._steps = StepClock()
+        self._steps = StepTimes()
         self._forecast = Forecast(job)
         self._verdicts: dict[int, Verdict] = {}
         self._replanning = Replanning(job, planner)
-        self._probes = Probes()
+        self._probes = OpenProbes()
         self._clock_s = 0.0
 
     @property
@@ -66,18 +66,18 @@ class Session:
         """The newest plan."""
         return self._rollout.newest
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: JobMessage) -> None:
         """Take one entry into account. One that cannot be understood is reported, not fatal."""
         self.outbox.applied.append(entry.id)
         self.outbox.applied_bytes += len(entry.body)
         handler = {
-            Kind.TELEMETRY: self._telemetry,
-            Kind.HEARTBEAT: self._heartbeat,
-            Kind.ACK: self._ack,
-            Kind.OWN_PLAN: self._own_plan,
-            Kind.FAILURE: self._failure,
-            Kind.JOINER: self._joiner,
-            Kind.PROBE: self._probe,
+            MessageKind.TELEMETRY: self._telemetry,
+            MessageKind.HEARTBEAT: self._heartbeat,
+            MessageKind.ACK: self._ack,
+            MessageKind.OWN_PLAN: self._own_plan,
+            MessageKind.FAILURE: self._failure,
+            MessageKind.JOINER: self._joiner,
+            MessageKind.PROBE: self._probe,
         }[entry.kind]
         self._guarded(entry.kind.value, lambda: handler(entry))
 
@@ -90,8 +90,11 @@ class Session:
             self._say("error", {"during": during, "detail": detail})
 
     def tick(self, elapsed_s: float) -> None:
-        """Advance the clock of heartbeats. Called only when the inbox is drained, so that time
-        in which the service was down or behind is never held against a rank."""
+        """Advance the heartbeat clock.
+
+        Called only when the message stream is drained, so that time in which the service was down
+        or behind never counts against a rank.
+        """
         self._clock_s += elapsed_s
         alive = self._detector.check_alive
         self._guarded("check_alive", lambda: self._report(alive(self._clock_s)))
@@ -104,14 +107,14 @@ class Session:
             kind, rank, reference = request.kind.value, request.rank, request.reference
             self._say("probe", {"probe": kind, "rank": rank, "reference": reference})
 
-    def _probe(self, entry: Entry) -> None:
+    def _probe(self, entry: JobMessage) -> None:
         document = entry.document()
         result = self._probes.answer(document["probe"], document["rank"], document["ms"])
         if result is not None:
             self._say("probe_result", {"rank": result.rank, "detail": result.words})
             self._report(self._detector.probe_result(result))
 
-    def _telemetry(self, entry: Entry) -> None:
+    def _telemetry(self, entry: JobMessage) -> None:
         batch = entry.batch()
         self.outbox.records += len(batch)
         if self._rollout.saw(batch.plan_version):
@@ -144,10 +147,10 @@ class Session:
                 if due is not None:
                     self._publish(due)
 
-    def _heartbeat(self, entry: Entry) -> None:
+    def _heartbeat(self, entry: JobMessage) -> None:
         self._report(self._detector.heartbeat(entry.document()["ranks"], self._clock_s))
 
-    def _ack(self, entry: Entry) -> None:
+    def _ack(self, entry: JobMessage) -> None:
         document = entry.document()
         self._say("ack", document)
         refused = self._rollout.newest if document["state"] == "refused" else None
@@ -157,7 +160,7 @@ class Session:
             self._replanning.refused()
             self._plan_if_needed()
 
-    def _own_plan(self, entry: Entry) -> None:
+    def _own_plan(self, entry: JobMessage) -> None:
         document = entry.document()
         plan, lost = plan_of(document["plan"]), document["lost"]
         reason = (*plan.reason, "made by the job itself, without the sidecar")
@@ -180,14 +183,14 @@ class Session:
         self._replanning.wait_no_more(plan.layout.ranks)
         self._say("plan_applied", {"version": plan.version})
 
-    def _failure(self, entry: Entry) -> None:
+    def _failure(self, entry: JobMessage) -> None:
         document = entry.document()
         self._say("failure", document)
         ranks, step, detail = document["ranks"], document["step"], document["detail"]
         self._replanning.forget_joiners()
         self._report(self._detector.report_failure(ranks, step=step, detail=detail))
 
-    def _joiner(self, entry: Entry) -> None:
+    def _joiner(self, entry: JobMessage) -> None:
         document = entry.document()
         self._say("joiner", document)
         working = self._rollout.active.layout.ranks
@@ -285,9 +288,9 @@ class Session:
         self._guarded("resume", lambda: self._restore(detector, msgpack.unpackb(rest)))
 
     def _restore(self, detector: bytes, saved: dict[str, Any]) -> None:
-        self._detector = self._engines.restore(self.job, detector)
+        self._detector = self._adapters.restore(self.job, detector)
         self._rollout = Rollout.restore(saved["rollout"])
-        self._steps = StepClock.restore(saved["steps"])
+        self._steps = StepTimes.restore(saved["steps"])
         self._forecast = Forecast.restore(self.job, saved["forecast"])
         verdicts = [from_json(Verdict, verdict) for verdict in saved["verdicts"]]
         self._verdicts = {verdict.rank: verdict for verdict in verdicts}
@@ -295,5 +298,5 @@ class Session:
         failed = self.planning["state"] == "infeasible"
         failed_at_s = saved["clock_s"] if failed else None
         self._replanning.restore(saved["replanning"], failed_at_s=failed_at_s)
-        self._probes = Probes.restore(saved["probes"])
+        self._probes = OpenProbes.restore(saved["probes"])
         self._clock_s = saved["clock_s"]

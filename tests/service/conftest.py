@@ -18,14 +18,14 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fakes import fake_engines
+from fakes import fake_adapters
 
 from resihp.contracts import Job, Layout, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
 from service.app import create_app
 from service.launch import Sidecar
 from service.settings import Settings
-from service.worker.engines import Engines
+from service.worker.adapters import Adapters
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
 
@@ -101,10 +101,10 @@ class Http:
 
 
 @contextlib.contextmanager
-def running(settings: Settings, engines: Callable[[], Engines] = fake_engines) -> Iterator[Http]:
+def running(settings: Settings, adapters: Callable[[], Adapters] = fake_adapters) -> Iterator[Http]:
     """A sidecar in a thread of this process, with the stand-ins if nothing else is given."""
     config = uvicorn.Config(
-        create_app(settings, engines), port=0, log_config=None, lifespan="on",
+        create_app(settings, adapters), port=0, log_config=None, lifespan="on",
         timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -28,7 +28,7 @@ from resihp.contracts import (
     Verdict,
 )
 from scheduler import Decision, Offer
-from service.worker.engines import Engines
+from service.worker.adapters import Adapters
 
 HEARTBEAT_TIMEOUT_S = 2.0
 
@@ -158,5 +158,5 @@ def replan(
     return Decision(plan=plan)
 
 
-def fake_engines() -> Engines:
-    return Engines(FakeDetector, FakeDetector.restore, replan)
+def fake_adapters() -> Adapters:
+    return Adapters(FakeDetector, FakeDetector.restore, replan)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fakes import FakeDetector, fake_engines
+from fakes import FakeDetector, fake_adapters
 
 from service.logs import configure_logs
 from service.server import serve
@@ -32,11 +32,11 @@ def main() -> None:
     settings = Settings(redis_url=None, lease_s=2.0, commit_every_s=0.2, **given)
     configure_logs(settings)
     if not only_worker:
-        serve(settings, fake_engines)
+        serve(settings, fake_adapters)
         return
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    work(settings, stop, fake_engines)
+    work(settings, stop, fake_adapters)
 
 
 main()

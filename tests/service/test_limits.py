@@ -97,14 +97,14 @@ def test_the_environment_sets_and_options_override(monkeypatch):
 
 def test_two_jobs_do_not_mix(tmp_path):
     with running(settings_of(tmp_path)) as http:
-        for name in ("a", "b:inbox"):
+        for name in ("a", "b:messages"):
             http.register(job_of(name))
         http.send("a", batch_of(0, slow=(1,)))
-        http.send("b:inbox", batch_of(0, slow=(2,)))
-        http.send("b:inbox", batch_of(1, slow=(2,)))
-        eventually(lambda: http.records("a") == 32 and http.records("b:inbox") == 64)
+        http.send("b:messages", batch_of(0, slow=(2,)))
+        http.send("b:messages", batch_of(1, slow=(2,)))
+        eventually(lambda: http.records("a") == 32 and http.records("b:messages") == 64)
         assert http.statuses("a")[2] == "healthy"
-        assert http.statuses("b:inbox")[2] == "fail_slow"
+        assert http.statuses("b:messages")[2] == "fail_slow"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 from conftest import Http, batch_of, eventually, job_of
-from fakes import fake_engines
+from fakes import fake_adapters
 
 from resihp.client import Client
 from resihp.contracts import Layout, Plan, Replica, ServiceError, Stage, Status, to_json
 from resihp.contracts.codec import WireFormat, encode
-from service.store.inbox import Entry, Kind
+from service.store.messages import JobMessage, MessageKind
 from service.worker.planning import Planner
 from service.worker.session import Session
 
@@ -34,20 +34,20 @@ def without(rank: int, version: int) -> Plan:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[], Session]]:
-    planner = Planner(fake_engines(), time_limit_s=5.0)
+    planner = Planner(fake_adapters(), time_limit_s=5.0)
     first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
-    yield lambda: Session(job_of(), first, fake_engines(), planner)
+    yield lambda: Session(job_of(), first, fake_adapters(), planner)
     planner.close()
 
 
 def own(session: Session, plan: Plan, *lost: int) -> None:
     body = json.dumps({"plan": to_json(plan), "lost": lost, "step": 3}).encode()
-    session.apply(Entry("50-0", Kind.OWN_PLAN, body))
+    session.apply(JobMessage("50-0", MessageKind.OWN_PLAN, body))
 
 
 def slow(session: Session, rank: int, *, version: int = 0) -> None:
     batch = batch_of(4, slow=(rank,), plan_version=version)
-    session.apply(Entry("60-0", Kind.TELEMETRY, encode(batch, WireFormat.MSGPACK)))
+    session.apply(JobMessage("60-0", MessageKind.TELEMETRY, encode(batch, WireFormat.MSGPACK)))
 
 
 def test_it_holds_at_once_and_the_next_plan_starts_from_it(start):
@@ -76,7 +76,9 @@ def test_what_the_job_did_not_know_is_planned_for_behind_it(start):
 def test_it_replaces_a_plan_of_its_version_and_leaves_later_ones(start):
     session = start()
     slow(session, 3)
-    session.apply(Entry("61-0", Kind.FAILURE, b'{"ranks": [6], "step": 4, "detail": "lost"}'))
+    session.apply(
+        JobMessage("61-0", MessageKind.FAILURE, b'{"ranks": [6], "step": 4, "detail": "lost"}')
+    )
     assert [plan.version for plan in session.outbox.plans] == [1, 2]
     own(session, without(6, 1), 6)
     assert session.status()["rollout"] == {"newest": 2, "active": 1, "acks": {}}
@@ -99,16 +101,16 @@ def test_refused_for_a_joiner_that_is_gone_the_next_plan_does_without(start):
 
     def noting(job, current, speeds, **more):
         asked.append(dict(speeds))
-        return fake_engines().replan(job, current, speeds, **more)
+        return fake_adapters().replan(job, current, speeds, **more)
 
-    planner = Planner(replace(fake_engines(), replan=noting), time_limit_s=5.0)
+    planner = Planner(replace(fake_adapters(), replan=noting), time_limit_s=5.0)
     first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
-    session = Session(job_of(), first, fake_engines(), planner)
-    session.apply(Entry("90-0", Kind.JOINER, b'{"ranks": [8], "step": 0}'))
+    session = Session(job_of(), first, fake_adapters(), planner)
+    session.apply(JobMessage("90-0", MessageKind.JOINER, b'{"ranks": [8], "step": 0}'))
     slow(session, 3)
     assert asked[-1][8] == 1.0
     refusal = {"version": session.plan.version, "rank": 0, "state": "refused", "detail": "gone"}
-    session.apply(Entry("91-0", Kind.ACK, json.dumps(refusal).encode()))
+    session.apply(JobMessage("91-0", MessageKind.ACK, json.dumps(refusal).encode()))
     assert 8 not in asked[-1]
     planner.close()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import batch_of, job_of
-from fakes import fake_engines
+from fakes import fake_adapters
 
 from resihp.contracts import (
     FaultRate,
@@ -22,7 +22,7 @@ from resihp.contracts import (
 from resihp.contracts.codec import WireFormat, encode
 from scheduler import make_plan, replan, simulate
 from scheduler.rental import Decision, Offer, Rental
-from service.store.inbox import Entry, Kind
+from service.store.messages import JobMessage, MessageKind
 from service.worker.forecast import Forecast
 from service.worker.planning import Planner, Retry, is_news, speeds_of, why_kept
 from service.worker.session import Session
@@ -34,12 +34,12 @@ RANKS = range(8)
 def sessions() -> Iterator[object]:
     planners = []
 
-    def start(engines=None, **fields):
-        engines = engines or fake_engines()
-        planners.append(Planner(engines, time_limit_s=5.0))
+    def start(adapters=None, **fields):
+        adapters = adapters or fake_adapters()
+        planners.append(Planner(adapters, time_limit_s=5.0))
         job = job_of(**fields)
         plan = Plan(version=0, layout=job.layout, quotas=job.quotas)
-        return Session(job, plan, engines, planners[-1])
+        return Session(job, plan, adapters, planners[-1])
 
     yield start
     for planner in planners:
@@ -49,7 +49,9 @@ def sessions() -> Iterator[object]:
 def tell(session, *steps, slow=(), version=0):
     for step in steps:
         batch = batch_of(step, slow=slow, plan_version=version)
-        session.apply(Entry(f"{step}-0", Kind.TELEMETRY, encode(batch, WireFormat.MSGPACK)))
+        session.apply(
+            JobMessage(f"{step}-0", MessageKind.TELEMETRY, encode(batch, WireFormat.MSGPACK))
+        )
 
 
 def test_a_plan_that_moves_little_is_published_at_once(sessions):
@@ -88,16 +90,16 @@ def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
 
     def noting(*given, **more):
         asked.append(more["horizon_steps"])
-        return fake_engines().replan(*given, **more)
+        return fake_adapters().replan(*given, **more)
 
     known = Protection(faults=FaultRate(3600.0))
-    session = sessions(replace(fake_engines(), replan=noting), protection=known)
+    session = sessions(replace(fake_adapters(), replan=noting), protection=known)
     tell(session, 0, 1)
     for rank in (3, 5):
         body = json.dumps({"ranks": [rank], "step": 1, "detail": "lost"}).encode()
-        session.apply(Entry(f"9{rank}-0", Kind.FAILURE, body))
+        session.apply(JobMessage(f"9{rank}-0", MessageKind.FAILURE, body))
     assert asked[1] == pytest.approx(asked[0] * 2 / 3, rel=1e-3)
-    other = sessions(replace(fake_engines(), replan=noting), protection=known)
+    other = sessions(replace(fake_adapters(), replan=noting), protection=known)
     other.resume(*session.save())
     tell(other, 2, slow=(1,))
     assert asked[-1] == asked[-2]
@@ -137,9 +139,9 @@ def test_planning_that_failed_is_tried_again_after_a_while(sessions):
         tries.append(more["step"])
         if len(tries) <= 2:
             raise InfeasibleError("time", "planning took longer than 5 s")
-        return fake_engines().replan(*given, **more)
+        return fake_adapters().replan(*given, **more)
 
-    session = sessions(replace(fake_engines(), replan=fails_twice))
+    session = sessions(replace(fake_adapters(), replan=fails_twice))
     tell(session, 0, slow=(3,))
     assert session.planning["constraint"] == "time"
     for _ in range(4):
@@ -250,16 +252,18 @@ def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
 
     def noting(job, current, speeds, **more):
         asked.append(dict(speeds))
-        return fake_engines().replan(job, current, speeds, **more)
+        return fake_adapters().replan(job, current, speeds, **more)
 
-    session = sessions(replace(fake_engines(), replan=noting))
+    session = sessions(replace(fake_adapters(), replan=noting))
     tell(session, 0)
-    session.apply(Entry("90-0", Kind.JOINER, json.dumps({"ranks": [8], "step": 0}).encode()))
+    session.apply(
+        JobMessage("90-0", MessageKind.JOINER, json.dumps({"ranks": [8], "step": 0}).encode())
+    )
     assert asked[-1][8] == 1.0
-    other = sessions(replace(fake_engines(), replan=noting))
+    other = sessions(replace(fake_adapters(), replan=noting))
     other.resume(*session.save())
     tell(other, 1, slow=(3,))
     assert asked[-1][8] == 1.0
     gone = {"ranks": [8], "step": 1, "detail": "lost"}
-    other.apply(Entry("91-0", Kind.FAILURE, json.dumps(gone).encode()))
+    other.apply(JobMessage("91-0", MessageKind.FAILURE, json.dumps(gone).encode()))
     assert asked[-1].get(8) != 1.0

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import batch_of, eventually, job_of, running
-from fakes import FakeDetector, fake_engines
+from fakes import FakeDetector, fake_adapters
 
 from detector.probes import ProbeKind, ProbeRequest, ProbeResult
 from resihp.client import Client
 from resihp.contracts import Op, Verdict
 from resihp.hooks import Monitor
 from service.settings import Settings
-from service.worker.engines import Engines
-from service.worker.probes import Probes
+from service.worker.adapters import Adapters
+from service.worker.probes import OpenProbes
 
 
 class Doubting(FakeDetector):
@@ -55,12 +55,12 @@ class Hopeful(Doubting):
         return [replace(request, rank=42) for request in super().probe_requests(now)]
 
 
-def hopeful_engines() -> Engines:
-    return replace(fake_engines(), detector=Hopeful, restore=Hopeful.restore)
+def hopeful_engines() -> Adapters:
+    return replace(fake_adapters(), detector=Hopeful, restore=Hopeful.restore)
 
 
-def doubting_engines() -> Engines:
-    return replace(fake_engines(), detector=Doubting, restore=Doubting.restore)
+def doubting_engines() -> Adapters:
+    return replace(fake_adapters(), detector=Doubting, restore=Doubting.restore)
 
 
 @pytest.fixture
@@ -152,11 +152,11 @@ def test_an_answer_that_makes_no_sense_is_refused_or_forgotten(doubtful):
 
 
 def test_open_probes_survive_a_restart_and_are_given_up_in_the_end():
-    probes = Probes()
+    probes = OpenProbes()
     request = ProbeRequest(rank=1, reference=2, kind=ProbeKind.MEMORY)
     probes.ask([request], 0.0)
     assert probes.answer("1", 2, 4.0) is None
-    probes = Probes.restore(json.loads(json.dumps(probes.save())))
+    probes = OpenProbes.restore(json.loads(json.dumps(probes.save())))
     assert probes.orders() == {"1": [{"id": "1", "kind": "memory", "peer": -1}]}
     result = probes.answer("1", 1, 6.0)
     assert result is not None
@@ -167,7 +167,7 @@ def test_open_probes_survive_a_restart_and_are_given_up_in_the_end():
 
 
 def test_a_link_is_measured_by_both_ends_of_both_links():
-    probes = Probes()
+    probes = OpenProbes()
     probes.ask(
         [ProbeRequest(rank=1, reference=5, kind=ProbeKind.LINK, peer=2, reference_peer=6)], 0.0
     )

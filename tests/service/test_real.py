@@ -10,7 +10,7 @@ from resihp.client import Client
 from resihp.contracts import LayerCost, Status, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
 from service.settings import Settings
-from service.worker.engines import load_engines
+from service.worker.adapters import load_adapters
 
 
 def steps_of(steps: range, rng: np.random.Generator, *, version: int, ranks, slow: int | None):
@@ -37,7 +37,7 @@ def test_a_slow_rank_is_named_planned_for_and_stays_named(tmp_path):
     rng = np.random.default_rng(7)
     settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.1)
     cost = LayerCost(forward_ms=2.0, backward_ms=4.0)
-    with running(settings, load_engines) as http:
+    with running(settings, load_adapters) as http:
         client = Client(http.url)
         client.register(job_of(cost=cost))
 
@@ -73,7 +73,7 @@ def test_the_diagnosis_of_a_job_that_falls_silent_knows_its_last_steps(tmp_path)
     settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.1)
     batches = steps_of(range(30), np.random.default_rng(3), version=0, ranks=range(8), slow=None)
     detector = Detector(job_of())
-    with running(settings, load_engines) as http:
+    with running(settings, load_adapters) as http:
         client = Client(http.url)
         client.register(job_of())
         for batch in batches:

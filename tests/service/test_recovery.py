@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import urllib3
 from conftest import FAKES, Http, batch_of, eventually, job_of
-from fakes import fake_engines
+from fakes import fake_adapters
 
 from service.errors import StartError
 from service.launch import Sidecar
 from service.settings import Settings
-from service.store.embedded import EmbeddedRedis, find_server, socket_path
-from service.worker.engines import Engines
+from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
+from service.worker.adapters import Adapters
 from service.worker.main import work
 
 
@@ -201,11 +201,11 @@ def test_two_sidecars_on_one_folder_are_refused(sidecar: Sidecar):
 def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path):
     stop, is_at_work = threading.Event(), threading.Event()
 
-    def engines() -> Engines:
+    def adapters() -> Adapters:
         is_at_work.set()
-        return fake_engines()
+        return fake_adapters()
 
-    arguments = (Settings(data=tmp_path), stop, engines)
+    arguments = (Settings(data=tmp_path), stop, adapters)
     worker = threading.Thread(target=work, args=arguments, kwargs={"patience_s": 60.0})
     worker.start()
     try:
@@ -220,7 +220,7 @@ def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path
 
 def test_a_worker_without_a_sidecar_says_so_in_the_end(tmp_path: Path):
     with pytest.raises(StartError, match=r"no Redis answers at unix://.*; start `resihp serve`"):
-        work(Settings(data=tmp_path), threading.Event(), fake_engines, patience_s=0.5)
+        work(Settings(data=tmp_path), threading.Event(), fake_adapters, patience_s=0.5)
 
 
 def test_a_stale_socket_and_a_long_path_are_no_obstacle(tmp_path: Path):

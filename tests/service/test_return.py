@@ -18,7 +18,7 @@ from resihp.client import Client
 from resihp.contracts import Job, LayerCost, Op, Plan, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, encode
 from service.settings import Settings
-from service.worker.engines import Engines, load_engines
+from service.worker.adapters import Adapters, load_adapters
 
 BAD = 3
 HOW_SLOW = 12.0
@@ -32,8 +32,8 @@ class Hurried(Detector):
         return super().probe_requests(60.0 * now)
 
 
-def hurried_engines() -> Engines:
-    return replace(load_engines(), detector=Hurried, restore=Hurried.restore)
+def hurried_engines() -> Adapters:
+    return replace(load_adapters(), detector=Hurried, restore=Hurried.restore)
 
 
 class Ranks:

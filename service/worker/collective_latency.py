@@ -12,7 +12,7 @@ import numpy as np
 from resihp.contracts import Job, Op, TelemetryBatch
 
 
-class Meetings:
+class CollectiveLatency:
     """Time of the collectives of one layer in one direction, step by step.
 
     The forwards of a replica's first layers and the backwards of its last ones wait for no other

@@ -28,7 +28,7 @@ class DetectorLike(Protocol):
     def save(self) -> bytes: ...
 
 
-class Fitted(Protocol):
+class FittedPredictor(Protocol):
     """What a detector learned about the cost of work (`detector.predictor.Predictor`)."""
 
     def to_bytes(self) -> bytes: ...
@@ -51,7 +51,7 @@ class Replan(Protocol):
 
 
 @dataclass(frozen=True)
-class Engines:
+class Adapters:
     """How a worker makes its detectors and plans; tests put small fakes here.
 
     with_predictor  a detector that starts with a stored predictor; raises `ContractError` for one
@@ -63,10 +63,10 @@ class Engines:
     restore: Callable[[Job, bytes], DetectorLike]
     replan: Replan
     with_predictor: Callable[[Job, bytes], DetectorLike] | None = None
-    predictor_of: Callable[[DetectorLike], Fitted | None] = lambda detector: None
+    predictor_of: Callable[[DetectorLike], FittedPredictor | None] = lambda detector: None
 
 
-def load_engines() -> Engines:
+def load_adapters() -> Adapters:
     """The real detector and scheduler. Imports LightGBM, so it is called when a worker starts."""
     from detector import Detector
     from detector.predictor import Predictor
@@ -75,7 +75,7 @@ def load_engines() -> Engines:
     def with_predictor(job: Job, stored: bytes) -> Detector:
         return Detector(job, predictor=Predictor.from_bytes(stored))
 
-    def predictor_of(detector: DetectorLike) -> Fitted | None:
+    def predictor_of(detector: DetectorLike) -> FittedPredictor | None:
         return detector.predictor if isinstance(detector, Detector) else None
 
-    return Engines(Detector, Detector.restore, replan, with_predictor, predictor_of)
+    return Adapters(Detector, Detector.restore, replan, with_predictor, predictor_of)

@@ -12,14 +12,14 @@ from resihp.contracts import Job, Plan, from_json, to_json
 
 from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
 from ..settings import Settings
-from .inbox import Kind
-from .keys import EPOCHS, GROUP, JOBS, NEWS, JobKeys
-from .scripts import INGEST, REGISTER
+from .keys import GENERATIONS, GROUP, JOBS, NEWS, JobKeys
+from .lua_scripts import INGEST, REGISTER
+from .messages import MessageKind
 
 _REMEMBER_S = 600  # for how long a retried message is recognised
 
 
-class ApiStore:
+class HttpStore:
     """Asynchronous access for the routes. Raises the errors of `service.errors`."""
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
@@ -36,10 +36,10 @@ class ApiStore:
     async def register(self, job: Job, plan: Plan) -> bool:
         """Register a job; a different job of that name is reset. False: nothing changed."""
         keys = JobKeys(job.name)
-        first = [keys.meta, keys.inbox, keys.plans, keys.events]
+        first = [keys.meta, keys.messages, keys.plans, keys.events]
         rest = [key for key in keys.owned() if key not in first]
         answer = await self._register(
-            keys=[JOBS, EPOCHS, *first, *rest],
+            keys=[JOBS, GENERATIONS, *first, *rest],
             args=[
                 job.name, dumps(to_json(job)), dumps(plan_json(plan)), time.time(),
                 self._settings.max_jobs, GROUP, dumps({"job": job.name}),
@@ -105,7 +105,7 @@ class ApiStore:
 
     async def backlog(self, name: str) -> int:
         """Messages that no saved state contains yet."""
-        return int(await self._redis.xlen(JobKeys(name).inbox))
+        return int(await self._redis.xlen(JobKeys(name).messages))
 
     async def counts(self, name: str) -> dict[str, int]:
         """Counters of a job."""
@@ -114,25 +114,25 @@ class ApiStore:
 
     async def oldest(self, name: str) -> float | None:
         """Arrival of the oldest unapplied message, in seconds of the wall clock."""
-        items = await self._redis.xrange(JobKeys(name).inbox, count=1)
+        items = await self._redis.xrange(JobKeys(name).messages, count=1)
         return int(items[0][0].split(b"-")[0]) / 1e3 if items else None
 
     async def put(
         self,
         name: str,
-        kind: Kind,
+        kind: MessageKind,
         body: bytes,
         *,
         records: int = 0,
         dropped: int = 0,
         retry_key: str | None = None,
     ) -> bool:
-        """Append a message to the inbox. False: it was received before under `retry_key`."""
+        """Append a message to the job's stream. False: it was received before under `retry_key`."""
         keys = JobKeys(name)
         # Telemetry leaves room for the few messages on which recovery depends.
-        room = 1 if kind is Kind.TELEMETRY else 2
+        room = 1 if kind is MessageKind.TELEMETRY else 2
         answer = await self._ingest(
-            keys=[keys.meta, keys.inbox, keys.counts, keys.seen(retry_key or "")],
+            keys=[keys.meta, keys.messages, keys.counts, keys.seen(retry_key or "")],
             args=[
                 room * self._settings.max_backlog, room * self._settings.max_backlog_bytes,
                 kind.value, body, records, dropped, _REMEMBER_S if retry_key else 0,

@@ -8,12 +8,12 @@ import json
 from resihp.contracts import ContractError, Job, to_json
 
 from ..logs import logger
-from .engines import DetectorLike, Engines, Fitted
+from .adapters import Adapters, DetectorLike, FittedPredictor
 
 log = logger("resihp.learning")
 
 
-def kind_of(job: Job) -> str | None:
+def cache_key(job: Job) -> str | None:
     """Names the jobs that one predictor serves: equal model, device type and recomputation. None
     where the job does not say which model it trains."""
     if job.model is None:
@@ -22,29 +22,29 @@ def kind_of(job: Job) -> str | None:
     return hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:32]
 
 
-class Learning:
+class PredictorCache:
     """Makes a job's detector, with what an earlier job taught if there is something, and tells
     when it has learned anew."""
 
-    def __init__(self, engines: Engines, job: Job) -> None:
-        self._engines, self._job = engines, job
-        self._told: Fitted | None = None
+    def __init__(self, adapters: Adapters, job: Job) -> None:
+        self._adapters, self._job = adapters, job
+        self._told: FittedPredictor | None = None
 
     def detector(self, predictor: bytes | None) -> DetectorLike:
         """A detector that starts with a stored predictor; without it if that is unreadable."""
-        if predictor is not None and self._engines.with_predictor is not None:
+        if predictor is not None and self._adapters.with_predictor is not None:
             try:
-                detector = self._engines.with_predictor(self._job, predictor)
+                detector = self._adapters.with_predictor(self._job, predictor)
             except ContractError as error:
                 log.warning("stored predictor left alone", job=self._job.name, error=str(error))
             else:
-                self._told = self._engines.predictor_of(detector)
+                self._told = self._adapters.predictor_of(detector)
                 return detector
-        return self._engines.detector(self._job)
+        return self._adapters.detector(self._job)
 
     def news(self, detector: DetectorLike) -> tuple[str, bytes] | None:
         """Kind of job and stored form of a predictor that was not told before."""
-        kind, fitted = kind_of(self._job), self._engines.predictor_of(detector)
+        kind, fitted = cache_key(self._job), self._adapters.predictor_of(detector)
         if kind is None or fitted is None or fitted is self._told:
             return None
         self._told = fitted

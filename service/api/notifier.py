@@ -13,7 +13,7 @@ from ..errors import TooManyWatchersError
 from ..store.keys import NEWS
 
 
-class Bell:
+class Notifier:
     """Waiters take `next(job)` first, look at the store, and then wait, so that no news is lost
     in between. A waiter looks again after `RECHECK_S` anyway: Redis may have been away."""
 

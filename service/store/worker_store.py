@@ -12,20 +12,23 @@ import redis
 from resihp.contracts import Job, Plan, from_json
 
 from ..errors import LeaseLostError
-from .api import dumps, plan_json, plan_of
-from .inbox import Entry, entry_of, order
+from .http_store import dumps, plan_json, plan_of
 from .keys import FENCES, GROUP, JOBS, NEWS, PREDICTORS, WORKERS, JobKeys
-from .scripts import ACQUIRE, RENEW
+from .lua_scripts import ACQUIRE, RENEW
+from .messages import JobMessage, message_of, order
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to work on a job: `token` is checked in every commit, `epoch` too, which changes
-    when the job is reset."""
+    """The exclusive right to work on a job; every commit checks both fields.
+
+    token       changes with every acquisition, also by the same worker
+    generation  changes when the job is registered with other content
+    """
 
     job: str
     token: bytes
-    epoch: bytes
+    generation: bytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Commit:
     counts: Mapping[str, int]
 
 
-class WorkStore:
+class WorkerStore:
     """Blocking access for one worker, which is known by `name` in Redis."""
 
     def __init__(self, url: str, name: str, *, keep_events: int, keep_steps: int) -> None:
@@ -77,10 +80,10 @@ class WorkStore:
         keys = JobKeys(job)
         args: list[str | int] = [self.name, int(ttl_s * 1e3)]
         token = self._acquire(keys=[keys.lease, FENCES], args=args)
-        epoch = self._redis.hget(keys.meta, "epoch")
-        if token is None or epoch is None:
+        generation = self._redis.hget(keys.meta, "generation")
+        if token is None or generation is None:
             return None
-        return Lease(job, token, epoch)
+        return Lease(job, token, generation)
 
     def renew(self, lease: Lease, *, ttl_s: float) -> bool:
         """Hold a lease for longer; 0 gives it back. False: it was lost."""
@@ -107,14 +110,14 @@ class WorkStore:
         """Store it for the next job of that kind."""
         self._redis.hset(PREDICTORS, kind, predictor)
 
-    def claim(self, lease: Lease, applied: str) -> Iterator[Entry]:
+    def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
         """Entries that some worker took and that no saved state contains, in order."""
-        key, start = JobKeys(lease.job).inbox, "0-0"
+        key, start = JobKeys(lease.job).messages, "0-0"
         while True:
             start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
             for identity, fields in items:
                 if fields and order(identity.decode()) > order(applied):
-                    yield entry_of((identity, fields))
+                    yield message_of((identity, fields))
                 else:  # it is in the saved state: its taker died between commit and XACK
                     self._redis.xack(key, GROUP, identity)
             if start in (b"0-0", "0-0"):
@@ -128,14 +131,14 @@ class WorkStore:
 
     def read(
         self, leases: Mapping[str, Lease], *, count: int, block_ms: int
-    ) -> Iterator[tuple[str, Entry]]:
+    ) -> Iterator[tuple[str, JobMessage]]:
         """New entries of the jobs held: (job, entry), each job's in order."""
-        streams = {JobKeys(job).inbox: ">" for job in leases}
-        names = {JobKeys(job).inbox.encode(): job for job in leases}
+        streams = {JobKeys(job).messages: ">" for job in leases}
+        names = {JobKeys(job).messages.encode(): job for job in leases}
         answer = self._redis.xreadgroup(GROUP, self.name, streams, count=count, block=block_ms)
         for key, items in answer or ():
             for item in items:
-                yield names[key], entry_of(item)
+                yield names[key], message_of(item)
 
     def commit(self, lease: Lease, commit: Commit) -> None:
         """Save a state and publish what led to it, all or nothing. Raises `LeaseLostError`."""
@@ -155,7 +158,10 @@ class WorkStore:
         keys = JobKeys(lease.job)
         with self._redis.pipeline() as pipe:
             pipe.watch(keys.lease, keys.meta)
-            if pipe.get(keys.lease) != lease.token or pipe.hget(keys.meta, "epoch") != lease.epoch:
+            if (
+                pipe.get(keys.lease) != lease.token
+                or pipe.hget(keys.meta, "generation") != lease.generation
+            ):
                 raise LeaseLostError(lease.job)
             pipe.multi()
             queue(pipe, keys)
@@ -178,10 +184,10 @@ class WorkStore:
         for name, value in commit.counts.items():
             pipe.hincrby(keys.counts, name, value)
         if commit.applied:
-            pipe.xack(keys.inbox, GROUP, *commit.applied)
+            pipe.xack(keys.messages, GROUP, *commit.applied)
             pipe.hincrby(keys.counts, "backlog_bytes", -commit.applied_bytes)
             milliseconds, sequence = order(commit.applied[-1])
-            pipe.xtrim(keys.inbox, minid=f"{milliseconds}-{sequence + 1}", approximate=False)
+            pipe.xtrim(keys.messages, minid=f"{milliseconds}-{sequence + 1}", approximate=False)
 
     def _queue_status(
         self, pipe: Any, keys: JobKeys, status: Mapping[str, Any], steps: list[dict[str, Any]]

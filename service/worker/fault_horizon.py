@@ -8,7 +8,7 @@ from typing import Any
 from resihp.contracts import Job, Status, Verdict
 
 
-class Horizon:
+class FaultHorizon:
     """Faults of one job, counted on top of what it was registered with, and its newest step."""
 
     def __init__(self, job: Job, *, faults: int = 0, step_ms: float = 0.0) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from resihp.contracts import TelemetryBatch
 
 
-class StepClock:
+class StepTimes:
     """Sums what each rank spent in each step; a step's time is that of its busiest rank.
 
     A step is closed when every expected rank has reported a later one, or when records of
@@ -67,7 +67,7 @@ class StepClock:
         }
 
     @classmethod
-    def restore(cls, saved: dict[str, Any]) -> StepClock:
+    def restore(cls, saved: dict[str, Any]) -> StepTimes:
         """The clock that was saved."""
         clock = cls()
         clock._spent = {

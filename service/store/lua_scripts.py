@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# KEYS: meta, inbox, counts, seen
+# KEYS: meta, messages, counts, seen
 # ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key)
 # Returns "unknown", "full", "duplicate" or the id of the entry.
 INGEST = """
@@ -28,19 +28,20 @@ redis.call('HINCRBY', KEYS[3], 'dropped', ARGV[6])
 return id
 """
 
-# KEYS: jobs, epochs, then the keys of the job (meta, inbox, …, plans fifth from the left of ARGV)
+# KEYS: jobs, generations, then the keys of the job: meta, messages, plans, events, all others
 # ARGV: name, job, plan 0, now, max jobs, group, event
 # Returns 0 (the same job is registered already), 1 (registered) or -1 (too many jobs).
 REGISTER = """
-local meta, inbox, plans, events = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local meta, messages, plans, events = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local old = redis.call('HGET', meta, 'job')
 if old == ARGV[2] then return 0 end
 if not old and redis.call('SCARD', KEYS[1]) >= tonumber(ARGV[5]) then return -1 end
 for index = 3, #KEYS do redis.call('DEL', KEYS[index]) end
-local epoch = redis.call('INCR', KEYS[2])
-redis.call('HSET', meta, 'job', ARGV[2], 'epoch', epoch, 'plan', 0, 'registered_at', ARGV[4])
+local generation = redis.call('INCR', KEYS[2])
+redis.call('HSET', meta, 'job', ARGV[2], 'generation', generation, 'plan', 0,
+  'registered_at', ARGV[4])
 redis.call('HSET', plans, 0, ARGV[3])
-redis.call('XGROUP', 'CREATE', inbox, ARGV[6], '0', 'MKSTREAM')
+redis.call('XGROUP', 'CREATE', messages, ARGV[6], '0', 'MKSTREAM')
 redis.call('XADD', events, '*', 'kind', 'registered', 'body', ARGV[7])
 redis.call('SADD', KEYS[1], ARGV[1])
 return 1

@@ -11,8 +11,8 @@ from resihp.contracts import TelemetryBatch
 from resihp.contracts.codec import decode
 
 
-class Kind(StrEnum):
-    """What an entry of the inbox holds."""
+class MessageKind(StrEnum):
+    """Content of a message."""
 
     TELEMETRY = "telemetry"
     HEARTBEAT = "heartbeat"
@@ -24,11 +24,11 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class JobMessage:
     """One message: `body` is msgpack for telemetry, JSON for all other kinds."""
 
     id: str
-    kind: Kind
+    kind: MessageKind
     body: bytes
 
     def batch(self) -> TelemetryBatch:
@@ -41,10 +41,10 @@ class Entry:
         return content
 
 
-def entry_of(item: tuple[bytes, dict[bytes, bytes]]) -> Entry:
+def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:
     """The entry in an item of a stream."""
     identity, fields = item
-    return Entry(identity.decode(), Kind(fields[b"kind"].decode()), fields[b"body"])
+    return JobMessage(identity.decode(), MessageKind(fields[b"kind"].decode()), fields[b"body"])
 
 
 def order(identity: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ _OPEN = ("/", "/dashboard", "/healthz", "/v1/healthz", "/docs", "/openapi.json")
 _OPEN_FOLDERS = ("/assets/",)
 
 
-class Guard:
+class RequestMiddleware:
     """Checks the bearer token; without one, that the caller addressed this machine by a local
     name (a web page elsewhere must not reach a local service by a name of its own). Bounds the
     size of a body while it is read."""
