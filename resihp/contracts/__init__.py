@@ -1,15 +1,19 @@
-"""Contracts: what hooks, service, detector, scheduler and runtime say to each other. No I/O."""
+"""Data types shared by hooks, service, detector, scheduler and runtime. No I/O."""
 
 from ._json import from_json, to_json
 from .errors import (
     CheckpointDamagedError,
     CheckpointError,
     ContractError,
+    FencedOutError,
     InfeasibleError,
+    JobStoppedError,
+    MiscountError,
     ResiHPError,
     ServiceError,
     StateLostError,
     TraceError,
+    WorldBrokenError,
 )
 from .faults import FaultRate, Protection
 from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
@@ -27,12 +31,15 @@ __all__ = [
     "ContractError",
     "Diagnosis",
     "FaultRate",
+    "FencedOutError",
     "InfeasibleError",
     "Job",
+    "JobStoppedError",
     "LayerCost",
     "Layout",
     "Links",
     "Memory",
+    "MiscountError",
     "ModelShape",
     "Op",
     "Place",
@@ -48,6 +55,7 @@ __all__ = [
     "TelemetryBatch",
     "TraceError",
     "Verdict",
+    "WorldBrokenError",
     "even_quotas",
     "from_json",
     "to_json",

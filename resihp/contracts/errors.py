@@ -1,4 +1,8 @@
-"""Every exception that ResiHP raises on purpose, in one tree."""
+"""The exceptions that users of ResiHP may catch, in one tree below `ResiHPError`.
+
+The HTTP problems of the sidecar (`service.errors`) derive from `ResiHPError` too; a client sees
+each of them as a `ServiceError` with its status.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ class ResiHPError(Exception):
 
 
 class ContractError(ResiHPError, ValueError):
-    """A value that breaks a contract; `field` is the dotted path of what is wrong."""
+    """A value that breaks a contract; `field` is the dotted path of the invalid value."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}" if field else problem)
@@ -17,7 +21,7 @@ class ContractError(ResiHPError, ValueError):
 
 
 class InfeasibleError(ResiHPError):
-    """No plan satisfies every constraint; `constraint` names the one that binds."""
+    """No plan satisfies all constraints; `constraint` names the binding one."""
 
     def __init__(self, constraint: str, detail: str) -> None:
         super().__init__(f"no feasible plan: {detail}")
@@ -26,19 +30,35 @@ class InfeasibleError(ResiHPError):
 
 
 class TraceError(ResiHPError):
-    """A trace file that cannot be read, with the reason in one line."""
+    """A trace file that cannot be read; the message gives the reason in one line."""
 
 
 class ServiceError(ResiHPError):
-    """The sidecar answered with a problem document, or did not answer."""
+    """The sidecar answered with an error, or not at all; `status` is the HTTP status or None."""
 
     def __init__(self, problem: str, *, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
 
 
+class JobStoppedError(ResiHPError):
+    """The job cannot go on; the message gives the reason."""
+
+
+class FencedOutError(ResiHPError):
+    """The other ranks went on without this rank, which must not act for the job any more."""
+
+
+class WorldBrokenError(ResiHPError, RuntimeError):
+    """A peer was lost or the process groups were aborted; a new layout is needed."""
+
+
+class MiscountError(ResiHPError):
+    """A microbatch is not exactly once in the gradient sum: a defect; the step must be dropped."""
+
+
 class StateLostError(ResiHPError):
-    """Training state that no surviving rank and no checkpoint holds; names what was lost."""
+    """Training state that no surviving rank and no checkpoint holds; the message lists it."""
 
 
 class CheckpointError(ResiHPError):
@@ -46,7 +66,7 @@ class CheckpointError(ResiHPError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were saved; `shards` names what is bad."""
+    """A checkpoint whose bytes differ from the saved ones; `shards` names the damaged shards."""
 
     def __init__(self, where: str, shards: tuple[str, ...], problem: str) -> None:
         shown = ", ".join(shards[:6]) + (f" and {len(shards) - 6} more" if shards[6:] else "")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from resihp.contracts import ContractError, Plan
+from resihp.contracts import ContractError, FencedOutError, Plan, WorldBrokenError
 
 from .checkpoints import Checkpoints
 from .checkpoints.contract import KeepsNothing
@@ -18,20 +18,20 @@ from .handoff.switching import Switching
 from .membership.agent import PlanAgent
 from .membership.phases import Phase, PhaseMachine
 from .membership.plans import PlanSource
-from .membership.rendezvous import FencedOutError, Rendezvous
+from .membership.rendezvous import Rendezvous
 from .membership.standbys import Standbys
 from .present import Present
 from .recovery import Recovery, passes
-from .worlds.comm import WaitClock, WorldBrokenError
+from .worlds.comm import WaitClock
 
 
 class Trainer:
     """Runs one rank of a job whose layout may change between any two steps.
 
     Every rank of the job (idle ones included) makes one with the same arguments but its own rank,
-    and calls `run`. Raises `ContractError` for a plan that cannot be run; `run` raises `StopError`
-    or `StateLostError` when the job cannot go on, and `FencedOutError` when the others have gone on
-    without this rank.
+    and calls `run`. Raises `ContractError` for a plan that cannot be run; `run` raises
+    `JobStoppedError` or `StateLostError` when the job cannot go on, and `FencedOutError` when the
+    others have gone on without this rank.
     """
 
     def __init__(

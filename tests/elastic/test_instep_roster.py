@@ -9,14 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.contracts import ContractError, StateLostError
+from resihp.contracts import ContractError, FencedOutError, MiscountError, StateLostError
 from resihp.elastic.instep.account import read, written
-from resihp.elastic.instep.ledger import Kept, MiscountError, indices
+from resihp.elastic.instep.ledger import Kept, indices
 from resihp.elastic.instep.roster import Roster
 from resihp.elastic.instep.user_loop import Seat, Told
 from resihp.elastic.instep.user_state import empties, pack, unpack
 from resihp.elastic.membership.agreement import Decision
-from resihp.elastic.membership.rendezvous import FencedOutError
 
 
 def decision(

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.contracts import Layout
+from resihp.contracts import Layout, WorldBrokenError
 from resihp.elastic.handoff import attach
 from resihp.elastic.handoff.attach import IOV_MAX, Place, can_attach, read, slices
 from resihp.elastic.handoff.courier import Courier, Summed, pairs_of, state_view
 from resihp.elastic.handoff.neighbours import Neighbour, Source, introduce, is_readable, table_of
 from resihp.elastic.models import Llama
-from resihp.elastic.worlds.comm import Network, WorldBrokenError
+from resihp.elastic.worlds.comm import Network
 from resihp.layout import Move, Param, holdings, moves
 from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
 from tests.elastic.threads import on_ranks

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from resihp.contracts import Layout, Replica
+from resihp.contracts import Layout, Replica, WorldBrokenError
 from resihp.elastic.membership.meeting import meet
 from resihp.elastic.membership.phases import Phase
-from resihp.elastic.worlds.comm import WorldBrokenError
 from tests.elastic.job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
 
 STEPS = 8

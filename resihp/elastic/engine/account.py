@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from resihp.contracts import Layout
+from resihp.contracts import Layout, MiscountError
 from resihp.layout import Parameters
 
-from ..instep.ledger import Holding, MiscountError, Spans, indices
+from ..instep.ledger import Holding, Spans, indices
 from ..worlds.world import World
 from .sums import Gradients
 

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
+from resihp.contracts import WorldBrokenError
 from resihp.layout import Move
 
-from ..worlds.comm import Group, WorldBrokenError
+from ..worlds.comm import Group
 from .attach import Place, can_attach, read, slices
 
 LEAST_RUN_BYTES = 256

@@ -13,12 +13,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from resihp._shutdown import start_thread
-from resihp.contracts import Layout, Plan
+from resihp.contracts import Layout, Plan, WorldBrokenError
 from resihp.layout import Move, Parameters, moves
 
 from ..engine.shard import Shard
 from ..engine.sums import Gradients, Rest
-from ..worlds.comm import Group, Network, WorldBrokenError
+from ..worlds.comm import Group, Network
 from ..worlds.world import World, build_world
 from .courier import Pair, pairs_of
 from .disposal import dispose

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from resihp.contracts import WorldBrokenError
 from resihp.layout import Param, Range
 
 from ..engine import Setup
 from ..engine.replicated import carry_over
 from ..engine.shard import Shard, rows
 from ..engine.sums import Gradients
-from ..worlds.comm import WorldBrokenError
 from .courier import Courier, Summed, state_view
 from .draft import unshared
 from .prepare import Prepared

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from resihp.contracts import Plan
+from resihp.contracts import Plan, WorldBrokenError
 
 from ..checkpoints.contract import Keeper
 from ..engine import Reduced, Setup
@@ -19,7 +19,7 @@ from ..membership.offers import Offer
 from ..membership.phases import Phase
 from ..membership.rendezvous import Rendezvous
 from ..present import Present
-from ..worlds.comm import WaitClock, WorldBrokenError
+from ..worlds.comm import WaitClock
 from .builder import Builder
 from .carrier import Carrier
 from .disposal import dispose

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, MiscountError
 
-from .ledger import MiscountError
 from .user_loop import Told
 
 

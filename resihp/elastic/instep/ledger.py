@@ -11,13 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from resihp.contracts import ResiHPError
-
-
-class MiscountError(ResiHPError):
-    """A microbatch is not in the sum exactly once. A bug of ours; the step must not be used."""
-
-
 Spans = tuple[tuple[int, int], ...]
 """Microbatches as ascending half-open ranges."""
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from resihp.contracts import WorldBrokenError
+
 from ..membership.rendezvous import Rendezvous
-from ..worlds.comm import Group, Network, WaitClock, WorldBrokenError
+from ..worlds.comm import Group, Network, WaitClock
 from .ordered_sum import sum_in_order
 from .tree import Node
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, WorldBrokenError
 
 from ..environment import Environment
 from ..handoff.disposal import dispose
 from ..membership.agreement import Decision, Report
 from ..membership.store import Timeouts
-from ..worlds.comm import WorldBrokenError
 from .account import Account, read, written
 from .ledger import Holding, spans
 from .loop_sums import LoopSums

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from resihp.contracts import (
     ContractError,
+    FencedOutError,
     Layout,
     Plan,
     Replica,
@@ -15,7 +16,6 @@ from resihp.contracts import (
 )
 
 from ..membership.agreement import Decision
-from ..membership.rendezvous import FencedOutError
 from .shares import Share, full_shares, rest_shares
 from .user_loop import Seat
 

@@ -17,7 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..worlds.comm import Group, WorldBrokenError
+from resihp.contracts import WorldBrokenError
+
+from ..worlds.comm import Group
 
 _CHUNK_BYTES = 16 << 20
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..worlds.comm import WorldBrokenError
+from resihp.contracts import WorldBrokenError
 
 _LONGEST_PAUSE_S = 0.02
 _QUESTIONS_PER_S = 10_000  # that the ranks together put to one store

@@ -20,23 +20,14 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from resihp.contracts import ResiHPError
+from resihp.contracts import FencedOutError, JobStoppedError, WorldBrokenError
 
-from ..worlds.comm import WorldBrokenError
 from .agreement import Decision, Report, decide, read_decision
 from .heartbeats import Heartbeats
 from .link import StoreLink
 from .offers import Offer, read_offer, write_offer
 from .reports import collect_reports
 from .store import Timeouts
-
-
-class FencedOutError(ResiHPError):
-    """The others have gone on without this rank; it must not touch the job any more."""
-
-
-class StopError(ResiHPError):
-    """The job cannot go on; says why."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,7 @@ class Rendezvous:
         """Make every rank leave the present world; work that this rank `leaves` at once."""
         self._broken = reason
         if self.link.is_cut_off:
-            raise StopError(f"{reason}; survivors cannot agree, the store is gone")
+            raise JobStoppedError(f"{reason}; survivors cannot agree, the store is gone")
         for work in leaves:
             self._store.set(f"left/{self.recovery}/{work}", "1")
         self._store.compare_set(f"broken/{self.recovery}", "", reason)
@@ -202,13 +193,13 @@ class Rendezvous:
         self._store.add("signal", 1)
 
     def published(self, epoch: int, *, recoveries_ago: int = 0) -> Offer | None:
-        """The offer of `epoch`, if there is one yet. Raises `StopError` if it is to stop."""
+        """The offer of `epoch`, if there is one yet. Raises `JobStoppedError` if it is to stop."""
         key = f"plan/{self.recovery - recoveries_ago}/{epoch}"
         if not self.link.ask(lambda: self._store.check([key]), False):
             return None
         offer = read_offer(self._store.get(key))
         if isinstance(offer, str):
-            raise StopError(offer)
+            raise JobStoppedError(offer)
         return offer
 
     def go(self, epoch: int) -> None:
@@ -244,10 +235,10 @@ class Rendezvous:
             time.sleep(0.01)
 
     def finished(self) -> bool:
-        """Whether the job is done. Raises `StopError` if nobody can tell any more."""
+        """Whether the job is done. Raises `JobStoppedError` if nobody can tell any more."""
         done = self.link.ask(lambda: self._store.check(["finished"]), False)
         if self.link.is_cut_off:
-            raise StopError("the store is gone: an idle rank cannot be called in any more")
+            raise JobStoppedError("the store is gone: an idle rank cannot be called in any more")
         return bool(done)
 
     def wait_for_change(self) -> None:

@@ -18,11 +18,9 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from resihp.contracts import WorldBrokenError
+
 _SLICE = timedelta(milliseconds=50)
-
-
-class WorldBrokenError(RuntimeError):
-    """A peer of this world is gone, or the world has been given up; the layout must change."""
 
 
 class WaitClock:
