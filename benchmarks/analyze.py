@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import machine, print_table, write_json
-from resihp.offline.synthetic import Recipe, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 
 _SHAPES = {
     "2 replicas x 4 stages, 32 steps": Recipe(

@@ -70,9 +70,9 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: P
     from resihp.contracts import to_json
     from resihp.demo.live.display import LiveDisplay
     from resihp.demo.report import write_report
-    from resihp.demo.story import DemoError, play
+    from resihp.demo.run import DemoError, play
     from resihp.demo.summary import print_summary
-    from resihp.demo.training.recording import write_recording
+    from resihp.demo.training.trace_log import write_recording
 
     console = Console()
     try:

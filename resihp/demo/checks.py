@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from resihp.contracts import Status
 
-from .phases_of_run import step_times
+from .phases import step_times
 from .record import Check, DemoRecord
 
 _LOSS_TOLERANCE = 1e-3

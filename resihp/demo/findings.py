@@ -11,25 +11,25 @@ from statistics import median
 
 from resihp.contracts import Layout, Status, Verdict, even_quotas
 
-from .phases_of_run import first_loss, first_resize, loss_difference, scripted, step_times
-from .record import DemoRecord, SwitchSeen, VerdictSeen
-from .words import duration, plural, ranks
+from .descriptions import duration, plural, ranks
+from .phases import first_loss, first_resize, loss_difference, scripted, step_times
+from .record import DemoRecord, LayoutChangeRecord, VerdictRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Detection:
     """The first firm verdict on a slow rank.
 
     delay_steps  from the start of the fault to the verdict; None where the script slowed another
                  rank or none: then it is a false alarm
     """
 
-    seen: VerdictSeen
+    seen: VerdictRecord
     delay_steps: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Era:
+class PlanPeriod:
     """A span of steps [start, stop) under one plan; `switch` is None for the start layout.
 
     `quotas` empty means not known.
@@ -40,18 +40,18 @@ class Era:
     stop: int
     layout: Layout
     quotas: tuple[int, ...]
-    switch: SwitchSeen | None
+    switch: LayoutChangeRecord | None
 
 
-def found(record: DemoRecord) -> tuple[Found, ...]:
+def detections(record: DemoRecord) -> tuple[Detection, ...]:
     """The first FAIL_SLOW verdict on each rank that got one."""
-    firsts: dict[int, VerdictSeen] = {}
+    firsts: dict[int, VerdictRecord] = {}
     for seen in record.verdicts:
         if seen.verdict.status is Status.FAIL_SLOW:
             firsts.setdefault(seen.verdict.rank, seen)
     at, slow = scripted(record, "slow_at"), scripted(record, "slow_rank")
     return tuple(
-        Found(
+        Detection(
             seen=seen,
             delay_steps=seen.at_step - at if at is not None and rank == slow else None,
         )
@@ -59,14 +59,14 @@ def found(record: DemoRecord) -> tuple[Found, ...]:
     )
 
 
-def eras(record: DemoRecord) -> tuple[Era, ...]:
+def plan_periods(record: DemoRecord) -> tuple[PlanPeriod, ...]:
     """The start layout and every plan taken on, in order, each until the next."""
     end = 1 + max((seen.step for seen in record.steps), default=-1)
     starts = [0, *(switch.step for switch in record.switches)]
     stops = [*starts[1:], max(end, starts[-1])]
-    switches: list[SwitchSeen | None] = [None, *record.switches]
+    switches: list[LayoutChangeRecord | None] = [None, *record.switches]
     return tuple(
-        Era(
+        PlanPeriod(
             version=switch.plan.version if switch else 0,
             start=start,
             stop=stop,
@@ -85,9 +85,9 @@ def _start_quotas(record: DemoRecord) -> tuple[int, ...]:
     return even_quotas(record.switches[0].plan.microbatches, record.layout.dp)
 
 
-def era_ms(record: DemoRecord, era: Era) -> float | None:
-    """Median step time of an era without its first step; None where there is no such step."""
-    times = [seen.step_ms for seen in record.steps if era.start < seen.step < era.stop]
+def period_ms(record: DemoRecord, period: PlanPeriod) -> float | None:
+    """Median step time of a period without its first step; None where there is no such step."""
+    times = [seen.step_ms for seen in record.steps if period.start < seen.step < period.stop]
     return median(times) if times else None
 
 
@@ -133,7 +133,7 @@ def headline(record: DemoRecord) -> str:
 
 def _found_words(record: DemoRecord) -> str:
     sentences = []
-    for item in found(record):
+    for item in detections(record):
         verdict = item.seen.verdict
         when = (
             f" {plural(item.delay_steps, 'step')} after it slowed down"

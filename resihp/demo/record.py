@@ -8,7 +8,7 @@ from resihp.contracts import Layout, Plan, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSeen:
+class StepRecord:
     """One completed step, as the lowest rank alive saw it."""
 
     step: int
@@ -18,7 +18,7 @@ class StepSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwitchSeen:
+class LayoutChangeRecord:
     """A plan that was taken on before step `step`; `lost` ranks had died."""
 
     step: int
@@ -29,7 +29,7 @@ class SwitchSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerdictSeen:
+class VerdictRecord:
     """A verdict that changed; `at_step` is the newest step that was complete by then."""
 
     at_step: int
@@ -37,7 +37,7 @@ class VerdictSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthSeen:
+class SlowdownRecord:
     """The slowdown that the detector saw in a device at a step."""
 
     step: int
@@ -71,11 +71,11 @@ class DemoRecord:
     seconds: float
     layout: Layout
     script: dict[str, float]
-    steps: tuple[StepSeen, ...]
+    steps: tuple[StepRecord, ...]
     reference: tuple[float, ...]
-    switches: tuple[SwitchSeen, ...]
-    verdicts: tuple[VerdictSeen, ...]
-    health: tuple[HealthSeen, ...]
+    switches: tuple[LayoutChangeRecord, ...]
+    verdicts: tuple[VerdictRecord, ...]
+    health: tuple[SlowdownRecord, ...]
     checks: tuple[Check, ...]
     emulated: tuple[str, ...]
     quotas: tuple[int, ...] = ()

@@ -13,10 +13,18 @@ from rich.text import Text
 
 from resihp.contracts import Status
 
-from .findings import found, outcome, time_recovered
-from .phases_of_run import PHASES, loss_difference, scripted, step_times
+from .descriptions import (
+    PHASE_WORDS,
+    duration,
+    layout_lines,
+    plan_line,
+    plural,
+    switch_line,
+    verdict_line,
+)
+from .findings import detections, outcome, time_recovered
+from .phases import PHASES, loss_difference, scripted, step_times
 from .record import DemoRecord
-from .words import PHASE_WORDS, duration, layout_lines, plan_line, plural, switch_line, verdict_line
 
 _WIDTH = 110
 
@@ -83,7 +91,7 @@ def _script(record: DemoRecord) -> list[str]:
 
 def _found(record: DemoRecord) -> list[str]:
     lines = []
-    for item in found(record):
+    for item in detections(record):
         after = "a false alarm"
         if item.delay_steps is not None:
             after = f"said {plural(item.delay_steps, 'step')} after the fault"

@@ -21,8 +21,8 @@ from resihp.contracts import (
     to_json,
 )
 
+from ._residual import unexplained
 from ._trace import Trace
-from ._unexplained import unexplained
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ def _parquet_trace(path: Path, files: list[Path]) -> Trace:
 
 
 def _trace_of_columns(path: Path, columns: ParquetColumns) -> Trace:
-    from ._own import JOB_KEY, own_trace
+    from ._resihp_parquet import JOB_KEY, own_trace
     from ._whatif import whatif_trace
 
     if JOB_KEY in columns.metadata:

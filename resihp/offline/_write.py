@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from resihp.contracts import COLUMNS, Job, Plan, TelemetryBatch, to_json
 
-from ._own import JOB_KEY, PLANS_KEY
+from ._resihp_parquet import JOB_KEY, PLANS_KEY
 
 _ROWS = 1 << 16  # rows held back until they make a row group
 

@@ -10,10 +10,10 @@ from resihp.contracts import Layout, Plan, Replica, Stage, Status, Verdict
 from resihp.demo.record import (
     Check,
     DemoRecord,
-    HealthSeen,
-    StepSeen,
-    SwitchSeen,
-    VerdictSeen,
+    LayoutChangeRecord,
+    SlowdownRecord,
+    StepRecord,
+    VerdictRecord,
 )
 
 SCRIPT = {"slow_rank": 5, "slow_factor": 1.5, "slow_at": 22, "dead_rank": 2, "dead_at": 52}
@@ -81,13 +81,13 @@ def _loss(step: int) -> float:
     return 2.3 + 3.3 * math.exp(-step / 14) + wave * (0.4 + math.exp(-step / 30))
 
 
-def _steps() -> Iterator[StepSeen]:
+def _steps() -> Iterator[StepRecord]:
     noise = random.Random(0)
     for step in range(STEPS):
         version = (step >= RESIZE_AT) + (step >= LOSS_AT)
         slow = SCRIPT["slow_at"] <= step < RESIZE_AT
         base = (410.0, 470.0, 540.0)[version] if not slow else 588.0
-        yield StepSeen(
+        yield StepRecord(
             step=step,
             loss=_loss(step) + 4e-7 * noise.gauss(0, 1) * step,
             step_ms=base * (1 + 0.03 * noise.gauss(0, 1)) + (600 if step == 0 else 0),
@@ -95,7 +95,7 @@ def _steps() -> Iterator[StepSeen]:
         )
 
 
-def _switches() -> tuple[SwitchSeen, ...]:
+def _switches() -> tuple[LayoutChangeRecord, ...]:
     resize = Plan(
         version=1,
         layout=RESIZED,
@@ -121,12 +121,16 @@ def _switches() -> tuple[SwitchSeen, ...]:
         ),
     )
     return (
-        SwitchSeen(step=RESIZE_AT, pause_ms=41.7, received_bytes=612_352, lost=(), plan=resize),
-        SwitchSeen(step=LOSS_AT, pause_ms=1873.0, received_bytes=1_310_720, lost=(2,), plan=loss),
+        LayoutChangeRecord(
+            step=RESIZE_AT, pause_ms=41.7, received_bytes=612_352, lost=(), plan=resize
+        ),
+        LayoutChangeRecord(
+            step=LOSS_AT, pause_ms=1873.0, received_bytes=1_310_720, lost=(2,), plan=loss
+        ),
     )
 
 
-def _verdicts() -> tuple[VerdictSeen, ...]:
+def _verdicts() -> tuple[VerdictRecord, ...]:
     suspect = Verdict(
         rank=5, status=Status.SUSPECT, slowdown=1.46, since_step=22, confidence=0.71, step=24
     )
@@ -152,13 +156,13 @@ def _verdicts() -> tuple[VerdictSeen, ...]:
         step=52,
     )
     return (
-        VerdictSeen(at_step=25, verdict=suspect),
-        VerdictSeen(at_step=27, verdict=slow),
-        VerdictSeen(at_step=52, verdict=dead),
+        VerdictRecord(at_step=25, verdict=suspect),
+        VerdictRecord(at_step=27, verdict=slow),
+        VerdictRecord(at_step=52, verdict=dead),
     )
 
 
-def _health() -> Iterator[HealthSeen]:
+def _health() -> Iterator[SlowdownRecord]:
     noise = random.Random(1)
     for step in range(8, STEPS, 2):
         for rank in range(8):
@@ -166,7 +170,7 @@ def _health() -> Iterator[HealthSeen]:
             slow = rank == SCRIPT["slow_rank"] and step >= SCRIPT["slow_at"]
             status = "fail_stop" if dead else "fail_slow" if slow and step > 26 else "healthy"
             slowdown = (1.49 if slow else 1.0) * (1 + 0.01 * noise.gauss(0, 1))
-            yield HealthSeen(step=step, rank=rank, slowdown=slowdown, status=status)
+            yield SlowdownRecord(step=step, rank=rank, slowdown=slowdown, status=status)
 
 
 def _checks() -> tuple[Check, ...]:

@@ -110,7 +110,7 @@ def test_events_from_several_threads_are_all_kept() -> None:
             thread.start()
         for thread in threads:
             thread.join(timeout=10)
-    assert len(display.scene.events) == 40
+    assert len(display.view.events) == 40
 
 
 def test_step_time_after_a_switch_is_that_of_the_new_plan() -> None:
@@ -119,10 +119,10 @@ def test_step_time_after_a_switch_is_that_of_the_new_plan() -> None:
     for seen in record.steps[:RESIZE_AT]:
         display.step(seen)
     display.switch(record.switches[0])
-    assert display.scene.recent_ms() == record.steps[RESIZE_AT - 1].step_ms
+    assert display.view.recent_ms() == record.steps[RESIZE_AT - 1].step_ms
     for seen in record.steps[RESIZE_AT : RESIZE_AT + 2]:
         display.step(seen)
-    assert display.scene.recent_ms() == record.steps[RESIZE_AT + 1].step_ms
+    assert display.view.recent_ms() == record.steps[RESIZE_AT + 1].step_ms
 
 
 def test_the_dead_stay_dead_whatever_is_measured_later() -> None:
@@ -130,7 +130,7 @@ def test_the_dead_stay_dead_whatever_is_measured_later() -> None:
     play(display, demo_record())
     late = [health for health in demo_record().health if health.rank == 2][:1]
     display.health(late)
-    assert display.scene.device(2).status is Status.FAIL_STOP
+    assert display.view.device(2).status is Status.FAIL_STOP
 
 
 @pytest.mark.parametrize("total", [4, 12, 17])

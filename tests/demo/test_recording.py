@@ -8,8 +8,8 @@ import numpy as np
 
 from detector.scenarios import Fault, steps_of
 from resihp.contracts import Op, Status
-from resihp.demo.training.recording import RecordLog, write_recording
 from resihp.demo.training.settings import DemoSettings
+from resihp.demo.training.trace_log import RecordLog, write_recording
 from resihp.offline import analyze, read_trace
 
 SETTINGS = DemoSettings()

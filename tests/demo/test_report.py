@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from records import RESIZE_AT, SCRIPT, demo_record, plain_record
 
 from resihp.contracts import Status, Verdict
-from resihp.demo.findings import eras, found, headline, outcome, time_recovered
-from resihp.demo.record import Check, VerdictSeen
+from resihp.demo.descriptions import duration, percent, ranks, size
+from resihp.demo.findings import detections, headline, outcome, plan_periods, time_recovered
+from resihp.demo.record import Check, VerdictRecord
 from resihp.demo.report import render_report, write_report
 from resihp.demo.report.cards import cards
 from resihp.demo.report.diagrams import diagrams
-from resihp.demo.report.moments import moments
+from resihp.demo.report.markers import markers
 from resihp.demo.report.plots import HEAT_EDGES, heat_level
-from resihp.demo.words import duration, percent, ranks, size
 
 _VOID = {"meta", "link", "br", "img", "hr", "input", "use", "path", "circle"}
 
@@ -134,8 +134,8 @@ def test_a_run_that_never_began_is_reported() -> None:
 
 def test_a_verdict_on_another_rank_is_a_false_alarm() -> None:
     wrong = Verdict(rank=3, status=Status.FAIL_SLOW, slowdown=1.2, since_step=20)
-    record = demo_record(verdicts=(VerdictSeen(at_step=23, verdict=wrong),))
-    assert [item.delay_steps for item in found(record)] == [None]
+    record = demo_record(verdicts=(VerdictRecord(at_step=23, verdict=wrong),))
+    assert [item.delay_steps for item in detections(record)] == [None]
     assert "a false alarm" in headline(record)
     assert {card.name: card.figure for card in cards(record)}["False alarms"] == "1"
     assert "The slow rank was found" not in headline(record)
@@ -145,7 +145,7 @@ def test_a_firm_verdict_counts_once_and_from_its_first_time() -> None:
     record = demo_record()
     again = tuple(replace(seen, at_step=seen.at_step + 20) for seen in record.verdicts)
     assert [
-        item.delay_steps for item in found(replace(record, verdicts=record.verdicts + again))
+        item.delay_steps for item in detections(replace(record, verdicts=record.verdicts + again))
     ] == [27 - SCRIPT["slow_at"]]
 
 
@@ -163,15 +163,15 @@ def test_recovered_time_is_a_share_of_what_was_lost() -> None:
 
 
 def test_eras_follow_each_other_without_a_gap() -> None:
-    every = eras(demo_record())
-    assert [era.version for era in every] == [0, 1, 2]
+    every = plan_periods(demo_record())
+    assert [period.version for period in every] == [0, 1, 2]
     assert every[0].start == 0
     assert all(a.stop == b.start for a, b in pairwise(every))
     assert every[1].start == RESIZE_AT
 
 
 def test_quotas_at_the_start_follow_from_any_plan_or_stay_unknown() -> None:
-    assert eras(demo_record(quotas=()))[0].quotas == (4, 4)
+    assert plan_periods(demo_record(quotas=()))[0].quotas == (4, 4)
     unknown = demo_record(quotas=(), switches=())
     assert [quota for _, quota in diagrams(unknown)[0].rows] == [None, None]
     assert "None" not in Page(render_report(unknown)).words()
@@ -188,10 +188,10 @@ def test_diagrams_mark_the_slow_the_dead_and_what_changed() -> None:
 
 
 def test_numbers_of_moments_do_not_stand_on_each_other() -> None:
-    every = moments(demo_record())
-    assert [moment.number for moment in every] == list(range(1, len(every) + 1))
-    assert [moment.step for moment in every] == sorted(moment.step for moment in every)
-    places = [moment.label_x for moment in every]
+    every = markers(demo_record())
+    assert [marker.number for marker in every] == list(range(1, len(every) + 1))
+    assert [marker.step for marker in every] == sorted(marker.step for marker in every)
+    places = [marker.label_x for marker in every]
     gaps = [right - left for left, right in pairwise(places)]
     assert min(gaps) > 1.0
 
@@ -201,8 +201,8 @@ def test_nobody_is_said_to_be_dead_before_the_kill() -> None:
     *others, dead = record.verdicts
     assert dead.verdict.status is Status.FAIL_STOP
     early = replace(dead, at_step=dead.verdict.since_step - 1)  # the step of the kill is under way
-    told = moments(replace(record, verdicts=(*others, early)))
-    kinds = [moment.kind for moment in told if moment.step == SCRIPT["dead_at"]]
+    told = markers(replace(record, verdicts=(*others, early)))
+    kinds = [marker.kind for marker in told if marker.step == SCRIPT["dead_at"]]
     assert kinds[:2] == ["lost", "verdict"]
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from resihp.contracts import Status
 from resihp.demo.live.display import LiveDisplay
-from resihp.demo.story import play
-from resihp.demo.training.recording import write_recording
+from resihp.demo.run import play
 from resihp.demo.training.settings import DemoSettings
+from resihp.demo.training.trace_log import write_recording
 from resihp.offline import analyze, read_trace
 
 

@@ -12,7 +12,7 @@ from detector.whatif import Causes, Kind, Recording, SlowDevice, WhatIf
 from detector.whatif.ops import P2P
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
-from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 COLLECTIVES = (Kind.GRADS_SCATTER, Kind.PARAMS_GATHER)
 NAMED = SlowDevice(rank=0, dp=0, pp=0, factor=1.02)

@@ -7,7 +7,7 @@ from detector.whatif import SlowDevice
 from detector.whatif.ops import P2P, Kind
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
-from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 DEVICE = SlowDevice(rank=9, dp=1, pp=2, factor=1.25, since=8)
 

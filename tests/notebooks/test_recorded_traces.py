@@ -8,7 +8,7 @@ import pytest
 from nbclient import NotebookClient
 
 from resihp.offline import read_trace, write_trace
-from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "recorded_traces.ipynb"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 
 @pytest.fixture(scope="session")

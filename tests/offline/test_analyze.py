@@ -132,7 +132,7 @@ def test_the_timeline_shows_what_was_and_what_would_have_been(slow_trace, tmp_pa
 
 
 def test_a_clean_job_has_nothing_to_tell(tmp_path):
-    from resihp.offline.synthetic import Recipe, record, write_whatif
+    from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 
     path = tmp_path / "clean.parquet"
     write_whatif(path, record(Recipe(steps=12)))

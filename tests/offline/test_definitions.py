@@ -7,7 +7,7 @@ import pytest
 
 from detector.whatif import Kind, WhatIf
 from detector.whatif.ops import COMPUTE, P2P, OpTable, Recording
-from resihp.offline.synthetic import Recipe, record
+from resihp.testing.synthetic_traces import Recipe, record
 
 
 def whatif_of(ops):

@@ -9,8 +9,8 @@ from detector.whatif import Kind
 from resihp.contracts import Cause, Status, TraceError
 from resihp.offline import analyze, read_trace
 from resihp.offline.report import html
-from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
 from resihp.offline.timeline import Timeline
+from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 WHOLE = record(Recipe(dp=3, pp=3, microbatches=3, steps=4))
 ODD = {

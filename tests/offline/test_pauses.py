@@ -7,7 +7,7 @@ from detector.whatif import Kind
 from detector.whatif.stalls import without_stalls
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
-from resihp.offline.synthetic import Recipe, Trouble, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 
 def paused(ops, seconds, share, seed=0):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from resihp.contracts import Job, Layout, Op, Plan, TelemetryBatch, TraceError
 from resihp.offline import TraceWriter, read_trace, write_trace
-from resihp.offline.synthetic import Recipe, record, write_whatif
+from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 
 JOB = Job(name="small", layout=Layout.grid(dp=2, pp=2, tp=1, layers=2), microbatches=4)
 

@@ -12,10 +12,10 @@ from rich.live import Live
 
 from resihp.contracts import Layout, Status
 
-from ..record import HealthSeen, StepSeen, SwitchSeen, VerdictSeen
-from ..words import duration, plan_line, switch_line, verdict_line
-from .scene import Event, Scene
+from ..descriptions import duration, plan_line, switch_line, verdict_line
+from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
 from .screen import Screen
+from .view_model import Event, ViewModel
 
 REFRESHES_PER_SECOND = 3
 PLAIN_EVERY_STEPS = 10
@@ -43,8 +43,8 @@ class LiveDisplay:
         self._clock = clock
         self._start = clock()
         self._lock = threading.RLock()
-        self.scene = Scene(layout=layout, steps=steps, quotas=quotas)
-        self.screen = Screen(self.scene, self._seconds, self._lock)
+        self.view = ViewModel(layout=layout, steps=steps, quotas=quotas)
+        self.screen = Screen(self.view, self._seconds, self._lock)
         self._live: Live | None = None
 
     def __enter__(self) -> LiveDisplay:
@@ -69,70 +69,70 @@ class LiveDisplay:
     def phase(self, text: str) -> None:
         """What the demo is doing now, e.g. "Starting the sidecar…"."""
         with self._lock:
-            self.scene.phase = text
+            self.view.phase = text
             self._log("phase", text)
 
     def links(self, dashboard_url: str, docs_url: str, report_path: object) -> None:
         """Where there is more to see."""
         with self._lock:
-            self.scene.links = {
+            self.view.links = {
                 "dashboard": dashboard_url,
                 "API": docs_url,
                 "report": str(report_path),
             }
-            for name, target in self.scene.links.items():
+            for name, target in self.view.links.items():
                 self._plain(f"{name}: {target}")
 
-    def step(self, seen: StepSeen) -> None:
+    def step(self, seen: StepRecord) -> None:
         """A step was completed."""
         with self._lock:
-            self.scene.seen.append(seen)
-            if seen.step % PLAIN_EVERY_STEPS == 0 or seen.step == self.scene.steps - 1:
+            self.view.seen.append(seen)
+            if seen.step % PLAIN_EVERY_STEPS == 0 or seen.step == self.view.steps - 1:
                 self._plain(
-                    f"step {seen.step + 1}/{self.scene.steps}: {duration(seen.step_ms)}, "
+                    f"step {seen.step + 1}/{self.view.steps}: {duration(seen.step_ms)}, "
                     f"loss {seen.loss:.4f}, plan {seen.plan_version}"
                 )
 
-    def verdict(self, seen: VerdictSeen) -> None:
+    def verdict(self, seen: VerdictRecord) -> None:
         """A verdict changed."""
         with self._lock:
             verdict = seen.verdict
-            device = self.scene.device(verdict.rank)
+            device = self.view.device(verdict.rank)
             device.status, device.slowdown = verdict.status, verdict.slowdown
             self._log("verdict", verdict_line(verdict), seen.at_step)
 
-    def switch(self, seen: SwitchSeen) -> None:
+    def switch(self, seen: LayoutChangeRecord) -> None:
         """A plan was taken on; its reasons are logged below it."""
         with self._lock:
-            self.scene.take_plan(seen)
+            self.view.take_plan(seen)
             self._log("plan", switch_line(seen), seen.step)
             for reason in (*seen.plan.reason, plan_line(seen.plan)):
                 if reason:
                     self._log("why", reason, seen.step)
 
-    def health(self, seen: Sequence[HealthSeen]) -> None:
+    def health(self, seen: Sequence[SlowdownRecord]) -> None:
         """Newest slowdowns; changes the colours only."""
         with self._lock:
-            self.scene.take_health(seen)
+            self.view.take_health(seen)
 
     def fault(self, text: str) -> None:
         """What was just done to the job."""
         with self._lock:
-            at = self.scene.next_step
-            if self.scene.first_fault is None:
-                self.scene.first_fault = at
+            at = self.view.next_step
+            if self.view.first_fault is None:
+                self.view.first_fault = at
             self._log("fault", text, at)
 
     def dead(self, rank: int) -> None:
         """A rank is gone."""
         with self._lock:
-            self.scene.device(rank).status = Status.FAIL_STOP
-            self._log("lost", f"rank {rank} is gone", self.scene.next_step)
+            self.view.device(rank).status = Status.FAIL_STOP
+            self._log("lost", f"rank {rank} is gone", self.view.next_step)
 
     def reference(self, step: int, steps: int) -> None:
         """The undisturbed reference run has completed `step` of `steps` steps."""
         with self._lock:
-            before, self.scene.reference = self.scene.reference, (step, steps)
+            before, self.view.reference = self.view.reference, (step, steps)
             if step == steps and before != (step, steps):
                 self._plain(f"reference run: {steps} steps done")
 
@@ -141,7 +141,7 @@ class LiveDisplay:
 
     def _log(self, kind: str, text: str, step: int | None = None) -> None:
         event = Event(seconds=self._seconds(), step=step, kind=kind, text=text)
-        self.scene.events.append(event)
+        self.view.events.append(event)
         where = "" if step is None else f"step {step}: "
         self._plain(f"{where}{text}")
 

@@ -1,4 +1,4 @@
-"""The live screen: one `Scene` as rich renderables."""
+"""The live screen: one `ViewModel` as rich renderables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.text import Text
 
 from resihp.contracts import Stage, Status
 
-from ..words import STATUS_WORDS, duration, grid, layer_range
-from .scene import Device, Event, Scene
+from ..descriptions import STATUS_WORDS, duration, grid, layer_range
+from .view_model import Device, Event, ViewModel
 
 STYLES: Mapping[Status, str] = {
     Status.HEALTHY: "bold #f4fbf7 on #2f7d5d",
@@ -48,41 +48,43 @@ SLOW_FROM = 1.15
 
 
 class Screen:
-    """Renders `scene` as it is at the moment of drawing, under the lock of its writers."""
+    """Renders `view` as it is at the time of drawing, under the lock of its writers."""
 
-    def __init__(self, scene: Scene, seconds: Callable[[], float], lock: threading.RLock) -> None:
-        self._scene, self._seconds, self._lock = scene, seconds, lock
+    def __init__(
+        self, view: ViewModel, seconds: Callable[[], float], lock: threading.RLock
+    ) -> None:
+        self._view, self._seconds, self._lock = view, seconds, lock
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Padding]:
         width = min(options.max_width, 110) - 2
         with self._lock:
-            scene = self._scene
-            rows = console.height - _ROWS_BESIDE_LOG - 2 * scene.layout.dp
+            view = self._view
+            rows = console.height - _ROWS_BESIDE_LOG - 2 * view.layout.dp
             parts: list[RenderableType] = [
-                _head(scene, self._seconds(), width),
-                *_links(scene.links, width),
+                _head(view, self._seconds(), width),
+                *_links(view.links, width),
                 Text(" "),
-                _progress(scene, width),
+                _progress(view, width),
                 Text(" "),
-                _figures(scene, width),
+                _figures(view, width),
                 Text(" "),
-                _layout_title(scene),
-                _layout(scene, width),
+                _layout_title(view),
+                _layout(view, width),
                 Text("─" * width, "dim"),
-                _log(scene.events, max(_LEAST_ROWS, min(_MOST_ROWS, rows)), width),
+                _log(view.events, max(_LEAST_ROWS, min(_MOST_ROWS, rows)), width),
             ]
         for part in parts:
             yield Padding(part, (0, 1), expand=False)
 
 
-def _head(scene: Scene, seconds: float, width: int) -> Table:
+def _head(view: ViewModel, seconds: float, width: int) -> Table:
     table = Table.grid(expand=False)
     table.add_column(width=width - 8)
     table.add_column(width=8, justify="right")
     title = Text.assemble(
-        ("ResiHP", "bold"), (f"  {len(scene.devices)} ranks, {grid(scene.layout)}   ", "dim")
+        ("ResiHP", "bold"), (f"  {len(view.devices)} ranks, {grid(view.layout)}   ", "dim")
     )
-    title.append(scene.phase, "italic")
+    title.append(view.phase, "italic")
     minutes, rest = divmod(int(seconds), 60)
     table.add_row(title, Text(f"{minutes}:{rest:02d}", "bold"))
     return table
@@ -99,15 +101,15 @@ def _links(links: Mapping[str, str], width: int) -> list[Text]:
     return [whole] if lines and whole.cell_len <= width else lines
 
 
-def _progress(scene: Scene, width: int) -> Table:
+def _progress(view: ViewModel, width: int) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=9, style="dim")
     table.add_column(width=width - 22)
     table.add_column(width=11, justify="right")
-    done = len({seen.step for seen in scene.seen})
-    table.add_row("training", _bar(done, scene.steps, "#3a9d74"), f"{done}/{scene.steps}")
-    if scene.reference is not None:
-        step, steps = scene.reference
+    done = len({seen.step for seen in view.seen})
+    table.add_row("training", _bar(done, view.steps, "#3a9d74"), f"{done}/{view.steps}")
+    if view.reference is not None:
+        step, steps = view.reference
         table.add_row("reference", _bar(step, steps, "#6f8fb8"), f"{step}/{steps}")
     return table
 
@@ -118,22 +120,22 @@ def _bar(done: int, total: int, colour: str) -> ProgressBar:
     )
 
 
-def _figures(scene: Scene, width: int) -> Table:
+def _figures(view: ViewModel, width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(width=9, style="dim")
     table.add_column(width=8, justify="right", style="bold")
     table.add_column(width=26)
     table.add_column(width=max(width - 49, 8))
     shown = max(width - 49, 8)
-    recent, healthy = scene.recent_ms(), scene.healthy_ms()
-    times = [seen.step_ms for seen in scene.seen]
+    recent, healthy = view.recent_ms(), view.healthy_ms()
+    times = [seen.step_ms for seen in view.seen]
     table.add_row(
         "step time",
         duration(recent),
         _against(recent, healthy),
         _spark(times[-shown:], times, alarm=None if healthy is None else SLOW_FROM * healthy),
     )
-    losses = [seen.loss for seen in scene.seen]
+    losses = [seen.loss for seen in view.seen]
     loss = f"{losses[-1]:.4f}" if losses else "–"
     fell = Text(f"from {losses[0]:.2f} at the start" if losses else "", "dim")
     table.add_row("loss", loss, fell, _spark(losses[-shown:], losses))
@@ -162,21 +164,21 @@ def _spark(values: Sequence[float], scale: Sequence[float], alarm: float | None 
     return text
 
 
-def _layout_title(scene: Scene) -> Text:
-    text = Text.assemble((f"Plan {scene.plan_version}", "bold"))
-    text.append(f"  from step {scene.plan_step}", "dim")
-    if scene.predicted_ms > 0:
-        text.append(f", predicted {duration(scene.predicted_ms)} a step", "dim")
-    for rank in scene.idle():
-        device = scene.device(rank)
+def _layout_title(view: ViewModel) -> Text:
+    text = Text.assemble((f"Plan {view.plan_version}", "bold"))
+    text.append(f"  from step {view.plan_step}", "dim")
+    if view.predicted_ms > 0:
+        text.append(f", predicted {duration(view.predicted_ms)} a step", "dim")
+    for rank in view.idle():
+        device = view.device(rank)
         word = STATUS_WORDS[device.status] if device.status is not Status.HEALTHY else "idle"
         text.append("  ").append(f" {rank}{SIGNS[device.status]} ", STYLES[device.status])
         text.append(f" {word}", "dim")
     return text
 
 
-def _layout(scene: Scene, width: int) -> Table:
-    stages = scene.layout.pp
+def _layout(view: ViewModel, width: int) -> Table:
+    stages = view.layout.pp
     cell = max(10, min(26, (width - 28) // stages - 2))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=9)
@@ -185,11 +187,11 @@ def _layout(scene: Scene, width: int) -> Table:
     table.add_column(width=15)
     head = [Text(f"stage {index}", "dim") for index in range(stages)]
     table.add_row("", *head, Text("microbatches", "dim"))
-    for index, replica in enumerate(scene.layout.replicas):
-        blocks = [_ranks(stage, scene, cell) for stage in replica.stages]
+    for index, replica in enumerate(view.layout.replicas):
+        blocks = [_ranks(stage, view, cell) for stage in replica.stages]
         layers = [Text(_below(stage), "dim") for stage in replica.stages]
         space = [Text()] * (stages - len(blocks))
-        quota = str(scene.quotas[index]) if scene.quotas else "–"
+        quota = str(view.quotas[index]) if view.quotas else "–"
         table.add_row(f"replica {index}", *blocks, *space, Text(quota, "bold"))
         table.add_row("", *layers, *space, "")
     return table
@@ -200,12 +202,12 @@ def _below(stage: Stage) -> str:
     return f"{layer_range(stage)}, TP {shares}"
 
 
-def _ranks(stage: Stage, scene: Scene, width: int) -> Text:
+def _ranks(stage: Stage, view: ViewModel, width: int) -> Text:
     """The ranks of one stage side by side, each as wide as its share."""
     text = Text(no_wrap=True)
     widths = apportion(width - stage.tp + 1, stage.shares, least=3)
     for index, (rank, room) in enumerate(zip(stage.ranks, widths, strict=True)):
-        device = scene.device(rank)
+        device = view.device(rank)
         text.append(" " if index else "")
         text.append(_label(rank, device, room).center(room), STYLES[device.status])
     return text

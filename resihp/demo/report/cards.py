@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..findings import found, time_recovered
-from ..phases_of_run import (
+from ..descriptions import PHASE_WORDS, duration, plural, ranks, size
+from ..findings import detections, time_recovered
+from ..phases import (
     PHASES,
     first_loss,
     first_resize,
@@ -15,7 +16,6 @@ from ..phases_of_run import (
     step_times,
 )
 from ..record import DemoRecord
-from ..words import PHASE_WORDS, duration, plural, ranks, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def _found(record: DemoRecord) -> Card | None:
     slow = scripted(record, "slow_rank")
     if slow is None:
         return None
-    hit = next((item for item in found(record) if item.delay_steps is not None), None)
+    hit = next((item for item in detections(record) if item.delay_steps is not None), None)
     if hit is None:
         return Card(name="Slow rank", figure="not found", detail=f"rank {slow} was", tone="bad")
     truth = record.script["slow_factor"]
@@ -60,7 +60,7 @@ def _found(record: DemoRecord) -> Card | None:
 
 
 def _alarms(record: DemoRecord) -> Card | None:
-    false = [item.seen.verdict.rank for item in found(record) if item.delay_steps is None]
+    false = [item.seen.verdict.rank for item in detections(record) if item.delay_steps is None]
     healthy = len(record.layout.ranks) - (scripted(record, "slow_rank") is not None)
     detail = f"on {plural(healthy, 'rank')} at full speed" if not false else ranks(false)
     tone = "bad" if false else "good"

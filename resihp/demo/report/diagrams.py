@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from resihp.contracts import Stage, Status
 
-from ..findings import Era, eras, known_at, lost_by
+from ..descriptions import layer_range, ranks
+from ..findings import PlanPeriod, known_at, lost_by, plan_periods
 from ..record import DemoRecord
-from ..words import layer_range, ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,48 +46,51 @@ class Diagram:
 
 def diagrams(record: DemoRecord) -> list[Diagram]:
     """The layout at the start and that of every plan taken on."""
-    every = eras(record)
-    before: list[Era | None] = [None, *every[:-1]]
-    return [_diagram(record, era, last) for era, last in zip(every, before, strict=True)]
+    every = plan_periods(record)
+    before: list[PlanPeriod | None] = [None, *every[:-1]]
+    return [_diagram(record, period, last) for period, last in zip(every, before, strict=True)]
 
 
-def _diagram(record: DemoRecord, era: Era, last: Era | None) -> Diagram:
+def _diagram(record: DemoRecord, period: PlanPeriod, last: PlanPeriod | None) -> Diagram:
     rows = []
-    quotas: Sequence[int | None] = era.quotas or [None] * era.layout.dp
-    for index, (replica, quota) in enumerate(zip(era.layout.replicas, quotas, strict=True)):
+    quotas: Sequence[int | None] = period.quotas or [None] * period.layout.dp
+    for index, (replica, quota) in enumerate(zip(period.layout.replicas, quotas, strict=True)):
         old = _stages(last, index)
         boxes = tuple(
-            _stage_box(record, era, stage, at, old[at] if at < len(old) else None)
+            _stage_box(record, period, stage, at, old[at] if at < len(old) else None)
             for at, stage in enumerate(replica.stages)
         )
         rows.append((boxes, quota))
-    gone = lost_by(record, era.start)
-    absent = sorted(set(record.layout.ranks) - set(era.layout.ranks))
+    gone = lost_by(record, period.start)
+    steps = f"steps {period.start}–{period.stop - 1}" if period.stop > period.start else "no step"
+    absent = sorted(set(record.layout.ranks) - set(period.layout.ranks))
     return Diagram(
-        title=_title(era),
-        steps=f"steps {era.start}–{era.stop - 1}" if era.stop > era.start else "no step",
+        title=_title(period),
+        steps=steps,
         rows=tuple(rows),
         absent=tuple((rank, "dead" if rank in gone else "idle") for rank in absent),
     )
 
 
-def _stages(era: Era | None, replica: int) -> Sequence[Stage]:
-    if era is None or replica >= era.layout.dp:
+def _stages(period: PlanPeriod | None, replica: int) -> Sequence[Stage]:
+    if period is None or replica >= period.layout.dp:
         return ()
-    return era.layout.replicas[replica].stages
+    return period.layout.replicas[replica].stages
 
 
-def _title(era: Era) -> str:
-    if era.switch is None:
+def _title(period: PlanPeriod) -> str:
+    if period.switch is None:
         return "At the start"
-    if era.switch.lost:
-        return f"Plan {era.version}, without {ranks(era.switch.lost)}"
-    return f"Plan {era.version}, resized live"
+    if period.switch.lost:
+        return f"Plan {period.version}, without {ranks(period.switch.lost)}"
+    return f"Plan {period.version}, resized live"
 
 
-def _stage_box(record: DemoRecord, era: Era, stage: Stage, at: int, old: Stage | None) -> StageBox:
+def _stage_box(
+    record: DemoRecord, period: PlanPeriod, stage: Stage, at: int, old: Stage | None
+) -> StageBox:
     was = layer_range(old).removeprefix("layers ") if old and old.chunks != stage.chunks else ""
-    verdicts = known_at(record, era.start)
+    verdicts = known_at(record, period.start)
     boxes = []
     for rank, share in zip(stage.ranks, stage.shares, strict=True):
         verdict = verdicts.get(rank)

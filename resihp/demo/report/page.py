@@ -9,12 +9,12 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .. import words
-from ..findings import era_ms, eras, headline, outcome
+from .. import descriptions as words
+from ..findings import headline, outcome, period_ms, plan_periods
 from ..record import DemoRecord
 from .cards import cards, phase_rows
 from .diagrams import diagrams
-from .moments import moments
+from .markers import markers
 from .plots import HEAT_EDGES, health_plot, loss_plot, step_time_plot
 
 
@@ -26,7 +26,7 @@ def write_report(record: DemoRecord, path: Path) -> None:
 
 def render_report(record: DemoRecord) -> str:
     """The report as HTML."""
-    happened = moments(record)
+    happened = markers(record)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -40,10 +40,10 @@ def render_report(record: DemoRecord) -> str:
         headline=headline(record),
         cards=cards(record),
         phases=phase_rows(record),
-        moments=happened,
+        markers=happened,
         diagrams=diagrams(record),
-        eras=eras(record),
-        era_ms=era_ms,
+        plan_periods=plan_periods(record),
+        period_ms=period_ms,
         heat_legend=_heat_legend(),
         plots={
             "times": Markup(step_time_plot(record, happened)),

@@ -9,37 +9,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..findings import eras
-from ..phases_of_run import phase_spans, step_times
-from ..record import DemoRecord, HealthSeen
-from ..words import duration
-from .moments import Moment
+from ..descriptions import duration
+from ..findings import plan_periods
+from ..phases import phase_spans, step_times
+from ..record import DemoRecord, SlowdownRecord
+from .markers import Marker
 from .svg import ALARM, BAND, DEAD, HEAT, INK, MUTED, SECOND, SERIES, inline_svg
 
 HEAT_EDGES = (1.05, 1.15, 1.25, 1.4, 1.6)
 """Slowdowns at which the heat map goes to its next colour."""
 
 
-def step_time_plot(record: DemoRecord, moments: Sequence[Moment]) -> str:
+def step_time_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
     """Step time over steps: each step, the median of each phase, predictions and bounds."""
 
     def draw(figure: Figure) -> None:
         axes = _axes(figure, record, "step time (ms)")
         top = _top([seen.step_ms for seen in record.steps])
         axes.set_ylim(0, top)
-        _eras(axes, record)
+        _draw_periods(axes, record)
         steps = [seen.step for seen in record.steps]
         shown = [min(seen.step_ms, top) for seen in record.steps]
         axes.plot(steps, shown, color=SERIES, linewidth=1.2, marker="o", markersize=3, alpha=0.75)
         _beyond(axes, record, top)
         _medians(axes, record)
         _predictions(axes, record)
-        _moments(axes, moments)
+        _draw_markers(axes, markers)
 
     return inline_svg("times", draw, height=3.7)
 
 
-def health_plot(record: DemoRecord, moments: Sequence[Moment]) -> str:
+def health_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
     """Heat map of the slowdown that the detector saw, rank by step."""
 
     def draw(figure: Figure) -> None:
@@ -53,12 +53,12 @@ def health_plot(record: DemoRecord, moments: Sequence[Moment]) -> str:
         axes.set_ylim(len(every) - 0.45, -0.55)
         axes.tick_params(left=False)
         axes.spines["left"].set_visible(False)
-        _moments(axes, moments)
+        _draw_markers(axes, markers)
 
     return inline_svg("health", draw, height=0.75 + 0.31 * max(len(record.layout.ranks), 3))
 
 
-def loss_plot(record: DemoRecord, moments: Sequence[Moment]) -> str:
+def loss_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
     """The loss and its reference; below, their distance on a logarithmic axis."""
 
     def draw(figure: Figure) -> None:
@@ -76,7 +76,7 @@ def loss_plot(record: DemoRecord, moments: Sequence[Moment]) -> str:
             zorder=3,
         )
         _differences(lower, record)
-        _moments(upper, moments)
+        _draw_markers(upper, markers)
         lower.set_xlabel("step")
 
     return inline_svg("loss", draw, height=4.2)
@@ -108,14 +108,14 @@ def _top(times: Sequence[float]) -> float:
     return 1.3 * max(1.15 * median(times), ordered[int(0.95 * (len(ordered) - 1))])
 
 
-def _eras(axes: Axes, record: DemoRecord) -> None:
-    for era in eras(record):
-        if era.version % 2:
-            axes.axvspan(era.start - 0.5, era.stop - 0.5, color=BAND, linewidth=0, zorder=0)
-        if era.stop > era.start:
+def _draw_periods(axes: Axes, record: DemoRecord) -> None:
+    for period in plan_periods(record):
+        if period.version % 2:
+            axes.axvspan(period.start - 0.5, period.stop - 0.5, color=BAND, linewidth=0, zorder=0)
+        if period.stop > period.start:
             axes.annotate(
-                f"plan {era.version}",
-                (era.start - 0.5, 0),
+                f"plan {period.version}",
+                (period.start - 0.5, 0),
                 xytext=(5, 6),
                 textcoords="offset points",
                 color=MUTED,
@@ -159,26 +159,26 @@ def _medians(axes: Axes, record: DemoRecord) -> None:
 
 
 def _predictions(axes: Axes, record: DemoRecord) -> None:
-    for era in eras(record):
-        plan = era.switch.plan if era.switch else None
+    for period in plan_periods(record):
+        plan = period.switch.plan if period.switch else None
         if plan is None or plan.step_ms <= 0:
             continue
-        span = (era.start - 0.4, era.stop - 0.6)
+        span = (period.start - 0.4, period.stop - 0.6)
         axes.hlines(plan.step_ms, *span, color=SECOND, linewidth=1.6, linestyle="--", zorder=3)
         if plan.bound_ms > 0:
             axes.hlines(plan.bound_ms, *span, color=SECOND, linewidth=1.4, linestyle=":", zorder=3)
 
 
-def _moments(axes: Axes, moments: Sequence[Moment]) -> None:
+def _draw_markers(axes: Axes, markers: Sequence[Marker]) -> None:
     """Numbered marks above the axes; the page lists what each number stands for."""
     transform = axes.get_xaxis_transform()
-    for moment in moments:
-        colour = {"fault": ALARM, "lost": INK}.get(moment.kind, MUTED)
-        axes.axvline(moment.x, color=colour, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
+    for marker in markers:
+        colour = {"fault": ALARM, "lost": INK}.get(marker.kind, MUTED)
+        axes.axvline(marker.x, color=colour, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
         axes.text(
-            moment.label_x,
+            marker.label_x,
             1.045,
-            str(moment.number),
+            str(marker.number),
             transform=transform,
             ha="center",
             va="center",
@@ -194,7 +194,7 @@ def heat_level(slowdown: float) -> int:
     return sum(slowdown >= edge for edge in HEAT_EDGES)
 
 
-def _heat_row(axes: Axes, row: int, seen: Sequence[HealthSeen], record: DemoRecord) -> None:
+def _heat_row(axes: Axes, row: int, seen: Sequence[SlowdownRecord], record: DemoRecord) -> None:
     """Equal neighbours are drawn as one bar: fewer elements and no seams."""
     end = 1 + max((step.step for step in record.steps), default=0)
     ordered = sorted(seen, key=lambda item: item.step)

@@ -10,7 +10,7 @@ from resihp.contracts import Job, LayerCost, Layout, ModelShape
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer, warmup
 
-from .text import VOCABULARY, PackedText
+from .dataset import VOCABULARY, PackedText
 
 
 @dataclass(frozen=True, kw_only=True)

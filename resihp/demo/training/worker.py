@@ -24,8 +24,8 @@ from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.trainer import Trainer
 from resihp.hooks import Monitor
 
-from .recording import RecordLog
 from .settings import DemoSettings
+from .trace_log import RecordLog
 
 
 def run_rank(

@@ -18,7 +18,7 @@ from service.launch import Sidecar
 
 from .checks import check
 from .live.display import LiveDisplay
-from .record import DemoRecord, HealthSeen, StepSeen, SwitchSeen, VerdictSeen
+from .record import DemoRecord, LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
 from .training.reference import run_reference
 from .training.settings import DemoSettings
 from .training.worker import run_rank
@@ -59,10 +59,10 @@ class _Story:
         self._tails = {
             rank: _Tail(folder / f"events-{rank}.jsonl") for rank in settings.layout.ranks
         }
-        self._steps: dict[int, StepSeen] = {}
-        self._switches: dict[int, SwitchSeen] = {}
-        self._verdicts: list[VerdictSeen] = []
-        self._health: dict[tuple[int, int], HealthSeen] = {}
+        self._steps: dict[int, StepRecord] = {}
+        self._switches: dict[int, LayoutChangeRecord] = {}
+        self._verdicts: list[VerdictRecord] = []
+        self._health: dict[tuple[int, int], SlowdownRecord] = {}
         self._latest: dict[int, Verdict] = {}
         self._dead: set[int] = set()
 
@@ -107,13 +107,13 @@ class _Story:
         for tail in self._tails.values():
             for event in tail.read():
                 if event.pop("kind") == "step":
-                    self._see_step(StepSeen(**event))
+                    self._see_step(StepRecord(**event))
                 else:
                     plan = from_json(Plan, event.pop("plan"))
                     lost = tuple(event.pop("lost"))
-                    self._see_switch(SwitchSeen(**event, lost=lost, plan=plan))
+                    self._see_switch(LayoutChangeRecord(**event, lost=lost, plan=plan))
 
-    def _see_step(self, seen: StepSeen) -> None:
+    def _see_step(self, seen: StepRecord) -> None:
         if seen.step in self._steps:
             return
         self._steps[seen.step] = seen
@@ -124,10 +124,10 @@ class _Story:
                 f"rank {settings.slow_rank} now runs at 1/{settings.slow_factor:g} of its speed"
             )
 
-    def _see_switch(self, seen: SwitchSeen) -> None:
+    def _see_switch(self, seen: LayoutChangeRecord) -> None:
         """The pause is the longest that a rank saw; the bytes are those of all ranks."""
         known = self._switches.get(seen.plan.version)
-        self._switches[seen.plan.version] = SwitchSeen(
+        self._switches[seen.plan.version] = LayoutChangeRecord(
             step=seen.step,
             pause_ms=max(seen.pause_ms, known.pause_ms if known else 0.0),
             received_bytes=seen.received_bytes + (known.received_bytes if known else 0),
@@ -149,10 +149,10 @@ class _Story:
             changed = verdict.status is not (known.status if known else Status.HEALTHY)
             self._latest[verdict.rank] = verdict
             if changed:
-                self._verdicts.append(VerdictSeen(at_step=step, verdict=verdict))
+                self._verdicts.append(VerdictRecord(at_step=step, verdict=verdict))
                 self._display.verdict(self._verdicts[-1])
             seen.append(
-                HealthSeen(
+                SlowdownRecord(
                     step=step, rank=verdict.rank, slowdown=verdict.slowdown, status=verdict.status
                 )
             )

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from resihp.contracts import Status
 
-from ..phases_of_run import scripted
+from ..descriptions import switch_line, verdict_line
+from ..phases import scripted
 from ..record import DemoRecord
-from ..words import switch_line, verdict_line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class Marker:
     """One thing that happened at a step.
 
     kind     fault, verdict, plan or lost
@@ -28,11 +28,11 @@ class Moment:
     label_x: float
 
 
-def moments(record: DemoRecord) -> tuple[Moment, ...]:
+def markers(record: DemoRecord) -> tuple[Marker, ...]:
     """Everything of note in the order in which it happened."""
     happened = sorted([*_script(record), *_verdicts(record), *_switches(record)])
     numbered = [
-        Moment(number=number, step=step, kind=kind, text=text, x=step - 0.5, label_x=step - 0.5)
+        Marker(number=number, step=step, kind=kind, text=text, x=step - 0.5, label_x=step - 0.5)
         for number, (step, _, kind, text) in enumerate(happened, 1)
     ]
     last = max([*(seen.step for seen in record.steps), 40])
@@ -64,24 +64,24 @@ def _switches(record: DemoRecord) -> list[tuple[int, int, str, str]]:
     return [(switch.step, 2, "plan", switch_line(switch)) for switch in record.switches]
 
 
-def _apart(numbered: list[Moment], gap: float) -> list[Moment]:
+def _apart(numbered: list[Marker], gap: float) -> list[Marker]:
     """Spreads numbers that would stand on each other, around the middle of their group."""
-    groups: list[list[Moment]] = []
-    for moment in numbered:
-        if groups and moment.x - _edge(groups[-1], gap) < gap:
-            groups[-1].append(moment)
+    groups: list[list[Marker]] = []
+    for marker in numbered:
+        if groups and marker.x - _edge(groups[-1], gap) < gap:
+            groups[-1].append(marker)
         else:
-            groups.append([moment])
+            groups.append([marker])
     return [
-        replace(moment, label_x=_middle(group) + (index - (len(group) - 1) / 2) * gap)
+        replace(marker, label_x=_middle(group) + (index - (len(group) - 1) / 2) * gap)
         for group in groups
-        for index, moment in enumerate(group)
+        for index, marker in enumerate(group)
     ]
 
 
-def _middle(group: list[Moment]) -> float:
-    return sum(moment.x for moment in group) / len(group)
+def _middle(group: list[Marker]) -> float:
+    return sum(marker.x for marker in group) / len(group)
 
 
-def _edge(group: list[Moment], gap: float) -> float:
+def _edge(group: list[Marker], gap: float) -> float:
     return _middle(group) + (len(group) - 1) / 2 * gap

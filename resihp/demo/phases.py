@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .record import DemoRecord, StepSeen, SwitchSeen
+from .record import DemoRecord, LayoutChangeRecord, StepRecord
 
 WARM_UP_STEPS = 3
 PHASES = ("healthy", "slow", "resized", "after_loss")
@@ -24,12 +24,12 @@ class LossDifference:
     steps: int
 
 
-def first_resize(record: DemoRecord) -> SwitchSeen | None:
+def first_resize(record: DemoRecord) -> LayoutChangeRecord | None:
     """The first plan taken on while every rank was alive."""
     return next((switch for switch in record.switches if not switch.lost), None)
 
 
-def first_loss(record: DemoRecord) -> SwitchSeen | None:
+def first_loss(record: DemoRecord) -> LayoutChangeRecord | None:
     """The first plan taken on because ranks had died."""
     return next((switch for switch in record.switches if switch.lost), None)
 
@@ -86,6 +86,6 @@ def scripted(record: DemoRecord, name: str) -> int | None:
     return value if value >= 0 and rank >= 0 else None
 
 
-def _median_ms(steps: Sequence[StepSeen], span: tuple[int, int]) -> float | None:
+def _median_ms(steps: Sequence[StepRecord], span: tuple[int, int]) -> float | None:
     times = [seen.step_ms for seen in steps if span[0] <= seen.step < span[1]]
     return median(times) if times else None

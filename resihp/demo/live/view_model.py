@@ -9,8 +9,8 @@ from statistics import median
 
 from resihp.contracts import Layout, Status
 
-from ..phases_of_run import WARM_UP_STEPS
-from ..record import HealthSeen, StepSeen, SwitchSeen
+from ..phases import WARM_UP_STEPS
+from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord
 
 RECENT = 5
 
@@ -34,7 +34,7 @@ class Device:
 
 
 @dataclass(kw_only=True)
-class Scene:
+class ViewModel:
     """The job so far. `quotas` empty means not known yet."""
 
     layout: Layout
@@ -44,7 +44,7 @@ class Scene:
     plan_step: int = 0
     phase: str = ""
     links: dict[str, str] = field(default_factory=dict)
-    seen: list[StepSeen] = field(default_factory=list)
+    seen: list[StepRecord] = field(default_factory=list)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
     devices: dict[int, Device] = field(default_factory=dict)
     reference: tuple[int, int] | None = None
@@ -75,7 +75,7 @@ class Scene:
         times = times or [seen.step_ms for seen in self.seen[-1:]]
         return median(times[-RECENT:]) if times else None
 
-    def take_plan(self, switch: SwitchSeen) -> None:
+    def take_plan(self, switch: LayoutChangeRecord) -> None:
         """The job runs on another layout from now on."""
         self.layout, self.quotas = switch.plan.layout, switch.plan.quotas
         self.plan_version, self.plan_step = switch.plan.version, switch.step
@@ -83,7 +83,7 @@ class Scene:
         for rank in switch.lost:
             self.device(rank).status = Status.FAIL_STOP
 
-    def take_health(self, health: Sequence[HealthSeen]) -> None:
+    def take_health(self, health: Sequence[SlowdownRecord]) -> None:
         """Newest slowdowns; a rank that is dead stays dead."""
         for seen in health:
             device = self.device(seen.rank)

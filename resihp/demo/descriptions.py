@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from resihp.contracts import Layout, Plan, Stage, Status, Verdict
 
-from .phases_of_run import PHASES
-from .record import SwitchSeen
+from .phases import PHASES
+from .record import LayoutChangeRecord
 
 STATUS_WORDS: Mapping[Status, str] = {
     Status.HEALTHY: "healthy",
@@ -91,7 +91,7 @@ def verdict_line(verdict: Verdict) -> str:
     return line
 
 
-def switch_line(switch: SwitchSeen) -> str:
+def switch_line(switch: LayoutChangeRecord) -> str:
     """One change of plan as a sentence without its full stop."""
     why = f" without {ranks(switch.lost)}" if switch.lost else ""
     return (
