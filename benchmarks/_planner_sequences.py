@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from benchmarks._planner_cases import faults, job_of
 from benchmarks._report import print_table
 from resihp.contracts import Job
-from scheduler import make_plan, simulate
-from scheduler.presets import preset
+from scheduler import make_plan, model_preset, simulate
 
 Floats = NDArray[np.float64]
 
-SHAPE = preset("llama-2-70b")
+SHAPE = model_preset("llama-2-70b")
 BYTES_PER_TOKEN = 4
 SIZES = (8192, 32768, 131072)  # tokens of a microbatch
 STEPS = 24  # simulated, of which the mean counts
@@ -35,7 +34,7 @@ def document_tokens() -> list[int]:
 def packed(lengths: list[int], tokens: int, random: np.random.Generator) -> Iterator[float]:
     """Work of one microbatch after the other: documents in random order, cut where it is full.
 
-    FLOPs of the weights and of causal attention within each piece (`scheduler.costs`).
+    FLOPs of the weights and of causal attention within each piece (`scheduler.cost_model`).
     """
     squares, left = 0, tokens
     while True:

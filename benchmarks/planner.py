@@ -30,8 +30,7 @@ from benchmarks._planner_sequences import print_sequences
 from benchmarks._planner_tables import Result, Scale, print_quality, print_ratios, print_scales
 from benchmarks._report import machine, write_json
 from resihp.contracts import Job, Layout
-from scheduler import make_plan
-from scheduler.policies import outcome_of
+from scheduler import make_plan, policy_outcome
 
 SCALES = ((256, 8, 4, 256), (1024, 8, 4, 1024), (8192, 16, 8, 2048), (65536, 16, 8, 16384))
 
@@ -70,7 +69,7 @@ def main() -> None:
 def _row(row: Row, permitted: str, seeds: int, units: int) -> Result:
     """All policies under the faults of a row, for every seed."""
     job = job_of(row.microbatches, units=units, schedules=PERMITTED[permitted])
-    started_ms = outcome_of("nothing", replace(job, schedules=(job.schedule,)), {}).step_ms
+    started_ms = policy_outcome("nothing", replace(job, schedules=(job.schedule,)), {}).step_ms
     own_ms = make_plan(job, {}).step_ms
     fractions: dict[str, list[float]] = {name: [] for name in (*PEERS, "joint", "own")}
     took: dict[str, list[float]] = {name: [] for name in (*PEERS, "joint")}
@@ -80,7 +79,7 @@ def _row(row: Row, permitted: str, seeds: int, units: int) -> Result:
         left = remaining(256, speeds)
         for name in PEERS:
             begin = time.process_time()
-            step_ms = outcome_of(name, job, speeds).step_ms
+            step_ms = policy_outcome(name, job, speeds).step_ms
             took[name].append(1e3 * (time.process_time() - begin))
             fractions[name].append(started_ms / step_ms / left)
         begin = time.process_time()
@@ -114,7 +113,7 @@ def _fault_free_ms(job: Job) -> float:
     alone = Job(
         name=job.name, layout=single, microbatches=job.quotas[0], cost=job.cost, links=job.links
     )
-    return outcome_of("nothing", alone, {}).step_ms
+    return policy_outcome("nothing", alone, {}).step_ms
 
 
 if __name__ == "__main__":

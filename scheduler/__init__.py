@@ -1,7 +1,42 @@
-"""The scheduler: from the speed of every device to the layout that makes the most of it. Pure."""
+"""Planner: the layout, quotas and schedule with the shortest step for given device speeds. Pure."""
 
+from .job_file import MODEL_PRESETS, model_preset, parse_job
 from .planner import make_plan, replan
-from .rental import Decision, Offer, Rental
-from .simulator import Timeline, simulate
+from .policies import POLICIES, FaultPolicy, PolicyOutcome, policy_outcome
+from .scenario import (
+    FaultEvent,
+    PolicyRun,
+    Scenario,
+    Segment,
+    parse_scenario,
+    play_scenario,
+    throughput,
+)
+from .simulator import TimedPass, Timeline, simulate
+from .switching_rule import ReplanDecision, SkiRental, SwitchCandidate, migration_ms
 
-__all__ = ["Decision", "Offer", "Rental", "Timeline", "make_plan", "replan", "simulate"]
+__all__ = [
+    "MODEL_PRESETS",
+    "POLICIES",
+    "FaultEvent",
+    "FaultPolicy",
+    "PolicyOutcome",
+    "PolicyRun",
+    "ReplanDecision",
+    "Scenario",
+    "Segment",
+    "SkiRental",
+    "SwitchCandidate",
+    "TimedPass",
+    "Timeline",
+    "make_plan",
+    "migration_ms",
+    "model_preset",
+    "parse_job",
+    "parse_scenario",
+    "play_scenario",
+    "policy_outcome",
+    "replan",
+    "simulate",
+    "throughput",
+]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from resihp.contracts import Job, LayerCost, Schedule
 
-from .costs import all_reduce_ms, layer_cost
-from .requota import Replicas
+from .cost_model import all_reduce_ms, layer_cost
+from .replica_times import ReplicaTimes
 from .simulator import simulate
 
 _CHORDS = 12
@@ -109,4 +109,4 @@ def _scaled(cost: LayerCost, forward: float, backward: float) -> LayerCost:
 def _step_ms(job: Job) -> float:
     if job.schedule is Schedule.INTERLEAVED:
         return simulate(job, job.layout, job.quotas).step_ms
-    return Replicas(job, job.layout, job.schedule, {}).step_ms(job.quotas)
+    return ReplicaTimes(job, job.layout, job.schedule, {}).step_ms(job.quotas)

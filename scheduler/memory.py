@@ -15,7 +15,7 @@ _UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryFootprint:
     """Bytes of one whole layer, one microbatch's activations of it, and either end of the model.
 
     A rank with share q of a stage holds q of each: weights, gradients and optimizer state are all
@@ -29,7 +29,7 @@ class Footprint:
     budget_bytes: float | None
 
     @classmethod
-    def of(cls, job: Job, replicas: int) -> Footprint:
+    def of(cls, job: Job, replicas: int) -> MemoryFootprint:
         """Footprint of a job that runs `replicas` replicas (they may share optimizer state).
 
         Activations are those that Korthikanti et al. (2022, eq. 2 with selective recomputation)
@@ -85,13 +85,13 @@ def job_budget(job: Job) -> float | None:
 
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
     """Whether every rank of `layout` has the memory for its part under `schedule`."""
-    footprint = Footprint.of(job, layout.dp)
+    footprint = MemoryFootprint.of(job, layout.dp)
     pairs = zip(layout.replicas, quotas, strict=True)
     return all(replica_fits(job, footprint, *pair, schedule) for pair in pairs)
 
 
 def replica_fits(
-    job: Job, footprint: Footprint, replica: Replica, quota: int, schedule: Schedule
+    job: Job, footprint: MemoryFootprint, replica: Replica, quota: int, schedule: Schedule
 ) -> bool:
     """Whether every rank of one replica has the memory for its part of `quota` microbatches."""
     budget, last = footprint.budget_bytes, len(replica.stages) - 1
@@ -129,3 +129,22 @@ def most_held(order: Sequence[Pass]) -> int:
         elif item.part is not Part.INPUT:
             held -= 1
     return -(-most // chunks)
+
+
+def plan_schedules(job: Job) -> tuple[Schedule, ...]:
+    """What the job permits; where it says nothing its own schedule, and eager 1F1B beside 1F1B.
+
+    Eager 1F1B runs the same passes on the same data and adds up the gradients in the same order;
+    it only starts forwards earlier, and so holds more activations. It is a choice where the job
+    says how much memory there is and what activations need, so that a plan is known to fit. A split
+    backward runs other passes, so that the job has to permit it. Of interleaved stages the
+    arrangement is searched under 1F1B, and their chunks made from it (`search.interleaved`).
+    """
+    if job.schedules:
+        return job.schedules
+    if job.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
+        return (job.schedule,)
+    footprint = MemoryFootprint.of(job, job.layout.dp)
+    if job.schedule is Schedule.INTERLEAVED or not footprint.is_known:
+        return (Schedule.ONE_F_ONE_B,)
+    return Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B

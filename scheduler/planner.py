@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from resihp.contracts import ContractError, Job, Layout, Plan, Schedule
 
-from .costs import layer_cost
+from .cost_model import layer_cost
+from .expected_step import expected_step_ms
 from .reasons import reasons
-from .rental import Decision, Rental
 from .search import interleaved, search
 from .simulator import Speeds, speed_map
-from .switching import decide
-from .unevenness import expected_step_ms
+from .switching_rule import ReplanDecision, SkiRental, decide
 
-_NOTHING_LOST = Rental()
+_NOTHING_LOST = SkiRental()
 _WORTH = 1e-3  # interleaved stages stay unless others are better by this much
 
 
@@ -55,7 +54,7 @@ def make_plan(
     chosen = _chosen(job, current, known, _deadline(time_limit_s, clock))
     layout, quotas, schedule = chosen.layout, chosen.quotas, chosen.schedule
     fixed_ms = layer_cost(job).step_ms
-    step_ms = chosen.span_ms + fixed_ms
+    step_ms = chosen.makespan_ms + fixed_ms
     bound_ms = min(step_ms, chosen.bound_ms + fixed_ms)
     if work is not None:
         step_ms = max(step_ms, expected_step_ms(job, layout, quotas, known, schedule, work))
@@ -77,11 +76,11 @@ def replan(
     speeds: Speeds,
     *,
     step: int,
-    rental: Rental = _NOTHING_LOST,
+    rental: SkiRental = _NOTHING_LOST,
     horizon_steps: int | None = None,
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Decision:
+) -> ReplanDecision:
     """What to change under `speeds`, now and if they last.
 
     rental         what staying has cost so far: that of the last decision, with the steps since
@@ -103,7 +102,7 @@ def replan(
         clock=clock,
     )
     if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
-        return Decision(plan=plan)
+        return ReplanDecision(plan=plan)
     return decide(job, current, plan, known, rental, horizon_steps=horizon_steps)
 
 
@@ -113,7 +112,7 @@ class _Chosen(NamedTuple):
     layout: Layout
     quotas: tuple[int, ...]
     schedule: Schedule
-    span_ms: float
+    makespan_ms: float
     bound_ms: float
     why: tuple[str, ...] = ()
 
@@ -124,16 +123,16 @@ def _chosen(
     """The best that the search finds, with interleaved stages where the job has them."""
     found = search(job, current, speeds, expired)
     division, schedule = found.division, found.evaluator.setting.schedule
-    plain = _Chosen(found.layout, division.quotas, schedule, division.span_ms, found.bound_ms)
+    plain = _Chosen(found.layout, division.quotas, schedule, division.makespan_ms, found.bound_ms)
     if job.schedule is not Schedule.INTERLEAVED or job.chunks == 1 or job.schedules:
         return plain
     option = interleaved(job, found, current, speeds, expired)
     if isinstance(option, str):
         return plain._replace(why=(f"stages hold one model chunk: {option}",))
-    if option.span_ms > plain.span_ms * (1 + _WORTH):
+    if option.makespan_ms > plain.makespan_ms * (1 + _WORTH):
         return plain._replace(why=("stages hold one model chunk, which is quicker here",))
     return _Chosen(
-        option.layout, option.quotas, Schedule.INTERLEAVED, option.span_ms, option.bound_ms
+        option.layout, option.quotas, Schedule.INTERLEAVED, option.makespan_ms, option.bound_ms
     )
 
 

@@ -20,17 +20,17 @@ from itertools import pairwise
 
 from resihp.contracts import ContractError, Job, from_json
 
-from .costs import layer_cost
-from .policies import Outcome, outcome_of
-from .policies.base import Pause, replica_spans
-from .switching import migration_ms
+from .cost_model import layer_cost
+from .policies import PolicyOutcome, policy_outcome
+from .policies.base import Transition, replica_makespans
+from .switching_rule import migration_ms
 
 _SEEN = 1e-3  # of the time that a plot shows
 _WORTH = 0.02  # a layout that still runs is kept unless the other is quicker by this
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class FaultEvent:
     """One device at a speed from `at_s` on, until `until_s` if given."""
 
     at_s: float
@@ -54,7 +54,7 @@ class Scenario:
     """Faults over time."""
 
     hours: float
-    fault: tuple[Fault, ...] = ()
+    fault: tuple[FaultEvent, ...] = ()
     restart_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Played:
+class PolicyRun:
     """A policy's way through a scenario."""
 
     policy: str
@@ -122,12 +122,12 @@ def parse_scenario(text: str) -> Scenario:
         raise ContractError("", f"not valid TOML: {error}") from None
 
 
-def play(
+def play_scenario(
     job: Job,
     scenario: Scenario,
     policies: Iterable[str],
     progress: Callable[[str, float], None] = lambda policy, seconds: None,
-) -> list[Played]:
+) -> list[PolicyRun]:
     """Every policy through the scenario, knowing each change as it happens.
 
     `progress` is called with the policy and the time reached. A layout that still runs is kept
@@ -137,7 +137,7 @@ def play(
     for fault in scenario.fault:
         if fault.rank not in set(job.layout.ranks):
             raise ContractError("fault", f"rank {fault.rank} does not work in the job's layout")
-    healthy = outcome_of("nothing", job, {})
+    healthy = policy_outcome("nothing", job, {})
     return [_played(job, scenario, name, healthy, progress) for name in policies]
 
 
@@ -145,9 +145,9 @@ def _played(
     job: Job,
     scenario: Scenario,
     name: str,
-    healthy: Outcome,
+    healthy: PolicyOutcome,
     progress: Callable[[str, float], None],
-) -> Played:
+) -> PolicyRun:
     times = [*scenario.changes(), 3600.0 * scenario.hours]
     current = healthy
     segments = []
@@ -155,40 +155,40 @@ def _played(
         current, pause = _next(job, name, current, scenario.speeds_at(start), scenario.restart_s)
         segments.append(Segment(start, end, min(pause, end - start), current.step_ms))
         progress(name, end)
-    return Played(name, tuple(segments), healthy.step_ms)
+    return PolicyRun(name, tuple(segments), healthy.step_ms)
 
 
 def _next(
-    job: Job, name: str, current: Outcome, speeds: Mapping[int, float], restart_s: float
-) -> tuple[Outcome, float]:
+    job: Job, name: str, current: PolicyOutcome, speeds: Mapping[int, float], restart_s: float
+) -> tuple[PolicyOutcome, float]:
     """The outcome under new speeds, and the pause until then in seconds."""
-    fresh = outcome_of(name, job, speeds)
+    fresh = policy_outcome(name, job, speeds)
     kept_ms = _step_ms(job, current, speeds)
     if kept_ms <= fresh.step_ms * (1 + _WORTH):
         return replace(current, step_ms=kept_ms), 0.0
     return fresh, _pause_s(job, current, fresh, restart_s)
 
 
-def _step_ms(job: Job, outcome: Outcome, speeds: Mapping[int, float]) -> float:
+def _step_ms(job: Job, outcome: PolicyOutcome, speeds: Mapping[int, float]) -> float:
     """Step time of a layout under other speeds; inf where it cannot run, or is not a layout."""
     layout = outcome.layout
     if layout is None or any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return math.inf
-    spans = replica_spans(job, layout.replicas, outcome.quotas, speeds, outcome.schedule)
+    spans = replica_makespans(job, layout.replicas, outcome.quotas, speeds, outcome.schedule)
     return max(spans) + layer_cost(job).step_ms
 
 
-def _pause_s(job: Job, old: Outcome, new: Outcome, restart_s: float) -> float:
-    if math.isinf(new.step_ms) or new.pause is Pause.NONE:
+def _pause_s(job: Job, old: PolicyOutcome, new: PolicyOutcome, restart_s: float) -> float:
+    if math.isinf(new.step_ms) or new.pause is Transition.NONE:
         return 0.0
-    if new.pause is Pause.RESTART:
+    if new.pause is Transition.RESTART:
         return restart_s
     if old.layout is None or new.layout is None:
         return 0.0
     return migration_ms(job, old.layout, new.layout) / 1e3
 
 
-def throughput(played: Played, microbatches: int) -> tuple[Sequence[float], Sequence[float]]:
+def throughput(played: PolicyRun, microbatches: int) -> tuple[Sequence[float], Sequence[float]]:
     """Edges in hours and microbatches per second after each, for a plot of steps.
 
     Pauses too short to be seen would only draw lines from top to bottom, so they are left out.

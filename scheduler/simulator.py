@@ -15,8 +15,8 @@ from resihp.contracts import ContractError, Job, Layout, Op, Plan, Replica, Sche
 from resihp.pipeline.orders import Pass, stage_order
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
-from .costs import GroupCost, group_cost, layer_cost, transfer_ms
-from .memory import Footprint, most_held
+from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
+from .memory import MemoryFootprint, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
 _LETTER = {Op.FORWARD: "F", Op.BACKWARD: "B"}
@@ -99,7 +99,7 @@ def simulate(
     loads = _loads(work, quotas)
     chosen = _schedule(job, layout, schedule)
     untold = chosen is Schedule.INTERLEAVED and all(r.chunks == 1 for r in layout.replicas)
-    footprint = Footprint.of(job, layout.dp)
+    footprint = MemoryFootprint.of(job, layout.dp)
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
     for index, replica in enumerate(layout.replicas):
@@ -156,7 +156,7 @@ def play_replica(
     return orders, replay(orders, durations, p2p=transfer_ms(job))
 
 
-def replica_span(
+def replica_makespan(
     job: Job, replica: Replica, quota: int, speeds: Mapping[int, float], schedule: Schedule
 ) -> float:
     """When a replica has run its microbatches, all of mean work, in milliseconds.

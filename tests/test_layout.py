@@ -13,12 +13,12 @@ from resihp.contracts import Layout, Replica, Stage, StateLostError
 from resihp.layout import (
     Param,
     Parameters,
-    boundary,
+    boundary_transfers,
+    gradient_reductions,
     holdings,
     least_numel,
+    microbatch_ranges,
     moves,
-    reductions,
-    replica_of,
     split,
     writers,
 )
@@ -197,7 +197,7 @@ def test_state_held_by_no_survivor_is_named() -> None:
 def test_every_gradient_is_summed_over_all_replicas_once(layout: Layout) -> None:
     held = holdings(layout, PARAMETERS)
     counts = {p: np.zeros(p.size, int) for p in (*PARAMETERS.first, *PARAMETERS.layers[2])}
-    for reduction in reductions(layout, PARAMETERS):
+    for reduction in gradient_reductions(layout, PARAMETERS):
         assert len(reduction.ranks) == layout.dp
         for param, span in reduction.pieces:
             for rank in reduction.ranks:
@@ -214,7 +214,7 @@ def test_every_copy_of_a_tied_parameter_takes_part_in_its_sum_once(layout: Layou
     (table,) = TIED.first
     copies = sum(1 if len(replica.stages) == 1 else 2 for replica in layout.replicas)
     counts = np.zeros(table.size, int)
-    for reduction in reductions(layout, TIED):
+    for reduction in gradient_reductions(layout, TIED):
         for param, span in reduction.pieces:
             if param == table:
                 assert len(set(reduction.ranks)) == len(reduction.ranks) == copies
@@ -247,7 +247,7 @@ def test_the_state_is_written_exactly_once_by_ranks_that_hold_it(
 @given(st.integers(1, 5), st.integers(1, 5))
 def test_a_boundary_uses_every_sender_and_reaches_every_receiver(a: int, b: int) -> None:
     sender, receiver = Stage(tuple(range(a)), (0, 1)), Stage(tuple(range(a, a + b)), (1, 2))
-    transfers = boundary(sender, receiver)
+    transfers = boundary_transfers(sender, receiver)
     assert [t.chunk for t in transfers] == list(range(max(a, b)))
     assert {t.source for t in transfers} == set(sender.ranks)
     assert {t.target for t in transfers} == set(receiver.ranks)
@@ -255,4 +255,4 @@ def test_a_boundary_uses_every_sender_and_reaches_every_receiver(a: int, b: int)
 
 def test_quotas_cut_the_step_into_consecutive_microbatches() -> None:
     layout = Layout.grid(dp=3, pp=1, tp=1, layers=1)
-    assert replica_of(layout, (3, 0, 5)) == {0: range(3), 1: range(3, 3), 2: range(3, 8)}
+    assert microbatch_ranges(layout, (3, 0, 5)) == {0: range(3), 1: range(3, 3), 2: range(3, 8)}

@@ -44,8 +44,7 @@ def plan_command(
 ) -> None:
     """Reads, plans, prints."""
     from resihp.contracts import ContractError, InfeasibleError
-    from scheduler import make_plan
-    from scheduler.jobfile import parse_job
+    from scheduler import make_plan, parse_job
 
     try:
         job = parse_job(job_file.read_text(encoding="utf-8"))
@@ -170,12 +169,11 @@ def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
 
 def _break_even(job: Job, plan: Plan, present_ms: float) -> Iterator[str]:
     """When what the plan saves has paid for its moves, if anything moves."""
-    from scheduler.rental import Offer
-    from scheduler.switching import migration_ms
+    from scheduler.switching_rule import SwitchCandidate, migration_ms
 
     cost_ms, saved_ms = migration_ms(job, job.layout, plan.layout), present_ms - plan.step_ms
     if cost_ms > 0.0 and saved_ms > 0.0:
-        steps = Offer(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms).pays_after
+        steps = SwitchCandidate(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms).pays_after
         few = f"{steps} step{'' if steps == 1 else 's'}"
         yield f"Its moves take {cost_ms / 1e3:.3g} s: it pays if the devices stay so for {few}."
 

@@ -13,7 +13,7 @@ from ._plan import fail
 
 if TYPE_CHECKING:
     from resihp.contracts import Job
-    from scheduler.scenario import Played, Scenario
+    from scheduler import PolicyRun, Scenario
 
 _HELP = """
 Play a **timeline of faults** on a job and compare what several policies make of it.
@@ -44,9 +44,7 @@ def simulate_command(
 ) -> None:
     """Reads, plays, prints and draws."""
     from resihp.contracts import ContractError
-    from scheduler.jobfile import parse_job
-    from scheduler.policies import POLICIES
-    from scheduler.scenario import parse_scenario
+    from scheduler import POLICIES, parse_job, parse_scenario
 
     names = policy or list(POLICIES)
     try:
@@ -66,26 +64,26 @@ def simulate_command(
         _print_table(job, results)
 
 
-def _play(job: Job, scenario: Scenario, names: Sequence[str], *, quiet: bool) -> list[Played]:
+def _play(job: Job, scenario: Scenario, names: Sequence[str], *, quiet: bool) -> list[PolicyRun]:
     from rich.console import Console
     from rich.progress import Progress
 
-    from scheduler.scenario import play
+    from scheduler import play_scenario
 
     console = Console(stderr=True)
     quiet = quiet or not console.is_terminal  # elsewhere all that it leaves is an empty line
     with Progress(console=console, disable=quiet, transient=True) as bar:
         tasks = {name: bar.add_task(name, total=3600.0 * scenario.hours) for name in names}
-        return play(
+        return play_scenario(
             job, scenario, names, lambda name, seconds: bar.update(tasks[name], completed=seconds)
         )
 
 
-def _worst(played: Played) -> float:
+def _worst(played: PolicyRun) -> float:
     return max(segment.step_ms for segment in played.segments)
 
 
-def _print_json(results: Sequence[Played]) -> None:
+def _print_json(results: Sequence[PolicyRun]) -> None:
     from json import dumps
     from math import isfinite
 
@@ -112,13 +110,13 @@ def _print_json(results: Sequence[Played]) -> None:
     typer.echo(dumps({"fault_free_step_ms": results[0].fault_free_ms, "policies": rows}))
 
 
-def _print_table(job: Job, results: Sequence[Played]) -> None:
+def _print_table(job: Job, results: Sequence[PolicyRun]) -> None:
     from math import isfinite
 
     from rich.console import Console
     from rich.table import Table
 
-    from scheduler.policies import POLICIES
+    from scheduler import POLICIES
 
     table = Table(title=f"{job.name}: work done under faults", title_justify="left")
     table.add_column("policy")
@@ -140,12 +138,12 @@ def _print_table(job: Job, results: Sequence[Played]) -> None:
     Console().print(table)
 
 
-def _draw(job: Job, results: Sequence[Played], path: Path) -> None:
+def _draw(job: Job, results: Sequence[PolicyRun], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     from resihp.contracts import ContractError
-    from scheduler.scenario import throughput
+    from scheduler import throughput
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

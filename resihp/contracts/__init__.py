@@ -17,9 +17,8 @@ from .errors import (
 )
 from .faults import FaultRate, Protection
 from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
-from .layout import Layout, Place, Replica, Stage
+from .layout import Layout, Place, Replica, Schedule, Stage
 from .plan import Plan
-from .schedule import Schedule
 from .telemetry import COLUMNS, Op, TelemetryBatch
 from .verdict import Cause, Diagnosis, Status, Verdict
 

@@ -7,8 +7,7 @@ from math import inf
 
 from .errors import ContractError
 from .faults import Protection
-from .layout import Layout
-from .schedule import Schedule
+from .layout import Layout, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

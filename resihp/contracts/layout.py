@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 
 from ._json import OMIT_EMPTY
 from .errors import ContractError
-from .schedule import Schedule
 
 _LAST_RANK = 2**31 - 1  # what a record can name
 
@@ -228,3 +228,12 @@ def _bounds(total: int, parts: int) -> list[int]:
     for index in range(parts):
         edges.append(edges[-1] + size + (index < extra))
     return edges
+
+
+class Schedule(StrEnum):
+    """Order of the microbatches' passes within a pipeline."""
+
+    ONE_F_ONE_B = "1f1b"
+    EAGER_1F1B = "eager_1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ._json import to_json
 from .errors import ContractError
-from .layout import Layout
-from .schedule import Schedule
+from .layout import Layout, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,24 +5,29 @@ shards of any width, and layouts whose replicas differ in shape, are ordinary ca
 and storage live elsewhere; everything here is data in, data out.
 """
 
-from .boundaries import Transfer, boundary, replica_of
+from .communication import (
+    ActivationTransfer,
+    GradientReduction,
+    boundary_transfers,
+    gradient_reductions,
+    microbatch_ranges,
+)
 from .moves import Move, holdings, least_numel, moves, writers
 from .parameters import Param, Parameters, Range, split
-from .sums import Reduction, reductions
 
 __all__ = [
+    "ActivationTransfer",
+    "GradientReduction",
     "Move",
     "Param",
     "Parameters",
     "Range",
-    "Reduction",
-    "Transfer",
-    "boundary",
+    "boundary_transfers",
+    "gradient_reductions",
     "holdings",
     "least_numel",
+    "microbatch_ranges",
     "moves",
-    "reductions",
-    "replica_of",
     "split",
     "writers",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -128,3 +128,17 @@ def split(size: int, shares: Sequence[int], *, unit: int = 1) -> tuple[Range, ..
         held += share
         edges.append((2 * blocks * held + total) // (2 * total) * unit)
     return tuple(pairwise(edges))
+
+
+def without(span: Range, held: Range | None) -> list[Range]:
+    """The parts of `span` outside `held`."""
+    if held is None:
+        return [span]
+    parts = [(span[0], min(span[1], held[0])), (max(span[0], held[1]), span[1])]
+    return [(start, stop) for start, stop in parts if start < stop]
+
+
+def refine(span: Range, cuts: Iterable[Range]) -> list[Range]:
+    """`span` cut at every edge in `cuts` that lies inside it."""
+    inner = {edge for cut in cuts for edge in cut if span[0] < edge < span[1]}
+    return list(pairwise([span[0], *sorted(inner), span[1]]))

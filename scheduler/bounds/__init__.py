@@ -1,8 +1,12 @@
 """Lower bounds of pipelines, none of which any order of passes within a schedule's limits beats."""
 
-from .fractional import chain_factors
-from .in_flight import in_flight_bound
-from .unlike_stages import unlike_layers
-from .whole_layers import Stages, whole_layers
+from .in_flight import in_flight_bound, relaxed_factors
+from .whole_layers import StageCosts, heterogeneous_layers, whole_layers
 
-__all__ = ["Stages", "chain_factors", "in_flight_bound", "unlike_layers", "whole_layers"]
+__all__ = [
+    "StageCosts",
+    "heterogeneous_layers",
+    "in_flight_bound",
+    "relaxed_factors",
+    "whole_layers",
+]

@@ -48,14 +48,14 @@ def in_flight_bound(
     f, b = np.asarray(forward, float), np.asarray(backward, float)
     m = np.asarray(microbatches, float)[:, None]
     stages = f.shape[-1]
-    passes = Passes.of(f, b, schedule)
+    passes = PassTimes.of(f, b, schedule)
     trip = passes.trip
     transfers = p2p * np.arange(stages)
     upto = np.cumsum(trip, axis=-1) + 2.0 * transfers
     before = upto - trip
     behind = upto[..., -1:] - upto
     reached = np.zeros(1)
-    limits = Limits.of(schedule, stages, max_in_flight)
+    limits = InFlightLimits.of(schedule, stages, max_in_flight)
     if limits.split:
         reached = np.cumsum(f, axis=-1) - f + transfers
         before[..., 1:] += passes.weight[..., :1]
@@ -66,7 +66,7 @@ def in_flight_bound(
 _NO_WEIGHT = np.zeros((1, 1))
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Times of one microbatch's passes; the weight half is 0 unless the backward is split."""
 
     forward: Floats
@@ -74,7 +74,7 @@ class Passes(NamedTuple):
     weight: Floats
 
     @classmethod
-    def of(cls, forward: Floats, backward: Floats, schedule: Schedule) -> Passes:
+    def of(cls, forward: Floats, backward: Floats, schedule: Schedule) -> PassTimes:
         """The passes of a schedule with these forwards and whole backwards."""
         if schedule is not Schedule.ZERO_BUBBLE:
             return cls(forward, backward, _NO_WEIGHT)
@@ -87,7 +87,7 @@ class Passes(NamedTuple):
         return self.forward + self.inputs
 
 
-class Limits(NamedTuple):
+class InFlightLimits(NamedTuple):
     """Microbatches whose input gradient a stage owes, and whose activations it holds, at most."""
 
     owed: NDArray[np.intp]
@@ -96,19 +96,25 @@ class Limits(NamedTuple):
 
     @classmethod
     @cache
-    def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> Limits:
+    def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> InFlightLimits:
         """Of all stages."""
         owed = np.array(most_ahead(schedule, stages, max_in_flight))
         held = np.array(most_in_flight(schedule, stages, max_in_flight))
         return cls(owed, held, schedule is Schedule.ZERO_BUBBLE)
 
-    def at(self, stage: int) -> Limits:
+    def at(self, stage: int) -> InFlightLimits:
         """Of one stage."""
-        return Limits(self.owed[stage], self.held[stage], self.split)
+        return InFlightLimits(self.owed[stage], self.held[stage], self.split)
 
 
 def stage_line(
-    passes: Passes, m: Floats, limits: Limits, *, reached: Floats, before: Floats, behind: Floats
+    passes: PassTimes,
+    m: Floats,
+    limits: InFlightLimits,
+    *,
+    reached: Floats,
+    before: Floats,
+    behind: Floats,
 ) -> Floats:
     """What `in_flight_bound` says of one stage, or of each in an array of them.
 
@@ -129,3 +135,54 @@ def stage_line(
     draining = np.maximum(0.0, behind - more * inputs - (held - 1) * weight)
     waits = np.where(apart, filling + draining, np.maximum(filling, draining))
     return np.maximum(reached + work + waits, spans - held * weight)
+
+
+def relaxed_factors(
+    speeds: ArrayLike,
+    microbatches: ArrayLike,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    forward_part: tuple[float, float] = (0.0, 1.0),
+    chunks: int = 1,
+) -> Floats:
+    """Least span per unit of work of one microbatch, however the layers are spread.
+
+    speeds  [pipeline, stage], work per millisecond; microbatches [pipeline]
+
+    `forward_part` holds the least and the largest part of a stage's time that its forward takes,
+    which matters for a split backward; `chunks` how many model chunks share the layers of an
+    interleaved stage evenly: a stage waits for a trip through the first ones before it, and no more
+    is certain. With
+    Σ_s speed_s w_s = work, any weights λ >= 0 that sum to one give `T >= Σ_s λ_s (line s)`, where
+    line s is a bound of `in_flight_bound` without its max(0, ·): `A_s + (m - c_s + 1) w_s + 2 D_s`
+    for 1F1B. That is linear in w, so its least ratio to the work is a bound. The λ that make all
+    ratios equal make it tight; where one of them would be negative it is set to 0, which keeps the
+    bound valid. Fractional layers are allowed.
+    """
+    p = np.asarray(speeds, float)
+    m = np.asarray(microbatches, float)[:, None, None]
+    stages = p.shape[1]
+    row, column = np.indices((stages, stages))
+    before, own, behind = _line(m, stages, schedule, forward_part, chunks)
+    gain = np.where(column < row, before, np.where(column == row, own, behind))
+    transposed = np.swapaxes(gain, 1, 2)
+    weights = np.linalg.solve(transposed, p[:, :, None])
+    weights = np.maximum(weights, 0.0)
+    weights /= weights.sum(axis=1, keepdims=True)
+    ratios = (transposed @ weights)[:, :, 0] / p
+    floor = m[:, 0, 0] / p.sum(axis=1)
+    return np.asarray(np.maximum(ratios.min(axis=1), floor))
+
+
+def _line(
+    m: Floats, stages: int, schedule: Schedule, forward_part: tuple[float, float], chunks: int
+) -> tuple[float, Floats, Floats | float]:
+    """What the times of stages before s, of s itself and behind it count in its line, [., s, .]."""
+    if schedule is Schedule.INTERLEAVED:
+        return 1.0 / chunks, m, 0.0
+    owed = np.array(most_ahead(schedule, stages))[None, :, None]
+    if schedule is Schedule.ZERO_BUBBLE:
+        least, most = forward_part
+        returning = least + (1.0 - least) * (1.0 - WEIGHT_PART)
+        return least, m - (np.minimum(owed, m) - 1) * most, returning
+    apart = m > owed
+    return 1.0, np.where(apart, m - owed + 1, m), np.where(apart, 2.0, 0.0)

@@ -1,6 +1,6 @@
 """Lower bounds of pipelines over every way to spread whole layers: a dynamic program.
 
-`chain_factors` allows parts of layers. Where a stage holds ten, one more or less
+`relaxed_factors` allows parts of layers. Where a stage holds ten, one more or less
 is ten percent; and a schedule that lets stages run far ahead would have layers spread more finely
 than that.
 """
@@ -8,6 +8,7 @@ than that.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +16,13 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Schedule
 
-from .in_flight import Floats, Limits, Passes, stage_line
+from .in_flight import Floats, InFlightLimits, PassTimes, stage_line
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class StageCosts:
     """Pipelines of equally many stages; all arrays are [pipeline, stage], times in milliseconds.
 
     forward, backward  of one layer
@@ -35,20 +36,22 @@ class Stages:
     most: Ints
     least: Ints | None = None
 
-    def within(self, span_ms: float, microbatches: Ints, layers: int) -> Stages:
-        """Without the layers that would keep a stage busy for longer than `span_ms`."""
-        each = span_ms * (1 + 1e-9) / microbatches[:, None]
+    def within(self, makespan_ms: float, microbatches: Ints, layers: int) -> StageCosts:
+        """Without the layers that would keep a stage busy for longer than `makespan_ms`."""
+        each = makespan_ms * (1 + 1e-9) / microbatches[:, None]
         room = np.floor((each - 3.0 * self.extra) / (self.forward + self.backward))
         most = np.clip(np.minimum(room, self.most), 0, layers).astype(np.int64)
         return replace(self, most=most)
 
-    def pick(self, rows: Ints) -> Stages:
+    def pick(self, rows: Ints) -> StageCosts:
         """Some of the pipelines."""
-        return Stages(self.forward[rows], self.backward[rows], self.extra[rows], self.most[rows])
+        return StageCosts(
+            self.forward[rows], self.backward[rows], self.extra[rows], self.most[rows]
+        )
 
 
 def whole_layers(
-    stages: Stages,
+    stages: StageCosts,
     layers: int,
     microbatches: Ints,
     within_ms: float,
@@ -71,7 +74,7 @@ def whole_layers(
     if bands is None:
         return np.full(len(microbatches), np.inf), np.ones(stages.most.shape, np.int64)
     options = _Options.of(stages, bands.most, schedule)
-    limits = Limits.of(schedule, bands.stages, max_in_flight)
+    limits = InFlightLimits.of(schedule, bands.stages, max_in_flight)
     behind = _behind(options, bands, p2p)
     m = microbatches[:, None, None].astype(float)
     table = np.zeros((3, len(microbatches), 1))  # forwards before a stage, trips, the worst line
@@ -109,26 +112,26 @@ def _behind(options: _Options, bands: _Bands, p2p: float) -> list[Floats]:
 class _Options(NamedTuple):
     """What stages take that hold 1, 2, ... layers, [pipeline, stage, layers - 1, 1]."""
 
-    passes: Passes
+    passes: PassTimes
     fits: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, stages: Stages, most: int, schedule: Schedule) -> _Options:
+    def of(cls, stages: StageCosts, most: int, schedule: Schedule) -> _Options:
         """With up to `most` layers in a stage."""
         counts = np.arange(1, most + 1)[:, None]
         each = (stages.forward, stages.backward, stages.extra, stages.most)
         forward, backward, extra, fitting = (array[:, :, None, None] for array in each)
-        passes = Passes.of(forward * counts + extra, backward * counts + 2.0 * extra, schedule)
+        passes = PassTimes.of(forward * counts + extra, backward * counts + 2.0 * extra, schedule)
         fits = counts <= fitting
         if stages.least is not None:
             fits &= counts >= stages.least[:, :, None, None]
         return cls(passes, fits)
 
-    def of_stage(self, stage: int) -> tuple[Passes, Floats, Floats]:
+    def of_stage(self, stage: int) -> tuple[PassTimes, Floats, Floats]:
         """The passes of a stage; its forward; its trip, with the weight half of the first one."""
         forward, inputs, weight = self.passes
         weight = weight[:, stage] if weight.shape == forward.shape else weight
-        passes = Passes(forward[:, stage], inputs[:, stage], weight)
+        passes = PassTimes(forward[:, stage], inputs[:, stage], weight)
         return passes, passes.forward, passes.trip + (weight if stage == 0 else 0.0)
 
 
@@ -202,3 +205,67 @@ def _windows(table: Floats, first: int, count: int, width: int) -> Floats:
     offset, step = (first + left) * padded.itemsize, padded.itemsize
     # what `sliding_window_view` gives, which takes ten times as long to say so
     return np.ndarray((*rows, count, width), float, padded, offset, (*padded.strides, step))
+
+
+_WAYS = 24  # numbers of layers of odd stages that are tried for one pipeline
+_AT_ONCE = 256  # which bounds the memory
+
+
+def heterogeneous_layers(
+    stages: StageCosts,
+    layers: int,
+    microbatches: Ints,
+    within_ms: float,
+    *,
+    p2p: float = 0.0,
+    max_in_flight: int | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> tuple[Floats, Ints]:
+    """As `whole_layers`, never lower, and the layers that attain it; [pipeline].
+
+    The dynamic program takes for every stage the least that the layers before it can take, and the
+    least that those behind it can, which no one way to spread them need attain where stages differ.
+    With the layers of the odd stages given the rest are alike, and it does. So it is solved for
+    every number of layers of the oddest stages, as far as these are not too many, and the least
+    solution is the bound.
+    """
+    limited = stages.within(within_ms, microbatches, layers)
+    source, least, most = _ways(limited)
+    ends = np.full(len(source), np.inf)
+    counts = np.ones(least.shape, np.int64)
+    for start in range(0, len(source), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        some = limited.pick(source[part])
+        ends[part], counts[part] = whole_layers(
+            StageCosts(some.forward, some.backward, some.extra, most[part], least[part]),
+            layers,
+            microbatches[source[part]],
+            within_ms,
+            p2p=p2p,
+            max_in_flight=max_in_flight,
+            schedule=schedule,
+        )
+    order = np.lexsort((ends, source))
+    first = order[np.unique(source[order], return_index=True)[1]]
+    return ends[first], counts[first]
+
+
+def _ways(stages: StageCosts) -> tuple[NDArray[np.intp], Ints, Ints]:
+    """Pipelines with the layers of their oddest stages given: which one, least and most layers."""
+    source, least, most = [], [], []
+    each = stages.forward + stages.backward
+    for row in range(len(each)):
+        usual = np.median(each[row])
+        odd, ways = [], 1
+        for stage in np.argsort(-np.abs(np.log(each[row] / usual)), kind="stable").tolist():
+            count = max(1, int(stages.most[row, stage]))
+            if each[row, stage] == usual or ways * count > _WAYS:
+                break
+            odd.append(stage)
+            ways *= count
+        for given in product(*(range(1, max(1, int(stages.most[row, s])) + 1) for s in odd)):
+            source.append(row)
+            least.append(np.ones(each.shape[1], np.int64))
+            most.append(stages.most[row].copy())
+            least[-1][odd], most[-1][odd] = given, given
+    return np.array(source, np.intp), np.array(least), np.array(most)

@@ -4,7 +4,7 @@ All of them share the job model and the cost model, so that a comparison is of d
 Where a paper leaves a choice open, the choice that serves the policy best was taken.
 """
 
-from .base import Outcome, Policy
-from .registry import POLICIES, outcome_of
+from .base import FaultPolicy, PolicyOutcome
+from .registry import POLICIES, policy_outcome
 
-__all__ = ["POLICIES", "Outcome", "Policy", "outcome_of"]
+__all__ = ["POLICIES", "FaultPolicy", "PolicyOutcome", "policy_outcome"]

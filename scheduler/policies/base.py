@@ -10,15 +10,15 @@ from enum import StrEnum
 
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 
-from ..costs import layer_cost, transfer_ms
-from ..schedules import plan_schedules
-from ..simulator import replica_span, stage_times
-from ..spans import pipeline_spans
+from ..cost_model import layer_cost, transfer_ms
+from ..makespan import pipeline_makespans
+from ..memory import plan_schedules
+from ..simulator import replica_makespan, stage_times
 
 Speeds = Mapping[int, float]
 
 
-class Pause(StrEnum):
+class Transition(StrEnum):
     """How a job gets from one layout to the next."""
 
     NONE = "none"
@@ -27,7 +27,7 @@ class Pause(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """How a job runs under a policy; `step_ms` is inf where it stands still.
 
     `schedule` is that of the pipelines. `layout` is None where the policy's way of sharing work
@@ -37,21 +37,21 @@ class Outcome:
     step_ms: float
     layout: Layout | None = None
     quotas: tuple[int, ...] = ()
-    pause: Pause = Pause.NONE
+    pause: Transition = Transition.NONE
     schedule: Schedule = Schedule.ONE_F_ONE_B
     detail: str = ""
 
 
-STOPPED = Outcome(math.inf, detail="no replica is left")
+STOPPED = PolicyOutcome(math.inf, detail="no replica is left")
 
 
 @dataclass(frozen=True)
-class Policy:
+class FaultPolicy:
     """A named policy, where it comes from, and its rule from the healthy layout and the speeds."""
 
     name: str
     source: str
-    decide: Callable[[Job, Speeds], Outcome] = field(repr=False)
+    decide: Callable[[Job, Speeds], PolicyOutcome] = field(repr=False)
 
 
 def speed_of(speeds: Speeds, stage: Stage) -> float:
@@ -59,7 +59,7 @@ def speed_of(speeds: Speeds, stage: Stage) -> float:
     return min(speeds.get(rank, 1.0) for rank in stage.ranks)
 
 
-def replica_spans(
+def replica_makespans(
     job: Job,
     replicas: Sequence[Replica],
     quotas: Sequence[int],
@@ -76,12 +76,12 @@ def replica_spans(
     for index, replica in enumerate(replicas):
         if replica.chunks > 1:
             quota = quotas[index]
-            spans[index] = replica_span(job, replica, quota, speeds, Schedule.INTERLEAVED)
+            spans[index] = replica_makespan(job, replica, quota, speeds, Schedule.INTERLEAVED)
         else:
             by_length[len(replica.stages)].append(index)
     for members in by_length.values():
         times = [stage_times(job, replicas[index], speeds) for index in members]
-        ends = pipeline_spans(
+        ends = pipeline_makespans(
             [forward for forward, _ in times],
             [backward for _, backward in times],
             [quotas[index] for index in members],
@@ -100,15 +100,15 @@ def timed(
     quotas: Sequence[int],
     speeds: Speeds,
     *,
-    pause: Pause,
+    pause: Transition,
     detail: str = "",
-) -> Outcome:
+) -> PolicyOutcome:
     """The outcome of these replicas with these quotas, under the job's first schedule."""
     if not replicas:
         return STOPPED
-    span = max(replica_spans(job, replicas, quotas, speeds))
+    span = max(replica_makespans(job, replicas, quotas, speeds))
     chunked = any(replica.chunks > 1 for replica in replicas)
-    return Outcome(
+    return PolicyOutcome(
         span + layer_cost(job).step_ms,
         Layout(tuple(replicas)),
         tuple(quotas),

@@ -12,9 +12,9 @@ from resihp.contracts import Job, Replica, Stage
 
 from .base import (
     STOPPED,
-    Outcome,
-    Pause,
+    PolicyOutcome,
     Speeds,
+    Transition,
     layers_by_rate,
     quotas_by_rate,
     timed,
@@ -27,7 +27,7 @@ Pieces = list[Piece]
 _EXCHANGES = 64
 
 
-def malleus(job: Job, speeds: Speeds) -> Outcome:
+def malleus(job: Job, speeds: Speeds) -> PolicyOutcome:
     """Groups, pipelines, layers and quotas that minimise the largest `quota * layers / speed`.
 
     A group with a straggler may split into groups of powers of two, each with equal shares, so
@@ -47,7 +47,7 @@ def malleus(job: Job, speeds: Speeds) -> Outcome:
     layers = job.layout.layers
     shaped = [_pipeline(row, layers) for row in _divided(pieces, layers, job.microbatches)]
     quotas = quotas_by_rate([1.0 / slowest for slowest, _ in shaped], job.microbatches)
-    return timed(job, [replica for _, replica in shaped], quotas, speeds, pause=Pause.LIVE)
+    return timed(job, [replica for _, replica in shaped], quotas, speeds, pause=Transition.LIVE)
 
 
 def _divided(pipelines: list[Pieces], layers: int, microbatches: int) -> list[Pieces]:

@@ -6,51 +6,51 @@ from dataclasses import replace
 
 from resihp.contracts import InfeasibleError, Job, Schedule
 
+from ..memory import plan_schedules
 from ..planner import make_plan
-from ..schedules import plan_schedules
-from .base import Outcome, Pause, Policy, Speeds
+from .base import FaultPolicy, PolicyOutcome, Speeds, Transition
+from .baselines import drop_replica, greyhound, nothing, oobleck, recycle, restart
 from .malleus import malleus
-from .rerouting import recycle
 from .resihp_rule import resihp_rule
-from .simple import drop_replica, greyhound, nothing, restart
-from .templates import oobleck
 
 _CHOICE = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
 
-def joint(job: Job, speeds: Speeds) -> Outcome:
+def joint(job: Job, speeds: Speeds) -> PolicyOutcome:
     """This scheduler's own plan."""
     try:
         plan = make_plan(job, speeds)
     except InfeasibleError as error:
-        return Outcome(float("inf"), detail=error.detail)
+        return PolicyOutcome(float("inf"), detail=error.detail)
     detail = "; ".join(plan.reason)
-    return Outcome(plan.step_ms, plan.layout, plan.quotas, Pause.LIVE, plan.schedule, detail)
+    return PolicyOutcome(
+        plan.step_ms, plan.layout, plan.quotas, Transition.LIVE, plan.schedule, detail
+    )
 
 
-def joint_any(job: Job, speeds: Speeds) -> Outcome:
+def joint_any(job: Job, speeds: Speeds) -> PolicyOutcome:
     """This scheduler's own plan where it may choose the schedule too, as memory allows."""
     return joint(replace(job, schedules=_CHOICE), speeds)
 
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, FaultPolicy] = {
     policy.name: policy
     for policy in (
-        Policy("nothing", "the job as it was started", nothing),
-        Policy("nvrx", "nvidia-resiliency-ext: leave the rank's replica out", drop_replica),
-        Policy("restart", "checkpoint and restart on fewer devices", restart),
-        Policy("greyhound", "Greyhound, USENIX ATC'25", greyhound),
-        Policy("recycle", "ReCycle, SOSP'24", recycle),
-        Policy("oobleck", "Oobleck, SOSP'23", oobleck),
-        Policy("malleus", "Malleus (Hetu), arXiv 2410.13333", malleus),
-        Policy("resihp-rule", "ResiHP's three steps, arXiv 2605.06374", resihp_rule),
-        Policy("joint", "this scheduler", joint),
-        Policy("joint-any", "this scheduler, choosing the schedule too", joint_any),
+        FaultPolicy("nothing", "the job as it was started", nothing),
+        FaultPolicy("nvrx", "nvidia-resiliency-ext: leave the rank's replica out", drop_replica),
+        FaultPolicy("restart", "checkpoint and restart on fewer devices", restart),
+        FaultPolicy("greyhound", "Greyhound, USENIX ATC'25", greyhound),
+        FaultPolicy("recycle", "ReCycle, SOSP'24", recycle),
+        FaultPolicy("oobleck", "Oobleck, SOSP'23", oobleck),
+        FaultPolicy("malleus", "Malleus (Hetu), arXiv 2410.13333", malleus),
+        FaultPolicy("resihp-rule", "ResiHP's three steps, arXiv 2605.06374", resihp_rule),
+        FaultPolicy("joint", "this scheduler", joint),
+        FaultPolicy("joint-any", "this scheduler, choosing the schedule too", joint_any),
     )
 }
 
 
-def outcome_of(name: str, job: Job, speeds: Speeds) -> Outcome:
+def policy_outcome(name: str, job: Job, speeds: Speeds) -> PolicyOutcome:
     """What the policy of that name makes of a job at these speeds.
 
     Where plans may choose the schedule, so may every policy: the best of what it makes of each.

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from resihp.contracts import Job, Replica, Stage
 
-from ..memory import Footprint
+from ..memory import MemoryFootprint
 from .base import (
     STOPPED,
-    Outcome,
-    Pause,
+    PolicyOutcome,
     Speeds,
+    Transition,
     quotas_by_rate,
-    replica_spans,
+    replica_makespans,
     timed,
     with_layers,
 )
 
 
-def resihp_rule(job: Job, speeds: Speeds) -> Outcome:
+def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
     """The paper's rule, one dimension after the other.
 
     1. TP: the degree k among powers of two (from the least that fits memory) and the k fastest
@@ -40,11 +40,11 @@ def resihp_rule(job: Job, speeds: Speeds) -> Outcome:
             replicas.append(shaped)
     if not replicas:
         return STOPPED
-    spans = replica_spans(job, replicas, [job.microbatches] * len(replicas), speeds)
+    spans = replica_makespans(job, replicas, [job.microbatches] * len(replicas), speeds)
     order = sorted(range(len(replicas)), key=lambda i: (spans[i], i))[: job.microbatches]
     rates = [job.microbatches / spans[i] for i in order]
     quotas = quotas_by_rate(rates, job.microbatches)
-    return timed(job, [replicas[i] for i in order], quotas, speeds, pause=Pause.LIVE)
+    return timed(job, [replicas[i] for i in order], quotas, speeds, pause=Transition.LIVE)
 
 
 def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | None:
@@ -52,7 +52,7 @@ def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | N
     order = sorted(
         (r for r in stage.ranks if speeds.get(r, 1.0) > 0.0), key=lambda r: (-speeds.get(r, 1.0), r)
     )
-    footprint = Footprint.of(job, job.layout.dp)
+    footprint = MemoryFootprint.of(job, job.layout.dp)
     best, capacity = None, 0.0
     degree = 1
     while degree <= len(order):

@@ -8,18 +8,18 @@ from functools import cached_property
 
 from resihp.contracts import InfeasibleError, Job, Layout, Replica, Stage
 
-from .certificates import chains_bound, quick_bound
-from .fleet import Group, GroupMaker, muster, share_units
-from .quotas import Chain, Division, Evaluator
+from .plan_bounds import chains_bound, quick_bound
+from .quotas import Chain, ChainEvaluator, WorkDivision
+from .tp_groups import GroupBuilder, TPGroup, assign_ranks, share_units
 
 
 @dataclass(frozen=True)
-class Found:
+class Arrangement:
     """An arrangement: chains of groups with their layers and quotas."""
 
-    evaluator: Evaluator
+    evaluator: ChainEvaluator
     chains: tuple[Chain, ...]
-    division: Division
+    division: WorkDivision
 
     @property
     def layout(self) -> Layout:
@@ -39,31 +39,33 @@ class Found:
     def bound_ms(self) -> float:
         """Certified bound; see `chains_bound`."""
         division = self.division
-        return chains_bound(self.evaluator.proven, self.chains, division.quotas, division.span_ms)
+        return chains_bound(
+            self.evaluator.proven, self.chains, division.quotas, division.makespan_ms
+        )
 
     @property
     def gap(self) -> float:
         """How far the step lies above its bound, as a fraction of it."""
-        return self.division.span_ms / self.bound_ms - 1.0
+        return self.division.makespan_ms / self.bound_ms - 1.0
 
     @cached_property
     def spare(self) -> float:
         """What might be gained at best with parts of layers, as a fraction of the step."""
         quick = quick_bound(self.evaluator.setting, self.chains, self.division.quotas)
-        return self.division.span_ms / quick - 1.0
+        return self.division.makespan_ms / quick - 1.0
 
 
 def arrange(
     job: Job, layout: Layout, speeds: Mapping[int, float], *, even: bool, folds: int
-) -> tuple[list[Group], list[Chain], list[int]]:
+) -> tuple[list[TPGroup], list[Chain], list[int]]:
     """All groups, the chains of replicas as they stand, and the groups without a replica.
 
     even   equal shares in every group
     folds  how often the number of replicas is halved, for jobs whose memory holds no more
     """
-    staff = muster(job, layout, speeds)
-    make = GroupMaker(job, speeds, share_units(job, layout), even=even)
-    groups: list[Group] = []
+    staff = assign_ranks(job, layout, speeds)
+    make = GroupBuilder(job, speeds, share_units(job, layout), even=even)
+    groups: list[TPGroup] = []
 
     def numbered(stages: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
         first = len(groups)
@@ -81,7 +83,7 @@ def arrange(
     return groups, chains, spare
 
 
-def _folded(groups: Sequence[Group], chains: Sequence[Chain]) -> list[Chain]:
+def _folded(groups: Sequence[TPGroup], chains: Sequence[Chain]) -> list[Chain]:
     """Half as many replicas, each with the groups of two; the stages in the order of columns."""
     half = (len(chains) + 1) // 2
     pairs = [
@@ -91,7 +93,7 @@ def _folded(groups: Sequence[Group], chains: Sequence[Chain]) -> list[Chain]:
 
 
 def feasible(
-    evaluator: Evaluator, chains: Sequence[Chain], microbatches: int
+    evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
 ) -> tuple[list[Chain], list[int]]:
     """The chains whose memory holds all layers, and the groups of the others.
 
@@ -113,7 +115,7 @@ def feasible(
     return held, left
 
 
-def _held(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
+def _held(evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
     """The chains that fit into memory; the fewer they are, the more runs through each of them."""
     held = list(chains)
     while True:
@@ -126,7 +128,7 @@ def _held(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) -> l
         held = [chain for chain, fit in zip(held, fits, strict=True) if fit]
 
 
-def out_of_memory(evaluator: Evaluator, chain: Chain, microbatches: int) -> InfeasibleError:
+def out_of_memory(evaluator: ChainEvaluator, chain: Chain, microbatches: int) -> InfeasibleError:
     """Names the device with the least room in a chain that cannot hold all layers."""
     setting = evaluator.setting
     most = [max(count, 0) for count in evaluator.most_layers(chain, microbatches)]

@@ -7,15 +7,14 @@ from math import comb
 
 import numpy as np
 
-from .layers import is_small
-from .quotas import Chain, Division, Evaluator
+from .arrangements import Arrangement
+from .layer_partition import is_small
+from .quotas import Chain, ChainEvaluator, WorkDivision
 
 _ROWS = 60_000  # timed pipelines up to which a job counts as small
 
-Arrangement = tuple[tuple[Chain, ...], Division]
 
-
-def exhaustive(evaluator: Evaluator, replicas: int, microbatches: int) -> Arrangement | None:
+def exhaustive(evaluator: ChainEvaluator, replicas: int, microbatches: int) -> Arrangement | None:
     """The optimum over slots, idle groups, layers and quotas; None if the job is too large.
 
     Every group of a column serves one of the replicas or none; a replica may have no group at all,
@@ -40,18 +39,20 @@ def exhaustive(evaluator: Evaluator, replicas: int, microbatches: int) -> Arrang
     best: Arrangement | None = _arrangement(evaluator, (chains[one],), (microbatches,))
     if replicas == 2 and microbatches > 1:
         pair = _best_pair(evaluator, chains, spans)
-        if pair and best and pair[1].span_ms < best[1].span_ms:
+        if pair and best and pair.division.makespan_ms < best.division.makespan_ms:
             best = pair
     return best
 
 
-def _columns(evaluator: Evaluator) -> list[list[int]]:
+def _columns(evaluator: ChainEvaluator) -> list[list[int]]:
     groups = evaluator.setting.fleet.groups
     numbers = sorted({group.column for group in groups})
     return [[i for i, g in enumerate(groups) if g.column == number] for number in numbers]
 
 
-def _best_pair(evaluator: Evaluator, chains: list[Chain], spans: np.ndarray) -> Arrangement | None:
+def _best_pair(
+    evaluator: ChainEvaluator, chains: list[Chain], spans: np.ndarray
+) -> Arrangement | None:
     pairs = [
         (a, b)
         for a in range(len(chains))
@@ -70,8 +71,10 @@ def _best_pair(evaluator: Evaluator, chains: list[Chain], spans: np.ndarray) -> 
 
 
 def _arrangement(
-    evaluator: Evaluator, chains: tuple[Chain, ...], quotas: tuple[int, ...]
+    evaluator: ChainEvaluator, chains: tuple[Chain, ...], quotas: tuple[int, ...]
 ) -> Arrangement:
     parts = [evaluator.best(chain, quota) for chain, quota in zip(chains, quotas, strict=True)]
-    division = Division(max(end for _, end in parts), tuple(layers for layers, _ in parts), quotas)
-    return chains, division
+    division = WorkDivision(
+        max(end for _, end in parts), tuple(layers for layers, _ in parts), quotas
+    )
+    return Arrangement(evaluator, chains, division)

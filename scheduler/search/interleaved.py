@@ -11,33 +11,33 @@ from operator import itemgetter
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, even_quotas
 
 from ..memory import replica_fits
-from ..simulator import replica_span
-from .arrangements import Found
-from .certificates import quick_bound
-from .fleet import Group
+from ..simulator import replica_makespan
+from .arrangements import Arrangement
+from .plan_bounds import quick_bound
 from .quotas import Chain
+from .tp_groups import TPGroup
 
 _WORTH = 1e-3  # other layers must be better than those that are there by this much
 _TRIES = 4  # ways to spread the layers of a chain that are timed
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class InterleavedLayout:
     """A layout of interleaved stages; times without what a step takes beside its microbatches."""
 
     layout: Layout
     quotas: tuple[int, ...]
-    span_ms: float
+    makespan_ms: float
     bound_ms: float
 
 
 def interleaved(
     job: Job,
-    found: Found,
+    found: Arrangement,
     current: Layout,
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
-) -> Interleaved | str:
+) -> InterleavedLayout | str:
     """The arrangement with as many model chunks in each stage as the job has, or why not.
 
     A stage's layers are spread over its chunks as evenly as they go, the larger parts first; layers
@@ -56,7 +56,7 @@ def interleaved(
     layout = Layout(tuple(shapes.best(*pair)[1] for pair in zip(chains, quotas, strict=True)))
     setting = replace(found.evaluator.setting, schedule=Schedule.INTERLEAVED)
     bound_ms = quick_bound(setting, chains, quotas, job.chunks)
-    return Interleaved(layout, tuple(quotas), max(ends), min(max(ends), bound_ms))
+    return InterleavedLayout(layout, tuple(quotas), max(ends), min(max(ends), bound_ms))
 
 
 class _Shapes:
@@ -66,7 +66,7 @@ class _Shapes:
     """
 
     def __init__(
-        self, job: Job, found: Found, current: Layout, speeds: Mapping[int, float]
+        self, job: Job, found: Arrangement, current: Layout, speeds: Mapping[int, float]
     ) -> None:
         self._job, self._evaluator, self._speeds = job, found.evaluator, speeds
         self._present = {replica.ranks: replica for replica in current.replicas}
@@ -106,7 +106,7 @@ class _Shapes:
 
     def _played(self, quota: int, replica: Replica) -> float:
         job, footprint = self._job, self._evaluator.setting.footprint
-        span = replica_span(job, replica, quota, self._speeds, Schedule.INTERLEAVED)
+        span = replica_makespan(job, replica, quota, self._speeds, Schedule.INTERLEAVED)
         if span < inf and not replica_fits(job, footprint, replica, quota, Schedule.INTERLEAVED):
             return inf
         return span
@@ -116,7 +116,7 @@ def _groups(replica: Replica) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(stage.ranks, stage.shares) for stage in replica.stages]
 
 
-def _replica(groups: Sequence[Group], layers: Sequence[int], chunks: int) -> Replica:
+def _replica(groups: Sequence[TPGroup], layers: Sequence[int], chunks: int) -> Replica:
     """Stages of these groups and numbers of layers, which their chunks share evenly."""
     parts = [even_quotas(count, chunks) for count in layers]
     sizes = [part[chunk] for chunk in range(chunks) for part in parts]

@@ -9,15 +9,14 @@ from math import isinf
 
 from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
-from ..costs import transfer_ms
-from ..memory import Footprint
-from ..schedules import plan_schedules
-from .arrangements import Found, arrange, feasible, out_of_memory
+from ..cost_model import transfer_ms
+from ..memory import MemoryFootprint, plan_schedules
+from .arrangements import Arrangement, arrange, feasible, out_of_memory
+from .chains import SearchSetting
 from .exhaustive import exhaustive
-from .fleet import Fleet
-from .quotas import Chain, Evaluator, divide
-from .rows import Setting
-from .slots import gathered, inserted, settled, thinned, traded
+from .placement import gathered, inserted, settled, thinned, traded
+from .quotas import Chain, ChainEvaluator, divide
+from .tp_groups import GroupTable
 
 _CLOSE = 2e-3  # a gap that is not worth a further search
 _AIMS = (0.99, 0.998)
@@ -43,7 +42,7 @@ class _Question:
 
 def search(
     job: Job, layout: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
-) -> Found:
+) -> Arrangement:
     """The best arrangement that is found before `expired`. Raises `InfeasibleError`.
 
     Starts from `layout`, and from the job's first one in case that has become better. Where memory
@@ -56,7 +55,7 @@ def search(
     failure: InfeasibleError | None = None
     for folds, tail, even in product(range(layout.dp.bit_length()), tails, (False, True)):
         question = _Question(job, speeds, tail, expired)
-        best: Found | None = None
+        best: Arrangement | None = None
         for start in layouts:
             if best is None or not expired():
                 try:
@@ -71,7 +70,7 @@ def search(
     raise failure
 
 
-def _settled_down(best: Found, question: _Question, *, even: bool) -> Found:
+def _settled_down(best: Arrangement, question: _Question, *, even: bool) -> Arrangement:
     """Searched again from where it led, while that is better: a small fleet has the time."""
     while len(best.evaluator.setting.fleet.groups) <= _SMALL_SLOTS and not question.expired():
         try:
@@ -84,14 +83,14 @@ def _settled_down(best: Found, question: _Question, *, even: bool) -> Found:
     return best
 
 
-def _better(best: Found | None, found: Found) -> Found:
+def _better(best: Arrangement | None, found: Arrangement) -> Arrangement:
     """The first one, which disturbs less, unless the second is clearly better."""
-    if best is None or found.division.span_ms < best.division.span_ms * (1 - _WORTH):
+    if best is None or found.division.makespan_ms < best.division.makespan_ms * (1 - _WORTH):
         return found
     return best
 
 
-def _search(question: _Question, layout: Layout, *, even: bool, folds: int) -> Found:
+def _search(question: _Question, layout: Layout, *, even: bool, folds: int) -> Arrangement:
     """The best arrangement that starts from `layout`.
 
     Replicas that are left out own no optimizer state any more, so that the others have to hold
@@ -101,9 +100,9 @@ def _search(question: _Question, layout: Layout, *, even: bool, folds: int) -> F
     groups, chains, spare = arrange(job, layout, question.speeds, even=even, folds=folds)
     owners = len(chains)
     while True:
-        setting = Setting(
-            Fleet.of(groups),
-            Footprint.of(job, owners),
+        setting = SearchSetting(
+            GroupTable.of(groups),
+            MemoryFootprint.of(job, owners),
             job.layout.layers,
             transfer_ms(job),
             job.max_in_flight,
@@ -116,10 +115,10 @@ def _search(question: _Question, layout: Layout, *, even: bool, folds: int) -> F
 
 
 def _arranged(
-    question: _Question, setting: Setting, chains: Sequence[Chain], spare: Sequence[int]
-) -> Found:
+    question: _Question, setting: SearchSetting, chains: Sequence[Chain], spare: Sequence[int]
+) -> Arrangement:
     job, expired = question.job, question.expired
-    evaluator = Evaluator(setting)
+    evaluator = ChainEvaluator(setting)
     starts: list[_Start] = [(chains, spare), (gathered(evaluator, chains), spare)]
     if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
@@ -139,9 +138,12 @@ def _arranged(
 
 
 def _best_start(
-    evaluator: Evaluator, starts: Sequence[_Start], microbatches: int, expired: Callable[[], bool]
-) -> Found:
-    best: Found | None = None
+    evaluator: ChainEvaluator,
+    starts: Sequence[_Start],
+    microbatches: int,
+    expired: Callable[[], bool],
+) -> Arrangement:
+    best: Arrangement | None = None
     failure: InfeasibleError | None = None
     for chains, spare in starts:
         if best is not None and (expired() or best.spare < _CLOSE):
@@ -159,12 +161,12 @@ def _best_start(
 
 
 def _started(
-    evaluator: Evaluator,
+    evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     spare: Sequence[int],
     microbatches: int,
     expired: Callable[[], bool],
-) -> Found:
+) -> Arrangement:
     """An arrangement without replicas that do not fit and stages that hurt; all groups placed."""
     chains, left = feasible(evaluator, chains, microbatches)
     chains = thinned(evaluator, chains, microbatches)
@@ -173,12 +175,12 @@ def _started(
         if isinf(evaluator.best(chain, quota)[1]):
             raise out_of_memory(evaluator, chain, quota)
     if spare or left:
-        chains = inserted(evaluator, chains, [*spare, *left], microbatches, division.span_ms)
+        chains = inserted(evaluator, chains, [*spare, *left], microbatches, division.makespan_ms)
         division = divide(evaluator, chains, microbatches, expired)
-    return Found(evaluator, tuple(chains), division)
+    return Arrangement(evaluator, tuple(chains), division)
 
 
-def _under_others(question: _Question, found: Found) -> Iterator[Found]:
+def _under_others(question: _Question, found: Arrangement) -> Iterator[Arrangement]:
     """The same arrangement under the other schedules whose activations fit into memory.
 
     Which group serves which replica hardly depends on the schedule, so it is looked for once.
@@ -190,14 +192,14 @@ def _under_others(question: _Question, found: Found) -> Iterator[Found]:
         if not question.expired() and all(evaluator.fits(found.chains, typical)):
             near = found.division.quotas
             division = divide(evaluator, found.chains, microbatches, question.expired, near=near)
-            yield Found(evaluator, found.chains, division)
+            yield Arrangement(evaluator, found.chains, division)
 
 
-def _under(setting: Setting, schedule: Schedule) -> Evaluator:
-    return Evaluator(replace(setting, schedule=schedule))
+def _under(setting: SearchSetting, schedule: Schedule) -> ChainEvaluator:
+    return ChainEvaluator(replace(setting, schedule=schedule))
 
 
-def _sharpened(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
+def _sharpened(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
     """With better layers for the quotas at hand and near them, and quotas for those."""
     cells = sum(len(chain) ** 2 for chain in found.chains)
     if expired() or cells > _SHARP_CELLS or found.spare < _FAR or found.gap < _FAR:
@@ -205,39 +207,39 @@ def _sharpened(found: Found, microbatches: int, expired: Callable[[], bool]) -> 
     evaluator, division = found.evaluator, found.division
     pairs = list(zip(found.chains, division.quotas, strict=True))
     near = [(chain, quota + more) for chain, quota in pairs for more in (-1, 0, 1) if quota + more]
-    evaluator.sharpen(near, 1.1 * division.span_ms)
+    evaluator.sharpen(near, 1.1 * division.makespan_ms)
     division = divide(evaluator, found.chains, microbatches, expired, near=division.quotas)
-    better = Found(evaluator, found.chains, division)
+    better = Arrangement(evaluator, found.chains, division)
     return better if _is_less(better, found) else found
 
 
-def _is_loose(found: Found, microbatches: int) -> bool:
+def _is_loose(found: Arrangement, microbatches: int) -> bool:
     """Whether trades may gain under this schedule: much filling and draining, or a wide gap."""
     slots = sum(map(len, found.chains))
     return microbatches < 2 * slots or (found.spare > _WIDE and found.gap > _WIDE)
 
 
-def _exact(question: _Question, setting: Setting, replicas: int) -> Found | None:
+def _exact(question: _Question, setting: SearchSetting, replicas: int) -> Arrangement | None:
     """The optimum over all arrangements under each schedule; None if the job is too large."""
-    best: Found | None = None
+    best: Arrangement | None = None
     for schedule in question.schedules:
         evaluator = _under(setting, schedule)
         optimum = exhaustive(evaluator, replicas, question.job.microbatches)
         if optimum is None:
             return None
-        best = _better(best, Found(evaluator, *optimum))
+        best = _better(best, optimum)
     return best
 
 
-def _schedule(found: Found) -> Schedule:
+def _schedule(found: Arrangement) -> Schedule:
     return found.evaluator.setting.schedule
 
 
-def _is_less(one: Found, other: Found) -> bool:
-    return one.division.span_ms < other.division.span_ms * (1 - 1e-9)
+def _is_less(one: Arrangement, other: Arrangement) -> bool:
+    return one.division.makespan_ms < other.division.makespan_ms * (1 - 1e-9)
 
 
-def _refined(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
+def _refined(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
     """Trades that aim at a little less time than was reached, then counting whole microbatches.
 
     Where groups cannot be used better in place, the bound says so, and nothing is tried.
@@ -246,18 +248,20 @@ def _refined(found: Found, microbatches: int, expired: Callable[[], bool]) -> Fo
         few = len(found.chains) <= _FEW_REPLICAS and index < 2
         if expired() or len(found.chains) == 1 or (not few and found.spare < _CLOSE):
             break
-        evaluator, aim_ms = found.evaluator, aim * found.division.span_ms
+        evaluator, aim_ms = found.evaluator, aim * found.division.makespan_ms
         whole = aim < 1.0
         chains = traded(evaluator, found.chains, microbatches, aim_ms, expired, whole=whole)
         if chains == list(found.chains):
             continue
         division = divide(evaluator, chains, microbatches, expired, near=found.division.quotas)
-        if division.span_ms < found.division.span_ms:
-            found = Found(evaluator, tuple(chains), division)
+        if division.makespan_ms < found.division.makespan_ms:
+            found = Arrangement(evaluator, tuple(chains), division)
     return found
 
 
-def _without_hopeless(found: Found, microbatches: int, expired: Callable[[], bool]) -> Found:
+def _without_hopeless(
+    found: Arrangement, microbatches: int, expired: Callable[[], bool]
+) -> Arrangement:
     """Drops replicas that make the others wait although they run a single microbatch."""
     while len(found.chains) > 1 and not expired():
         evaluator = found.evaluator
@@ -270,13 +274,13 @@ def _without_hopeless(found: Found, microbatches: int, expired: Callable[[], boo
         rest = [chain for i, chain in enumerate(found.chains) if i != worst]
         spare = list(found.chains[worst])
         smaller = divide(evaluator, rest, microbatches, expired)
-        longer = inserted(evaluator, rest, spare, microbatches, smaller.span_ms)
+        longer = inserted(evaluator, rest, spare, microbatches, smaller.makespan_ms)
         options = [
-            Found(evaluator, tuple(rest), smaller),
-            Found(evaluator, tuple(longer), divide(evaluator, longer, microbatches, expired)),
+            Arrangement(evaluator, tuple(rest), smaller),
+            Arrangement(evaluator, tuple(longer), divide(evaluator, longer, microbatches, expired)),
             found,
         ]
-        best = min(options, key=lambda option: option.division.span_ms)
+        best = min(options, key=lambda option: option.division.makespan_ms)
         if best is found:
             break
         found = best

@@ -10,9 +10,9 @@ from math import inf
 
 import numpy as np
 
-from .certificates import Proven
-from .layers import candidates, every_partition, is_small, partition, polish, sharpened
-from .rows import Rows, Setting
+from .chains import ChainBatch, SearchSetting
+from .layer_partition import candidates, every_partition, is_small, partition, polish, sharpened
+from .plan_bounds import ChainBounds
 
 Chain = tuple[int, ...]  # group indices in pipeline order
 _POLISH_CELLS = 12_000  # chains x stages^2 beyond which single layer moves are not timed
@@ -23,23 +23,23 @@ _WHOLE = 0.7  # weight of complete microbatches
 
 
 @dataclass(frozen=True)
-class Division:
+class WorkDivision:
     """Layers of every chain, microbatches of every chain, and when the last one ends."""
 
-    span_ms: float
+    makespan_ms: float
     layers: tuple[tuple[int, ...], ...]
     quotas: tuple[int, ...]
 
 
-class Evaluator:
+class ChainEvaluator:
     """Best layers and exact span of a chain for a number of microbatches; looked up once known.
 
     Chains whose groups cost the same are the same chain.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SearchSetting) -> None:
         self.setting = setting
-        self.proven = Proven(setting)
+        self.proven = ChainBounds(setting)
         self.columns = [group.column for group in setting.fleet.groups]
         self.kinds: list[int] = setting.fleet.kind.tolist()
         self._speed = 1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)
@@ -89,9 +89,11 @@ class Evaluator:
             self._best.update(zip(keys, parts, strict=True))
             self._slowest.update(zip(keys, rows.slowest(layers).tolist(), strict=True))
 
-    def _rows(self, chains: Sequence[Chain], microbatches: Sequence[int]) -> Rows:
+    def _rows(self, chains: Sequence[Chain], microbatches: Sequence[int]) -> ChainBatch:
         """Chains of equally many stages."""
-        return Rows(self.setting, np.array(chains, np.int64), np.array(microbatches, np.int64))
+        return ChainBatch(
+            self.setting, np.array(chains, np.int64), np.array(microbatches, np.int64)
+        )
 
     def spans(
         self, chains: Sequence[Chain], quotas: Sequence[int]
@@ -164,12 +166,12 @@ class Evaluator:
         self,
         chains: Sequence[Chain],
         microbatches: int,
-        span_ms: float,
+        makespan_ms: float,
         *,
         whole: bool = False,
         known: dict[Chain, float] | None = None,
     ) -> list[float]:
-        """Microbatches (fractions allowed) that each chain can finish in `span_ms`, nearly.
+        """Microbatches (fractions allowed) that each chain can finish in `makespan_ms`, nearly.
 
         Extrapolated from the bound for `microbatches` with the bottleneck stage's time for each
         further one, over the best of the candidate partitions. 0 where a chain is infeasible.
@@ -186,7 +188,9 @@ class Evaluator:
             rows = self._rows(list(distinct.values()), [microbatches] * len(distinct))
             layers, bounds = candidates(rows, few=True)
             fits = np.isfinite(bounds)
-            capacity = microbatches + (span_ms - np.where(fits, bounds, 0.0)) / rows.slowest(layers)
+            capacity = microbatches + (makespan_ms - np.where(fits, bounds, 0.0)) / rows.slowest(
+                layers
+            )
             best = np.maximum(np.where(fits, capacity, 0.0).max(axis=0), 0.0)
             if whole:
                 best = _WHOLE * np.floor(best + 1e-9) + (1.0 - _WHOLE) * best
@@ -195,12 +199,12 @@ class Evaluator:
 
 
 def divide(
-    evaluator: Evaluator,
+    evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     microbatches: int,
     expired: Callable[[], bool] = lambda: False,
     near: Sequence[int] | None = None,
-) -> Division:
+) -> WorkDivision:
     """Quotas (at least 1 each) by exchange until the last chain to end cannot be relieved.
 
     Starts in proportion to speed, or from quotas of the same sum that are `near`; gives each
@@ -217,10 +221,10 @@ def divide(
     _exchange(evaluator, chains, quotas, expired)
     parts = [evaluator.best(chain, quota) for chain, quota in zip(chains, quotas, strict=True)]
     span = max(end for _, end in parts)
-    return Division(span, tuple(layers for layers, _ in parts), tuple(quotas))
+    return WorkDivision(span, tuple(layers for layers, _ in parts), tuple(quotas))
 
 
-def _in_proportion(evaluator: Evaluator, chains: Sequence[Chain], total: int) -> list[int]:
+def _in_proportion(evaluator: ChainEvaluator, chains: Sequence[Chain], total: int) -> list[int]:
     speeds = [evaluator.speed(chain) for chain in chains]
     scale = (total - len(chains)) / sum(speeds)
     quotas = [1 + int(speed * scale) for speed in speeds]
@@ -255,7 +259,7 @@ def _by_rate(estimate: _Estimate, chains: Sequence[Chain], quotas: Sequence[int]
 
 
 def _exchange(
-    evaluator: Evaluator,
+    evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     quotas: list[int],
     expired: Callable[[], bool],

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from detector.probes import ProbeRequest, ProbeResult
 from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
-from scheduler.rental import Decision, Rental
+from scheduler.switching_rule import ReplanDecision, SkiRental
 
 
 class DetectorLike(Protocol):
@@ -44,10 +44,10 @@ class Replan(Protocol):
         speeds: Mapping[int, float],
         *,
         step: int,
-        rental: Rental,
+        rental: SkiRental,
         horizon_steps: int | None,
         time_limit_s: float | None,
-    ) -> Decision: ...
+    ) -> ReplanDecision: ...
 
 
 @dataclass(frozen=True)

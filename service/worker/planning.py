@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
 from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
-from scheduler.rental import Decision, Rental
+from scheduler.switching_rule import ReplanDecision, SkiRental
 
 from .adapters import Adapters
 
@@ -44,7 +44,7 @@ def is_news(known: Mapping[int, float], speeds: Mapping[int, float]) -> bool:
     return any(abs(speeds[rank] - known[rank]) > _TOLERANCE * known[rank] for rank in known)
 
 
-def why_kept(decision: Decision) -> str:
+def why_kept(decision: ReplanDecision) -> str:
     """Why the layout stays as it is, and when another one would pay, in a sentence."""
     best, rental = decision.best or decision.rental.offer, decision.rental
     if best is None:
@@ -90,9 +90,9 @@ class Planner:
         speeds: Mapping[int, float],
         *,
         step: int,
-        rental: Rental,
+        rental: SkiRental,
         horizon_steps: int | None = None,
-    ) -> Decision:
+    ) -> ReplanDecision:
         """What to change from that step on; `rental` and `horizon_steps` as `scheduler.replan`
         has them.
 
@@ -111,7 +111,7 @@ class Planner:
             )
         )
 
-    def _limited(self, work: Callable[[], Decision]) -> Decision:
+    def _limited(self, work: Callable[[], ReplanDecision]) -> ReplanDecision:
         try:
             return self._pool.submit(work).result(self._time_limit_s)
         except FutureTimeoutError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resihp.contracts import InfeasibleError, Job, Plan, Verdict, from_json, to_json
-from scheduler.rental import Rental
+from scheduler.switching_rule import SkiRental
 
 from .fault_horizon import FaultHorizon
 from .planning import Planner, Retry, is_news, speeds_of, why_kept
@@ -30,7 +30,7 @@ class Replanning:
         self._job = job
         self._planner = planner
         self._joiners: set[int] = set()
-        self._rental = Rental()
+        self._rental = SkiRental()
         self._retry = Retry()
 
     def joined(self, ranks: Iterable[int], *, working: Iterable[int]) -> None:
@@ -58,7 +58,7 @@ class Replanning:
         """The job has made a plan by itself, which knows of the lost ranks and of nothing else."""
         lost = {*lost, *(rank for rank, speed in self.known.items() if speed == 0.0)}
         self.known = dict.fromkeys(sorted(lost), 0.0)
-        self._rental, self._retry = Rental(), Retry()
+        self._rental, self._retry = SkiRental(), Retry()
 
     def decide(
         self, job: Job, current: Plan, verdicts: Iterable[Verdict], *, step: int, clock_s: float
@@ -87,7 +87,7 @@ class Replanning:
         self._rental = self._rental.stepped()
         if self._rental.offer is None or not self._rental.due:
             return None
-        offer, self._rental = self._rental.offer, Rental()
+        offer, self._rental = self._rental.offer, SkiRental()
         return offer.plan
 
     def save(self) -> dict[str, Any]:
@@ -103,6 +103,6 @@ class Replanning:
         """Be as saved; `failed_at_s` is when planning failed, if it did."""
         self.known = {int(rank): speed for rank, speed in saved["known"].items()}
         self._joiners = set(saved["joiners"])
-        self._rental = from_json(Rental, saved["rental"])
+        self._rental = from_json(SkiRental, saved["rental"])
         self.horizon = FaultHorizon(self._job, **saved["horizon"])
         self._retry = Retry() if failed_at_s is None else Retry().failed(failed_at_s)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from resihp.contracts import Job, LayerCost, Layout, ModelShape, Schedule
 from scheduler import make_plan, simulate
 from scheduler.calibration import calibrated, compute_ms
-from scheduler.costs import all_reduce_ms
+from scheduler.cost_model import all_reduce_ms
 
 
 def a_job(**given_):

@@ -24,9 +24,9 @@ from resihp.contracts import (
 )
 from resihp.layout import Param, Parameters, least_numel
 from scheduler import make_plan, replan, simulate
-from scheduler.policies import POLICIES, outcome_of
+from scheduler.policies import POLICIES, policy_outcome
 from scheduler.reasons import layer_ranges
-from scheduler.switching import received_bytes
+from scheduler.switching_rule import received_bytes
 
 SHAPE = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=512)
 
@@ -224,7 +224,7 @@ def test_unequal_work_is_part_of_the_prediction():
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_counts_all_chunks(name):
     one = job(dp=2, pp=2, tp=2, microbatches=16)
-    outcome = outcome_of(name, one, {1: 0.5})
+    outcome = policy_outcome(name, one, {1: 0.5})
     started = simulate(one, one.layout, one.quotas, {1: 0.5}).step_ms
     assert outcome.step_ms <= started * 1.6
     if outcome.layout is not None:
@@ -234,7 +234,7 @@ def test_every_policy_counts_all_chunks(name):
         ).step_ms
         assert outcome.step_ms == pytest.approx(played)
     if name not in ("joint-any", "recycle"):  # which split the backward
-        assert outcome_of("joint", one, {1: 0.5}).step_ms <= outcome.step_ms * 1.0011
+        assert policy_outcome("joint", one, {1: 0.5}).step_ms <= outcome.step_ms * 1.0011
 
 
 def test_layers_of_all_chunks_are_told():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout
-from scheduler.policies import POLICIES, outcome_of
+from scheduler.policies import POLICIES, policy_outcome
 from scheduler.policies.base import layers_by_rate
 from scheduler.policies.malleus import least_largest
 
@@ -31,7 +31,7 @@ def faults(seed, ranks=64, slow=4, dead=2):
 @pytest.mark.parametrize("name", PEERS)
 def test_without_faults_nothing_changes(name):
     job = a_job()
-    outcome = outcome_of(name, job, {})
+    outcome = policy_outcome(name, job, {})
     assert outcome.quotas == job.quotas
     best = (8 + 4 - 1) * 3.0 if name != "recycle" else 8 * 3.0 + 3 * 1.0  # one layer per rank
     assert outcome.step_ms == pytest.approx(best)
@@ -41,7 +41,7 @@ def test_without_faults_nothing_changes(name):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_dead_rank_works_and_no_microbatch_is_lost(name, seed):
     job, speeds = a_job(), faults(seed)
-    outcome = outcome_of(name, job, speeds)
+    outcome = policy_outcome(name, job, speeds)
     if outcome.layout is None:
         assert math.isinf(outcome.step_ms) or name == "recycle"
         return
@@ -56,7 +56,7 @@ def test_malleus_gives_the_layers_that_its_own_planner_gives():
     layout = Layout.grid(dp=2, pp=4, tp=8, layers=80, units=64)
     cost = LayerCost(forward_ms=1.0, backward_ms=2.0)
     job = Job(name="j", layout=layout, microbatches=64, cost=cost)
-    outcome = outcome_of("malleus", job, {0: 1 / 2.57})
+    outcome = policy_outcome("malleus", job, {0: 1 / 2.57})
     rows = sorted([s.layers[1] - s.layers[0] for s in r.stages] for r in outcome.layout.replicas)
     assert rows == [[3, 7, 14, 28, 28], [16] * 5]
     assert 0 not in outcome.layout.ranks
@@ -76,15 +76,15 @@ def test_the_least_largest_part_is_that_of_the_exact_greedy_rule(rates, total):
 def test_the_resihp_rule_moves_layers_off_a_halved_stage():
     """(4, 4, 4) becomes (5, 2, 5) when the middle stage keeps half of its ranks."""
     job = a_job(dp=1, pp=3, tp=2, layers=12, microbatches=8)
-    outcome = outcome_of("resihp-rule", job, {job.layout.replicas[0].stages[1].ranks[0]: 0.0})
+    outcome = policy_outcome("resihp-rule", job, {job.layout.replicas[0].stages[1].ranks[0]: 0.0})
     stages = outcome.layout.replicas[0].stages
     assert [s.layers[1] - s.layers[0] for s in stages] == [5, 2, 5]
 
 
 def test_recycle_shares_a_dead_stage_among_its_peers():
     job = a_job(dp=2, pp=1, tp=1, layers=1, microbatches=8)
-    assert outcome_of("recycle", job, {0: 0.0}).step_ms == pytest.approx(2 * 4 * 3.0)
+    assert policy_outcome("recycle", job, {0: 0.0}).step_ms == pytest.approx(2 * 4 * 3.0)
 
 
 def test_doing_nothing_stops_at_the_first_death():
-    assert math.isinf(outcome_of("nothing", a_job(), {5: 0.0}).step_ms)
+    assert math.isinf(policy_outcome("nothing", a_job(), {5: 0.0}).step_ms)

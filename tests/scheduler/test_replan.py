@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Plan, Schedule
-from scheduler import Offer, Rental, make_plan, replan, simulate
-from scheduler.switching import decide, migration_ms
+from scheduler import SkiRental, SwitchCandidate, make_plan, replan, simulate
+from scheduler.switching_rule import decide, migration_ms
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 SHAPE = ModelShape(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
@@ -85,11 +85,11 @@ def test_a_gain_too_small_to_be_offered_is_told_all_the_same():
     current = make_plan(one, {})
     moved = replan(one, current, {2: 0.4}, step=0, horizon_steps=10**6).plan
     little = replace(moved, step_ms=current.step_ms * 0.99)
-    decision = decide(one, current, little, {}, Rental(), horizon_steps=None)
+    decision = decide(one, current, little, {}, SkiRental(), horizon_steps=None)
     assert decision.plan is decision.rental.offer is None
     assert decision.best.plan == little
     none = decide(
-        one, current, replace(moved, step_ms=current.step_ms), {}, Rental(), horizon_steps=None
+        one, current, replace(moved, step_ms=current.step_ms), {}, SkiRental(), horizon_steps=None
     )
     assert none.best is None
 
@@ -104,7 +104,7 @@ def test_what_goes_on_is_acted_on_once_it_has_cost_as_much_as_the_moves():
     assert steps == decision.rental.steps_left > 0
     after = replan(one, decision.plan, {2: 0.4}, step=steps, rental=rental)
     assert after.plan.layout == rental.offer.plan.layout
-    assert after.rental == Rental()
+    assert after.rental == SkiRental()
 
 
 def test_a_death_is_always_answered():
@@ -128,13 +128,13 @@ ANY = Plan(version=1, layout=Layout.grid(dp=1, pp=1, tp=1, layers=1), quotas=(1,
 
 def rented(situations, *, for_good=False):
     """What the rule loses: steps in a worse layout, and moves; `for_good`: one change is enough."""
-    rental, lost = Rental(), 0.0
+    rental, lost = SkiRental(), 0.0
     for steps, saved, cost in situations:
-        offer = Offer(plan=ANY, saved_ms=saved, cost_ms=cost) if saved else None
+        offer = SwitchCandidate(plan=ANY, saved_ms=saved, cost_ms=cost) if saved else None
         rental = rental.offered(offer)
         for _ in range(steps):
             if rental.due:
-                rental, lost = Rental(), lost + cost
+                rental, lost = SkiRental(), lost + cost
                 if for_good:
                     return lost
             elif rental.offer:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from resihp.contracts import ContractError, Job, LayerCost, Layout
-from scheduler.scenario import Played, Segment, parse_scenario, play, throughput
+from scheduler.scenario import PolicyRun, Segment, parse_scenario, play_scenario, throughput
 
 TEXT = """
 hours = 1
@@ -43,7 +43,7 @@ def test_speeds_follow_the_faults():
 
 
 def test_work_done_counts_steps_outside_of_pauses():
-    played = Played("p", (Segment(0, 50, 10, 100.0), Segment(50, 100, 0, math.inf)), 100.0)
+    played = PolicyRun("p", (Segment(0, 50, 10, 100.0), Segment(50, 100, 0, math.inf)), 100.0)
     assert played.goodput == pytest.approx(0.4)
     assert played.paused_s == 10
     assert throughput(played, 8)[1] == [0.0, 80.0, 0.0, 0.0]
@@ -53,7 +53,7 @@ def test_policies_play_through():
     seen = []
     results = {
         p.policy: p
-        for p in play(
+        for p in play_scenario(
             a_job(),
             parse_scenario(TEXT),
             ["nothing", "restart", "joint"],
@@ -86,4 +86,4 @@ def test_what_is_wrong_is_named(change, field):
 def test_a_rank_outside_of_the_job_is_named():
     scenario = parse_scenario(TEXT.replace("rank = 2", "rank = 99"))
     with pytest.raises(ContractError, match="rank 99"):
-        play(a_job(), scenario, ["nothing"])
+        play_scenario(a_job(), scenario, ["nothing"])

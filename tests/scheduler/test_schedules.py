@@ -11,14 +11,14 @@ from resihp.contracts import Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
 from scheduler.bounds import (
-    Stages,
-    chain_factors,
+    StageCosts,
+    heterogeneous_layers,
     in_flight_bound,
-    unlike_layers,
+    relaxed_factors,
     whole_layers,
 )
-from scheduler.search.certificates import least_span
-from scheduler.spans import pipeline_spans
+from scheduler.makespan import pipeline_makespans
+from scheduler.search.plan_bounds import least_makespan
 
 PLANNED = [Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE]
 SCHEDULES = st.sampled_from(PLANNED)
@@ -48,7 +48,7 @@ def test_spans_and_bounds_of_any_pipeline(schedule, stages, microbatches, p2p, c
     forward, backward = random.uniform(0.2, 3.0, (2, stages))
     exact = replayed(schedule, forward, backward, microbatches, p2p, cap)
     given_ = {"p2p": p2p, "max_in_flight": cap, "schedule": schedule}
-    fast = pipeline_spans([forward], [backward], [microbatches], **given_)[0]
+    fast = pipeline_makespans([forward], [backward], [microbatches], **given_)[0]
     bound = in_flight_bound([forward], [backward], [microbatches], **given_)[0]
     assert fast == pytest.approx(exact)
     assert bound <= exact * (1 + 1e-9)
@@ -66,10 +66,10 @@ def test_no_partition_beats_the_chain_bound(schedule, stages, microbatches, seed
     speeds = random.uniform(0.2, 1.0, stages)
     work = random.dirichlet(np.ones(stages)) * 10.0
     share = random.uniform(0.2, 0.5)
-    span = pipeline_spans(
+    span = pipeline_makespans(
         [share * work / speeds], [(1 - share) * work / speeds], [microbatches], schedule=schedule
     )[0]
-    factor = chain_factors([speeds], [microbatches], schedule, (share, share))[0]
+    factor = relaxed_factors([speeds], [microbatches], schedule, (share, share))[0]
     assert factor * work.sum() <= span * (1 + 1e-9)
 
 
@@ -99,16 +99,16 @@ def test_no_whole_layers_beat_their_bound(
         if ((counts := np.diff((0, *cuts, layers))) <= most[0]).all()
     ]
     given_ = {"p2p": p2p, "max_in_flight": cap, "schedule": schedule}
-    pipelines = Stages(forward, backward, extra, most)
+    pipelines = StageCosts(forward, backward, extra, most)
     count = np.array([microbatches])
     if not partitions:
         assert np.isinf(whole_layers(pipelines, layers, count, 1e9, **given_)[0]).all()
         return
     times = forward * partitions + extra, backward * partitions + 2.0 * extra
     counts = np.full(len(partitions), microbatches)
-    best = pipeline_spans(*times, counts, **given_).min()
+    best = pipeline_makespans(*times, counts, **given_).min()
     bound = whole_layers(pipelines, layers, count, slack * best, **given_)[0][0]
-    closer = unlike_layers(pipelines, layers, count, slack * best, **given_)[0][0]
+    closer = heterogeneous_layers(pipelines, layers, count, slack * best, **given_)[0][0]
     assert bound <= closer * (1 + 1e-9)
     assert closer <= best * (1 + 1e-9)
     assert closer <= in_flight_bound(*times, counts, **given_).min() * (1 + 1e-9)
@@ -119,9 +119,9 @@ def test_layers_that_attain_the_program_have_its_bound(schedule):
     """With one odd stage: the rest is alike, so that the program is exact."""
     speeds = np.array([[1.0, 1.0, 0.4, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     most = np.full((2, 5), 20)
-    stages = Stages(1.0 / speeds, 2.0 / speeds, np.zeros((2, 5)), most)
+    stages = StageCosts(1.0 / speeds, 2.0 / speeds, np.zeros((2, 5)), most)
     counts = np.array([7, 9])
-    bounds, layers = unlike_layers(stages, 20, counts, 1e4, schedule=schedule)
+    bounds, layers = heterogeneous_layers(stages, 20, counts, 1e4, schedule=schedule)
     assert (layers.sum(axis=1) == 20).all()
     own = in_flight_bound(layers / speeds, 2.0 * layers / speeds, counts, schedule=schedule)
     assert own == pytest.approx(bounds)
@@ -129,19 +129,19 @@ def test_layers_that_attain_the_program_have_its_bound(schedule):
 
 def test_eager_stages_alike_but_in_layers_have_a_close_bound():
     """Ten layers a stage and a little more or less of them: no fractions would do."""
-    stages = Stages(*(np.full((1, 8), each) for each in (0.25, 0.5, 0.0)), np.full((1, 8), 80))
+    stages = StageCosts(*(np.full((1, 8), each) for each in (0.25, 0.5, 0.0)), np.full((1, 8), 80))
     given_ = {"schedule": Schedule.EAGER_1F1B}
     bound = whole_layers(stages, 80, np.array([32]), 300.0, **given_)[0][0]
     even = np.full((1, 8), 10) + np.array([[1, 0, 0, 0, 0, 0, 0, -1]])
-    span = pipeline_spans(0.25 * even, 0.5 * even, [32], **given_)[0]
+    span = pipeline_makespans(0.25 * even, 0.5 * even, [32], **given_)[0]
     assert bound <= span < 1.04 * bound
-    assert chain_factors([np.full(8, 4 / 3)], [32], Schedule.EAGER_1F1B)[0] * 80 < 0.95 * bound
+    assert relaxed_factors([np.full(8, 4 / 3)], [32], Schedule.EAGER_1F1B)[0] * 80 < 0.95 * bound
 
 
 def test_equal_pipelines_have_the_bound_of_the_formula():
     counts = np.array([5, 6, 7])
 
     def times(rows, tried):
-        return 12.0 * chain_factors(np.ones((len(rows), 4)), tried)
+        return 12.0 * relaxed_factors(np.ones((len(rows), 4)), tried)
 
-    assert least_span([(counts, times)]) == pytest.approx((6 + 3) * 3.0)
+    assert least_makespan([(counts, times)]) == pytest.approx((6 + 3) * 3.0)

@@ -27,7 +27,7 @@ from resihp.contracts import (
     TelemetryBatch,
     Verdict,
 )
-from scheduler import Decision, Offer
+from scheduler import ReplanDecision, SwitchCandidate
 from service.worker.adapters import Adapters
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -143,19 +143,19 @@ def make_plan(
 
 def replan(
     job: Job, current: Plan, speeds: Mapping[int, float], *, step: int, **given: Any
-) -> Decision:
+) -> ReplanDecision:
     """Worth it only when a rank of the present layout is not at full speed.
 
     Moves are dear for a job whose device is called "dear": they cost five steps' gain, which pays
     over a horizon of more than five steps.
     """
     if all(speeds.get(rank, 1.0) >= 1.0 for rank in current.layout.ranks):
-        return Decision(plan=None)
+        return ReplanDecision(plan=None)
     plan = make_plan(job, speeds, from_step=step)
     if job.device == "dear" and (given.get("horizon_steps") or 0) <= 5:
-        offer = Offer(plan=plan, saved_ms=10.0, cost_ms=50.0)
-        return Decision(plan=None, rental=given["rental"].offered(offer))
-    return Decision(plan=plan)
+        offer = SwitchCandidate(plan=plan, saved_ms=10.0, cost_ms=50.0)
+        return ReplanDecision(plan=None, rental=given["rental"].offered(offer))
+    return ReplanDecision(plan=plan)
 
 
 def fake_adapters() -> Adapters:

@@ -21,7 +21,7 @@ from resihp.contracts import (
 )
 from resihp.contracts.codec import WireFormat, encode
 from scheduler import make_plan, replan, simulate
-from scheduler.rental import Decision, Offer, Rental
+from scheduler.switching_rule import ReplanDecision, SkiRental, SwitchCandidate
 from service.store.messages import JobMessage, MessageKind
 from service.worker.forecast import Forecast
 from service.worker.planning import Planner, Retry, is_news, speeds_of, why_kept
@@ -107,13 +107,16 @@ def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
 
 def test_what_is_kept_is_told_with_when_a_change_would_pay():
     plan = Plan(version=1, layout=job_of().layout, quotas=job_of().quotas)
-    best = Offer(plan=plan, saved_ms=3.0, cost_ms=100.0)
-    words = why_kept(Decision(plan=None, best=best))
+    best = SwitchCandidate(plan=plan, saved_ms=3.0, cost_ms=100.0)
+    words = why_kept(ReplanDecision(plan=None, best=best))
     assert "save 3 ms a step and cost 100 ms of moves, which it saves in 34 steps" in words
     assert "speeds are known to" in words
-    offered = why_kept(Decision(plan=None, best=best, rental=Rental(lost_ms=40.0, offer=best)))
+    rental = SkiRental(lost_ms=40.0, offer=best)
+    offered = why_kept(ReplanDecision(plan=None, best=best, rental=rental))
+        ReplanDecision(plan=None, best=best, rental=SkiRental(lost_ms=40.0, offer=best))
+    )
     assert "saves in 34 steps: taken on if this lasts 20 steps" in offered
-    assert "no other layout is quicker" in why_kept(Decision(plan=None))
+    assert "no other layout is quicker" in why_kept(ReplanDecision(plan=None))
 
 
 def test_an_account_survives_a_restart(sessions):

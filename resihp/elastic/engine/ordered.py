@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from resihp.layout import GradientReduction as Summed
 from resihp.layout import Param
-from resihp.layout import Reduction as Summed
 
 from ..instep.ledger import Spans, indices
 from ..instep.ordered_sum import sum_in_order

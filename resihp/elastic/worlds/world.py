@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from resihp.contracts import Layout, Place, Stage
-from resihp.layout import Parameters, Reduction, Transfer, boundary, reductions
+from resihp.layout import (
+    ActivationTransfer,
+    GradientReduction,
+    Parameters,
+    boundary_transfers,
+    gradient_reductions,
+)
 
 from .comm import Group, Network
 
@@ -22,7 +28,7 @@ class Link:
     one direction the order is that of the microbatches at both ends.
     """
 
-    transfer: Transfer
+    transfer: ActivationTransfer
     forward: Group
     backward: Group
 
@@ -55,7 +61,7 @@ class World:
     before: Boundary | None
     after: Boundary | None
     around: Boundary | None = None
-    sums: tuple[tuple[Reduction, Group], ...] = field(default=())
+    sums: tuple[tuple[GradientReduction, Group], ...] = field(default=())
 
     @property
     def stage(self) -> Stage:
@@ -107,14 +113,14 @@ def build_world(network: Network, layout: Layout, parameters: Parameters, *, nam
         around = _boundary(network, f"{name}/around", stages[-1], stages[0])
     sums = tuple(
         (reduction, network.group(f"{name}/sum", reduction.ranks))
-        for reduction in reductions(layout, parameters)
+        for reduction in gradient_reductions(layout, parameters)
         if network.rank in reduction.ranks and len(reduction.ranks) > 1
     )
     return World(layout, place, everyone, tp, before, after, around, sums)
 
 
 def _boundary(network: Network, name: str, sender: Stage, receiver: Stage) -> Boundary:
-    transfers = boundary(sender, receiver)
+    transfers = boundary_transfers(sender, receiver)
     links = []
     for transfer in transfers:
         ends = (transfer.source, transfer.target)

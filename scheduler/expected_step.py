@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Schedule
 
-from .costs import layer_cost, transfer_ms
+from .cost_model import layer_cost, transfer_ms
+from .makespan import pipeline_makespans
 from .simulator import play_replica, stage_times
-from .spans import pipeline_spans
 
 Floats = NDArray[np.float64]
 
@@ -53,7 +53,7 @@ def expected_step_ms(
     for rows in by_length.values():
         counts = np.array([quotas[row] for row in rows])
         drawn = random.choice(relative, (len(rows) * _STEPS, int(counts.max())))
-        spans = pipeline_spans(
+        spans = pipeline_makespans(
             np.repeat([times[row][0] for row in rows], _STEPS, axis=0),
             np.repeat([times[row][1] for row in rows], _STEPS, axis=0),
             np.repeat(counts, _STEPS),

@@ -3,8 +3,7 @@
 import pytest
 
 from resihp.contracts import ContractError, Layout, Schedule
-from scheduler.jobfile import parse_job
-from scheduler.presets import PRESETS, preset
+from scheduler.job_file import MODEL_PRESETS, model_preset, parse_job
 
 GOOD = """
 name = "pretraining"
@@ -25,7 +24,7 @@ budget_bytes = 80_000_000_000
 
 def test_a_preset_and_a_grid_are_written_out():
     job = parse_job(GOOD)
-    assert job.model == preset("Llama-3-8B")
+    assert job.model == model_preset("Llama-3-8B")
     assert (job.layout.dp, job.layout.pp, job.layout.tp, job.layout.layers) == (4, 4, 2, 32)
     assert job.layout.replicas[0].stages[0].shares == (4, 4)
     assert job.schedule is Schedule.ZERO_BUBBLE
@@ -69,7 +68,7 @@ def test_what_is_wrong_is_named(change, field):
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
-    shape = PRESETS[name]
+    shape = MODEL_PRESETS[name]
     total = shape.layers * shape.layer_params + 2 * shape.embedding_params
     assert total / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Replica, Schedule
 
-from .costs import layer_cost, transfer_ms
-from .simulator import replica_span, stage_times
-from .spans import pipeline_spans
+from .cost_model import layer_cost, transfer_ms
+from .makespan import pipeline_makespans
+from .simulator import replica_makespan, stage_times
 
 Floats = NDArray[np.float64]
 
 
-class Replicas:
+class ReplicaTimes:
     """Exact spans of the replicas of one layout at given speeds; all of its ranks are alive."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Replicas:
         """When each replica has run its quota."""
         ends = np.zeros(len(quotas))
         for rows, forward, backward in self._parts:
-            ends[rows] = pipeline_spans(
+            ends[rows] = pipeline_makespans(
                 forward,
                 backward,
                 [quotas[i] for i in rows],
@@ -59,7 +59,7 @@ class Replicas:
     def _replayed(self, index: int, quota: int) -> float:
         """Span of a replica of interleaved stages."""
         if (index, quota) not in self._played:
-            self._played[index, quota] = replica_span(
+            self._played[index, quota] = replica_makespan(
                 self._job, self._chunked[index], quota, self._speeds, Schedule.INTERLEAVED
             )
         return self._played[index, quota]

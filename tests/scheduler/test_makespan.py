@@ -9,7 +9,7 @@ from resihp.contracts import Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
 from scheduler.bounds import in_flight_bound
-from scheduler.spans import pipeline_spans
+from scheduler.makespan import pipeline_makespans
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
@@ -42,7 +42,7 @@ def test_many_spans_at_once_equal_the_replay_of_each(seed, pipelines, stages, ca
     random = np.random.default_rng(seed)
     forward, backward = random.uniform(0.1, 3.0, (2, pipelines, stages))
     counts = random.integers(0, 14, pipelines)
-    spans = pipeline_spans(forward, backward, counts, p2p=p2p, max_in_flight=cap)
+    spans = pipeline_makespans(forward, backward, counts, p2p=p2p, max_in_flight=cap)
     for row in range(pipelines):
         exact = replayed(forward[row], backward[row], int(counts[row]), p2p, cap)
         assert spans[row] == pytest.approx(exact)
@@ -63,7 +63,7 @@ def test_the_bound_is_never_above_the_span(seed, stages, cap, p2p, schedule):
     backward = forward * random.uniform(0.5, 4.0, (100, stages))
     counts = random.integers(0, 40, 100)
     given_ = {"p2p": p2p, "max_in_flight": cap, "schedule": schedule}
-    spans = pipeline_spans(forward, backward, counts, **given_)
+    spans = pipeline_makespans(forward, backward, counts, **given_)
     bounds = in_flight_bound(forward, backward, counts, **given_)
     assert (bounds <= spans * (1 + 1e-12)).all()
 
@@ -86,6 +86,6 @@ def test_the_bound_is_close_for_nearly_equal_stages():
     random = np.random.default_rng(0)
     forward = random.uniform(0.9, 1.1, (500, 8))
     counts = np.full(500, 32)
-    spans = pipeline_spans(forward, 2 * forward, counts)
+    spans = pipeline_makespans(forward, 2 * forward, counts)
     bounds = in_flight_bound(forward, 2 * forward, counts)
     assert float(np.mean(spans / bounds - 1.0)) < 0.01

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Schedule
 
-from ..bounds import chain_factors
+from ..bounds import relaxed_factors
 from ..bounds.in_flight import Floats
-from ..costs import group_cost, layer_cost, transfer_ms
-from ..memory import Footprint
-from .fleet import Fleet, Group
-from .rows import Rows, Setting
+from ..cost_model import group_cost, layer_cost, transfer_ms
+from ..memory import MemoryFootprint
+from .chains import ChainBatch, SearchSetting
+from .tp_groups import GroupTable, TPGroup
 
 Ints = NDArray[np.int64]
 Times = Callable[[Ints, Ints], Floats]  # of pipelines (their indices) with these microbatches
@@ -33,20 +33,20 @@ _NEAR = 0.08  # how far below the time in question a pipeline may still decide s
 _AT_ONCE = 256  # pipelines that are worked out together, which bounds the memory
 
 
-class Proven:
+class ChainBounds:
     """Bounds of pipelines over whole layers, looked up once known.
 
     Pipelines whose groups cost the same are the same pipeline. `closely`: those whose bound is just
     below the time in question with their odd stages at each number of layers.
     """
 
-    def __init__(self, setting: Setting, *, closely: bool = False) -> None:
+    def __init__(self, setting: SearchSetting, *, closely: bool = False) -> None:
         self.setting = setting
         self._closely = closely
         self._within_ms = inf
         self._known: dict[bytes, float] = {}
 
-    def bounds(self, rows: Rows, within_ms: float) -> Floats:
+    def bounds(self, rows: ChainBatch, within_ms: float) -> Floats:
         """Of every row; what was found for a longer time holds for a shorter one too."""
         if within_ms > self._within_ms:
             self._known.clear()
@@ -62,7 +62,7 @@ class Proven:
             self._known.update(zip([keys[row] for row in part], found, strict=True))
         return np.array([self._known[key] for key in keys])
 
-    def _worked_out(self, rows: Rows, within_ms: float) -> Floats:
+    def _worked_out(self, rows: ChainBatch, within_ms: float) -> Floats:
         ends, _ = rows.whole_layers(within_ms)
         near = np.flatnonzero((ends > within_ms * (1.0 - _NEAR)) & (ends < within_ms))
         if self._closely and near.size:
@@ -72,7 +72,7 @@ class Proven:
 
 
 def chains_bound(
-    proven: Proven,
+    proven: ChainBounds,
     chains: Sequence[Sequence[int]],
     quotas: Sequence[int],
     within_ms: float,
@@ -86,22 +86,24 @@ def chains_bound(
     if within_ms < quick * (1 + _CLOSE) or sum(map(len, chains)) > _CELLS:
         return min(quick, within_ms)
     parts = list(_by_length(chains, quotas))
-    close = least_span([(counts, _whole(proven, rows, within_ms)) for rows, counts in parts])
+    close = least_makespan([(counts, _whole(proven, rows, within_ms)) for rows, counts in parts])
     if within_ms > close * (1 + _FAR) and sum(map(len, chains)) <= _FEWER_CELLS:
-        closely = Proven(proven.setting, closely=True)
-        close = least_span([(counts, _whole(closely, rows, within_ms)) for rows, counts in parts])
+        closely = ChainBounds(proven.setting, closely=True)
+        close = least_makespan(
+            [(counts, _whole(closely, rows, within_ms)) for rows, counts in parts]
+        )
     return max(quick, min(close, within_ms))
 
 
 def quick_bound(
-    setting: Setting, chains: Sequence[Sequence[int]], quotas: Sequence[int], chunks: int = 1
+    setting: SearchSetting, chains: Sequence[Sequence[int]], quotas: Sequence[int], chunks: int = 1
 ) -> float:
     """As `chains_bound`, for parts of layers as well; `chunks` of interleaved stages."""
     parts = _by_length(chains, quotas)
-    return least_span([(counts, _fractional(setting, rows, chunks)) for rows, counts in parts])
+    return least_makespan([(counts, _fractional(setting, rows, chunks)) for rows, counts in parts])
 
 
-def least_span(parts: Sequence[tuple[Ints, Times]]) -> float:
+def least_makespan(parts: Sequence[tuple[Ints, Times]]) -> float:
     """Least step time in which pipelines can run as many microbatches as they do together.
 
     Of every part the microbatches of its pipelines, near which the search starts, and how long
@@ -145,11 +147,11 @@ def _by_length(
         yield rows, np.array([quotas[i] for i in indices], np.int64)
 
 
-def _fractional(setting: Setting, chains: Ints, chunks: int) -> Times:
+def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> Times:
     """Bounds that allow parts of layers; embedding and head are work that any stage may do."""
     fleet = setting.fleet
     speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[chains]
-    extra = Rows(setting, chains, np.ones(len(chains), np.int64)).extra
+    extra = ChainBatch(setting, chains, np.ones(len(chains), np.int64)).extra
     ends = 3.0 * (extra * speeds).sum(axis=1)
     parts = fleet.forward_ms / (fleet.forward_ms + fleet.backward_ms)
     if fleet.embedding_ms.any() or fleet.head_ms.any():
@@ -157,17 +159,17 @@ def _fractional(setting: Setting, chains: Ints, chunks: int) -> Times:
     forward_part = float(parts.min()), float(parts.max())
 
     def times(rows: Ints, counts: Ints) -> Floats:
-        factors = chain_factors(speeds[rows], counts, setting.schedule, forward_part, chunks)
+        factors = relaxed_factors(speeds[rows], counts, setting.schedule, forward_part, chunks)
         return np.asarray(factors * (setting.layers + ends)[rows])
 
     return times
 
 
-def _whole(proven: Proven, chains: Ints, within_ms: float) -> Times:
+def _whole(proven: ChainBounds, chains: Ints, within_ms: float) -> Times:
     """Bounds over whole layers."""
 
     def times(rows: Ints, counts: Ints) -> Floats:
-        return proven.bounds(Rows(proven.setting, chains[rows], counts), within_ms)
+        return proven.bounds(ChainBatch(proven.setting, chains[rows], counts), within_ms)
 
     return times
 
@@ -182,17 +184,17 @@ def layout_bound(
 ) -> float:
     """`chains_bound` of the groups of a layout that takes `step_ms`; all of its ranks are alive."""
     cost = layer_cost(job)
-    groups: list[Group] = []
+    groups: list[TPGroup] = []
     chains: list[Sequence[int]] = []
     for replica in layout.replicas:
         chains.append(range(len(groups), len(groups) + len(replica.stages)))
         for index, stage in enumerate(replica.stages):
             values = [speeds.get(rank, 1.0) for rank in stage.ranks]
             timed = group_cost(job, cost, stage.shares, values, stage.ranks)
-            groups.append(Group(stage.ranks, stage.shares, index, timed))
-    setting = Setting(
-        Fleet.of(groups),
-        Footprint.of(job, layout.dp),
+            groups.append(TPGroup(stage.ranks, stage.shares, index, timed))
+    setting = SearchSetting(
+        GroupTable.of(groups),
+        MemoryFootprint.of(job, layout.dp),
         layout.layers,
         transfer_ms(job),
         job.max_in_flight,
@@ -201,4 +203,4 @@ def layout_bound(
     if schedule is Schedule.INTERLEAVED:
         most = max(replica.chunks for replica in layout.replicas)
         return min(step_ms, quick_bound(setting, chains, quotas, most) + cost.step_ms)
-    return chains_bound(Proven(setting), chains, quotas, step_ms - cost.step_ms) + cost.step_ms
+    return chains_bound(ChainBounds(setting), chains, quotas, step_ms - cost.step_ms) + cost.step_ms

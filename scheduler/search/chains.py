@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from resihp.contracts import Schedule
 from resihp.pipeline.orders import most_in_flight
 
-from ..bounds import Stages, in_flight_bound, unlike_layers, whole_layers
-from ..memory import Footprint
-from ..spans import pipeline_spans
-from .fleet import Fleet
+from ..bounds import StageCosts, heterogeneous_layers, in_flight_bound, whole_layers
+from ..makespan import pipeline_makespans
+from ..memory import MemoryFootprint
+from .tp_groups import GroupTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Setting:
+class SearchSetting:
     """What is the same for all chains of a job."""
 
-    fleet: Fleet
-    footprint: Footprint
+    fleet: GroupTable
+    footprint: MemoryFootprint
     layers: int
     p2p_ms: float
     max_in_flight: int | None
@@ -36,14 +36,14 @@ class Setting:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ChainBatch:
     """Chains of equally many stages, each with a number of microbatches.
 
     chains        [chain, stage], indices of groups
     microbatches  [chain]
     """
 
-    setting: Setting
+    setting: SearchSetting
     chains: Ints
     microbatches: Ints
 
@@ -85,9 +85,9 @@ class Rows:
         most = self.most
         return np.asarray((most.min(axis=1) >= 1) & (most.sum(axis=1) >= self.setting.layers))
 
-    def pick(self, rows: Ints) -> Rows:
+    def pick(self, rows: Ints) -> ChainBatch:
         """Some of them, in that order."""
-        picked = Rows(self.setting, self.chains[rows], self.microbatches[rows])
+        picked = ChainBatch(self.setting, self.chains[rows], self.microbatches[rows])
         for name in ("forward", "backward", "extra", "most", "fits"):
             if name in self.__dict__:
                 picked.__dict__[name] = self.__dict__[name][rows]
@@ -114,9 +114,9 @@ class Rows:
 
     def whole_layers(self, within_ms: float, *, closely: bool = False) -> tuple[Floats, Ints]:
         """Bounds over all whole layers, inf beyond `within_ms`, and layers that attain them."""
-        program = unlike_layers if closely else whole_layers
+        program = heterogeneous_layers if closely else whole_layers
         return program(
-            Stages(self.forward, self.backward, self.extra, self.most),
+            StageCosts(self.forward, self.backward, self.extra, self.most),
             self.setting.layers,
             self.microbatches,
             within_ms,
@@ -127,7 +127,7 @@ class Rows:
 
     def spans(self, layers: Ints) -> Floats:
         """Exact spans with these layers [chain, stage]."""
-        return pipeline_spans(
+        return pipeline_makespans(
             *self.times(layers),
             self.microbatches,
             p2p=self.setting.p2p_ms,

@@ -1,7 +1,7 @@
 """Job descriptions as TOML text.
 
     name = "pretraining"
-    model = "llama-3-8b"            # a preset, or a table with layers, hidden, heads, ...
+    model = "llama-3-8b"            # a model_preset, or a table with layers, hidden, heads, ...
     microbatches = 64
     tokens_per_microbatch = 8192
     device = "H100"
@@ -23,9 +23,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from resihp.contracts import ContractError, Job, Layout, Schedule, from_json, to_json
-
-from .presets import preset
+from resihp.contracts import ContractError, Job, Layout, ModelShape, Schedule, from_json, to_json
 
 _GRID = ("dp", "pp", "tp", "layers", "units")
 
@@ -43,7 +41,7 @@ def job_of(document: Mapping[str, Any]) -> Job:
     """The job in a parsed document; presets and grids are written out first."""
     fields = dict(document)
     if isinstance(fields.get("model"), str):
-        fields["model"] = to_json(preset(fields["model"]))
+        fields["model"] = to_json(model_preset(fields["model"]))
     layout = fields.get("layout")
     if isinstance(layout, Mapping) and "replicas" not in layout:
         fields["layout"] = to_json(_grid(layout, fields.get("model"), _chunks(fields)))
@@ -75,3 +73,30 @@ def _grid(given: Mapping[str, Any], model: Any, chunks: int) -> Layout:
         return Layout.grid(**sizes, chunks=chunks)
     except ContractError as error:
         raise ContractError(f"layout.{error.field}", error.problem) from None
+
+
+def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelShape:
+    return ModelShape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab
+    )
+
+
+MODEL_PRESETS: dict[str, ModelShape] = {
+    "llama-2-7b": _shape(32, 4096, 32, 32, 11008, 32000),
+    "llama-2-13b": _shape(40, 5120, 40, 40, 13824, 32000),
+    "llama-2-70b": _shape(80, 8192, 64, 8, 28672, 32000),
+    "llama-3-8b": _shape(32, 4096, 32, 8, 14336, 128256),
+    "llama-3-70b": _shape(80, 8192, 64, 8, 28672, 128256),
+    "llama-3-405b": _shape(126, 16384, 128, 8, 53248, 128256),
+    "qwen2.5-7b": _shape(28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-72b": _shape(80, 8192, 64, 8, 29568, 152064),
+}
+
+
+def model_preset(name: str) -> ModelShape:
+    """The shape of that name. Raises `ContractError` that lists the names."""
+    try:
+        return MODEL_PRESETS[name.lower()]
+    except KeyError:
+        known = ", ".join(MODEL_PRESETS)
+        raise ContractError("model", f"must be one of {known}, not {name!r}") from None

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Job, LayerCost, Layout
 
-from ..costs import GroupCost, group_cost, layer_cost
-from ..shares import shares_for
+from ..cost_model import GroupCost, group_cost, layer_cost
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Group:
+class TPGroup:
     """Living members of a tensor-parallel group with their shares.
 
     column is the pipeline stage whose weights the members hold in the job's first layout; groups
@@ -32,10 +32,10 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Fleet:
+class GroupTable:
     """All groups; the arrays are indexed by group. `kind` numbers groups that cost the same."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[TPGroup, ...]
     forward_ms: Floats
     backward_ms: Floats
     embedding_ms: Floats
@@ -44,7 +44,7 @@ class Fleet:
     kind: NDArray[np.intp]
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Fleet:
+    def of(cls, groups: Sequence[TPGroup]) -> GroupTable:
         """The arrays of these groups."""
         rows = [
             (
@@ -68,7 +68,7 @@ def share_units(job: Job, layout: Layout) -> int:
     return job.model.kv_heads if job.model else sum(layout.replicas[0].stages[0].shares)
 
 
-class GroupMaker:
+class GroupBuilder:
     """Makes groups of ranks; equal speeds give equal shares, so that most are looked up."""
 
     def __init__(
@@ -79,7 +79,7 @@ class GroupMaker:
         self._known: dict[tuple[tuple[float, ...], bool], tuple[tuple[int, ...], GroupCost]] = {}
         self._per_node = job.links.ranks_per_node
 
-    def __call__(self, ranks: Sequence[int], column: int) -> Group | None:
+    def __call__(self, ranks: Sequence[int], column: int) -> TPGroup | None:
         """The best group of living `ranks`; None if there is none. Slow ones may be left out."""
         speeds = self._speeds
         living = [rank for rank in ranks if speeds.get(rank, 1.0) > 0.0]
@@ -92,7 +92,7 @@ class GroupMaker:
             self._known[key] = self._best(values, living)
         shares, cost = self._known[key]
         held = [(rank, share) for rank, share in zip(living, shares, strict=True) if share]
-        return Group(tuple([r for r, _ in held]), tuple([q for _, q in held]), column, cost)
+        return TPGroup(tuple([r for r, _ in held]), tuple([q for _, q in held]), column, cost)
 
     def _best(
         self, speeds: tuple[float, ...], ranks: Sequence[int]
@@ -117,7 +117,7 @@ class GroupMaker:
     ) -> tuple[tuple[int, ...], GroupCost]:
         cost = self._cost
         fixed = 2.0 * cost.fixed_ms / (cost.forward_ms + cost.backward_ms) * self._units
-        shares = shares_for(speeds, self._units, fixed=fixed, even=self._even)
+        shares = balanced_shares(speeds, self._units, fixed=fixed, even=self._even)
         kept = [i for i, share in enumerate(shares) if share]
         return shares, self._group_cost(cost, shares, speeds, ranks, kept)
 
@@ -143,7 +143,7 @@ def _layer_ms(cost: GroupCost) -> float:
 
 
 @dataclass(frozen=True)
-class Muster:
+class RankAssignment:
     """Who stands where: member ranks of every stage of every replica, and those without a place.
 
     Stages are (column, ranks); a stage may have lost all of its members.
@@ -153,7 +153,7 @@ class Muster:
     spare: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def muster(job: Job, layout: Layout, speeds: Mapping[int, float]) -> Muster:
+def assign_ranks(job: Job, layout: Layout, speeds: Mapping[int, float]) -> RankAssignment:
     """The groups of `layout`, with every living rank that has no place beside its old peers.
 
     A rank is a joiner if it stands in the job's first layout or in `speeds`, and not in `layout`.
@@ -169,7 +169,7 @@ def muster(job: Job, layout: Layout, speeds: Mapping[int, float]) -> Muster:
     joiners = [r for r in sorted({*home, *speeds} - working) if speeds.get(r, 1.0) > 0.0]
     gone = {rank for rank, speed in speeds.items() if speed == 0.0}
     spare = _join(joiners, home, stages, job.layout.tp, gone) if joiners else []
-    return Muster(
+    return RankAssignment(
         tuple(tuple((column, tuple(ranks)) for column, ranks in row) for row in stages),
         tuple((column, tuple(ranks)) for column, ranks in spare),
     )
@@ -215,3 +215,40 @@ def _join(
         if living(smallest) < tp:
             smallest.append(rank)
     return [(column, ranks) for (_, column), ranks in sorted(returning.items())]
+
+
+def balanced_shares(
+    speeds: Sequence[float], units: int, *, fixed: float = 0.0, even: bool = False
+) -> tuple[int, ...]:
+    """Units for each member so that the slowest one is as fast as it can be; 0 drops a member.
+
+    A member of speed p with q units needs `(fixed + q) / p`. Exact: every unit goes where it ends
+    first (the greedy rule is optimal for separable convex bottlenecks), on a tie where fewer are
+    held; a member that gets none does not take part. `even` gives equal shares to the members that
+    take part, as runtimes without uneven shards need; as many as divide the units.
+
+    >>> balanced_shares((1.0, 1.0, 0.5, 1.0), 8)
+    (3, 2, 1, 2)
+    >>> balanced_shares((1.0, 0.0, 0.1), 4)
+    (4, 0, 0)
+    """
+    if even:
+        return _even(speeds, units)
+    finish = [((fixed + 1.0) / p, 0, i) for i, p in enumerate(speeds) if p > 0.0]
+    held = [0] * len(speeds)
+    heapify(finish)
+    for _ in range(units if finish else 0):
+        index = finish[0][2]
+        held[index] += 1
+        end = (fixed + held[index] + 1.0) / speeds[index]
+        heapreplace(finish, (end, held[index], index))
+    return tuple(held)
+
+
+def _even(speeds: Sequence[float], units: int) -> tuple[int, ...]:
+    """The degree k among the divisors of `units` that makes `k * min(speed)` largest."""
+    fastest = sorted((i for i, p in enumerate(speeds) if p > 0.0), key=lambda i: (-speeds[i], i))
+    degrees = [k for k in range(1, len(fastest) + 1) if units % k == 0]
+    best = max(degrees, key=lambda k: (k * speeds[fastest[k - 1]], k), default=0)
+    chosen = set(fastest[:best])
+    return tuple(units // best if i in chosen else 0 for i in range(len(speeds)))

@@ -16,7 +16,7 @@ Counts = NDArray[np.integer]
 Mask = NDArray[np.bool_]
 
 
-def pipeline_spans(
+def pipeline_makespans(
     forward: ArrayLike,
     backward: ArrayLike,
     microbatches: ArrayLike,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Job, LayerCost, Layout, Schedule
 from scheduler import make_plan, simulate
+from scheduler.makespan import pipeline_makespans
 from scheduler.simulator import stage_times
-from scheduler.spans import pipeline_spans
 
 PLANNED = [Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE]
 JOB = Job(
@@ -34,7 +34,7 @@ def test_fast_spans_of_uneven_work_are_those_of_the_simulator(schedule, cap, quo
     speeds = dict(enumerate(random.uniform(0.3, 1.0, 32).tolist()))
     work = random.uniform(0.2, 3.0, (4, 12))
     times = [stage_times(job, replica, speeds) for replica in job.layout.replicas]
-    fast = pipeline_spans(
+    fast = pipeline_makespans(
         [f for f, _ in times],
         [b for _, b in times],
         quotas,

@@ -11,7 +11,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from .quotas import Chain, Evaluator
+from .quotas import Chain, ChainEvaluator
 
 _TRIES = 1200  # trades looked at in one round
 _BUDGET = 4000  # trades looked at in all rounds
@@ -21,7 +21,7 @@ _LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbanc
 _Trade = tuple[int, int, Chain, Chain]  # two replicas and their chains after it
 
 
-def gathered(evaluator: Evaluator, chains: Sequence[Chain]) -> list[Chain]:
+def gathered(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
     """Each column's groups dealt out by speed, the fastest to the first replica that has it.
 
     So slow groups and gaps meet in the last replicas.
@@ -40,15 +40,15 @@ def gathered(evaluator: Evaluator, chains: Sequence[Chain]) -> list[Chain]:
 
 
 def traded(
-    evaluator: Evaluator,
+    evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     microbatches: int,
-    span_ms: float,
+    makespan_ms: float,
     expired: Callable[[], bool],
     *,
     whole: bool = False,
 ) -> list[Chain]:
-    """Trades of one column between two replicas as long as the fleet can do more in `span_ms`.
+    """Trades of one column between two replicas as long as the fleet can do more in `makespan_ms`.
 
     Groups swap sides, or one goes over alone, which makes one replica longer and one shorter. Each
     round applies the best trades that do not touch the same replica. `whole`: microbatches that
@@ -57,7 +57,7 @@ def traded(
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     known: dict[Chain, float] = {}
-    capacity = evaluator.capacities(current, typical, span_ms, whole=whole, known=known)
+    capacity = evaluator.capacities(current, typical, makespan_ms, whole=whole, known=known)
     columns = {group.column for group in evaluator.setting.fleet.groups}
     least = min(len(columns) - 1, *map(len, chains))
     looked_at = 0
@@ -67,7 +67,7 @@ def traded(
         if not options:
             break
         flat = [chain for _, _, one, other in options for chain in (one, other)]
-        after = evaluator.capacities(flat, typical, span_ms, whole=whole, known=known)
+        after = evaluator.capacities(flat, typical, makespan_ms, whole=whole, known=known)
         gains = [
             (after[2 * k] + after[2 * k + 1] - capacity[a] - capacity[b], k)
             for k, (a, b, _, _) in enumerate(options)
@@ -87,7 +87,7 @@ def traded(
     return current
 
 
-def _trades(evaluator: Evaluator, chains: Sequence[Chain], least: int) -> list[_Trade]:
+def _trades(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> list[_Trade]:
     """Trades that change something, of the first replica of every distinct chain.
 
     No replica gets fewer than `least` stages.
@@ -151,27 +151,27 @@ def _replaced(chain: Chain, old: int | None, new: int | None, columns: Sequence[
 
 
 def inserted(
-    evaluator: Evaluator,
+    evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     spare: Sequence[int],
     microbatches: int,
-    span_ms: float,
+    makespan_ms: float,
 ) -> list[Chain]:
     """Groups without a replica, each put as one more stage where it adds most; else left idle."""
     columns = [group.column for group in evaluator.setting.fleet.groups]
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     for group in spare:
-        before = evaluator.capacities(current, typical, span_ms)
+        before = evaluator.capacities(current, typical, makespan_ms)
         options = [_replaced(chain, None, group, columns) for chain in current]
-        after = evaluator.capacities(options, typical, span_ms)
+        after = evaluator.capacities(options, typical, makespan_ms)
         gain, index = max((after[i] - before[i], -i) for i in range(len(current)))
         if gain > _LEAST_GAIN:
             current[-index] = options[-index]
     return current
 
 
-def thinned(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
+def thinned(evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
     """Without the stages that are so slow that their replica is better off without them."""
     typical = max(1, round(microbatches / len(chains)))
     speed = 1.0 / (evaluator.setting.fleet.forward_ms + evaluator.setting.fleet.backward_ms)
@@ -197,7 +197,9 @@ def thinned(evaluator: Evaluator, chains: Sequence[Chain], microbatches: int) ->
     return current
 
 
-def settled(evaluator: Evaluator, before: Sequence[Chain], chains: Sequence[Chain]) -> list[Chain]:
+def settled(
+    evaluator: ChainEvaluator, before: Sequence[Chain], chains: Sequence[Chain]
+) -> list[Chain]:
     """The same chains with their groups, as far as possible, in the replica that they were in.
 
     Groups of a column that cost the same are interchangeable.

@@ -10,14 +10,14 @@ import numpy as np
 
 from resihp.contracts import Schedule
 
-from .rows import Floats, Ints, Rows
+from .chains import ChainBatch, Floats, Ints
 
 _SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35)
 _FEWER_SLACK = (0.0, 0.03, 0.1)
 _FEW = 60  # partitions of a chain up to which all of them are timed
 
 
-def candidates(rows: Rows, *, few: bool = False) -> tuple[Ints, Floats]:
+def candidates(rows: ChainBatch, *, few: bool = False) -> tuple[Ints, Floats]:
     """Layer partitions [candidate, chain, stage] and their bounds [candidate, chain].
 
     For a bottleneck W every stage could take `(W - extra) / w` layers; the least W that places all
@@ -79,14 +79,14 @@ def _without_surplus(room: Ints, key: Floats, total: int, *, one_each: bool = Fa
     return result
 
 
-def partition(rows: Rows) -> tuple[Ints, Floats]:
+def partition(rows: ChainBatch) -> tuple[Ints, Floats]:
     """The candidate with the least bound for every chain, and that bound."""
     layers, bounds = candidates(rows)
     best, row = bounds.argmin(axis=0), np.arange(bounds.shape[1])
     return layers[best, row], bounds[best, row]
 
 
-def polish(rows: Rows, layers: Ints, *, rounds: int, tries: int = 4) -> tuple[Ints, Floats]:
+def polish(rows: ChainBatch, layers: Ints, *, rounds: int, tries: int = 4) -> tuple[Ints, Floats]:
     """Moves single layers between stages as long as the exact span falls; layers and spans.
 
     First as long as the bound falls, which costs less to know. Then, of all moves of a chain the
@@ -119,7 +119,7 @@ def polish(rows: Rows, layers: Ints, *, rounds: int, tries: int = 4) -> tuple[In
     return layers, present
 
 
-def sharpened(rows: Rows, *, within_ms: float) -> tuple[Ints, Floats]:
+def sharpened(rows: ChainBatch, *, within_ms: float) -> tuple[Ints, Floats]:
     """`polish` from every candidate and from the layers that attain the bound; the best of them.
 
     Where filling and draining take much of a step, moves of single layers end in places of which
@@ -138,7 +138,7 @@ def sharpened(rows: Rows, *, within_ms: float) -> tuple[Ints, Floats]:
     return polished.reshape(starts.shape)[best, row], spans[best, row]
 
 
-def _descended(rows: Rows, layers: Ints, *, rounds: int) -> Ints:
+def _descended(rows: ChainBatch, layers: Ints, *, rounds: int) -> Ints:
     """Layers after the moves of one layer after which the bound is least, as long as it falls."""
     layers = layers.copy()
     present = rows.bounds(layers)
@@ -155,7 +155,7 @@ def _descended(rows: Rows, layers: Ints, *, rounds: int) -> Ints:
     return layers
 
 
-def _moves(rows: Rows, layers: Ints) -> tuple[Ints, Floats]:
+def _moves(rows: ChainBatch, layers: Ints) -> tuple[Ints, Floats]:
     """Layers after each move of a single one, and bounds, [move, chain]; inf where none may be."""
     moved = layers + _single_moves(rows.stages)[:, None, :]
     allowed = ((moved >= 1) & (moved <= rows.most)).all(axis=2)
@@ -176,7 +176,7 @@ def is_small(layers: int, stages: int) -> bool:
     return comb(layers - 1, stages - 1) <= _FEW
 
 
-def every_partition(rows: Rows) -> tuple[Ints, Floats]:
+def every_partition(rows: ChainBatch) -> tuple[Ints, Floats]:
     """The best of all partitions of every chain by exact span, inf where none fits."""
     total, stages, chains = rows.setting.layers, rows.stages, len(rows.chains)
     cuts = combinations(range(1, total), stages - 1)

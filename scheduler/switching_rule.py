@@ -1,19 +1,82 @@
-"""Whether a change of plan pays: what it saves against what the moves cost."""
+"""When a dear change pays although nobody knows how long its reason will last: ski rental."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from resihp.contracts import Job, Layout, Plan, Schedule
 
-from .memory import fits
+from .memory import fits, plan_schedules
 from .reasons import reasons
-from .rental import Decision, Offer, Rental
-from .requota import Replicas
-from .schedules import plan_schedules
-from .search.certificates import layout_bound
+from .replica_times import ReplicaTimes
+from .search.plan_bounds import layout_bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchCandidate:
+    """A better layout that is dear to get to: what it saves in each step, what its moves cost."""
+
+    plan: Plan
+    saved_ms: float
+    cost_ms: float
+
+    @property
+    def pays_after(self) -> int:
+        """Steps in which it saves what its moves cost."""
+        return math.ceil(self.cost_ms / self.saved_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkiRental:
+    """What staying has cost since the last dear change, and the offer that it is weighed against.
+
+    The rule of break-even (Karlin, Manasse, Rudolph and Sleator, 1988): stay as long as what
+    staying has cost, with the step ahead, is no more than the change costs. Whenever the reason
+    goes away, that lost at most twice what a clairvoyant loses who knows how long every situation
+    lasts and decides in each whether to change. What was lost in earlier situations counts: a
+    device that is slow again and again is acted on as one that stays slow.
+    """
+
+    lost_ms: float = 0.0
+    offer: SwitchCandidate | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether the offer is to be taken before the next step."""
+        offer = self.offer
+        return offer is not None and self.lost_ms + offer.saved_ms > offer.cost_ms
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps until the offer is due if nothing changes; None without one."""
+        if self.offer is None:
+            return None
+        return max(0, int((self.offer.cost_ms - self.lost_ms) // self.offer.saved_ms))
+
+    def stepped(self) -> SkiRental:
+        """After one more step in the present layout."""
+        return replace(self, lost_ms=self.lost_ms + self.offer.saved_ms) if self.offer else self
+
+    def offered(self, offer: SwitchCandidate | None) -> SkiRental:
+        """In a new situation, with what would be better in it."""
+        return replace(self, offer=offer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplanDecision:
+    """The plan to change to now, None to stay, and the account to decide by from then on.
+
+    `best` is the quickest other layout, also where it saves too little to be offered; None where
+    none is quicker.
+    """
+
+    plan: Plan | None
+    rental: SkiRental = SkiRental()
+    best: SwitchCandidate | None = None
+
 
 _LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
 _LEAST_GAIN_IN_PLACE = 0.005  # where nothing moves
@@ -24,28 +87,28 @@ def decide(
     current: Plan,
     plan: Plan,
     speeds: Mapping[int, float],
-    rental: Rental,
+    rental: SkiRental,
     *,
     horizon_steps: int | None,
-) -> Decision:
+) -> ReplanDecision:
     """`plan`, or what moves nothing, or None; all ranks of the current layout are alive.
 
     Other quotas and another schedule cost nothing, so they are taken for a small gain. A new layout
     must gain more than what the speeds are known to, beyond what those alone gain, and must pay for
-    its moves: within `horizon_steps`, or by the rule of `Rental` where that is not known.
+    its moves: within `horizon_steps`, or by the rule of `SkiRental` where that is not known.
     """
     now_ms, cheap_ms, quotas, schedule = _in_place(job, current, speeds)
     saved_ms, best, offer = cheap_ms - plan.step_ms, None, None
     if plan.layout != current.layout and saved_ms > 0.0:
         cost_ms = migration_ms(job, current.layout, plan.layout)
-        best = Offer(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
+        best = SwitchCandidate(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
     if best is not None and saved_ms > _LEAST_GAIN * cheap_ms:
         offer, known = best, horizon_steps is not None
         if saved_ms * (horizon_steps or 0) > cost_ms or (not known and rental.offered(offer).due):
-            return Decision(plan=plan)
+            return ReplanDecision(plan=plan)
     account = rental.offered(offer)
     if now_ms - cheap_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
-        return Decision(plan=None, rental=account, best=best)
+        return ReplanDecision(plan=None, rental=account, best=best)
     told = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
     bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, cheap_ms)
     in_place = replace(
@@ -57,10 +120,10 @@ def decide(
         bound_ms=min(bound_ms, cheap_ms),
         reason=(*told, *_why_not(account)),
     )
-    return Decision(plan=in_place, rental=account, best=best)
+    return ReplanDecision(plan=in_place, rental=account, best=best)
 
 
-def _why_not(rental: Rental) -> Iterator[str]:
+def _why_not(rental: SkiRental) -> Iterator[str]:
     """Why the layout stays as it is."""
     if rental.offer is None:
         yield "a new layout would gain little more"
@@ -79,10 +142,10 @@ def _in_place(
     chunked = any(replica.chunks > 1 for replica in current.layout.replicas)
     schedules = (Schedule.INTERLEAVED,) if chunked else plan_schedules(job)
     own = current.schedule if current.schedule in schedules else schedules[0]
-    now_ms = Replicas(job, current.layout, own, speeds).step_ms(current.quotas)
+    now_ms = ReplicaTimes(job, current.layout, own, speeds).step_ms(current.quotas)
     best = now_ms, current.quotas, own
     for schedule in (own, *(other for other in schedules if other is not own)):
-        replicas = Replicas(job, current.layout, schedule, speeds)
+        replicas = ReplicaTimes(job, current.layout, schedule, speeds)
         quotas = replicas.best_quotas(current.quotas)
         step_ms = replicas.step_ms(quotas)
         if step_ms < best[0] and fits(job, current.layout, quotas, schedule):
