@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
+from resihp.checkpoint.staging.host_buffer import HostBuffer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks._checkpoint_disk import write_s
 from resihp.checkpoint import Checkpointer, LazyWriter, LocalDisk
-from resihp.checkpoint.staging.host_buffer import HostBuffer
 
 State = dict[str, Any]
 
@@ -185,7 +185,7 @@ class DcpAsync(Nothing):
             )
             self._options["async_stager"] = DefaultStager(chosen)
         self._upload: Any = None
-        self._staging: Any = None
+        self._stager: Any = None
 
     def save(self, step: int, state: State) -> None:
         """Wait for the one before; begin."""
@@ -193,15 +193,15 @@ class DcpAsync(Nothing):
             self._upload.result()
         begun = time.perf_counter()
         response = dcp.async_save(state, checkpoint_id=self.folder / str(step % 2), **self._options)
-        self._staging = getattr(response, "staging_completion", None)
+        self._stager = getattr(response, "staging_completion", None)
         self._upload = getattr(response, "upload_completion", response)
         self._upload.add_done_callback(lambda _: self.durable_s.append(time.perf_counter() - begun))
 
     def fence(self) -> None:
         """Wait for the stager."""
-        if self._staging is not None:
-            self._staging.result()
-            self._staging = None
+        if self._stager is not None:
+            self._stager.result()
+            self._stager = None
 
     def settle(self) -> None:
         """Wait for the one under way."""

@@ -61,7 +61,7 @@ agent.close()
 """
 
 MOVING_PAGES = """
-from resihp.checkpoint.staging.pages import begin
+from resihp.checkpoint.staging.host_buffer import begin
 
 begin(lambda tensors, is_over: in_torch(), [0])
 assert begun.wait(30)

@@ -4,32 +4,32 @@ from resihp.contracts import FaultRate, Protection
 
 from .checkpointer import Checkpointer
 from .counters import Counters, LevelCounters
+from .dcp import LazyWriter
 from .levels import HostMemory, Level, LocalDisk, PeerMemory, SharedStorage
-from .parts import ShardedTensorPiece
-from .policy import Every, EveryStep, LeastLoss, Policy
-from .ranks import Alone, Group, Ranks
+from .policy import Every, EveryStep, LeastLoss, SavePolicy
+from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored
-from .torch_api import LazyWriter
+from .state_dict import ShardedTensorPiece
 
 __all__ = [
-    "Alone",
     "Checkpointer",
     "Counters",
     "Every",
     "EveryStep",
     "FaultRate",
-    "Group",
     "HostMemory",
+    "IndependentRank",
     "LazyWriter",
     "LeastLoss",
     "Level",
     "LevelCounters",
     "LocalDisk",
     "PeerMemory",
-    "Policy",
+    "ProcessGroupRanks",
     "Protection",
     "Ranks",
     "Restored",
+    "SavePolicy",
     "ShardedTensorPiece",
     "SharedStorage",
 ]

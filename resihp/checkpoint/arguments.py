@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from resihp.contracts import ContractError
 
-from .levels.contract import Level
-from .policy import EveryStep, Policy
+from .levels.level import Level
+from .policy import EveryStep, SavePolicy
 
 
 def check(
-    levels: Sequence[Level], policy: Policy | None, buffers: int | None, niceness: int
+    levels: Sequence[Level], policy: SavePolicy | None, buffers: int | None, niceness: int
 ) -> None:
     """Raises `ContractError` for what cannot work."""
     if not isinstance(levels, Sequence) or not all(hasattr(level, "put") for level in levels):

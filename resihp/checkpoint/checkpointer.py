@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from resihp._shutdown import cancel_close_at_exit, close_at_exit
 from resihp.contracts import CheckpointError, FaultRate, Protection
 
-from .agreement import Agreement, Ballot
 from .arguments import check
-from .cascade import Cascade
-from .counters import Counters, Said, seconds_since
-from .levels.contract import Level
-from .levels.memory import HostMemory
-from .levels.peer import PeerMemory
-from .lineage import Descent, Lineage, valid_step
-from .parts import Part, State, Thing, collect
-from .policy import EveryStep, Moment, Policy
-from .ranks import Alone, Group, Ranks
+from .counters import Counters, ProblemLog, seconds_since
+from .history import Lineage, RunHistory, valid_step
+from .level_pipeline import LevelPipeline
+from .levels.host_memory import HostMemory
+from .levels.level import Level
+from .levels.peer_memory import PeerMemory
+from .policy import EveryStep, SavePolicy, SaveTiming
+from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored, restore
-from .staging.filling import Abandoned, Filling
-from .staging.plan import claims_of
-from .staging.stage import Fitted, Staging
+from .staging.in_flight import CheckpointAbandoned, InFlightCheckpoint
+from .staging.stager import PlannedState, Stager
+from .staging.write_plan import save_items_of
+from .state_dict import ObjectEntry, State, TensorEntry, collect
+from .vote import Vote, VoteQueue
 
 _UNTIL_SETTLED_S = 10.0
 """What is under way when a restore begins is given so long to complete."""
@@ -52,7 +52,7 @@ class Checkpointer:
     def __init__(
         self,
         levels: Sequence[Level],
-        policy: Policy | None = None,
+        policy: SavePolicy | None = None,
         *,
         ranks: Ranks | None = None,
         buffers: int | None = None,
@@ -61,20 +61,20 @@ class Checkpointer:
     ) -> None:
         check(levels, policy, buffers, niceness)
         self.levels, self.policy = tuple(levels), policy or EveryStep()
-        self.ranks = ranks or (Group() if dist.is_initialized() else Alone())
-        self.counters, self._said = Counters(), Said()
-        self._descent = Descent(self.ranks.run, clock)
+        self.ranks = ranks or (ProcessGroupRanks() if dist.is_initialized() else IndependentRank())
+        self.counters, self._problems = Counters(), ProblemLog()
+        self._history = RunHistory(self.ranks.run, clock)
         held = sum(level.keep for level in levels if isinstance(level, HostMemory))
         spare = int(buffers is None and any(isinstance(level, PeerMemory) for level in levels))
-        self._staging = Staging(self.ranks, held + (buffers or 1) + spare, spare)
-        self._cascade = Cascade(
-            self.levels, self.counters.levels, self._said, self._staging.settle, niceness
+        self._stager = Stager(self.ranks, held + (buffers or 1) + spare, spare)
+        self._pipeline = LevelPipeline(
+            self.levels, self.counters.levels, self._problems, self._stager.settle, niceness
         )
-        self._agreement: Agreement | None = None
-        if not isinstance(self.ranks, Alone):
-            self._agreement = Agreement(self.ranks, self._said, self._give_up)
+        self._votes: VoteQueue | None = None
+        if not isinstance(self.ranks, IndependentRank):
+            self._votes = VoteQueue(self.ranks, self._problems, self._give_up)
         self._version, self._is_closed = 0, False
-        self._current: Filling | None = None
+        self._current: InFlightCheckpoint | None = None
         self._begun_s: float | None = None
         self._window_s = self._pause_s = 0.0
         self._cost_s: float | None = None
@@ -87,7 +87,7 @@ class Checkpointer:
         Buffers of the modules (running statistics and the like), which the forward pass may
         change, are copied within `save`. Modules that are values of the state need not be named.
         """
-        self._staging.know(optimizer, modules)
+        self._stager.know(optimizer, modules)
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def prepare(self, state: State) -> None:
@@ -96,8 +96,8 @@ class Checkpointer:
         The first `save` does so otherwise, and takes longer. A collective call where there is a
         group. Raises `ContractError` for what cannot be saved.
         """
-        self._staging.fit(state)
-        self._staging.settle()
+        self._stager.fit(state)
+        self._stager.settle()
 
     def save(self, step: int, state: State, extra: Mapping[str, object] | None = None) -> bool:
         """Begin a checkpoint, right after the optimizer's step; whether one was begun.
@@ -106,15 +106,15 @@ class Checkpointer:
                change before `fence`. Other values are copied here.
         extra  what else to have back, of each rank its own: RNG, data cursor, plan version, layout
         """
-        ballot, filling = Ballot(lambda: None, self._version), None
+        vote, checkpoint = Vote(lambda: None, self._version), None
         with self._boundary("save"):
             if self._is_closed:
                 raise CheckpointError("the checkpointer has been closed")
-            filling = self._save(valid_step(step), state, extra or {}, ballot)
-        ballot.begun.set_result(filling)
-        if self._agreement is not None and ballot.version is not None:
-            self._agreement.cast(ballot)  # whatever went wrong here: the others ask
-        return filling is not None
+            checkpoint = self._save(valid_step(step), state, extra or {}, vote)
+        vote.begun.set_result(checkpoint)
+        if self._votes is not None and vote.version is not None:
+            self._votes.cast(vote)  # whatever went wrong here: the others ask
+        return checkpoint is not None
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Wait until these tensors (None: all) are copied; right before they change."""
@@ -142,14 +142,14 @@ class Checkpointer:
         self.wait(_UNTIL_SETTLED_S)  # nothing should come or go while it is read
         self.ranks.gather(None)
         restored = restore(self.levels, into, self.ranks, step=step)
-        self._descent.branch(restored.newest_born)
+        self._history.branch(restored.newest_born)
         return restored
 
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Until every level has finished what it took; whether it did in time."""
         deadline_s = time.monotonic() + timeout_s
         self.fence()
-        return self._cascade.wait(deadline_s)
+        return self._pipeline.wait(deadline_s)
 
     def close(self, timeout_s: float = 600.0) -> None:
         """Finish what was begun, within the time, and end all threads.
@@ -160,10 +160,10 @@ class Checkpointer:
         self._is_closed = True
         cancel_close_at_exit(self)
         self.wait(timeout_s)
-        if self._agreement is not None:
-            self._agreement.close()
-        self._cascade.close(deadline_s)
-        self._staging.close()
+        if self._votes is not None:
+            self._votes.close()
+        self._pipeline.close(deadline_s)
+        self._stager.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -173,81 +173,81 @@ class Checkpointer:
 
     def _is_due(self, step: int) -> bool:
         since_s = None if self._begun_s is None else seconds_since(self._begun_s)
-        return self.policy.is_due(Moment(step, since_s, self._cost_s, self._cascade.durable_s))
+        return self.policy.is_due(SaveTiming(step, since_s, self._cost_s, self._pipeline.durable_s))
 
     def _fence(self, tensors: Sequence[Tensor] | None = None) -> None:
-        filling = self._current
-        if filling is None:
+        checkpoint = self._current
+        if checkpoint is None:
             return
-        if not self._staging.fence(filling, tensors):
+        if not self._stager.fence(checkpoint, tensors):
             self.counters.no_buffer += 1
             self._begun_s = None  # due again
         elif tensors is not None:
             return
-        self._window_s = seconds_since(filling.begun_s)
+        self._window_s = seconds_since(checkpoint.begun_s)
         self._current = None
 
     def _save(
-        self, step: int, state: State, extra: Mapping[str, object], ballot: Ballot
-    ) -> Filling | None:
-        lineage, is_due = self._descent.at(step), self._is_due(step)
-        if not is_due and self._agreement is None:
+        self, step: int, state: State, extra: Mapping[str, object], vote: Vote
+    ) -> InFlightCheckpoint | None:
+        lineage, is_due = self._history.at(step), self._is_due(step)
+        if not is_due and self._votes is None:
             return None
-        found = self._fit(state, ballot)  # all ranks look at the state: a new plan is theirs all
+        found = self._fit(state, vote)  # all ranks look at the state: a new plan is theirs all
         return self._begin(step, lineage, found, state, extra) if is_due else None
 
-    def _fit(self, state: State, ballot: Ballot) -> Fitted:
+    def _fit(self, state: State, vote: Vote) -> PlannedState:
         self._fence()  # of a loop that saves twice without a step in between
         self._pause_s = 0.0
-        if self._agreement is None:
-            return self._staging.fit(state)
+        if self._votes is None:
+            return self._stager.fit(state)
         held = collect(state)
-        ballot.claims = lambda: claims_of(*held)
-        if self._agreement.newest.version != self._version or not self._staging.has_plan(*held):
-            self._share_out(held, ballot, self._agreement)
-        return self._staging.fitted(*held)
+        vote.items = lambda: save_items_of(*held)
+        if self._votes.newest.version != self._version or not self._stager.has_plan(*held):
+            self._share_out(held, vote, self._votes)
+        return self._stager.fitted(*held)
 
     def _share_out(
-        self, held: tuple[list[Part], list[Thing]], ballot: Ballot, agreement: Agreement
+        self, held: tuple[list[TensorEntry], list[ObjectEntry]], vote: Vote, votes: VoteQueue
     ) -> None:
         """Plan by what all ranks said last, if it still holds here; else let them say it again."""
-        told, me = agreement.newest, self.ranks.all.index(self.ranks.rank)
-        if told.version == self._version or list(told.claims[me]) != claims_of(*held):
-            ballot.version = None
-            told = agreement.ask(ballot)
+        told, me = votes.newest, self.ranks.all.index(self.ranks.rank)
+        if told.version == self._version or list(told.items[me]) != save_items_of(*held):
+            vote.version = None
+            told = votes.ask(vote)
         else:
-            ballot.version = told.version
+            vote.version = told.version
         self._version = told.version
-        self._staging.plan(*held, told.claims)
+        self._stager.plan(*held, told.items)
 
     def _begin(
         self,
         step: int,
         lineage: Lineage,
-        found: Fitted,
+        found: PlannedState,
         state: State,
         extra: Mapping[str, object],
-    ) -> Filling | None:
-        able, filling = self._cascade.able(), None
+    ) -> InFlightCheckpoint | None:
+        able, checkpoint = self._pipeline.able(), None
         if found.has_buffers and able:
-            filling = self._staging.lend(step, lineage, found, state, extra, self._window_s)
-        if filling is None:
+            checkpoint = self._stager.lend(step, lineage, found, state, extra, self._window_s)
+        if checkpoint is None:
             self.counters.no_buffer += 1
             return None
-        self._cascade.expect(filling, able)
-        self._staging.start(filling, self._cascade.pace(able, self._window_s))
-        self._cascade.offer(filling, able)
+        self._pipeline.expect(checkpoint, able)
+        self._stager.start(checkpoint, self._pipeline.pace(able, self._window_s))
+        self._pipeline.offer(checkpoint, able)
         if self._begun_s is not None:
-            self._interval_s = filling.begun_s - self._begun_s
-        self._current, self._begun_s = filling, filling.begun_s
+            self._interval_s = checkpoint.begun_s - self._begun_s
+        self._current, self._begun_s = checkpoint, checkpoint.begun_s
         self.counters.started += 1
-        return filling
+        return checkpoint
 
-    def _give_up(self, filling: Filling) -> None:
+    def _give_up(self, checkpoint: InFlightCheckpoint) -> None:
         """In the background: not every rank takes part."""
         self.counters.vetoed += 1
         self._begun_s = None  # due again
-        filling.veto(Abandoned("another rank had no buffer"))
+        checkpoint.veto(CheckpointAbandoned("another rank had no buffer"))
 
     @contextmanager
     def _boundary(self, where: str) -> Iterator[None]:
@@ -257,7 +257,7 @@ class Checkpointer:
             yield
         except Exception as problem:  # noqa: BLE001 - the boundary with the training loop
             self.counters.failures[f"{where}: {problem}"] += 1
-            self._said.problem(where, problem)
+            self._problems.problem(where, problem)
         finally:
             spent = time.perf_counter() - begun
             self.counters.blocking_s += spent

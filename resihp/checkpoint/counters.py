@@ -41,7 +41,7 @@ class Counters:
     levels: dict[str, LevelCounters] = field(default_factory=dict)
 
 
-class Said:
+class ProblemLog:
     """Logs a problem when it is new, and that it has gone; in between it is silent."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from resihp.contracts import ContractError, FaultRate
 
 
 @dataclass(frozen=True)
-class Moment:
+class SaveTiming:
     """What is known when the question comes, at the end of a step.
 
     since_s    since the last checkpoint was begun; None: there has been none
@@ -31,10 +31,10 @@ class Moment:
     durable_s: float | None
 
 
-class Policy(Protocol):
+class SavePolicy(Protocol):
     """Says at which steps to checkpoint."""
 
-    def is_due(self, moment: Moment) -> bool:
+    def is_due(self, moment: SaveTiming) -> bool:
         """Whether to begin one now."""
 
 
@@ -42,7 +42,7 @@ class Policy(Protocol):
 class EveryStep:
     """At every step."""
 
-    def is_due(self, moment: Moment) -> bool:
+    def is_due(self, moment: SaveTiming) -> bool:
         """Always."""
         return True
 
@@ -57,7 +57,7 @@ class Every:
         if not isinstance(self.steps, int) or self.steps < 1:
             raise ContractError("steps", f"a whole number, 1 or more, not {self.steps!r}")
 
-    def is_due(self, moment: Moment) -> bool:
+    def is_due(self, moment: SaveTiming) -> bool:
         """Whether `steps` divides the step."""
         return moment.step % self.steps == 0
 
@@ -72,7 +72,7 @@ class LeastLoss:
         if not isinstance(self.faults, FaultRate):
             raise ContractError("faults", f"a FaultRate, not {self.faults!r}")
 
-    def is_due(self, moment: Moment) -> bool:
+    def is_due(self, moment: SaveTiming) -> bool:
         """Whether the best interval has passed, and storage can keep up."""
         if moment.since_s is None or moment.cost_s is None:
             return True

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Claim:
+class SaveItem:
     """Something that a rank holds and could write."""
 
     key: str
@@ -43,14 +43,14 @@ class Ranks(Protocol):
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in the order of `all`; a collective call."""
 
-    def gather_behind(self, value: T) -> list[T]:
+    def gather_in_background(self, value: T) -> list[T]:
         """As `gather`, for a thread that also calls `all_ready`, beside one that calls `gather`."""
 
     def all_ready(self, is_ready: bool) -> bool:
         """Whether every rank is; a collective call, made in the background at each save."""
 
 
-class Alone:
+class IndependentRank:
     """One process; or one of several whose parts are known to be disjoint and that need no veto.
 
     The elastic runtime, which knows who holds which range, gives its rank, all ranks and a text
@@ -66,14 +66,14 @@ class Alone:
         """The own value."""
         return [value]
 
-    gather_behind = gather
+    gather_in_background = gather
 
     def all_ready(self, is_ready: bool) -> bool:
         """Whether this one is."""
         return is_ready
 
 
-class Group:
+class ProcessGroupRanks:
     """The ranks of a process group, over gloo groups of our own.
 
     Every rank of the world must construct it, as with `torch.distributed.new_group`.
@@ -98,7 +98,7 @@ class Group:
         """The value of every rank."""
         return self._gathered(value, self._group)
 
-    def gather_behind(self, value: T) -> list[T]:
+    def gather_in_background(self, value: T) -> list[T]:
         """The same in the background."""
         return self._gathered(value, self._background)
 
@@ -114,23 +114,23 @@ class Group:
         return values
 
 
-def shares(claims: Sequence[Sequence[Claim]]) -> list[set[tuple[str, tuple[int, ...]]]]:
+def assign_writers(items: Sequence[Sequence[SaveItem]]) -> list[set[tuple[str, tuple[int, ...]]]]:
     """For each rank, what it writes: everything once, what several hold by whoever writes least.
 
     Raises `ContractError` where the parts of a tensor do not add up to the whole, or ranks hold the
     same part in different shapes or types.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
-    known: dict[tuple[str, tuple[int, ...]], Claim] = {}
-    for number, held in enumerate(claims):
+    known: dict[tuple[str, tuple[int, ...]], SaveItem] = {}
+    for number, held in enumerate(items):
         for claim in held:
             place = claim.key, claim.offsets
             holders[place].append(number)
             if known.setdefault(place, claim) != claim:
                 raise ContractError(claim.key, "its shape or type differs between ranks")
     _check_whole(known)
-    mine: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in claims]
-    load = [0] * len(claims)
+    mine: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in items]
+    load = [0] * len(items)
     for place, able in holders.items():
         chosen = min(able, key=lambda number: (load[number], number))
         load[chosen] += known[place].nbytes
@@ -138,7 +138,7 @@ def shares(claims: Sequence[Sequence[Claim]]) -> list[set[tuple[str, tuple[int, 
     return mine
 
 
-def _check_whole(known: Mapping[tuple[str, tuple[int, ...]], Claim]) -> None:
+def _check_whole(known: Mapping[tuple[str, tuple[int, ...]], SaveItem]) -> None:
     volume: dict[str, int] = defaultdict(int)
     whole: dict[str, int] = {}
     for claim in known.values():

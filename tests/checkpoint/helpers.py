@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from resihp.checkpoint import Alone, LocalDisk, Restored
+from resihp.checkpoint import IndependentRank, LocalDisk, Restored
 from resihp.checkpoint.levels import Level
 from resihp.checkpoint.restore import restore
-from resihp.checkpoint.staging.filling import Filling
+from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 
 SIZES = ((3,), (700, 401), (1,), (), (1025, 1030), (0, 4), (2, 3, 5))
 """More than one chunk in all, with tensors that end inside a chunk and some that are tiny."""
@@ -40,7 +40,7 @@ def assert_stamped(state: Mapping[str, Tensor], step: int) -> None:
 def back_from(*levels: Level, step: int | None = None) -> tuple[Restored, dict[str, Tensor]]:
     """The newest state that the levels give."""
     into = stamped(-1)
-    return restore(levels, into, Alone(), step=step), into
+    return restore(levels, into, IndependentRank(), step=step), into
 
 
 class SlowDisk(LocalDisk):
@@ -50,10 +50,10 @@ class SlowDisk(LocalDisk):
         super().__init__(folder, keep=keep)
         self.delay_s = delay_s
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Sleep, then write."""
         time.sleep(self.delay_s)
-        super().put(filling)
+        super().put(checkpoint)
 
 
 def run_python(script: str, *arguments: object) -> str:

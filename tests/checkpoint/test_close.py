@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from resihp.checkpoint import Checkpointer, HostMemory, LazyWriter, LocalDisk
-from resihp.checkpoint.staging.filling import Filling
+from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, run_python, stamped
 
 UNCLOSED = """
@@ -71,11 +71,11 @@ class Odd(LocalDisk):
 
     problem: BaseException | None = None
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Store it, or not."""
         if self.problem is not None:
             raise self.problem
-        super().put(filling)
+        super().put(checkpoint)
 
     def close(self) -> None:
         """Fail."""

@@ -10,7 +10,7 @@ import torch
 
 from resihp.checkpoint import Checkpointer, LocalDisk
 from resihp.checkpoint.staging.copier import IN_FLIGHT, Copier
-from resihp.checkpoint.staging.filling import Filling
+from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 
 CHUNKS = 12
 PATIENCE_S = 60
@@ -54,7 +54,7 @@ def test_copies_come_after_the_optimizer_and_before_its_next_step(
     state, disk = {"w": torch.full((CHUNKS << 20,), 3.0)}, LocalDisk(tmp_path)
     with Checkpointer([disk]) as saver:
         saver.prepare(state)
-        copier = saver._staging._copier
+        copier = saver._stager._copier
         assert copier is not None
         copier._stream = copying  # type: ignore[assignment]
         assert saver.save(0, state)
@@ -79,15 +79,15 @@ def test_a_fence_that_comes_early_makes_the_stream_wait_and_not_the_host(
     _, copying, log = streams
     start = Copier.start
 
-    def at_once(copier: Copier, filling: Filling) -> None:
-        filling.hurry.set()
-        start(copier, filling)
+    def at_once(copier: Copier, checkpoint: InFlightCheckpoint) -> None:
+        checkpoint.hurry.set()
+        start(copier, checkpoint)
 
     monkeypatch.setattr(Copier, "start", at_once)
     state, disk = {"w": torch.zeros(CHUNKS << 20)}, LocalDisk(tmp_path)
     with Checkpointer([disk]) as saver:
         saver.prepare(state)
-        copier = saver._staging._copier
+        copier = saver._stager._copier
         assert copier is not None
         copier._stream = copying  # type: ignore[assignment]
         assert saver.save(0, state)

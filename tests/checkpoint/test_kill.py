@@ -38,7 +38,7 @@ def kill_after(ranks: LocalRanks, number: int, folder: Path, start: int, chance:
     """Run the loop until it has said a few steps, kill it a little later; the steps it said."""
     ranks.start((number,), loop, folder, start)
     wanted, deadline = chance.randint(1, 4), time.monotonic() + PATIENCE_S
-    while len(_said(ranks, number)) < wanted:
+    while len(_problems(ranks, number)) < wanted:
         assert number not in ranks.exit_codes, ranks.log(number).read_text()
         assert time.monotonic() < deadline, ranks.log(number).read_text()
         ranks.poll(0.005)
@@ -47,10 +47,10 @@ def kill_after(ranks: LocalRanks, number: int, folder: Path, start: int, chance:
     while number not in ranks.exit_codes:
         ranks.poll(1.0)
     assert ranks.exit_codes[number] == -signal.SIGKILL
-    return _said(ranks, number)
+    return _problems(ranks, number)
 
 
-def _said(ranks: LocalRanks, number: int) -> list[int]:
+def _problems(ranks: LocalRanks, number: int) -> list[int]:
     lines = ranks.log(number).read_text().splitlines() if ranks.log(number).exists() else []
     return [int(line.split(": ")[1]) for line in lines if line.startswith("on disk: ")]
 

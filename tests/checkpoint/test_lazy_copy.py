@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.checkpoint import Alone, Checkpointer, HostMemory, LocalDisk
+from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, LocalDisk
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.copier import write_order
 from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, stamp, stamped
@@ -80,7 +80,7 @@ def test_a_fence_covers_all_that_shares_memory_with_its_tensors(
             saver.fence([tensor])
             tensor.fill_(-1.0)
     into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    restore([LocalDisk(tmp_path)], into, Alone())
+    restore([LocalDisk(tmp_path)], into, IndependentRank())
     assert_stamped(into, 5)
 
 

@@ -20,18 +20,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from resihp.checkpoint import (
-    Alone,
     Checkpointer,
     Every,
     EveryStep,
     HostMemory,
+    IndependentRank,
     LeastLoss,
     LocalDisk,
     PeerMemory,
     SharedStorage,
 )
 from resihp.checkpoint.levels.direct_file import DirectFile
-from resihp.checkpoint.staging.filling import Filling
+from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from resihp.contracts import ContractError
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
@@ -125,10 +125,10 @@ def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     going, entered = threading.Event(), threading.Event()
 
     class Hanging(LocalDisk):
-        def put(self, filling: Filling) -> None:
+        def put(self, checkpoint: InFlightCheckpoint) -> None:
             entered.set()
             assert going.wait(60)
-            super().put(filling)
+            super().put(checkpoint)
 
     state, disk, memory = stamped(0), Hanging(tmp_path), HostMemory()
     saver = Checkpointer([memory, disk], buffers=2)
@@ -285,7 +285,7 @@ def test_layouts_of_one_job_leave_each_other_what_they_write(tmp_path: Path) -> 
     ahead, behind = (tmp_path / f".step-00000000{step}.job.0.part" for step in (1, 0))
     for part in (ahead, behind):
         part.mkdir()
-    with Checkpointer([LocalDisk(tmp_path)], ranks=Alone(run="job.1")) as saver:
+    with Checkpointer([LocalDisk(tmp_path)], ranks=IndependentRank(run="job.1")) as saver:
         train(saver, range(2))
     assert (ahead.exists(), behind.exists()) == (True, False)
 

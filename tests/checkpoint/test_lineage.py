@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.checkpoint import (
-    Alone,
     Checkpointer,
     HostMemory,
+    IndependentRank,
     LocalDisk,
     PeerMemory,
     SharedStorage,
 )
+from resihp.checkpoint.history import UNKNOWN, Lineage, RunHistory, StoredCheckpoint, best_first
 from resihp.checkpoint.levels import Level
-from resihp.checkpoint.lineage import UNKNOWN, Descent, Found, Lineage, living
 from resihp.contracts import CheckpointError
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
@@ -103,7 +103,7 @@ def test_a_peer_does_not_mix_runs() -> None:
     try:
         for rank, run in ((0, "one"), (1, "two")):
             state = {f"w{rank}": torch.full((5,), float(rank))}
-            with Checkpointer([own], ranks=Alone(rank, (0, 1), run=run)) as saver:
+            with Checkpointer([own], ranks=IndependentRank(rank, (0, 1), run=run)) as saver:
                 saver.save(7, state)
                 saver.wait()
         assert peers.steps() == []
@@ -118,7 +118,7 @@ def test_files_of_different_runs_are_no_checkpoint(tmp_path: Path) -> None:
     for run in ("one", "two"):
         for rank in (0, 1):
             state = {f"w{rank}": torch.zeros(5)}
-            with Checkpointer([disk], ranks=Alone(rank, (0, 1), run=run)) as saver:
+            with Checkpointer([disk], ranks=IndependentRank(rank, (0, 1), run=run)) as saver:
                 saver.save(1 if run == "one" else 2, state)
     for name in ("__1_0.distcp", "__1.index.json"):
         (tmp_path / "step-000000001" / name).rename(tmp_path / "step-000000002" / name)
@@ -138,13 +138,19 @@ def test_what_comes_late_from_an_abandoned_past_replaces_nothing(tmp_path: Path)
 
 
 founds = st.builds(
-    Found, st.integers(0, 9), st.builds(Lineage, st.just(""), st.integers(1, 4), st.integers(0, 9))
-).map(lambda f: Found(f.step, Lineage(f"run{f.lineage.born}", f.lineage.born, f.lineage.first)))
+    StoredCheckpoint,
+    st.integers(0, 9),
+    st.builds(Lineage, st.just(""), st.integers(1, 4), st.integers(0, 9)),
+).map(
+    lambda f: StoredCheckpoint(
+        f.step, Lineage(f"run{f.lineage.born}", f.lineage.born, f.lineage.first)
+    )
+)
 
 
 @given(st.lists(founds, max_size=12))
-def test_nothing_newer_began_at_or_before_what_is_living(found: list[Found]) -> None:
-    best = living(found)
+def test_nothing_newer_began_at_or_before_what_is_living(found: list[StoredCheckpoint]) -> None:
+    best = best_first(found)
     assert len(best) == len(set(best))
     for one in best:
         assert all(o.lineage.born <= one.lineage.born or o.lineage.first > one.step for o in found)
@@ -153,13 +159,13 @@ def test_nothing_newer_began_at_or_before_what_is_living(found: list[Found]) -> 
 
 
 def test_what_does_not_tell_its_lineage_is_the_last_choice() -> None:
-    told = Found(3, Lineage("a", 5, 2))
-    assert living([Found(9, UNKNOWN), told]) == [told, Found(9, UNKNOWN)]
+    told = StoredCheckpoint(3, Lineage("a", 5, 2))
+    assert best_first([StoredCheckpoint(9, UNKNOWN), told]) == [told, StoredCheckpoint(9, UNKNOWN)]
 
 
 def test_a_lineage_lasts_while_steps_go_up() -> None:
     ticks = iter([10, 20, 5])
-    descent = Descent("r", lambda: next(ticks))
+    descent = RunHistory("r", lambda: next(ticks))
     assert descent.at(4) is descent.at(5)
     back = descent.at(5)
     assert (back.run, back.born, back.first) == ("r-1", 20, 5)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from resihp.checkpoint.format.index import Index
-from resihp.checkpoint.levels.memory import Image, ImageStore
-from resihp.checkpoint.lineage import Lineage
+from resihp.checkpoint.format.index import FileIndex
+from resihp.checkpoint.history import Lineage
+from resihp.checkpoint.levels.host_memory import ImageStore, MemoryImage
 
 OLD, NEW = Lineage("old", 1, 0), Lineage("new", 2, 4)
 TWO, ONE = (0, 1), (0,)
 
 
 def put(store: ImageStore, rank: int, step: int, lineage: Lineage, ranks: tuple[int, ...]) -> None:
-    index = Index(step, rank, lineage, ranks, (), 0)
-    store.add(Image(index, memoryview(b""), b"", lambda: None))
+    index = FileIndex(step, rank, lineage, ranks, (), 0)
+    store.add(MemoryImage(index, memoryview(b""), b"", lambda: None))
 
 
 def held(store: ImageStore) -> set[tuple[int, int, str]]:

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from resihp.checkpoint.staging.filling import UNHURRIED, Filling, Pace
+from resihp.checkpoint.staging.in_flight import UNHURRIED, InFlightCheckpoint, Pace
 
 COUNT = 100
 NOW = 1000.0
@@ -17,8 +17,8 @@ NOW = 1000.0
 def nap_s(pace: Pace, elapsed_s: float, safe: int) -> float:
     """Of a checkpoint of 100 chunks, that long after its start, with as many chunks safe."""
     progress = SimpleNamespace(safe=safe)
-    filling = SimpleNamespace(begun_s=NOW - elapsed_s, progress=progress, count=COUNT)
-    return pace.nap_s(cast(Filling, filling))
+    checkpoint = SimpleNamespace(begun_s=NOW - elapsed_s, progress=progress, count=COUNT)
+    return pace.nap_s(cast(InFlightCheckpoint, checkpoint))
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from resihp.checkpoint import Alone, Checkpointer, HostMemory, PeerMemory
+from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, PeerMemory
 from resihp.checkpoint.restore import restore
 from resihp.contracts import CheckpointError, ContractError
 from resihp.elastic.local import LocalRanks
@@ -34,7 +34,7 @@ def trains(rank: int, host: str, port: int) -> None:
     addresses = {r: pickle.loads(store.get(f"address/{r}")) for r in (0, 1)}
     peers.connect(rank, addresses)
     state = {f"rank{rank}.{key}": tensor for key, tensor in stamped(-1).items()}
-    saver = Checkpointer([own, peers], ranks=Alone(rank, (0, 1), run="one"))
+    saver = Checkpointer([own, peers], ranks=IndependentRank(rank, (0, 1), run="one"))
     for step in range(STEPS):
         saver.fence()
         stamp(state, step)
@@ -57,7 +57,7 @@ def replaces(rank: int, host: str, port: int) -> None:
     peers.connect(1, addresses)
     into = {f"rank1.{key}": tensor for key, tensor in stamped(-1).items()}
     everything = {**into, **{f"rank0.{key}": tensor for key, tensor in stamped(-1).items()}}
-    restored = restore([peers], everything, Alone(1, (0, 1), run="two"))
+    restored = restore([peers], everything, IndependentRank(1, (0, 1), run="two"))
     assert restored.step == STEPS - 1
     assert_stamped(everything, STEPS - 1)
     peers.close()
@@ -99,12 +99,12 @@ def test_a_peer_with_another_token_is_said(caplog: pytest.LogCaptureFixture) -> 
     own = HostMemory()
     peers, other = (PeerMemory(own, token=token, timeout=SOON) for token in ("ours", "thäirs"))
     peers.connect(0, {0: peers.address, 1: other.address})
-    with Checkpointer([own, peers], ranks=Alone(0, (0, 1), run="one")) as saver:
+    with Checkpointer([own, peers], ranks=IndependentRank(0, (0, 1), run="one")) as saver:
         saver.save(0, {"w": torch.zeros(3)})
         assert saver.wait(60)
         assert saver.counters.levels[peers.name].failed == 1
     other.close()
-    assert "this rank knows another token" in caplog.text
+    assert "wrong token" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_peer_that_is_gone_costs_its_level_alone() -> None:
     peers.connect(0, {0: peers.address, 1: other.address})
     other.close()
     state = {"w": torch.zeros(3)}
-    with Checkpointer([own, peers], ranks=Alone(0, (0, 1), run="one")) as saver:
+    with Checkpointer([own, peers], ranks=IndependentRank(0, (0, 1), run="one")) as saver:
         for step in range(3):
             saver.fence()
             saver.save(step, state)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.checkpoint import Alone, Checkpointer, LocalDisk, ShardedTensorPiece
-from resihp.checkpoint.ranks import Claim, shares
+from resihp.checkpoint import Checkpointer, IndependentRank, LocalDisk, ShardedTensorPiece
+from resihp.checkpoint.ranks import SaveItem, assign_writers
 from resihp.checkpoint.restore import restore
 from resihp.contracts import CheckpointError, ContractError
 from resihp.layout import Param, split
@@ -21,7 +21,7 @@ from tests.checkpoint.helpers import run_python
 PARAMS = (Param("wq", (12, 5), 0, 2), Param("wo", (5, 12, 2), 1, 2), Param("norm", (7,)))
 
 edges = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
-cuts = st.sets(st.integers(1, 11), max_size=3).map(lambda inner: [0, *sorted(inner), 12])
+segments = st.sets(st.integers(1, 11), max_size=3).map(lambda inner: [0, *sorted(inner), 12])
 
 
 def whole(param: Param) -> torch.Tensor:
@@ -39,13 +39,15 @@ def save(folder: Path, pieces: list[list[ShardedTensorPiece]]) -> None:
     """One process plays all ranks, one after the other."""
     ranks = range(len(pieces))
     for rank, mine in enumerate(pieces):
-        with Checkpointer([LocalDisk(folder)], ranks=Alone(rank, ranks, run="test")) as saver:
+        with Checkpointer(
+            [LocalDisk(folder)], ranks=IndependentRank(rank, ranks, run="test")
+        ) as saver:
             assert saver.save(3, mine, extra={"rank": rank})
         assert not saver.counters.failures
 
 
 @settings(max_examples=25, deadline=None)
-@given(shares_of_ranks=edges, wanted=cuts)
+@given(shares_of_ranks=edges, wanted=segments)
 def test_any_range_of_any_split(shares_of_ranks: tuple[int, ...], wanted: list[int]) -> None:
     pieces = [
         [
@@ -62,7 +64,7 @@ def test_any_range_of_any_split(shares_of_ranks: tuple[int, ...], wanted: list[i
         expected = [target.tensor.clone() for target in targets]
         for target in targets:
             target.tensor.fill_(-1.0)
-        restored = restore([LocalDisk(folder)], targets, Alone())
+        restored = restore([LocalDisk(folder)], targets, IndependentRank())
     assert restored.extra == {"rank": 0}
     for target, tensor in zip(targets, expected, strict=True):
         assert torch.equal(target.tensor, tensor)
@@ -84,7 +86,7 @@ def test_torch_reads_uneven_pieces_as_whole_tensors(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_did_not_finish_leaves_no_checkpoint(tmp_path: Path) -> None:
-    with Checkpointer([LocalDisk(tmp_path)], ranks=Alone(0, (0, 1), run="test")) as saver:
+    with Checkpointer([LocalDisk(tmp_path)], ranks=IndependentRank(0, (0, 1), run="test")) as saver:
         saver.save(3, [piece(PARAMS[0], 0, 6)])
     assert LocalDisk(tmp_path).steps() == []
 
@@ -92,7 +94,7 @@ def test_a_rank_that_did_not_finish_leaves_no_checkpoint(tmp_path: Path) -> None
 def test_a_range_that_nobody_saved_is_named(tmp_path: Path) -> None:
     save(tmp_path, [[piece(PARAMS[0], 0, 6)], [piece(PARAMS[0], 7, 12)]])
     with pytest.raises(CheckpointError, match=r"wq\['4:8', '0:5'\]"):
-        restore([LocalDisk(tmp_path)], [piece(PARAMS[0], 4, 8)], Alone())
+        restore([LocalDisk(tmp_path)], [piece(PARAMS[0], 4, 8)], IndependentRank())
 
 
 @pytest.mark.parametrize(
@@ -103,17 +105,17 @@ def test_a_piece_lies_inside_its_tensor(shape: tuple[int, ...], offsets: tuple[i
         ShardedTensorPiece("w", shape, offsets, torch.zeros(2, 2))
 
 
-def claim(key: str, start: int, size: int, whole: int) -> Claim:
-    return Claim(key, (start,), (size,), (whole,), 4 * size)
+def claim(key: str, start: int, size: int, whole: int) -> SaveItem:
+    return SaveItem(key, (start,), (size,), (whole,), 4 * size)
 
 
 def test_what_several_ranks_hold_is_written_once_by_the_one_with_least() -> None:
     held = [[claim("a", 0, 8, 8), claim("b", 0, 3, 3)], [claim("a", 0, 8, 8), claim("b", 0, 3, 3)]]
-    assert shares(held) == [{("a", (0,))}, {("b", (0,))}]
+    assert assign_writers(held) == [{("a", (0,))}, {("b", (0,))}]
 
 
 def test_parts_that_leave_a_gap_or_overlap_are_refused() -> None:
     with pytest.raises(ContractError, match="6 elements, the whole has 8"):
-        shares([[claim("a", 0, 4, 8)], [claim("a", 4, 2, 8)]])
+        assign_writers([[claim("a", 0, 4, 8)], [claim("a", 4, 2, 8)]])
     with pytest.raises(ContractError, match="10 elements"):
-        shares([[claim("a", 0, 5, 8)], [claim("a", 3, 5, 8)]])
+        assign_writers([[claim("a", 0, 5, 8)], [claim("a", 3, 5, 8)]])

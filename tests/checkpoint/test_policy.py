@@ -10,7 +10,7 @@ from resihp.checkpoint.policy import (
     Every,
     EveryStep,
     LeastLoss,
-    Moment,
+    SaveTiming,
     best_interval_s,
     expected_loss,
 )
@@ -34,7 +34,7 @@ def test_rarer_faults_never_call_for_more_checkpoints(cost_s: float, mtbf_s: flo
 
 
 def test_every_step_and_every_nth() -> None:
-    moments = [Moment(step, None, None, None) for step in range(6)]
+    moments = [SaveTiming(step, None, None, None) for step in range(6)]
     assert all(EveryStep().is_due(moment) for moment in moments)
     assert [m.step for m in moments if Every(3).is_due(m)] == [0, 3]
     with pytest.raises(ContractError):
@@ -43,7 +43,7 @@ def test_every_step_and_every_nth() -> None:
 
 def test_least_loss_waits_for_its_interval_and_for_storage() -> None:
     policy = LeastLoss(FaultRate(prior_mtbf_s=3600.0))
-    assert policy.is_due(Moment(0, None, None, None)), "nothing is known yet"
-    assert not policy.is_due(Moment(1, 8.0, 0.01, 1.0))
-    assert policy.is_due(Moment(1, 8.6, 0.01, 1.0))
-    assert not policy.is_due(Moment(1, 8.6, 0.01, 20.0)), "the disk is not done"
+    assert policy.is_due(SaveTiming(0, None, None, None)), "nothing is known yet"
+    assert not policy.is_due(SaveTiming(1, 8.0, 0.01, 1.0))
+    assert policy.is_due(SaveTiming(1, 8.6, 0.01, 1.0))
+    assert not policy.is_due(SaveTiming(1, 8.6, 0.01, 20.0)), "the disk is not done"

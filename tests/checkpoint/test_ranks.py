@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from resihp.checkpoint import (
-    Alone,
     Checkpointer,
     HostMemory,
+    IndependentRank,
     LazyWriter,
     LocalDisk,
     PeerMemory,
@@ -105,7 +105,7 @@ def test_ddp_writes_everything_once_and_resumes_bit_equal(tmp_path: Path) -> Non
     sizes = [(tmp_path / f"step-000000002/__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert min(sizes) > 0.3 * max(sizes), "both ranks write a share"
     into = {"model": network()}
-    restore([LocalDisk(tmp_path)], into, Alone())
+    restore([LocalDisk(tmp_path)], into, IndependentRank())
     expected = torch.load(tmp_path / "expected.pt")
     assert all(torch.equal(p, expected[n]) for n, p in whole(into["model"]).items())
 
@@ -245,7 +245,7 @@ def uneven(rank: int, folder: Path) -> None:
     assert not saver.counters.failures
     for step in disk.steps():
         into = {f"part{r}": torch.zeros(2_000_000) for r in range(WORLD)}
-        restore([LocalDisk(folder)], into, Alone(), step=step)
+        restore([LocalDisk(folder)], into, IndependentRank(), step=step)
         assert all(bool((tensor == step).all()) for tensor in into.values())
     assert len(disk.steps()) >= 4
 
@@ -279,7 +279,7 @@ def growing(rank: int, folder: Path) -> None:
     saver.close()
     assert not saver.counters.failures
     into = {"part0": torch.zeros(1000), "part1": torch.zeros(1000), "late": torch.zeros(500)}
-    restored = restore([LocalDisk(folder)], into, Alone())
+    restored = restore([LocalDisk(folder)], into, IndependentRank())
     assert restored.step > 4
     assert all(bool((tensor == restored.step).all()) for tensor in into.values())
     assert disk.steps()[:3] == [0, 1, 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from resihp.checkpoint import EveryStep, LocalDisk, PeerMemory, SharedStorage
 from resihp.checkpoint.format.metadata import data_name
-from resihp.checkpoint.levels.folder import step_name
+from resihp.checkpoint.levels.checkpoint_folder import step_name
 from resihp.elastic.checkpoints import Checkpoints
 from resihp.elastic.checkpoints.keeper import CheckpointKeeper
 from resihp.elastic.trainer import Trainer

@@ -27,7 +27,7 @@ _MAX32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Frame:
+class ArchiveFrame:
     """What goes before a tensor's memory and what goes after it."""
 
     head: bytes
@@ -49,7 +49,7 @@ def frame(
     start: int,
     rest: int = 0,
     modulus: int = ALIGN,
-) -> Frame:
+) -> ArchiveFrame:
     """The frame of an archive that starts at byte `start` of its file.
 
     The tensor's memory starts at the first byte possible that leaves `rest` modulo `modulus`.
@@ -69,7 +69,7 @@ def frame(
     directory_at = version.offset + len(_local(version)) + 2
     directory = b"".join(map(_central, [*members, data, version]))
     tail = _local(version) + b"3\n" + directory + _end(4, len(directory), directory_at)
-    return Frame(bytes(head), tail)
+    return ArchiveFrame(bytes(head), tail)
 
 
 class _TensorPickler(pickle.Pickler):

@@ -1,33 +1,33 @@
-"""What stands where in the file of one rank, with the checksums of its chunks.
+"""Index of one rank's file: byte ranges of its entries, and checksums of its chunks.
 
-The index lies beside the file as JSON. Readers that know torch's format alone do without it; ours
-verifies by it, and the rank that comes last builds torch's `.metadata` from the indexes of all.
+Stored as JSON next to the file. torch's reader does not need it; ours verifies with it, and the
+last rank to finish builds torch's `.metadata` from the indexes of all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from resihp.contracts import CheckpointDamagedError, CheckpointError
 
-from ..lineage import Lineage
-from ..parts import Box, Path
-from .checksum import CRC32, KINDS, ROWS_AND_COLUMNS
+from ..history import Lineage
+from ..state_dict import Box, Path
+from .checksum import CRC32, checksum
 
 CHUNK_BYTES = 4 << 20
-"""Chunks are copied, summed, written, read and verified one by one."""
+"""Unit of copying, checksums, writing, reading and verification."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One archive in the file: a tensor's part, or (where `dtype` is None) any other value.
+class IndexEntry:
+    """One archive in the file: a tensor shard, or (if `dtype` is None) another object.
 
-    start, length  of the archive, in bytes
-    data           first byte of the tensor's own memory
+    start, length  byte range of the archive in the file
+    data           offset in the file of the tensor's own memory, in bytes
     """
 
     key: str
@@ -42,96 +42,103 @@ class Entry:
 
     @property
     def box(self) -> Box:
-        """Where the part lies in its whole tensor."""
+        """Offsets and sizes of the shard in its global tensor."""
         return self.offsets, self.sizes
 
 
 @dataclass(frozen=True)
-class Index:
-    """The file of one rank in the checkpoint of one step.
+class FileIndex:
+    """Index of one rank's file in the checkpoint of one step.
 
-    lineage       of the state, as this rank knows it
-    ranks         all ranks that write to the same checkpoint
-    tensors       parts of tensors, the same at each step; `tensor_bytes` in all
-    things        other values; they come after the tensors
+    lineage       of the state, as known to this rank
+    ranks         all ranks that write to this checkpoint
+    tensors       tensor shards, the same at each step; `tensor_bytes` is their section's length
+    objects       other values; their section follows the tensors
     file_bytes    a multiple of 4096
     checksums     one for each of `chunks`
-    sums          what kind of checksums they are
     """
 
     step: int
     rank: int
     lineage: Lineage
     ranks: tuple[int, ...]
-    tensors: tuple[Entry, ...]
+    tensors: tuple[IndexEntry, ...]
     tensor_bytes: int
-    things: tuple[Entry, ...] = ()
+    objects: tuple[IndexEntry, ...] = ()
     file_bytes: int = 0
     checksums: tuple[int, ...] = ()
-    sums: str = CRC32
 
     @property
     def run(self) -> str:
-        """The same text for all ranks, another one for each lineage."""
+        """Identifier of the lineage, the same on all ranks."""
         return self.lineage.run
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Everything in the file, in order."""
-        return self.tensors + self.things
+    def entries(self) -> tuple[IndexEntry, ...]:
+        """All entries, in the order of the file."""
+        return self.tensors + self.objects
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """First and last byte (exclusive) of every chunk; none holds tensors and things."""
+        """First and last byte (exclusive) of each chunk; no chunk spans both sections."""
         return spans(0, self.tensor_bytes) + spans(self.tensor_bytes, self.file_bytes)
 
     def is_intact(self, number: int, chunk: memoryview) -> bool:
-        """Whether these are the bytes that were saved as a chunk."""
-        return KINDS[self.sums]([chunk]) == self.checksums[number]
+        """Return True if `chunk` has the checksum of chunk `number`."""
+        return checksum([chunk]) == self.checksums[number]
 
     def to_json(self) -> str:
-        """With a checksum of its own at its end."""
-        rest = asdict(replace(self, tensors=(), checksums=()))
-        del rest["tensors"]
-        rest["checksums"] = [f"{value:016x}" for value in self.checksums]
+        """Serialize, with a CRC-32 of the text at its end."""
+        rest = {
+            "step": self.step,
+            "rank": self.rank,
+            "lineage": asdict(self.lineage),
+            "ranks": self.ranks,
+            "tensor_bytes": self.tensor_bytes,
+            "things": [asdict(entry) for entry in self.objects],
+            "file_bytes": self.file_bytes,
+            "checksums": [f"{value:016x}" for value in self.checksums],
+            "sums": CRC32,
+        }
         text = f'{{"tensors": {_tensors_json(self.tensors)}, "rest": {json.dumps(rest)}, "crc": '
         return f"{text}{zlib.crc32(text.encode())}}}"
 
 
 def spans(start: int, stop: int) -> tuple[tuple[int, int], ...]:
-    """The chunks of a section of the file."""
+    """Split a byte range of the file into chunks."""
     edges = range(start, stop, CHUNK_BYTES)
     return tuple((edge, min(edge + CHUNK_BYTES, stop)) for edge in edges)
 
 
-def read_index(text: str, where: str) -> Index:
-    """Raises `CheckpointDamagedError` where the text is not what `to_json` gave.
+def read_index(text: str, where: str) -> FileIndex:
+    """Parse the output of `FileIndex.to_json`; `where` names the source in error messages.
 
-    Raises `CheckpointError` where a later version of the format gave it.
+    Raises `CheckpointDamagedError` if the text is damaged, `CheckpointError` if its kind of
+    checksum is unknown.
     """
     try:
         body, crc = text.rsplit('"crc": ', 1)
-        intact = int(crc[:-1]) == zlib.crc32(f'{body}"crc": '.encode())
+        is_intact = int(crc[:-1]) == zlib.crc32(f'{body}"crc": '.encode())
         obj = json.loads(text)
     except ValueError:
-        intact = False
-    if not intact:
+        is_intact = False
+    if not is_intact:
         raise CheckpointDamagedError(where, (), "its index is damaged")
     rest: dict[str, Any] = obj["rest"]
-    if rest.setdefault("sums", ROWS_AND_COLUMNS) not in KINDS:
-        raise CheckpointError(f"{where}: its checksums are {rest['sums']}, not known here")
+    if (kind := rest.pop("sums", None)) != CRC32:
+        raise CheckpointError(f"{where}: unknown kind of checksums: {kind}")
     rest["ranks"], rest["lineage"] = tuple(rest["ranks"]), Lineage(**rest["lineage"])
     rest["checksums"] = tuple(int(value, 16) for value in rest["checksums"])
-    rest["things"] = tuple(map(_entry, rest["things"]))
-    return Index(tensors=tuple(map(_entry, obj["tensors"])), **rest)
+    objects = tuple(map(_entry, rest.pop("things")))
+    return FileIndex(tensors=tuple(map(_entry, obj["tensors"])), objects=objects, **rest)
 
 
 @lru_cache(maxsize=4)
-def _tensors_json(tensors: tuple[Entry, ...]) -> str:
+def _tensors_json(tensors: tuple[IndexEntry, ...]) -> str:
     return json.dumps([asdict(entry) for entry in tensors])
 
 
-def _entry(obj: dict[str, Any]) -> Entry:
+def _entry(obj: dict[str, Any]) -> IndexEntry:
     path = tuple(tuple(step) if isinstance(step, list) else step for step in obj["path"])
     shapes = {name: tuple(obj[name]) for name in ("shape", "offsets", "sizes")}
-    return Entry(**{**obj, **shapes, "path": path})
+    return IndexEntry(**{**obj, **shapes, "path": path})

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..parts import Path
-from .index import Entry, Index
+from ..state_dict import Path
+from .index import FileIndex, IndexEntry
 
 METADATA = ".metadata"
 """Its presence says that a checkpoint is complete."""
@@ -42,19 +42,21 @@ def index_name(rank: int) -> str:
     return f"__{rank}.index.json"
 
 
-def to_metadata(indexes: Sequence[Index]) -> bytes:
+def to_metadata(indexes: Sequence[FileIndex]) -> bytes:
     """The content of `.metadata`."""
-    return _pickled(tuple((i.rank, i.tensors, i.things) for i in indexes))
+    return _pickled(tuple((i.rank, i.tensors, i.objects) for i in indexes))
 
 
 @lru_cache(maxsize=2)
-def _pickled(ranks: tuple[tuple[int, tuple[Entry, ...], tuple[Entry, ...]], ...]) -> bytes:
+def _pickled(
+    ranks: tuple[tuple[int, tuple[IndexEntry, ...], tuple[IndexEntry, ...]], ...],
+) -> bytes:
     """Most checkpoints of a job have the same; only lengths of things may change it."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for rank, tensors, things in ranks:
-        for entry in tensors + things:
+    for rank, tensors, objects in ranks:
+        for entry in tensors + objects:
             where = _StorageInfo(data_name(rank), entry.start, entry.length)
             places[_describe(entry, described)] = where
             paths[entry.key] = _torch_path(entry.path)
@@ -63,7 +65,7 @@ def _pickled(ranks: tuple[tuple[int, tuple[Entry, ...], tuple[Entry, ...]], ...]
 
 
 def _describe(
-    entry: Entry, described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+    entry: IndexEntry, described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
 ) -> MetadataIndex:
     if entry.dtype is None:
         described[entry.key] = BytesStorageMetadata()

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..parts import Part, Path, Thing
-from .archive import ALIGN, Frame, frame
+from ..state_dict import ObjectEntry, Path, TensorEntry
+from .archive import ALIGN, ArchiveFrame, frame
 from .checksum import ROW_BYTES
-from .index import CHUNK_BYTES, Entry, spans
+from .index import CHUNK_BYTES, IndexEntry, spans
 
 _LARGE = 64 * ROW_BYTES
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSpec:
     """Where a part of a tensor goes: shape and type, without its memory.
 
     phase  where its memory began within a row (4 KiB) when this was planned. What is large is put
@@ -40,7 +40,7 @@ class Place:
     phase: int = 0
 
     @classmethod
-    def of(cls, part: Part) -> Place:
+    def of(cls, part: TensorEntry) -> ShardSpec:
         """The place that a part needs."""
         sizes = tuple(part.tensor.shape)
         phase = part.tensor.data_ptr() % ROW_BYTES
@@ -60,7 +60,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSegment:
     """Bytes [start, stop) of a tensor's memory belong at byte `at` of the file."""
 
     tensor: int
@@ -72,9 +72,9 @@ class Cut:
 class ShardFile:
     """The fixed section of a rank's file: one archive for each place, in the order given."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[ShardSpec]) -> None:
         self.places = tuple(places)
-        frames: list[Frame] = []
+        frames: list[ArchiveFrame] = []
         entries, at = [], 0
         for place in self.places:
             around = frame(place.dtype, place.sizes, place.nbytes, at, *place.alignment)
@@ -82,24 +82,24 @@ class ShardFile:
             length = len(around.head) + place.nbytes + len(around.tail)
             kind = str(place.dtype).removeprefix("torch.")
             shape = (place.shape, place.offsets, place.sizes)
-            entries.append(Entry(place.key, place.path, at, length, kind, *shape, data))
+            entries.append(IndexEntry(place.key, place.path, at, length, kind, *shape, data))
             frames.append(around)
             at = _up(at + length, ALIGN)
         self.entries = tuple(entries)
         self.nbytes = _up(at, ROW_BYTES)
         self.chunks = spans(0, self.nbytes)
-        self.cuts = self._cuts()
+        self.segments = self._segments()
         self._frames = self._framing(frames)
 
-    def _cuts(self) -> list[list[Cut]]:
+    def _segments(self) -> list[list[ChunkSegment]]:
         """For each chunk, what of the tensors lies in it."""
-        found: dict[int, list[Cut]] = defaultdict(list)
+        found: dict[int, list[ChunkSegment]] = defaultdict(list)
         for index, (entry, place) in enumerate(zip(self.entries, self.places, strict=True)):
             at, end = entry.data, entry.data + place.nbytes
             while at < end:
                 chunk = at // CHUNK_BYTES
                 stop = min(end, (chunk + 1) * CHUNK_BYTES)
-                found[chunk].append(Cut(index, at - entry.data, stop - entry.data, at))
+                found[chunk].append(ChunkSegment(index, at - entry.data, stop - entry.data, at))
                 at = stop
         return [found[number] for number in range(len(self.chunks))]
 
@@ -111,7 +111,7 @@ class ShardFile:
             part = bytearray(content[low - at : high - at])
             goal[low - first : high - first] = torch.frombuffer(part, dtype=torch.uint8)
 
-    def _framing(self, frames: Sequence[Frame]) -> list[list[tuple[int, bytes]]]:
+    def _framing(self, frames: Sequence[ArchiveFrame]) -> list[list[tuple[int, bytes]]]:
         """For each chunk, the frames that reach into it, and where they start."""
         found: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
         for entry, place, around in zip(self.entries, self.places, frames, strict=True):
@@ -128,14 +128,16 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def encode_things(things: Iterable[Thing], start: int) -> tuple[tuple[Entry, ...], bytes]:
+def encode_objects(
+    objects: Iterable[ObjectEntry], start: int
+) -> tuple[tuple[IndexEntry, ...], bytes]:
     """The section after the tensors: each value as `torch.save` gives it, padded to whole rows."""
     section, entries = bytearray(), []
-    for thing in things:
+    for thing in objects:
         file = io.BytesIO()
         torch.save(thing.value, file)
         content = file.getbuffer()
-        entries.append(Entry(thing.key, thing.path, start + len(section), len(content)))
+        entries.append(IndexEntry(thing.key, thing.path, start + len(section), len(content)))
         section += content
     section += bytes(-len(section) % ROW_BYTES)
     return tuple(entries), bytes(section)

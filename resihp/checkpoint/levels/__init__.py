@@ -1,9 +1,9 @@
 """Where checkpoints go: host memory, a peer's memory, node-local disk, shared storage."""
 
-from .contract import Level, Source
-from .disk import LocalDisk
-from .memory import HostMemory
-from .peer import PeerMemory
-from .shared import SharedStorage
+from .host_memory import HostMemory
+from .level import CheckpointReader, Level
+from .local_disk import LocalDisk
+from .peer_memory import PeerMemory
+from .shared_storage import SharedStorage
 
-__all__ = ["HostMemory", "Level", "LocalDisk", "PeerMemory", "SharedStorage", "Source"]
+__all__ = ["CheckpointReader", "HostMemory", "Level", "LocalDisk", "PeerMemory", "SharedStorage"]

@@ -58,23 +58,21 @@ class DirectFile:
     def _all(
         self, access: Callable[[list[memoryview], int], int], parts: Sequence[memoryview], at: int
     ) -> None:
-        rest = [part for part in parts if part]
+        rest, is_cached = [part for part in parts if part], False
         while rest:
             try:
                 moved = access(rest[:_MOST_PARTS], at)
             except OSError as problem:
-                if problem.errno != errno.EINVAL or not self._is_direct():
+                if problem.errno != errno.EINVAL or is_cached:
                     raise
-                self._leave_direct()
+                self._leave_direct()  # another thread may have done so since the access began
+                is_cached = True
                 continue
             if not moved:
                 raise OSError(errno.EIO, "file ends too early", str(self._path))
             at, rest = at + moved, _beyond(rest, moved)
             if at % ROW_BYTES and rest:
                 self._leave_direct()
-
-    def _is_direct(self) -> bool:
-        return bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & _DIRECT)
 
     def _leave_direct(self) -> None:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_DIRECT)

@@ -1,29 +1,108 @@
-"""Keeps checkpoints of other ranks in this process's memory and hands out what it holds."""
+"""Peer memory protocol: framed messages over TCP, and the server that stores and serves images.
+
+A message is a JSON header with a length prefix of 4 bytes, followed by raw bytes where the header
+announces them. Requests: `put` (an image follows, chunk by chunk), `list` (all indexes) and `get`
+(a byte range of an image).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import socket
+import struct
 from collections import defaultdict
 from threading import Lock, Thread
+from typing import Any
 
 from resihp.contracts import CheckpointError
 
-from ..format.index import CHUNK_BYTES, Index, read_index
+from ..format.index import CHUNK_BYTES, FileIndex, read_index
 from ..staging.host_buffer import HostBuffer
-from .memory import Image, ImageStore
-from .wire import Address, Line
+from .host_memory import ImageStore, MemoryImage
 
+Address = tuple[str, int]
+
+_HEADER = struct.Struct("<I")
+_LONGEST_HEADER = 1 << 28
 _LONGEST_GREETING = 1 << 12
-"""Bytes that are taken from whoever has not shown the token."""
+"""Bytes accepted from a client that has not authenticated yet."""
+
+
+class Connection:
+    """A TCP connection; every wait is bounded by `timeout_s`. All methods raise `OSError`."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+
+    @classmethod
+    def to(cls, address: Address, token: str, timeout_s: float) -> Connection:
+        """Connect and authenticate. Raises `CheckpointError` if the server refuses the token."""
+        connection = cls(socket.create_connection(address, timeout_s), timeout_s)
+        try:
+            connection.send(token=token)
+            connection.receive()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def send(self, **header: Any) -> None:
+        """Send one header."""
+        text = json.dumps(header).encode()
+        self._socket.sendall(_HEADER.pack(len(text)) + text)
+
+    def send_bytes(self, view: memoryview) -> None:
+        """Send raw bytes; the receiver knows their number."""
+        self._socket.sendall(view)
+
+    def receive(self, longest: int = _LONGEST_HEADER) -> dict[str, Any]:
+        """Receive one header of at most `longest` bytes.
+
+        Raises `CheckpointError` if the header reports a problem of the other side.
+        """
+        prefix = bytearray(_HEADER.size)
+        self.receive_into(memoryview(prefix))
+        (length,) = _HEADER.unpack(prefix)
+        if length > longest:
+            raise OSError("received bytes are not a header")
+        text = bytearray(length)
+        self.receive_into(memoryview(text))
+        header: dict[str, Any] = json.loads(text)
+        if not isinstance(header, dict):
+            raise OSError("received bytes are not a header")
+        if "problem" in header:
+            raise CheckpointError(header["problem"])
+        return header
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view`."""
+        done = 0
+        while done < len(view):
+            moved = self._socket.recv_into(view[done:])
+            if not moved:
+                raise ConnectionError("connection closed by the other side")
+            done += moved
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
 
 
 class PeerServer:
-    """One thread accepts, one more serves each connection.
+    """Stores images of other ranks in this process's memory and serves them.
 
-    Requests are `put` (an image follows, chunk by chunk), `list` (all indexes) and `get` (a range
-    of an image). Buffers for images are reused; for a sender there is one more than are kept.
+    One thread accepts connections, one more serves each connection. Image buffers are reused; for
+    each sender there is one more than its stored images.
+
+    store   images of other ranks
+    own     images of this rank, served as well
+    listen  address to listen on
+    token   secret that clients must send first
+    idle_s  longest silence of a client, in seconds
     """
 
     def __init__(
@@ -31,7 +110,7 @@ class PeerServer:
     ) -> None:
         self._store, self._own, self.token, self._idle_s = store, own, token, idle_s
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
-        self._lines: set[Line] = set()
+        self._connections: set[Connection] = set()
         self._lock = Lock()
         self._socket = socket.create_server(listen)
         self.address: Address = self._socket.getsockname()[:2]
@@ -43,93 +122,92 @@ class PeerServer:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
-            for line in self._lines:
-                line.close()
+            for connection in self._connections:
+                connection.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                accepted, _ = self._socket.accept()
             except OSError:
                 return
-            line = Line(connection, self._idle_s)
+            connection = Connection(accepted, self._idle_s)
             with self._lock:
-                self._lines.add(line)
-            Thread(target=self._serve, args=(line,), daemon=True).start()
+                self._connections.add(connection)
+            Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, line: Line) -> None:
-        """Until the other side hangs up, falls silent or breaks the protocol."""
+    def _serve(self, connection: Connection) -> None:
+        """Answer requests until the client disconnects, times out or breaks the protocol."""
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):
-            told = str(line.receive(_LONGEST_GREETING).get("token"))
-            if not hmac.compare_digest(told.encode(), self.token.encode()):
-                line.send(problem="this rank knows another token")
+            token = str(connection.receive(_LONGEST_GREETING).get("token"))
+            if not hmac.compare_digest(token.encode(), self.token.encode()):
+                connection.send(problem="wrong token")
             else:
-                line.send(welcome=True)
+                connection.send(accepted=True)
                 while True:
-                    self._answer(line)
+                    self._answer(connection)
         with self._lock:
-            self._lines.discard(line)
-        line.close()
+            self._connections.discard(connection)
+        connection.close()
 
-    def _answer(self, line: Line) -> None:
-        request = line.receive()
+    def _answer(self, connection: Connection) -> None:
+        request = connection.receive()
         match request["do"]:
             case "put":
-                self._take(line, int(request["tensor_bytes"]))
+                self._receive_image(connection, int(request["tensor_bytes"]))
             case "list":
                 indexes = self._store.indexes() + self._own.indexes()
-                line.send(indexes=[index.to_json() for index in indexes])
+                connection.send(indexes=[index.to_json() for index in indexes])
             case "get":
-                self._give(line, request)
+                self._send_range(connection, request)
 
-    def _take(self, line: Line, nbytes: int) -> None:
-        buffer = self._buffer(nbytes)
+    def _receive_image(self, connection: Connection, nbytes: int) -> None:
+        buffer = self._take_buffer(nbytes)
         try:
             view = buffer.view
             for start in range(0, nbytes, CHUNK_BYTES):
-                line.receive_into(view[start : start + CHUNK_BYTES])
-            index = read_index(line.receive()["index"], "from a peer")
+                connection.receive_into(view[start : start + CHUNK_BYTES])
+            index = read_index(connection.receive()["index"], "from a peer")
             section = bytearray(index.file_bytes - index.tensor_bytes)
-            line.receive_into(memoryview(section))
+            connection.receive_into(memoryview(section))
             _verify(index, view, memoryview(section))
         except BaseException:
-            self._give_back(buffer)
+            self._return_buffer(buffer)
             raise
-        image = Image(index, view, bytes(section), lambda: self._give_back(buffer))
+        image = MemoryImage(index, view, bytes(section), lambda: self._return_buffer(buffer))
         self._store.add(image)
-        line.send(done=True)
+        connection.send(done=True)
 
-    def _give(self, line: Line, request: dict[str, int]) -> None:
+    def _send_range(self, connection: Connection, request: dict[str, int]) -> None:
         rank, step = request["rank"], request["step"]
         part = bytearray(request["count"])
         try:
-            held = (step, rank) in {(i.step, i.rank) for i in self._own.indexes()}
-            (self._own if held else self._store).get(rank, step).read(
-                request["start"], memoryview(part)
-            )
+            is_own = (step, rank) in {(i.step, i.rank) for i in self._own.indexes()}
+            image = (self._own if is_own else self._store).get(rank, step)
+            image.read(request["start"], memoryview(part))
         except CheckpointError as problem:
-            line.send(problem=str(problem))
+            connection.send(problem=str(problem))
             return
-        line.send(count=len(part))
-        line.send_bytes(memoryview(part))
+        connection.send(count=len(part))
+        connection.send_bytes(memoryview(part))
 
-    def _buffer(self, nbytes: int) -> HostBuffer:
+    def _take_buffer(self, nbytes: int) -> HostBuffer:
         with self._lock:
             free = self._free[nbytes]
-            self._free = defaultdict(list, {nbytes: free})  # other sizes: of a former layout
+            self._free = defaultdict(list, {nbytes: free})  # drops buffers of former layouts
             if free:
                 return free.pop()
         return HostBuffer(nbytes)
 
-    def _give_back(self, buffer: HostBuffer) -> None:
+    def _return_buffer(self, buffer: HostBuffer) -> None:
         with self._lock:
             self._free[len(buffer.view)].append(buffer)
 
 
-def _verify(index: Index, tensors: memoryview, section: memoryview) -> None:
-    """Raises `ValueError` where an image is not what its sender had."""
+def _verify(index: FileIndex, tensors: memoryview, section: memoryview) -> None:
+    """Check a received image against its checksums. Raises `ValueError` on a difference."""
     split = index.tensor_bytes
     for number, (start, stop) in enumerate(index.chunks):
         part = tensors[start:stop] if start < split else section[start - split : stop - split]
         if not index.is_intact(number, part):
-            raise ValueError("an image arrived damaged")
+            raise ValueError("received image is damaged")

@@ -20,8 +20,8 @@ from torch import Tensor
 from resihp._shutdown import start_thread
 
 from ..format.shard_file import flat_bytes
-from .filling import Filling
-from .progress import Stage
+from .chunk_progress import ChunkState
+from .in_flight import InFlightCheckpoint
 
 IN_FLIGHT = 4
 """Chunks of which the copy from a device is ordered and has not ended."""
@@ -31,7 +31,7 @@ class Copier:
     """Copies one checkpoint after the other, each chunk as soon as its place is free."""
 
     def __init__(self, device: torch.device) -> None:
-        self._queue: SimpleQueue[Filling | None] = SimpleQueue()
+        self._queue: SimpleQueue[InFlightCheckpoint | None] = SimpleQueue()
         self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._device = device
         thread = Thread(target=self._run, name="resihp-checkpoint-copy", daemon=True)
@@ -42,20 +42,20 @@ class Copier:
         """Whether host buffers should be pinned."""
         return self._stream is not None
 
-    def start(self, filling: Filling) -> None:
+    def start(self, checkpoint: InFlightCheckpoint) -> None:
         """Begin to copy; what the caller's stream does until here comes first."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._queue.put(filling)
+        self._queue.put(checkpoint)
 
-    def help(self, filling: Filling, needed: Iterable[int]) -> bool:
+    def help(self, checkpoint: InFlightCheckpoint, needed: Iterable[int]) -> bool:
         """Copy in the caller's thread what nobody copies yet; whether the caller may do so."""
         if self._stream is not None:
             return False
-        put = _Put(filling)
+        put = _ChunkCopy(checkpoint)
         for number in needed:
-            if _takes_over(filling, number):
-                put(number, Stage.COPIED)
+            if _takes_over(checkpoint, number):
+                put(number, ChunkState.COPIED)
         return True
 
     def fence(self) -> None:
@@ -75,114 +75,119 @@ class Copier:
     def _run(self) -> None:
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
-        while (filling := self._queue.get()) is not None:
+        while (checkpoint := self._queue.get()) is not None:
             try:
-                self._copy(filling)
+                self._copy(checkpoint)
             except Exception as problem:  # noqa: BLE001 - told to the levels, which count it
-                filling.veto(problem)
-            with filling.changed:
-                filling.sources = ()
-            del filling
+                checkpoint.veto(problem)
+            with checkpoint.changed:
+                checkpoint.sources = ()
+            del checkpoint
 
-    def _copy(self, filling: Filling) -> None:
+    def _copy(self, checkpoint: InFlightCheckpoint) -> None:
         if self._stream is not None:
-            _copy_from_device(filling, self._stream)
+            _copy_from_device(checkpoint, self._stream)
             return
-        put = _Put(filling)
-        while (number := _next(filling)) is not None:
-            put(number, Stage.COPIED)
+        put = _ChunkCopy(checkpoint)
+        while (number := _next(checkpoint)) is not None:
+            put(number, ChunkState.COPIED)
 
 
-def _copy_from_device(filling: Filling, stream: torch.cuda.Stream) -> None:
+def _copy_from_device(checkpoint: InFlightCheckpoint, stream: torch.cuda.Stream) -> None:
     """A few chunks in flight at a time; all at once when training's stream waits at the fence."""
-    put = _Put(filling)
+    put = _ChunkCopy(checkpoint)
     flying: deque[tuple[int, torch.cuda.Event]] = deque()
     try:
-        while (number := _next(filling)) is not None:
-            put(number, Stage.ORDERED)
+        while (number := _next(checkpoint)) is not None:
+            put(number, ChunkState.ORDERED)
             flying.append((number, stream.record_event()))
-            if len(flying) >= IN_FLIGHT and not filling.hurry.is_set():
-                _land(filling, flying)
+            if len(flying) >= IN_FLIGHT and not checkpoint.hurry.is_set():
+                _land(checkpoint, flying)
         while flying:
-            _land(filling, flying)
+            _land(checkpoint, flying)
     finally:
         stream.synchronize()  # the tensors are let go of after this
 
 
-def _land(filling: Filling, flying: deque[tuple[int, torch.cuda.Event]]) -> None:
+def _land(checkpoint: InFlightCheckpoint, flying: deque[tuple[int, torch.cuda.Event]]) -> None:
     number, event = flying.popleft()
     event.synchronize()
-    filling.move(number, Stage.COPIED)
+    checkpoint.move(number, ChunkState.COPIED)
 
 
-def _next(filling: Filling) -> int | None:
+def _next(checkpoint: InFlightCheckpoint) -> int | None:
     """For the copying thread: what to copy next, once there is room and reason; None at the end.
 
     Beside a level that writes from the tensors it begins at the other end, and as late as it can.
     """
     while True:
-        with filling.changed:
-            if filling.problem is not None or filling.is_safe:
+        with checkpoint.changed:
+            if checkpoint.problem is not None or checkpoint.is_safe:
                 return None
-            progress, pace = filling.progress, filling.pace
+            progress, pace = checkpoint.progress, checkpoint.pace
             number = progress.last_open() if pace else progress.first_open()
-            if number is None or not filling.has_room(number):
-                filling.changed.wait()
+            if number is None or not checkpoint.has_room(number):
+                checkpoint.changed.wait()
                 continue
-            nap_s = pace.nap_s(filling) if pace and not filling.hurry.is_set() else 0.0
+            nap_s = pace.nap_s(checkpoint) if pace and not checkpoint.hurry.is_set() else 0.0
             if not nap_s:
-                progress.set(number, Stage.COPYING)
+                progress.set(number, ChunkState.COPYING)
                 return number
-        filling.hurry.wait(nap_s)
+        checkpoint.hurry.wait(nap_s)
 
 
-def _takes_over(filling: Filling, number: int) -> bool:
+def _takes_over(checkpoint: InFlightCheckpoint, number: int) -> bool:
     """At the fence: whether to copy this chunk at once, though a level may be writing it."""
-    with filling.changed:
-        is_free = filling.progress[number] in (Stage.OPEN, Stage.STRAIGHT)
-        if filling.problem is not None or not is_free or not filling.has_room(number):
+    with checkpoint.changed:
+        is_free = checkpoint.progress[number] in (ChunkState.OPEN, ChunkState.ZERO_COPY)
+        if checkpoint.problem is not None or not is_free or not checkpoint.has_room(number):
             return False
-        filling.progress.set(number, Stage.COPYING)
+        checkpoint.progress.set(number, ChunkState.COPYING)
         return True
 
 
-class _Put:
+class _ChunkCopy:
     """Copies what of the tensors lies in a chunk into the buffer."""
 
-    def __init__(self, filling: Filling) -> None:
-        self._filling, self._sources = filling, filling.sources
-        self._image = filling.slot.buffer.tensor
+    def __init__(self, checkpoint: InFlightCheckpoint) -> None:
+        self._checkpoint, self._sources = checkpoint, checkpoint.sources
+        self._image = checkpoint.slot.buffer.tensor
         self._held, self._source = -1, torch.empty(0)
 
-    def __call__(self, number: int, then: Stage) -> None:
+    def __call__(self, number: int, then: ChunkState) -> None:
         """A claimed chunk, which is at that stage afterwards."""
         try:
-            self._filling.slot.frame(number)
-            for cut in self._filling.file.cuts[number]:
-                if cut.tensor != self._held:
-                    self._held, self._source = cut.tensor, flat_bytes(self._sources[cut.tensor])
-                goal = self._image[cut.at : cut.at + cut.stop - cut.start]
-                goal.copy_(self._source[cut.start : cut.stop], non_blocking=True)
+            self._checkpoint.slot.frame(number)
+            for segment in self._checkpoint.file.segments[number]:
+                if segment.tensor != self._held:
+                    self._held, self._source = (
+                        segment.tensor,
+                        flat_bytes(self._sources[segment.tensor]),
+                    )
+                goal = self._image[segment.at : segment.at + segment.stop - segment.start]
+                goal.copy_(self._source[segment.start : segment.stop], non_blocking=True)
         except BaseException:
-            self._filling.move(number, Stage.OPEN)  # the buffer is not held for it
+            self._checkpoint.move(number, ChunkState.OPEN)  # the buffer is not held for it
             raise
-        self._filling.move(number, then)
+        self._checkpoint.move(number, then)
 
 
-def chunks_of(filling: Filling, tensors: Iterable[Tensor]) -> list[int]:
+def chunks_of(checkpoint: InFlightCheckpoint, tensors: Iterable[Tensor]) -> list[int]:
     """The chunks that hold memory of any of these tensors, views and wholes alike, in order."""
     starts, stops = _merged(sorted(_memory(tensor) for tensor in tensors))
-    with filling.changed:
-        if not filling.sources:
+    with checkpoint.changed:
+        if not checkpoint.sources:
             return []  # every chunk is copied
         held = set()
-        for number, source in enumerate(filling.sources):
+        for number, source in enumerate(checkpoint.sources):
             start, stop = _memory(source)
             before = bisect_left(starts, stop)  # of those that start before it ends
             if before and stops[before - 1] > start:
                 held.add(number)
-    cuts = filling.file.cuts
-    return [n for n in range(filling.count) if any(cut.tensor in held for cut in cuts[n])]
+    segments = checkpoint.file.segments
+    return [
+        n for n in range(checkpoint.count) if any(segment.tensor in held for segment in segments[n])
+    ]
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:

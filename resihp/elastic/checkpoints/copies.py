@@ -11,9 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from resihp.checkpoint import HostMemory, Level, PeerMemory
-from resihp.checkpoint.levels.memory import ImageStore
-from resihp.checkpoint.levels.peer_server import PeerServer
-from resihp.checkpoint.levels.wire import Address
+from resihp.checkpoint.levels.host_memory import ImageStore
+from resihp.checkpoint.levels.peer_server import Address, PeerServer
 
 _log = logging.getLogger("resihp.elastic")
 _SILENCE_S = 10.0

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from resihp.checkpoint import Alone, Checkpointer, EveryStep, Level
+from resihp.checkpoint import Checkpointer, EveryStep, IndependentRank, Level
 from resihp.checkpoint.restore import restore
 from resihp.contracts import Plan
 from resihp.layout import writers
@@ -71,7 +71,7 @@ class CheckpointKeeper:
         checkpointer = Checkpointer(
             levels,
             EveryStep(),
-            ranks=Alone(self._rank, plan.layout.ranks, f"{self._job}.{epoch}"),
+            ranks=IndependentRank(self._rank, plan.layout.ranks, f"{self._job}.{epoch}"),
             clock=lambda: self._started + epoch,
         )
         spans = writers(plan.layout, self._setup.model.parameters)[self._rank]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .contract import Keeper
 
 if TYPE_CHECKING:
-    from resihp.checkpoint import Level, Policy
+    from resihp.checkpoint import Level, SavePolicy
 
     from ..engine import Setup
     from ..membership.rendezvous import Rendezvous
@@ -33,7 +33,7 @@ class Checkpoints:
     """
 
     levels: Callable[[], Sequence[Level]]
-    policy: Policy
+    policy: SavePolicy
     in_memory: int = 0
 
     def keeper(self, setup: Setup, rendezvous: Rendezvous) -> Keeper:

@@ -28,7 +28,7 @@ class Together:
         everyones = zip(self._group.all_gather(padded), lengths, strict=True)
         return [pickle.loads(each[:length].numpy().tobytes()) for each, length in everyones]
 
-    gather_behind = gather
+    gather_in_background = gather
 
     def all_ready(self, is_ready: bool) -> bool:
         """Whether every rank is."""

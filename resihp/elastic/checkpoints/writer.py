@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from resihp.checkpoint import Checkpointer, Policy
-from resihp.checkpoint.policy import Moment
+from resihp.checkpoint import Checkpointer, SavePolicy
+from resihp.checkpoint.policy import SaveTiming
 from resihp.contracts import Plan
 from resihp.layout import Param, Range
 
@@ -26,7 +26,7 @@ class Writer:
     def __init__(
         self,
         saver: Checkpointer,
-        policy: Policy,
+        policy: SavePolicy,
         setup: Setup,
         plan: Plan,
         spans: Sequence[tuple[Param, Range]],
@@ -55,7 +55,7 @@ class Writer:
         now, counters = time.monotonic(), self._saver.counters
         times = [c.durable_s for c in counters.levels.values() if c.durable_s is not None]
         since_s = None if self._begun_s is None else now - self._begun_s
-        moment = Moment(step, since_s, self._cost_s, max(times, default=None))
+        moment = SaveTiming(step, since_s, self._cost_s, max(times, default=None))
         self._is_owed = self._is_owed or self._policy.is_due(moment)
         return self._is_owed
 

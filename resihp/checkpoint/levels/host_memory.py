@@ -8,17 +8,17 @@ from threading import Lock
 
 from resihp.contracts import CheckpointError
 
-from ..format.index import Index
-from ..lineage import Found
-from ..staging.filling import Filling
-from .contract import valid_keep
+from ..format.index import FileIndex
+from ..history import StoredCheckpoint
+from ..staging.in_flight import InFlightCheckpoint
+from .level import valid_keep
 
 
 @dataclass(frozen=True, eq=False)
-class Image:
+class MemoryImage:
     """The file of a rank in memory: the tensors' part, what comes after it, and the index."""
 
-    index: Index
+    index: FileIndex
     tensors: memoryview
     section: bytes
     release: Callable[[], None]
@@ -38,10 +38,10 @@ class ImageStore:
 
     def __init__(self, keep: int) -> None:
         self.keep = valid_keep(keep)
-        self._images: dict[tuple[int, int], Image] = {}
+        self._images: dict[tuple[int, int], MemoryImage] = {}
         self._lock = Lock()
 
-    def add(self, image: Image) -> None:
+    def add(self, image: MemoryImage) -> None:
         """Take an image and let the oldest of its rank go, or one of the same step.
 
         Once all of its rank are of the new lineage, those of ranks without a part in it go too.
@@ -57,7 +57,7 @@ class ImageStore:
             if old is not None:
                 old.release()
 
-    def _outlived(self, index: Index) -> list[tuple[int, int]]:
+    def _outlived(self, index: FileIndex) -> list[tuple[int, int]]:
         mine = [i.index.run for (rank, _), i in self._images.items() if rank == index.rank]
         if mine.count(index.run) < self.keep:
             return []
@@ -72,7 +72,7 @@ class ImageStore:
         """Of a job that has gone back, the newer lineage is worth more than the later step."""
         return self._images[key].index.lineage.born, key[1]
 
-    def get(self, rank: int, step: int) -> Image:
+    def get(self, rank: int, step: int) -> MemoryImage:
         """Raises `CheckpointError` where it is not held."""
         with self._lock:
             image = self._images.get((rank, step))
@@ -87,7 +87,7 @@ class ImageStore:
         for image in dropped.values():
             image.release()
 
-    def indexes(self) -> list[Index]:
+    def indexes(self) -> list[FileIndex]:
         """Of all images."""
         with self._lock:
             return [image.index for image in self._images.values()]
@@ -107,38 +107,38 @@ class HostMemory:
         self.store = ImageStore(keep)
         self.keep = keep
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Wait for the copy and hold the buffer until newer checkpoints are complete."""
-        filling.take(filling.count - 1)
-        index, buffer = filling.index(), filling.slot.buffer.view
+        checkpoint.take(checkpoint.count - 1)
+        index, buffer = checkpoint.index(), checkpoint.slot.buffer.view
 
         def release() -> None:
-            filling.done_with(self.name)
+            checkpoint.done_with(self.name)
 
-        filling.keep_for(self.name)
-        self.store.add(Image(index, buffer, filling.section, release))
+        checkpoint.keep_for(self.name)
+        self.store.add(MemoryImage(index, buffer, checkpoint.section, release))
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[StoredCheckpoint]:
         """What this process holds."""
-        return [Found(index.step, index.lineage) for index in self.store.indexes()]
+        return [StoredCheckpoint(index.step, index.lineage) for index in self.store.indexes()]
 
     def steps(self) -> list[int]:
         """Steps that this process holds."""
         return sorted(found.step for found in self.found())
 
-    def open(self, step: int) -> MemorySource:
+    def open(self, step: int) -> MemoryReader:
         """Raises `CheckpointError` where it is gone."""
         found = [index for index in self.store.indexes() if index.step == step]
-        return MemorySource(self.store, {index.rank: index for index in found})
+        return MemoryReader(self.store, {index.rank: index for index in found})
 
     def close(self) -> None:
         """Nothing to let go of."""
 
 
-class MemorySource:
+class MemoryReader:
     """A checkpoint in this process's memory."""
 
-    def __init__(self, store: ImageStore, indexes: Mapping[int, Index]) -> None:
+    def __init__(self, store: ImageStore, indexes: Mapping[int, FileIndex]) -> None:
         self._store, self.indexes = store, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:

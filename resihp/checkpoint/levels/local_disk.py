@@ -13,13 +13,11 @@ from threading import Lock
 from resihp.contracts import ContractError
 
 from ..format.metadata import data_name
-from ..lineage import Found
-from ..staging.filling import Filling
-from ..staging.straight import Straight
-from .contract import Source, valid_keep
-from .direct_file import DirectFile
-from .folder import (
-    FolderSource,
+from ..history import StoredCheckpoint
+from ..staging.in_flight import InFlightCheckpoint
+from ..staging.zero_copy import ZeroCopyChunks
+from .checkpoint_folder import (
+    FolderReader,
     drop_old,
     found_in,
     part_folder,
@@ -30,6 +28,8 @@ from .folder import (
     sweep,
     torn_in,
 )
+from .direct_file import DirectFile
+from .level import CheckpointReader, valid_keep
 
 WRITERS = 2
 """Threads; while one sums chunks the other keeps the disk busy."""
@@ -66,26 +66,26 @@ class LocalDisk:
         )
         self._swept_for = ""
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Write this rank's file beside those of the others; the last one publishes."""
-        me = filling.identity
+        me = checkpoint.identity
         ranks = self._ranks or me.ranks
         part = part_folder(self.folder, me.step, me.lineage.run)
         self._sweep(me.lineage.run, is_first=me.rank == min(ranks))
         target = part / data_name(me.rank)
         reuse(self.folder, target)
         try:
-            self._write(filling, target)
-            if filling.uploads:
-                filling.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-            index = replace(filling.index(), ranks=ranks)
+            self._write(checkpoint, target)
+            if checkpoint.uploads:
+                checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+            index = replace(checkpoint.index(), ranks=ranks)
             if publish(self.folder, part, index):
                 drop_old(self.folder, self._keep, index)
         except BaseException:
             _discard(target)
             raise
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[StoredCheckpoint]:
         """The complete checkpoints in this folder."""
         return found_in(self.folder)
 
@@ -97,23 +97,23 @@ class LocalDisk:
         """Steps of which this folder holds a complete checkpoint."""
         return steps_in(self.folder)
 
-    def open(self, step: int) -> Source:
+    def open(self, step: int) -> CheckpointReader:
         """Raises `OSError` or `CheckpointError` where it cannot be read."""
-        return FolderSource(self.folder / step_name(step))
+        return FolderReader(self.folder / step_name(step))
 
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _write(self, filling: Filling, target: Path) -> None:
+    def _write(self, checkpoint: InFlightCheckpoint, target: Path) -> None:
         file = DirectFile.create(target)
         try:
-            work = _Work(filling, file, self.name)
+            work = _DiskWrite(checkpoint, file, self.name)
             with ThreadPoolExecutor(WRITERS, "resihp-checkpoint-disk") as pool:
                 futures = [pool.submit(work.run) for _ in range(WRITERS)]
             for future in futures:  # all have ended: none writes once the descriptor is closed
                 future.result()
-            file.write([memoryview(filling.section)], filling.file.nbytes)
-            file.truncate(filling.file.nbytes + len(filling.section))
+            file.write([memoryview(checkpoint.section)], checkpoint.file.nbytes)
+            file.truncate(checkpoint.file.nbytes + len(checkpoint.section))
             file.sync()
         finally:
             file.close()
@@ -124,20 +124,20 @@ class LocalDisk:
         self._swept_for = run
 
 
-class _Work:
+class _DiskWrite:
     """Chunks of a checkpoint that several threads write, in order as far as they can."""
 
-    def __init__(self, filling: Filling, file: DirectFile, level: str) -> None:
-        self._filling, self._file, self._level = filling, file, level
+    def __init__(self, checkpoint: InFlightCheckpoint, file: DirectFile, level: str) -> None:
+        self._checkpoint, self._file, self._level = checkpoint, file, level
         self._lock = Lock()
-        self._at_once = max(1, min(RUN_CHUNKS, filling.count // WRITERS))
+        self._at_once = max(1, min(RUN_CHUNKS, checkpoint.count // WRITERS))
         self._next, self._prefix = 0, 0
         self._written: set[int] = set()
         self._is_broken = False
 
     def run(self) -> None:
         """Until no chunk is left, or one could not be written."""
-        straight = Straight(self._filling)
+        straight = ZeroCopyChunks(self._checkpoint)
         try:
             while run := self._claim():
                 straight.write(run[0], run[-1] + 1, self._put)
@@ -147,14 +147,14 @@ class _Work:
             raise
 
     def _put(self, parts: Sequence[memoryview], chunk: int) -> None:
-        self._file.write(parts, self._filling.file.chunks[chunk][0])
+        self._file.write(parts, self._checkpoint.file.chunks[chunk][0])
 
     def _claim(self) -> range:
         """What is next; nothing once all is taken."""
         with self._lock:
             first = self._next
             self._next = (
-                first if self._is_broken else min(first + self._at_once, self._filling.count)
+                first if self._is_broken else min(first + self._at_once, self._checkpoint.count)
             )
             return range(first, self._next)
 
@@ -163,7 +163,7 @@ class _Work:
             self._written.update(run)
             while self._prefix in self._written:
                 self._prefix += 1
-            self._filling.done_with(self._level, self._prefix)
+            self._checkpoint.done_with(self._level, self._prefix)
 
 
 def _discard(target: Path) -> None:

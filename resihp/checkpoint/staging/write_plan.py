@@ -8,66 +8,66 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..format.index import Entry
-from ..format.shard_file import Place, ShardFile, encode_things
-from ..parts import Part, Thing
-from ..ranks import Claim, Ranks, shares
+from ..format.index import IndexEntry
+from ..format.shard_file import ShardFile, ShardSpec, encode_objects
+from ..ranks import Ranks, SaveItem, assign_writers
+from ..state_dict import ObjectEntry, TensorEntry
 
 Signature = tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
 
-_THING = (-1,)
+_OBJECT = (-1,)
 """Stands for the offsets of what is no tensor."""
 
 
 @dataclass(frozen=True, eq=False)
-class SavePlan:
+class WritePlan:
     """`picks` are positions in the list of parts, in the order of the file."""
 
     signature: Signature
     file: ShardFile
     picks: tuple[int, ...]
-    things: frozenset[str]
+    objects: frozenset[str]
 
 
-def signature_of(parts: Sequence[Part], things: Sequence[Thing]) -> Signature:
+def signature_of(parts: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> Signature:
     """Equal for two states that the same plan saves."""
     tensors = [(p.key, p.offsets, tuple(p.tensor.shape), str(p.tensor.dtype)) for p in parts]
-    return (*tensors, *((thing.key, (), (), "") for thing in things))
+    return (*tensors, *((thing.key, (), (), "") for thing in objects))
 
 
-def claims_of(parts: Sequence[Part], things: Sequence[Thing]) -> list[Claim]:
+def save_items_of(parts: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> list[SaveItem]:
     """What this rank holds and could write."""
-    claims = [
-        Claim(p.key, p.offsets, tuple(p.tensor.shape), p.shape, p.nbytes, str(p.tensor.dtype))
+    items = [
+        SaveItem(p.key, p.offsets, tuple(p.tensor.shape), p.shape, p.nbytes, str(p.tensor.dtype))
         for p in parts
     ]
-    return claims + [Claim(thing.key, _THING, (), (), 0) for thing in things]
+    return items + [SaveItem(thing.key, _OBJECT, (), (), 0) for thing in objects]
 
 
 def make_plan(
-    parts: Sequence[Part],
-    things: Sequence[Thing],
+    parts: Sequence[TensorEntry],
+    objects: Sequence[ObjectEntry],
     ranks: Ranks,
     order: Sequence[int],
-    everyones: Sequence[Sequence[Claim]],
-) -> SavePlan:
+    everyones: Sequence[Sequence[SaveItem]],
+) -> WritePlan:
     """Share out who writes what, given the claims of all ranks or of this one alone."""
     if len(everyones) == len(ranks.all):
-        mine = shares(everyones)[ranks.all.index(ranks.rank)]
+        mine = assign_writers(everyones)[ranks.all.index(ranks.rank)]
     else:
-        mine = {(claim.key, claim.offsets) for claim in claims_of(parts, things)}
+        mine = {(claim.key, claim.offsets) for claim in save_items_of(parts, objects)}
     picks = tuple(i for i in order if (parts[i].key, parts[i].offsets) in mine)
-    return SavePlan(
-        signature_of(parts, things),
-        ShardFile([Place.of(parts[i]) for i in picks]),
+    return WritePlan(
+        signature_of(parts, objects),
+        ShardFile([ShardSpec.of(parts[i]) for i in picks]),
         picks,
-        frozenset(thing.key for thing in things if (thing.key, _THING) in mine),
+        frozenset(thing.key for thing in objects if (thing.key, _OBJECT) in mine),
     )
 
 
-def extra_of(extra: Mapping[str, object], rank: int) -> Thing:
+def extra_entry(extra: Mapping[str, object], rank: int) -> ObjectEntry:
     """What the user wants to have back beside the state, of each rank its own."""
-    return Thing(extra_key(rank), ("resihp", "extra", str(rank)), extra)
+    return ObjectEntry(extra_key(rank), ("resihp", "extra", str(rank)), extra)
 
 
 def extra_key(rank: int) -> str:
@@ -75,10 +75,10 @@ def extra_key(rank: int) -> str:
     return f"resihp.extra.{rank}"
 
 
-def frozen(things: Iterable[Thing]) -> Callable[[int], tuple[tuple[Entry, ...], bytes]]:
+def frozen(objects: Iterable[ObjectEntry]) -> Callable[[int], tuple[tuple[IndexEntry, ...], bytes]]:
     """The things as they are now; they are encoded when somebody asks, from the byte given."""
-    kept = [Thing(thing.key, thing.path, copy.deepcopy(thing.value)) for thing in things]
-    return lambda start: encode_things(kept, start)
+    kept = [ObjectEntry(thing.key, thing.path, copy.deepcopy(thing.value)) for thing in objects]
+    return lambda start: encode_objects(kept, start)
 
 
 def buffer_addresses(modules: Iterable[object]) -> set[int]:

@@ -14,23 +14,23 @@ from typing import NamedTuple
 
 from resihp.contracts import CheckpointError, ContractError
 
-from .counters import Said
-from .ranks import Claim, Ranks, shares
-from .staging.filling import Filling
+from .counters import ProblemLog
+from .ranks import Ranks, SaveItem, assign_writers
+from .staging.in_flight import InFlightCheckpoint
 
 PATIENCE_S = 60.0
 """Longest wait of a rank with new shapes for the others to come to the same save."""
 
 
-class Told(NamedTuple):
+class GatheredItems(NamedTuple):
     """What all ranks hold, and which time it is that they say so."""
 
     version: int
-    claims: Sequence[Sequence[Claim]]
+    items: Sequence[Sequence[SaveItem]]
 
 
 @dataclass(eq=False)
-class Ballot:
+class Vote:
     """One rank's part in the round of one save.
 
     claims    what it holds; None where that cannot be saved
@@ -39,33 +39,35 @@ class Ballot:
     told      what all hold, if they say so in this round
     """
 
-    claims: Callable[[], Sequence[Claim] | None]
+    items: Callable[[], Sequence[SaveItem] | None]
     version: int | None
-    begun: Future[Filling | None] = field(default_factory=Future)
-    told: Future[Told] = field(default_factory=Future)
+    begun: Future[InFlightCheckpoint | None] = field(default_factory=Future)
+    told: Future[GatheredItems] = field(default_factory=Future)
 
 
-class Agreement:
+class VoteQueue:
     """The rounds, one after the other in a thread of their own.
 
     give_up  called with what this rank has begun and another takes no part in
     newest   what was told last
     """
 
-    def __init__(self, ranks: Ranks, said: Said, give_up: Callable[[Filling], None]) -> None:
-        self._ranks, self._said, self._give_up = ranks, said, give_up
+    def __init__(
+        self, ranks: Ranks, said: ProblemLog, give_up: Callable[[InFlightCheckpoint], None]
+    ) -> None:
+        self._ranks, self._problems, self._give_up = ranks, said, give_up
         self._thread = ThreadPoolExecutor(1, "resihp-checkpoint-agree")
-        self.newest = Told(0, ())
+        self.newest = GatheredItems(0, ())
 
-    def cast(self, ballot: Ballot) -> None:
+    def cast(self, vote: Vote) -> None:
         """Take part in the next round."""
-        self._thread.submit(self._round, ballot)
+        self._thread.submit(self._round, vote)
 
-    def ask(self, ballot: Ballot) -> Told:
+    def ask(self, vote: Vote) -> GatheredItems:
         """Take part in the next round, and let all ranks say what they hold; what they said."""
-        self.cast(ballot)
+        self.cast(vote)
         try:
-            return ballot.told.result(PATIENCE_S)
+            return vote.told.result(PATIENCE_S)
         except TimeoutError:
             raise CheckpointError("the other ranks have not come to the same save") from None
 
@@ -73,43 +75,43 @@ class Agreement:
         """Take part in no more."""
         self._thread.shutdown(wait=False)
 
-    def _round(self, ballot: Ballot) -> None:
+    def _round(self, vote: Vote) -> None:
         try:
-            is_agreed = self._all_ready(ballot)
+            is_agreed = self._all_ready(vote)
         except RuntimeError as problem:
-            self._said.problem("agreement of the ranks", problem)
-            if not ballot.told.done():
-                ballot.told.set_exception(problem)
+            self._problems.problem("votes of the ranks", problem)
+            if not vote.told.done():
+                vote.told.set_exception(problem)
             return
-        filling = ballot.begun.result()
-        if filling is not None and not is_agreed:
-            self._give_up(filling)
+        checkpoint = vote.begun.result()
+        if checkpoint is not None and not is_agreed:
+            self._give_up(checkpoint)
 
-    def _all_ready(self, ballot: Ballot) -> bool:
-        ranks, has_plan = self._ranks, ballot.version is not None
-        if ranks.all_ready(has_plan and self._is_ready(ballot)):
+    def _all_ready(self, vote: Vote) -> bool:
+        ranks, has_plan = self._ranks, vote.version is not None
+        if ranks.all_ready(has_plan and self._is_ready(vote)):
             return True
         if ranks.all_ready(has_plan):
             return False
         try:
-            claims = _usable(ranks.gather_behind(ballot.claims()))
+            items = _usable(ranks.gather_in_background(vote.items()))
         except ContractError as problem:  # the same on all ranks
-            ballot.told.set_exception(problem)
+            vote.told.set_exception(problem)
             return False
-        self.newest = Told(self.newest.version + 1, claims)
-        ballot.told.set_result(self.newest)
-        return ranks.all_ready(not has_plan and self._is_ready(ballot))
+        self.newest = GatheredItems(self.newest.version + 1, items)
+        vote.told.set_result(self.newest)
+        return ranks.all_ready(not has_plan and self._is_ready(vote))
 
-    def _is_ready(self, ballot: Ballot) -> bool:
+    def _is_ready(self, vote: Vote) -> bool:
         """Ready, and by the newest plan."""
-        has_begun = ballot.begun.result() is not None
-        return has_begun and ballot.version in (None, self.newest.version)
+        has_begun = vote.begun.result() is not None
+        return has_begun and vote.version in (None, self.newest.version)
 
 
-def _usable(everyones: Sequence[Sequence[Claim] | None]) -> Sequence[Sequence[Claim]]:
+def _usable(everyones: Sequence[Sequence[SaveItem] | None]) -> Sequence[Sequence[SaveItem]]:
     """What all ranks hold. Raises `ContractError` where that cannot be shared out."""
-    claims = [held for held in everyones if held is not None]
-    if len(claims) < len(everyones):
+    items = [held for held in everyones if held is not None]
+    if len(items) < len(everyones):
         raise ContractError("state", "not every rank's can be saved")
-    shares(claims)
-    return claims
+    assign_writers(items)
+    return items

@@ -15,12 +15,12 @@ import fsspec
 
 from resihp.contracts import CheckpointError, ContractError
 
-from ..format.index import CHUNK_BYTES, Index, read_index
+from ..format.index import CHUNK_BYTES, FileIndex, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
-from ..lineage import Found, Lineage, joined, lineage_json, outlived, read_lineage
-from ..staging.filling import Filling
-from .contract import valid_keep
-from .folder import step_name, step_of
+from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
+from ..staging.in_flight import InFlightCheckpoint
+from .checkpoint_folder import step_name, step_of
+from .level import valid_keep
 
 
 class SharedStorage:
@@ -45,32 +45,32 @@ class SharedStorage:
         except (ValueError, ImportError) as problem:
             raise ContractError("url", f"{url}: {problem}") from problem
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Upload file and index; the rank that comes last writes `.metadata` and drops old ones."""
-        me = filling.identity
+        me = checkpoint.identity
         folder = f"{self._root}/{step_name(me.step)}"
         self._fs.makedirs(folder, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{folder}/{METADATA}")
         with self._fs.open(f"{folder}/{data_name(me.rank)}", "wb") as file:
-            index = self._send(filling, file)
+            index = self._send(checkpoint, file)
         self._fs.pipe_file(f"{folder}/{index_name(me.rank)}", index.to_json().encode())
         if self._publish(folder, index):
             self._drop_old(me.step)
 
-    def _send(self, filling: Filling, file: IO[bytes]) -> Index:
-        if filling.stored is not None:
-            index = filling.index()
+    def _send(self, checkpoint: InFlightCheckpoint, file: IO[bytes]) -> FileIndex:
+        if checkpoint.stored is not None:
+            index = checkpoint.index()
             for start in range(0, index.file_bytes, CHUNK_BYTES):
-                file.write(os.pread(filling.stored, CHUNK_BYTES, start))
+                file.write(os.pread(checkpoint.stored, CHUNK_BYTES, start))
             return index
-        for number in range(filling.count):
-            filling.take(number)
-            file.write(filling.chunk(number))
-        file.write(filling.section)
-        return filling.index()
+        for number in range(checkpoint.count):
+            checkpoint.take(number)
+            file.write(checkpoint.chunk(number))
+        file.write(checkpoint.section)
+        return checkpoint.index()
 
-    def _publish(self, folder: str, own: Index) -> bool:
+    def _publish(self, folder: str, own: FileIndex) -> bool:
         indexes = []
         for rank in own.ranks:
             try:
@@ -79,20 +79,22 @@ class SharedStorage:
                 return False
         if any(index.run != own.run for index in indexes):
             return False  # a file of a former run of the job, soon to be written anew
-        lineage = joined(index.lineage for index in indexes)
+        lineage = merged_lineage(index.lineage for index in indexes)
         self._fs.pipe_file(f"{folder}/{LINEAGE}", lineage_json(lineage))
         self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes))
         return True
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[StoredCheckpoint]:
         """The complete checkpoints of the storage."""
-        return [Found(step, self._lineage(step)) for step, whole in self._folders() if whole]
+        return [
+            StoredCheckpoint(step, self._lineage(step)) for step, whole in self._folders() if whole
+        ]
 
     def steps(self) -> list[int]:
         """Steps of which the storage holds a complete checkpoint."""
         return [step for step, is_whole in self._folders() if is_whole]
 
-    def open(self, step: int) -> SharedSource:
+    def open(self, step: int) -> SharedStorageReader:
         """Raises `OSError` or `CheckpointError` where it cannot be read."""
         folder = f"{self._root}/{step_name(step)}"
         indexes = {rank: self._index(folder, rank) for rank in self._ranks(folder)}
@@ -102,7 +104,9 @@ class SharedStorage:
             raise CheckpointError(f"{folder}: {lost or 'every index'} missing")
         if len({indexes[rank].run for rank in wanted}) > 1:
             raise CheckpointError(f"{folder}: its files are of different runs")
-        return SharedSource(self._fs, folder, {rank: indexes[rank] for rank in sorted(wanted)})
+        return SharedStorageReader(
+            self._fs, folder, {rank: indexes[rank] for rank in sorted(wanted)}
+        )
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -117,14 +121,14 @@ class SharedStorage:
         for rank in self._ranks(folder):
             with contextlib.suppress(FileNotFoundError, UnicodeError, CheckpointError):
                 indexes.append(self._index(folder, rank))
-        return joined(index.lineage for index in indexes)
+        return merged_lineage(index.lineage for index in indexes)
 
     def _ranks(self, folder: str) -> list[int]:
         """Those of whom there is an index."""
         names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
         return sorted(int(n[2:].split(".")[0]) for n in names if n.endswith(".index.json"))
 
-    def _index(self, folder: str, rank: int) -> Index:
+    def _index(self, folder: str, rank: int) -> FileIndex:
         path = f"{folder}/{index_name(rank)}"
         return read_index(self._fs.cat_file(path).decode(), path)
 
@@ -142,7 +146,7 @@ class SharedStorage:
     def _drop_old(self, published: int) -> None:
         """Whatever is abandoned, unfinished before the published one, or not of the best `keep`."""
         found = self.found()
-        dropped = outlived(found, self._keep) - {published}
+        dropped = expired(found, self._keep) - {published}
         oldest = min({one.step for one in found} - dropped | {published})
         for step, is_whole in list(self._folders()):
             if step in dropped or (not is_whole and step < oldest):
@@ -153,10 +157,10 @@ class SharedStorage:
                     self._fs.rm(folder, recursive=True)
 
 
-class SharedSource:
+class SharedStorageReader:
     """A checkpoint on shared storage, read by ranges."""
 
-    def __init__(self, fs: Any, folder: str, indexes: Mapping[int, Index]) -> None:
+    def __init__(self, fs: Any, folder: str, indexes: Mapping[int, FileIndex]) -> None:
         self._fs, self._folder, self.indexes = fs, folder, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:

@@ -9,25 +9,29 @@ from typing import Any
 
 import torch
 
-from ..parts import Part, Path, State, is_stateful
-from .read import Located
+from ..state_dict import Path, State, TensorEntry, is_stateful
+from .shard_reader import Located
 
 
-def absent_parts(into: State, entries: Sequence[Located], known: AbstractSet[str]) -> list[Part]:
+def absent_tensors(
+    into: State, entries: Sequence[Located], known: AbstractSet[str]
+) -> list[TensorEntry]:
     """Whole tensors that a `Stateful` value of `into` has not got yet, newly made.
 
     An optimizer that has never stepped has no moments; they are made here.
     """
-    made: dict[str, Part] = {}
+    made: dict[str, TensorEntry] = {}
     for _, entry in entries:
         if entry.dtype is not None and entry.key not in known and _is_owned(into, entry.path):
             tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             zeros = (0,) * len(entry.shape)
-            made.setdefault(entry.key, Part(entry.key, entry.path, entry.shape, zeros, tensor))
+            made.setdefault(
+                entry.key, TensorEntry(entry.key, entry.path, entry.shape, zeros, tensor)
+            )
     return list(made.values())
 
 
-def absent_things(into: State, entries: Sequence[Located]) -> dict[str, Path]:
+def absent_objects(into: State, entries: Sequence[Located]) -> dict[str, Path]:
     """Other values that belong to a `Stateful` value of `into`."""
     return {
         entry.key: entry.path
@@ -48,7 +52,7 @@ def set_at(state: Mapping[str, object], path: Path, value: object) -> None:
     _put(at, path[-1], value)
 
 
-def give_back(into: State, state: Mapping[str, object]) -> None:
+def load_into(into: State, state: Mapping[str, object]) -> None:
     """Let `Stateful` values load what was read, and put plain values into the mapping given."""
     if not isinstance(into, Mapping):
         return

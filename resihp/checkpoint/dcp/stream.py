@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..format.checksum import checksum
-from ..format.index import CHUNK_BYTES, Index, spans
+from ..format.index import CHUNK_BYTES, FileIndex, spans
 from ..format.metadata import data_name, index_name
 from ..format.shard_file import ShardFile, flat_bytes
 from ..levels.direct_file import DirectFile, sync_folder, write_whole
@@ -22,7 +22,7 @@ WRITERS = 2
 
 
 def write_stream(
-    folder: Path, index: Index, file: ShardFile, tensor: Callable[[int], Tensor], section: bytes
+    folder: Path, index: FileIndex, file: ShardFile, tensor: Callable[[int], Tensor], section: bytes
 ) -> None:
     """Write the file of `index` and the index itself, both on the medium when this returns.
 
@@ -87,11 +87,13 @@ class _Stream:
             start, stop = self._file.chunks[number]
             view = buffer.view[: stop - start]
             self._file.put_frames(number, buffer.tensor)
-            for cut in self._file.cuts[number]:
-                if cut.tensor != held:
-                    held, source = cut.tensor, flat_bytes(self._tensor(cut.tensor))
-                goal = buffer.tensor[cut.at - start : cut.at - start + cut.stop - cut.start]
-                goal.copy_(source[cut.start : cut.stop])
+            for segment in self._file.segments[number]:
+                if segment.tensor != held:
+                    held, source = segment.tensor, flat_bytes(self._tensor(segment.tensor))
+                goal = buffer.tensor[
+                    segment.at - start : segment.at - start + segment.stop - segment.start
+                ]
+                goal.copy_(source[segment.start : segment.stop])
             self.sums[number] = checksum([view])
             self._target.write([view], start)
 

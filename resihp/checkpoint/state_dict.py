@@ -56,7 +56,7 @@ State: TypeAlias = Mapping[str, object] | Sequence[ShardedTensorPiece]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TensorEntry:
     """A piece of a tensor, with the way to it in the state dict."""
 
     key: str
@@ -77,7 +77,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Thing:
+class ObjectEntry:
     """Anything that is no tensor."""
 
     key: str
@@ -85,22 +85,22 @@ class Thing:
     value: object
 
 
-def collect(state: State) -> tuple[list[Part], list[Thing]]:
+def collect(state: State) -> tuple[list[TensorEntry], list[ObjectEntry]]:
     """All parts and things of a state, in its order. Raises `ContractError` for a name twice."""
-    parts: list[Part] = []
-    things: list[Thing] = []
+    parts: list[TensorEntry] = []
+    objects: list[ObjectEntry] = []
     for path, value in _leaves(opened(state)):
         found = _part(path, value)
         if found is None:
-            things.append(Thing(name(path), path, value))
+            objects.append(ObjectEntry(name(path), path, value))
         else:
             parts += found
     boxes = [(part.key, part.offsets) for part in parts]
-    names = [thing.key for thing in things]
+    names = [thing.key for thing in objects]
     for seen in (boxes, names):
         if len(set(seen)) < len(seen):
             raise ContractError(str(_twice(seen)), "occurs twice in the state")
-    return parts, things
+    return parts, objects
 
 
 def opened(state: State) -> Mapping[str, object]:
@@ -165,20 +165,20 @@ def _is_open(value: Iterable[object]) -> bool:
     )
 
 
-def _part(path: Path, value: object) -> list[Part] | None:
+def _part(path: Path, value: object) -> list[TensorEntry] | None:
     """The local parts of a tensor; None for what is none."""
     if isinstance(value, ShardedTensorPiece):
         if not value.tensor.numel() and 0 not in value.global_shape:
             return []
         tensor = value.tensor.detach()
         shape, offsets = tuple(value.global_shape), tuple(value.offsets)
-        return [Part(value.key, (value.key,), shape, offsets, tensor)]
+        return [TensorEntry(value.key, (value.key,), shape, offsets, tensor)]
     if isinstance(value, DTensor):
         return _dtensor(path, value)
     if isinstance(value, Tensor):
         _check_plain(path, value)
         shape = tuple(value.shape)
-        return [Part(name(path), path, shape, (0,) * len(shape), value.detach())]
+        return [TensorEntry(name(path), path, shape, (0,) * len(shape), value.detach())]
     return None
 
 
@@ -203,14 +203,14 @@ def _check_pieces(state: object) -> None:
         raise ContractError("state", f"a mapping or a list of ShardedTensorPiece, not {kind}")
 
 
-def _dtensor(path: Path, value: DTensor) -> list[Part]:
+def _dtensor(path: Path, value: DTensor) -> list[TensorEntry]:
     if value.device_mesh.get_coordinate() is None:
         return []
     local = value.to_local().detach()
     if not local.numel():
         return []
     (chunk,) = value.__create_chunk_list__()
-    return [Part(name(path), path, tuple(value.shape), tuple(chunk.offsets), local)]
+    return [TensorEntry(name(path), path, tuple(value.shape), tuple(chunk.offsets), local)]
 
 
 _T = TypeVar("_T")

@@ -7,16 +7,16 @@ from typing import Protocol
 
 from resihp.contracts import ContractError
 
-from ..format.index import Index
-from ..lineage import Found
-from ..staging.filling import Filling
+from ..format.index import FileIndex
+from ..history import StoredCheckpoint
+from ..staging.in_flight import InFlightCheckpoint
 
 
-class Source(Protocol):
+class CheckpointReader(Protocol):
     """One complete checkpoint, ready to be read."""
 
     @property
-    def indexes(self) -> Mapping[int, Index]:
+    def indexes(self) -> Mapping[int, FileIndex]:
         """The index of every rank's file."""
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
@@ -39,19 +39,19 @@ class Level(Protocol):
     after_disk: bool
     patience: int
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Store a checkpoint and make it visible as a whole. Raises `OSError` or what ended it.
 
-        Says with `filling.done_with` which chunks it needs no more.
+        Says with `checkpoint.done_with` which chunks it needs no more.
         """
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[StoredCheckpoint]:
         """The complete checkpoints that this level holds, of each step one at most."""
 
     def steps(self) -> list[int]:
         """Their steps, ascending."""
 
-    def open(self, step: int) -> Source:
+    def open(self, step: int) -> CheckpointReader:
         """Raises `OSError` or `CheckpointError` where it cannot be read."""
 
     def close(self) -> None:

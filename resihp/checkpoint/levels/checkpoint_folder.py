@@ -23,9 +23,9 @@ from pathlib import Path
 
 from resihp.contracts import CheckpointError
 
-from ..format.index import Index, read_index
+from ..format.index import FileIndex, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
-from ..lineage import Found, Lineage, joined, lineage_json, outlived, read_lineage
+from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
 from .direct_file import DirectFile, sync_folder, write_whole
 
 _PREFIX = "step-"
@@ -42,13 +42,13 @@ def step_of(name: str) -> int | None:
     return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
 
 
-def found_in(root: Path) -> list[Found]:
+def found_in(root: Path) -> list[StoredCheckpoint]:
     """The complete checkpoints, in the order of their steps."""
     if not root.is_dir():
         return []
     found = [(step_of(path.name), path) for path in sorted(root.iterdir())]
     return [
-        Found(step, _lineage(path))
+        StoredCheckpoint(step, _lineage(path))
         for step, path in found
         if step is not None and (path / METADATA).exists()
     ]
@@ -76,7 +76,7 @@ def part_folder(root: Path, step: int, run: str) -> Path:
     return part
 
 
-def publish(root: Path, part: Path, own: Index) -> bool:
+def publish(root: Path, part: Path, own: FileIndex) -> bool:
     """Put this rank's index in place, and publish if it is the last one. Whether it was."""
     write_whole(part / index_name(own.rank), own.to_json().encode())
     sync_folder(part)
@@ -88,16 +88,16 @@ def publish(root: Path, part: Path, own: Index) -> bool:
     except FileNotFoundError:
         return False  # another rank, as late as this one, is about to publish
     indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
-    lineage = joined(index.lineage for index in indexes)
+    lineage = merged_lineage(index.lineage for index in indexes)
     if _lineage(root / step_name(own.step)).born > lineage.born:
         shutil.rmtree(claimed, ignore_errors=True)  # late, from a past that was given up
         return False
     write_whole(claimed / LINEAGE, lineage_json(lineage))
-    reveal(claimed, root / step_name(own.step), to_metadata(indexes))
+    publish_folder(claimed, root / step_name(own.step), to_metadata(indexes))
     return True
 
 
-def reveal(part: Path, final: Path, metadata: bytes) -> None:
+def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
     """Make a folder visible under its name, in place of any that has it."""
     write_whole(part / METADATA, metadata)
     sync_folder(part)
@@ -107,14 +107,14 @@ def reveal(part: Path, final: Path, metadata: bytes) -> None:
     sync_folder(final.parent)
 
 
-def drop_old(root: Path, keep: int, published: Index) -> None:
+def drop_old(root: Path, keep: int, published: FileIndex) -> None:
     """Retire what is abandoned and all but the best `keep`; delete what was retired before.
 
     What this lineage left unfinished before the published one goes, too: every rank is past it.
     """
     for path in root.glob(".step-*.retired"):
         _delete(path)
-    for step in outlived(found_in(root), keep) - {published.step}:
+    for step in expired(found_in(root), keep) - {published.step}:
         _retire(root / step_name(step))
     for path in _parts_of(root, published.run):
         step_of_part = step_of(path.name.split(".")[1])
@@ -148,12 +148,12 @@ def reuse(root: Path, target: Path) -> None:
         return
 
 
-class FolderSource:
+class FolderReader:
     """A published checkpoint, read past the page cache."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[int, DirectFile] = {}
-        self.indexes: Mapping[int, Index] = _read_all(folder)
+        self.indexes: Mapping[int, FileIndex] = _read_all(folder)
         for rank in self.indexes:
             self._files[rank] = DirectFile.existing(folder / data_name(rank))
 
@@ -167,7 +167,7 @@ class FolderSource:
             file.close()
 
 
-def _read_all(folder: Path) -> dict[int, Index]:
+def _read_all(folder: Path) -> dict[int, FileIndex]:
     paths: Sequence[Path] = sorted(folder.glob("__*.index.json"))
     found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
     indexes = {index.rank: index for index in found}
@@ -180,7 +180,7 @@ def _read_all(folder: Path) -> dict[int, Index]:
     return indexes
 
 
-def _read(folder: Path, rank: int) -> Index:
+def _read(folder: Path, rank: int) -> FileIndex:
     return read_index((folder / index_name(rank)).read_text(), f"{folder}, rank {rank}")
 
 
@@ -197,7 +197,7 @@ def _lineage(folder: Path) -> Lineage:
     for path in folder.glob("__*.index.json"):
         with contextlib.suppress(OSError, UnicodeError, CheckpointError):
             indexes.append(read_index(path.read_text(), str(path)))
-    return joined(index.lineage for index in indexes)
+    return merged_lineage(index.lineage for index in indexes)
 
 
 def _retire(folder: Path) -> None:

@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 
 from ..format.checksum import ROW_BYTES, checksum
-from ..format.shard_file import Cut, flat_bytes
-from .filling import Filling
-from .progress import Stage
+from ..format.shard_file import ChunkSegment, flat_bytes
+from .chunk_progress import ChunkState
+from .in_flight import InFlightCheckpoint
 
 Put = Callable[[list[memoryview], int], None]
 """Writes these bytes from a chunk on."""
 
 
-class Straight:
+class ZeroCopyChunks:
     """Chunks for one thread of a level: from the tensors before the fence, else from the buffer.
 
     What shares a row of the file (4 KiB) with something else goes through the buffer, and so does
     a tensor whose memory is not congruent with its place in the file.
     """
 
-    def __init__(self, filling: Filling) -> None:
-        self._filling = filling
+    def __init__(self, checkpoint: InFlightCheckpoint) -> None:
+        self._checkpoint = checkpoint
         self._held, self._source = -1, torch.empty(0)
 
     def write(self, first: int, stop: int, put: Put) -> None:
@@ -43,25 +43,25 @@ class Straight:
 
     def _claim(self, first: int, stop: int) -> tuple[bool, int]:
         """True: chunks up to this one are ours to read from the tensors; False: they are copied."""
-        filling = self._filling
-        with filling.changed:
-            while filling.problem is None:
-                if filling.progress[first] is Stage.COPIED:
+        checkpoint = self._checkpoint
+        with checkpoint.changed:
+            while checkpoint.problem is None:
+                if checkpoint.progress[first] is ChunkState.COPIED:
                     return False, self._until(first, stop, self._is_copied)
                 if self._is_free(first):
                     end = self._until(first, stop, self._is_free)
                     for number in range(first, end):
-                        filling.progress.set(number, Stage.COPYING)
+                        checkpoint.progress.set(number, ChunkState.COPYING)
                     return True, end
-                filling.changed.wait()
-            raise filling.problem
+                checkpoint.changed.wait()
+            raise checkpoint.problem
 
     def _is_copied(self, number: int) -> bool:
-        return self._filling.progress[number] is Stage.COPIED
+        return self._checkpoint.progress[number] is ChunkState.COPIED
 
     def _is_free(self, number: int) -> bool:
-        is_open = self._filling.progress[number] is Stage.OPEN
-        return is_open and self._filling.pace is not None and self._filling.has_room(number)
+        is_open = self._checkpoint.progress[number] is ChunkState.OPEN
+        return is_open and self._checkpoint.pace is not None and self._checkpoint.has_room(number)
 
     @staticmethod
     def _until(first: int, stop: int, is_alike: Callable[[int], bool]) -> int:
@@ -69,8 +69,8 @@ class Straight:
 
     def _from_buffer(self, numbers: range, put: Put) -> None:
         for number in numbers:
-            self._filling.checksum(number)
-        put([self._filling.chunk(number) for number in numbers], numbers[0])
+            self._checkpoint.checksum(number)
+        put([self._checkpoint.chunk(number) for number in numbers], numbers[0])
 
     def _from_tensors(self, numbers: range, put: Put) -> None:
         views = self._views(numbers)
@@ -81,54 +81,54 @@ class Straight:
 
     def _views(self, numbers: range) -> list[list[memoryview]]:
         """Fill the buffer where chunks need it; from then on the fence may take them over."""
-        stage = Stage.OPEN
+        stage = ChunkState.OPEN
         try:
             views = [list(self._parts(number)) for number in numbers]
-            stage = Stage.STRAIGHT
+            stage = ChunkState.ZERO_COPY
         finally:
             self._move(numbers, stage)
         return views
 
     def _overtaken(self, numbers: range, sums: Sequence[int]) -> list[int]:
         """Note what was written while the tensors stood still; the others."""
-        filling = self._filling
-        with filling.changed:
-            still = [filling.progress[number] is Stage.STRAIGHT for number in numbers]
+        checkpoint = self._checkpoint
+        with checkpoint.changed:
+            still = [checkpoint.progress[number] is ChunkState.ZERO_COPY for number in numbers]
             for number, value, is_still in zip(numbers, sums, still, strict=True):
                 if is_still:
-                    filling.note_checksum(number, value)
-                    filling.move(number, Stage.STORED)
+                    checkpoint.note_checksum(number, value)
+                    checkpoint.move(number, ChunkState.STORED)
         return [number for number, is_still in zip(numbers, still, strict=True) if not is_still]
 
-    def _move(self, numbers: range, stage: Stage) -> None:
-        with self._filling.changed:  # who waits is woken once
+    def _move(self, numbers: range, stage: ChunkState) -> None:
+        with self._checkpoint.changed:  # who waits is woken once
             for number in numbers:
-                self._filling.move(number, stage)
+                self._checkpoint.move(number, stage)
 
     def _parts(self, number: int) -> Iterator[memoryview]:
-        file, buffer = self._filling.file, self._filling.slot.buffer
-        self._filling.slot.frame(number)
+        file, buffer = self._checkpoint.file, self._checkpoint.slot.buffer
+        self._checkpoint.slot.frame(number)
         at, stop = file.chunks[number]
-        for cut in file.cuts[number]:
-            source = self._bytes(cut.tensor)[cut.start : cut.stop]
-            low, high = self._in_place(cut, source)
-            buffer.tensor[cut.at : low].copy_(source[: low - cut.at])
-            buffer.tensor[high : cut.at + len(source)].copy_(source[high - cut.at :])
+        for segment in file.segments[number]:
+            source = self._bytes(segment.tensor)[segment.start : segment.stop]
+            low, high = self._in_place(segment, source)
+            buffer.tensor[segment.at : low].copy_(source[: low - segment.at])
+            buffer.tensor[high : segment.at + len(source)].copy_(source[high - segment.at :])
             if low < high:
                 yield buffer.view[at:low]
-                yield source.numpy().data[low - cut.at : high - cut.at]
+                yield source.numpy().data[low - segment.at : high - segment.at]
                 at = high
         yield buffer.view[at:stop]
 
-    def _in_place(self, cut: Cut, source: Tensor) -> tuple[int, int]:
+    def _in_place(self, segment: ChunkSegment, source: Tensor) -> tuple[int, int]:
         """First and last byte (exclusive) of the file that are rows of this tensor alone."""
-        end = cut.at + cut.stop - cut.start
-        low, high = -(-cut.at // ROW_BYTES) * ROW_BYTES, end // ROW_BYTES * ROW_BYTES
-        if (source.data_ptr() - cut.at) % ROW_BYTES or low >= high:
+        end = segment.at + segment.stop - segment.start
+        low, high = -(-segment.at // ROW_BYTES) * ROW_BYTES, end // ROW_BYTES * ROW_BYTES
+        if (source.data_ptr() - segment.at) % ROW_BYTES or low >= high:
             return end, end
         return low, high
 
     def _bytes(self, tensor: int) -> Tensor:
         if tensor != self._held:
-            self._held, self._source = tensor, flat_bytes(self._filling.sources[tensor])
+            self._held, self._source = tensor, flat_bytes(self._checkpoint.sources[tensor])
         return self._source

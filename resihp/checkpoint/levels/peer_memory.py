@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from resihp.contracts import CheckpointError, ContractError
 
-from ..format.index import Index, read_index
-from ..lineage import Found, joined, living
-from ..staging.filling import Filling
-from .memory import HostMemory, ImageStore
-from .peer_server import PeerServer
-from .wire import Address, Line
+from ..format.index import FileIndex, read_index
+from ..history import StoredCheckpoint, best_first, merged_lineage
+from ..staging.in_flight import InFlightCheckpoint
+from .host_memory import HostMemory, ImageStore
+from .peer_server import Address, Connection, PeerServer
 
 
 class PeerMemory:
@@ -61,7 +60,7 @@ class PeerMemory:
         )
         self._addresses: Mapping[int, Address] = {}
         self._target: Address | None = None
-        self._line: Line | None = None
+        self._line: Connection | None = None
 
     @property
     def address(self) -> Address:
@@ -91,48 +90,50 @@ class PeerMemory:
         addresses = {rank: (host, port) for rank, (host, port), _ in told}
         self.connect(dist.get_rank(), addresses, distance=distance)
 
-    def put(self, filling: Filling) -> None:
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Send each chunk as soon as it is copied; the peer verifies what arrived."""
         if self._target is None:
             raise CheckpointError("no peer to send to")
         try:
             if self._line is None:
-                self._line = Line.to(self._target, self.token, self._timeout_s)
-            self._send(filling, self._line)
+                self._line = Connection.to(self._target, self.token, self._timeout_s)
+            self._send(checkpoint, self._line)
         except BaseException:
             self._hang_up()
             raise
 
-    def _send(self, filling: Filling, line: Line) -> None:
-        filling.take(0 if filling.count else -1)
-        line.send(do="put", tensor_bytes=filling.file.nbytes)
-        for number in range(filling.count):
-            filling.take(number)
-            line.send_bytes(filling.chunk(number))
-            filling.checksum(number)
-            filling.done_with(self.name, number + 1)
-        line.send(index=filling.index().to_json())
-        line.send_bytes(memoryview(filling.section))
+    def _send(self, checkpoint: InFlightCheckpoint, line: Connection) -> None:
+        checkpoint.take(0 if checkpoint.count else -1)
+        line.send(do="put", tensor_bytes=checkpoint.file.nbytes)
+        for number in range(checkpoint.count):
+            checkpoint.take(number)
+            line.send_bytes(checkpoint.chunk(number))
+            checkpoint.checksum(number)
+            checkpoint.done_with(self.name, number + 1)
+        line.send(index=checkpoint.index().to_json())
+        line.send_bytes(memoryview(checkpoint.section))
         line.receive()
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[StoredCheckpoint]:
         """Checkpoints of which the reachable ranks together hold every file."""
         whole = _whole(self._inventory())
-        newest = {one.step: one for one in reversed(living(whole))}
+        newest = {one.step: one for one in reversed(best_first(whole))}
         return [newest[step] for step in sorted(newest)]
 
     def steps(self) -> list[int]:
         """Steps of which the reachable ranks together hold every file."""
         return [found.step for found in self.found()]
 
-    def open(self, step: int) -> PeerSource:
+    def open(self, step: int) -> PeerReader:
         """Raises `CheckpointError` where no reachable rank holds any of it."""
         held = [(i, address) for i, address in self._inventory() if i.step == step]
-        best = living(_whole(held)) or living(Found(step, i.lineage) for i, _ in held)
+        best = best_first(_whole(held)) or best_first(
+            StoredCheckpoint(step, i.lineage) for i, _ in held
+        )
         if not best:
             raise CheckpointError(f"no reachable rank holds step {step}")
         of_run = {i.rank: (i, address) for i, address in held if i.run == best[0].lineage.run}
-        return PeerSource(of_run, self.token, self._timeout_s)
+        return PeerReader(of_run, self.token, self._timeout_s)
 
     def close(self) -> None:
         """Stop sending, and serving unless the server is another's."""
@@ -145,8 +146,8 @@ class PeerMemory:
             self._line.close()
         self._line = None
 
-    def _inventory(self) -> list[tuple[Index, Address]]:
-        found: list[tuple[Index, Address]] = []
+    def _inventory(self) -> list[tuple[FileIndex, Address]]:
+        found: list[tuple[FileIndex, Address]] = []
         for address in self._addresses.values():
             with (
                 contextlib.suppress(OSError, CheckpointError),
@@ -158,16 +159,16 @@ class PeerMemory:
         return found
 
 
-class PeerSource:
+class PeerReader:
     """A checkpoint in the memory of several processes."""
 
     def __init__(
-        self, held: Mapping[int, tuple[Index, Address]], token: str, timeout_s: float
+        self, held: Mapping[int, tuple[FileIndex, Address]], token: str, timeout_s: float
     ) -> None:
         self.indexes = {rank: index for rank, (index, _) in held.items()}
         self._addresses = {rank: address for rank, (_, address) in held.items()}
         self._token, self._timeout_s = token, timeout_s
-        self._idle: dict[Address, list[Line]] = {}
+        self._idle: dict[Address, list[Connection]] = {}
         self._lock = Lock()
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
@@ -176,7 +177,7 @@ class PeerSource:
         with self._lock:
             idle = self._idle.setdefault(address, [])
             line = idle.pop() if idle else None
-        line = line or Line.to(address, self._token, self._timeout_s)
+        line = line or Connection.to(address, self._token, self._timeout_s)
         line.send(do="get", rank=rank, step=step, start=start, count=len(into))
         line.receive()
         line.receive_into(into)
@@ -190,13 +191,13 @@ class PeerSource:
                 line.close()
 
 
-def _whole(inventory: Iterable[tuple[Index, Address]]) -> list[Found]:
+def _whole(inventory: Iterable[tuple[FileIndex, Address]]) -> list[StoredCheckpoint]:
     """The checkpoints of which every rank's file is there; files of different runs never mix."""
-    held: dict[tuple[int, str], list[Index]] = {}
+    held: dict[tuple[int, str], list[FileIndex]] = {}
     for index, _ in inventory:
         held.setdefault((index.step, index.run), []).append(index)
     return [
-        Found(step, joined(index.lineage for index in indexes))
+        StoredCheckpoint(step, merged_lineage(index.lineage for index in indexes))
         for (step, _), indexes in held.items()
         if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
     ]
@@ -204,7 +205,7 @@ def _whole(inventory: Iterable[tuple[Index, Address]]) -> list[Found]:
 
 @contextlib.contextmanager
 def _call(address: Address, token: str, timeout_s: float):  # type: ignore[no-untyped-def]
-    line = Line.to(address, token, timeout_s)
+    line = Connection.to(address, token, timeout_s)
     try:
         yield line
     finally:

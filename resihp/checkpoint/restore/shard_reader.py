@@ -14,21 +14,21 @@ from torch import Tensor
 
 from resihp.contracts import CheckpointDamagedError
 
-from ..format.index import CHUNK_BYTES, Entry, Index
+from ..format.index import CHUNK_BYTES, FileIndex, IndexEntry
 from ..format.shard_file import flat_bytes
-from ..levels.contract import Source
-from ..parts import Box, overlap
+from ..levels.level import CheckpointReader
 from ..staging.host_buffer import HostBuffer
+from ..state_dict import Box, overlap
 
 READERS = 4
 _BATCH_BYTES = 32 << 20
 
-Located = tuple[Index, Entry]
+Located = tuple[FileIndex, IndexEntry]
 """An entry, and the file that it is in."""
 
 
 @dataclass(frozen=True, eq=False)
-class Want:
+class TensorRequest:
     """A part of a tensor to be filled."""
 
     key: str
@@ -37,18 +37,18 @@ class Want:
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _ReadJob:
     """The bytes of an entry from `start` to `stop` hold what a want shares with it."""
 
-    want: Want
-    index: Index
-    entry: Entry
+    want: TensorRequest
+    index: FileIndex
+    entry: IndexEntry
     shared: Box
     start: int
     stop: int
 
 
-def missing_of(wants: Sequence[Want], entries: Sequence[Located]) -> list[str]:
+def missing_of(wants: Sequence[TensorRequest], entries: Sequence[Located]) -> list[str]:
     """What is wanted and not there, by name and place."""
     have: dict[int, int] = defaultdict(int)
     for job in _jobs(wants, entries):
@@ -60,7 +60,9 @@ def missing_of(wants: Sequence[Want], entries: Sequence[Located]) -> list[str]:
     ]
 
 
-def read_parts(source: Source, wants: Sequence[Want], entries: Sequence[Located]) -> None:
+def read_tensors(
+    source: CheckpointReader, wants: Sequence[TensorRequest], entries: Sequence[Located]
+) -> None:
     """Fill every want. Raises `CheckpointDamagedError` naming all bad shards that were met."""
     jobs = sorted(_jobs(wants, entries), key=lambda job: (job.index.rank, job.start))
     with ThreadPoolExecutor(READERS, "resihp-checkpoint-read") as pool:
@@ -76,22 +78,22 @@ def read_parts(source: Source, wants: Sequence[Want], entries: Sequence[Located]
         raise CheckpointDamagedError("its data", tuple(shards), damaged[0].problem)
 
 
-def read_thing(source: Source, index: Index, entry: Entry) -> object:
+def read_object(source: CheckpointReader, index: FileIndex, entry: IndexEntry) -> object:
     """A value that is no tensor. Like torch's reader, it trusts what the checkpoint pickles."""
     content = torch.empty(entry.length, dtype=torch.uint8)
-    _Chunks(source).copy(index, entry.start, content)
+    _ChunkReader(source).copy(index, entry.start, content)
     return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)
 
 
-class _Chunks:
+class _ChunkReader:
     """Reads and verifies chunks; keeps the last one, which neighbours ask for again."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointReader) -> None:
         self._source = source
         self._buffer = HostBuffer(CHUNK_BYTES)
         self._held: tuple[int, int] | None = None
 
-    def copy(self, index: Index, start: int, goal: Tensor) -> None:
+    def copy(self, index: FileIndex, start: int, goal: Tensor) -> None:
         """Fill `goal` (uint8, on the host) from byte `start` of the file on."""
         stop = start + goal.numel()
         number = _chunk_at(index, start)
@@ -105,7 +107,7 @@ class _Chunks:
             )
             start, number = end, number + 1
 
-    def _load(self, index: Index, number: int) -> None:
+    def _load(self, index: FileIndex, number: int) -> None:
         if self._held == (index.rank, number):
             return
         self._held = None
@@ -120,7 +122,7 @@ class _Chunks:
         self._held = (index.rank, number)
 
 
-def _damaged(index: Index, number: int, problem: str) -> CheckpointDamagedError:
+def _damaged(index: FileIndex, number: int, problem: str) -> CheckpointDamagedError:
     start, stop = index.chunks[number]
     shards = tuple(
         f"{entry.key} (file of rank {index.rank})"
@@ -130,14 +132,14 @@ def _damaged(index: Index, number: int, problem: str) -> CheckpointDamagedError:
     return CheckpointDamagedError(f"bytes {start}:{stop}", shards, problem)
 
 
-def _chunk_at(index: Index, at: int) -> int:
+def _chunk_at(index: FileIndex, at: int) -> int:
     if at < index.tensor_bytes:
         return at // CHUNK_BYTES
     before = -(-index.tensor_bytes // CHUNK_BYTES)
     return before + (at - index.tensor_bytes) // CHUNK_BYTES
 
 
-def _jobs(wants: Sequence[Want], entries: Sequence[Located]) -> Iterator[_Job]:
+def _jobs(wants: Sequence[TensorRequest], entries: Sequence[Located]) -> Iterator[_ReadJob]:
     by_key: dict[str, dict[Box, Located]] = defaultdict(dict)
     for index, entry in entries:
         if entry.dtype is not None:
@@ -149,7 +151,7 @@ def _jobs(wants: Sequence[Want], entries: Sequence[Located]) -> Iterator[_Job]:
                 yield _job(want, index, entry, shared)
 
 
-def _job(want: Want, index: Index, entry: Entry, shared: Box) -> _Job:
+def _job(want: TensorRequest, index: FileIndex, entry: IndexEntry, shared: Box) -> _ReadJob:
     """The shortest range of bytes that holds the shared box."""
     assert entry.dtype is not None
     width = getattr(torch, entry.dtype).itemsize
@@ -157,16 +159,16 @@ def _job(want: Want, index: Index, entry: Entry, shared: Box) -> _Job:
     strides = _strides(entry.sizes)
     low = sum(at * stride for at, stride in zip(inside, strides, strict=True))
     high = low + sum((n - 1) * stride for n, stride in zip(shared[1], strides, strict=True)) + 1
-    return _Job(want, index, entry, shared, entry.data + low * width, entry.data + high * width)
+    return _ReadJob(want, index, entry, shared, entry.data + low * width, entry.data + high * width)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
 
-def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+def _batches(jobs: Sequence[_ReadJob]) -> Iterator[list[_ReadJob]]:
     """Neighbours together, so that a chunk is read once or twice at most."""
-    batch: list[_Job] = []
+    batch: list[_ReadJob] = []
     held = 0
     for job in jobs:
         batch.append(job)
@@ -178,13 +180,13 @@ def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
         yield batch
 
 
-def _read_batch(source: Source, batch: Sequence[_Job]) -> None:
-    chunks = _Chunks(source)
+def _read_batch(source: CheckpointReader, batch: Sequence[_ReadJob]) -> None:
+    chunks = _ChunkReader(source)
     for job in batch:
         _read(chunks, job)
 
 
-def _read(chunks: _Chunks, job: _Job) -> None:
+def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     dtype: torch.dtype = getattr(torch, job.entry.dtype or "uint8")
     goal = _within(job.want, job.shared)
     is_dense = job.stop - job.start == goal.numel() * dtype.itemsize
@@ -197,7 +199,7 @@ def _read(chunks: _Chunks, job: _Job) -> None:
     goal.copy_(typed)
 
 
-def _within(want: Want, shared: Box) -> Tensor:
+def _within(want: TensorRequest, shared: Box) -> Tensor:
     goal = want.tensor.detach()
     for dim, (start, size) in enumerate(zip(*shared, strict=True)):
         goal = goal.narrow(dim, start - want.box[0][dim], size)

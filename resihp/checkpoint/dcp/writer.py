@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..format.index import Entry, Index
+from ..format.index import FileIndex, IndexEntry
 from ..format.metadata import data_name
-from ..format.shard_file import Place, ShardFile
-from ..levels.folder import reveal, step_of
-from ..lineage import Lineage
-from .stager import Stager, StateDict
+from ..format.shard_file import ShardFile, ShardSpec
+from ..history import Lineage
+from ..levels.checkpoint_folder import publish_folder, step_of
+from .stager import DcpStager, StateDict
 from .stream import write_stream
 
 
@@ -69,7 +69,7 @@ class LazyWriter(StorageWriter, AsyncStager):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self._path = Path(path)
-        self._stager = Stager()
+        self._stager = DcpStager()
         self._save = _Save()
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
@@ -132,14 +132,14 @@ class LazyWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assigned: _Assigned = plan.storage_data
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        things = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         paths = getattr(planner, "mappings", {})
         file = ShardFile([_place(item, paths) for item in tensors])
-        entries, section = _section(things, planner, paths, file.nbytes)
+        entries, section = _section(objects, planner, paths, file.nbytes)
         step = step_of(self.checkpoint_id.name) or 0
         lineage = Lineage(assigned.run)
-        index = Index(step, assigned.rank, lineage, assigned.ranks, file.entries, file.nbytes)
-        index = replace(index, things=entries, file_bytes=file.nbytes + len(section))
+        index = FileIndex(step, assigned.rank, lineage, assigned.ranks, file.entries, file.nbytes)
+        index = replace(index, objects=entries, file_bytes=file.nbytes + len(section))
         part = self._part(assigned.run)
         part.mkdir(parents=True, exist_ok=True)
         write_stream(part, index, file, lambda n: _resolve(planner, tensors[n]), section)
@@ -147,7 +147,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         written.set_result(
             [
                 _result(item, entry, data_name(assigned.rank))
-                for item, entry in zip((*tensors, *things), index.entries, strict=True)
+                for item, entry in zip((*tensors, *objects), index.entries, strict=True)
             ]
         )
         return written
@@ -157,19 +157,19 @@ class LazyWriter(StorageWriter, AsyncStager):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint_id))
-        reveal(self._part(self._save.run), self.checkpoint_id, pickle.dumps(metadata))
+        publish_folder(self._part(self._save.run), self.checkpoint_id, pickle.dumps(metadata))
 
     def _part(self, run: str) -> Path:
         return self.checkpoint_id.with_name(f".{self.checkpoint_id.name}.{run}.part")
 
 
-def _place(item: WriteItem, paths: dict[str, tuple[str | int, ...]]) -> Place:
+def _place(item: WriteItem, paths: dict[str, tuple[str | int, ...]]) -> ShardSpec:
     data = item.tensor_data
     assert data is not None
     assert data.chunk is not None
     path = paths.get(item.index.fqn, (item.index.fqn,))
     box = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return Place(item.index.fqn, path, *box, data.properties.dtype)
+    return ShardSpec(item.index.fqn, path, *box, data.properties.dtype)
 
 
 def _section(
@@ -177,7 +177,7 @@ def _section(
     planner: SavePlanner,
     paths: dict[str, tuple[str | int, ...]],
     start: int,
-) -> tuple[tuple[Entry, ...], bytes]:
+) -> tuple[tuple[IndexEntry, ...], bytes]:
     """torch has encoded each value already."""
     contents = [planner.resolve_data(item) for item in items]
     entries, section = [], bytearray()
@@ -186,7 +186,7 @@ def _section(
         key = item.index.fqn
         encoded = content.getbuffer()
         at = start + len(section)
-        entries.append(Entry(key, paths.get(key, (key,)), at, len(encoded)))
+        entries.append(IndexEntry(key, paths.get(key, (key,)), at, len(encoded)))
         section += encoded
     section += bytes(-len(section) % 4096)
     return tuple(entries), bytes(section)
@@ -198,6 +198,6 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
     return tensor
 
 
-def _result(item: WriteItem, entry: Entry, file: str) -> WriteResult:
+def _result(item: WriteItem, entry: IndexEntry, file: str) -> WriteResult:
     where = _StorageInfo(file, entry.start, entry.length)
     return WriteResult(index=item.index, size_in_bytes=entry.length, storage_data=where)

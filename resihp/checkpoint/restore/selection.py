@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from resihp.contracts import CheckpointError, ContractError
 
-from ..levels.contract import Level, Source
-from ..levels.disk import LocalDisk
-from ..lineage import Found, Lineage, living
-from ..parts import Part, State, collect, opened
+from ..history import Lineage, StoredCheckpoint, best_first
+from ..levels.level import CheckpointReader, Level
+from ..levels.local_disk import LocalDisk
 from ..ranks import Ranks
-from ..staging.plan import extra_key
-from .read import Located, Want, missing_of, read_parts, read_thing
-from .rebuild import absent_parts, absent_things, give_back, set_at
+from ..staging.write_plan import extra_key
+from ..state_dict import State, TensorEntry, collect, opened
+from .load_state import absent_objects, absent_tensors, load_into, set_at
+from .shard_reader import Located, TensorRequest, missing_of, read_object, read_tensors
 
 log = logging.getLogger("resihp.checkpoint")
 
@@ -46,7 +46,7 @@ Key = tuple[int, str]
 
 
 @dataclass
-class _Offers:
+class _Inventory:
     """Which level holds which checkpoint, as far as it can be asked."""
 
     levels: dict[Key, list[Level]] = field(default_factory=dict)
@@ -90,8 +90,8 @@ def restore(
     )
 
 
-def _ask(levels: Sequence[Level]) -> _Offers:
-    offers = _Offers()
+def _ask(levels: Sequence[Level]) -> _Inventory:
+    offers = _Inventory()
     for level in levels:
         try:
             if isinstance(level, LocalDisk):
@@ -105,20 +105,20 @@ def _ask(levels: Sequence[Level]) -> _Offers:
     return offers
 
 
-def _order(offers: _Offers, ranks: Ranks, only: int | None) -> tuple[list[Key], int]:
+def _order(offers: _Inventory, ranks: Ranks, only: int | None) -> tuple[list[Key], int]:
     """What every rank can try, best first, and when the newest lineage was born.
 
     Abandoned checkpoints are not among it unless their step is asked for.
     """
     everyones = ranks.gather(offers.lineages)
     found = [
-        Found(step, lineage)
+        StoredCheckpoint(step, lineage)
         for lineages in everyones
         for (step, _), lineage in lineages.items()
         if only in (None, step)
     ]
     common = set.intersection(*(set(lineages) for lineages in everyones))
-    keys = [(one.step, one.lineage.run) for one in living(found)]
+    keys = [(one.step, one.lineage.run) for one in best_first(found)]
     born = [lineage.born for lineages in everyones for lineage in lineages.values()]
     return [key for key in dict.fromkeys(keys) if key in common], max(born, default=0)
 
@@ -140,14 +140,14 @@ def _try(
     return None
 
 
-def _fill(source: Source, into: State, rank: int) -> Mapping[str, object]:
+def _fill(source: CheckpointReader, into: State, rank: int) -> Mapping[str, object]:
     """Everything of `into`, and the extra of this rank."""
     state = opened(into)
-    parts, things = collect(state)
+    parts, objects = collect(state)
     entries = [(index, entry) for index in source.indexes.values() for entry in index.entries]
-    created = absent_parts(into, entries, {part.key for part in parts})
-    wants = [Want(part.key, part.box, part.tensor) for part in (*parts, *created)]
-    paths = {thing.key: thing.path for thing in things}
+    created = absent_tensors(into, entries, {part.key for part in parts})
+    wants = [TensorRequest(part.key, part.box, part.tensor) for part in (*parts, *created)]
+    paths = {thing.key: thing.path for thing in objects}
     differing = _other_shapes(parts, entries)
     if differing:
         raise CheckpointError(f"shapes differ: {'; '.join(differing[:6])}")
@@ -155,18 +155,18 @@ def _fill(source: Source, into: State, rank: int) -> Mapping[str, object]:
     missing = sorted(set(paths) - there) + missing_of(wants, entries)
     if missing:
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
-    read_parts(source, wants, entries)
+    read_tensors(source, wants, entries)
     for part in created:
         set_at(state, part.path, part.tensor)
-    paths |= absent_things(into, entries)
+    paths |= absent_objects(into, entries)
     for index, entry in entries:
         if entry.dtype is None and entry.key in paths:
-            set_at(state, paths[entry.key], read_thing(source, index, entry))
-    give_back(into, state)
+            set_at(state, paths[entry.key], read_object(source, index, entry))
+    load_into(into, state)
     return _extra(source, rank)
 
 
-def _other_shapes(parts: Sequence[Part], entries: Sequence[Located]) -> list[str]:
+def _other_shapes(parts: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
     """Tensors whose whole has another shape in the checkpoint than in the state."""
     saved = {entry.key: entry.shape for _, entry in entries if entry.dtype is not None}
     return [
@@ -176,9 +176,9 @@ def _other_shapes(parts: Sequence[Part], entries: Sequence[Located]) -> list[str
     ]
 
 
-def _extra(source: Source, rank: int) -> Mapping[str, object]:
+def _extra(source: CheckpointReader, rank: int) -> Mapping[str, object]:
     chosen = source.indexes.get(rank) or source.indexes[min(source.indexes)]
-    entry = next((e for e in chosen.things if e.key == extra_key(chosen.rank)), None)
-    extra = {} if entry is None else read_thing(source, chosen, entry)
+    entry = next((e for e in chosen.objects if e.key == extra_key(chosen.rank)), None)
+    extra = {} if entry is None else read_object(source, chosen, entry)
     assert isinstance(extra, dict)
     return extra

@@ -31,7 +31,7 @@ class Lineage:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A complete checkpoint at some level."""
 
     step: int
@@ -42,7 +42,7 @@ UNKNOWN = Lineage("")
 """Of a checkpoint that does not tell: the last to be chosen, but never abandoned."""
 
 
-class Descent:
+class RunHistory:
     """The lineage of what a process saves.
 
     run    common text of all ranks
@@ -101,7 +101,7 @@ def _crc(told: dict[str, object]) -> int:
     return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 
 
-def joined(lineages: Iterable[Lineage]) -> Lineage:
+def merged_lineage(lineages: Iterable[Lineage]) -> Lineage:
     """What the ranks of one checkpoint say together; `UNKNOWN` where they do not tell."""
     each = list(lineages)
     if not each:
@@ -110,20 +110,20 @@ def joined(lineages: Iterable[Lineage]) -> Lineage:
     return Lineage(each[0].run, born, first) if born else UNKNOWN
 
 
-def living(found: Iterable[Found]) -> list[Found]:
+def best_first(found: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """Those that are not abandoned, best first: the newest lineage's newest step, and so on back.
 
     >>> old, new = Lineage("a", 1, 0), Lineage("b", 2, 101)
     >>> [f.step for f in living([Found(100, old), Found(120, old), Found(102, new)])]
     [102, 100]
     """
-    by_run: dict[str, set[Found]] = defaultdict(set)
+    by_run: dict[str, set[StoredCheckpoint]] = defaultdict(set)
     for one in found:
         by_run[one.lineage.run].add(one)
-    best: list[Found] = []
+    best: list[StoredCheckpoint] = []
     limit: int | None = None
     for members in sorted(by_run.values(), key=_age, reverse=True):
-        lineage = joined(one.lineage for one in members)
+        lineage = merged_lineage(one.lineage for one in members)
         is_known = lineage.born > 0
         kept = [m for m in members if limit is None or m.step < limit or not is_known]
         best += sorted(kept, key=lambda one: -one.step)
@@ -132,14 +132,14 @@ def living(found: Iterable[Found]) -> list[Found]:
     return best
 
 
-def outlived(found: Iterable[Found], keep: int) -> set[int]:
+def expired(found: Iterable[StoredCheckpoint], keep: int) -> set[int]:
     """Steps to be retired where the best `keep` stay.
 
     What does not tell its lineage, as torch's own writer leaves it, goes by its number alone: once
     all that stay are later.
     """
     each = list(found)
-    kept = {one.step for one in living(each)[:keep]}
+    kept = {one.step for one in best_first(each)[:keep]}
     oldest = min(kept, default=0)
     return {
         one.step
@@ -148,6 +148,6 @@ def outlived(found: Iterable[Found], keep: int) -> set[int]:
     }
 
 
-def _age(members: Iterable[Found]) -> tuple[int, str]:
-    lineage = joined(one.lineage for one in members)
+def _age(members: Iterable[StoredCheckpoint]) -> tuple[int, str]:
+    lineage = merged_lineage(one.lineage for one in members)
     return lineage.born, lineage.run

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ..format.shard_file import ShardFile
-from .filling import Filling, Slot
-from .host_buffer import HostBuffer
-from .pages import begin, populate
+from .host_buffer import HostBuffer, begin, populate
+from .in_flight import BufferSlot, InFlightCheckpoint
 
 
-class Slots:
+class BufferPool:
     """A fixed number of buffers, each an image of the same file.
 
     spare  so many of them are for a level that lags behind: they get pages when they are needed
@@ -16,7 +15,7 @@ class Slots:
 
     def __init__(self, count: int, spare: int = 0) -> None:
         self._count, self._spare = count, spare
-        self._slots: list[Slot] = []
+        self._slots: list[BufferSlot] = []
         self._file: ShardFile | None = None
 
     def fit(self, file: ShardFile, *, pinned: bool) -> bool:
@@ -31,11 +30,11 @@ class Slots:
             buffers.clear()
             buffers = [HostBuffer(file.nbytes, pinned=pinned) for _ in range(self._count)]
             begin(populate, [buffer.tensor for buffer in buffers[: self._count - self._spare]])
-        self._slots = [Slot(buffer, file) for buffer in buffers]
+        self._slots = [BufferSlot(buffer, file) for buffer in buffers]
         self._file = file
         return True
 
-    def lend(self, window_s: float) -> tuple[Slot, Filling | None] | None:
+    def lend(self, window_s: float) -> tuple[BufferSlot, InFlightCheckpoint | None] | None:
         """A free buffer; or one that, at its pace, will be free chunk by chunk within the window.
 
         With the latter comes the checkpoint that is still read there. None: no buffer.
@@ -51,7 +50,7 @@ class Slots:
         return None
 
 
-def _reader(slot: Slot) -> Filling | None:
+def _reader(slot: BufferSlot) -> InFlightCheckpoint | None:
     """Whoever's bytes in the slot are still wanted: checkpoints given up do not count."""
     last = slot.last
     if last is not None and last.problem is not None and not last.taken:

@@ -19,24 +19,24 @@ from threading import Condition, Event
 from torch import Tensor
 
 from ..format.checksum import checksum
-from ..format.index import Entry, Index, spans
+from ..format.index import FileIndex, IndexEntry, spans
 from ..format.shard_file import ShardFile
-from ..lineage import Lineage
+from ..history import Lineage
+from .chunk_progress import ChunkProgress, ChunkState
 from .host_buffer import HostBuffer
-from .progress import Progress, Stage
 
 
-class Abandoned(Exception):  # noqa: N818
+class CheckpointAbandoned(Exception):  # noqa: N818
     """The checkpoint was given up; nobody is to blame. Never leaves this package."""
 
 
 @dataclass(eq=False)
-class Slot:
+class BufferSlot:
     """A buffer that is an image of `file`, and the checkpoint that is, or was, last in it."""
 
     buffer: HostBuffer
     file: ShardFile
-    last: Filling | None = None
+    last: InFlightCheckpoint | None = None
     framed: set[int] = field(default_factory=set)
 
     def frame(self, chunk: int) -> None:
@@ -48,7 +48,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ShardIdentity:
     """Which checkpoint of which job, and which rank's part of it."""
 
     step: int
@@ -58,7 +58,7 @@ class Identity:
 
 
 @dataclass(eq=False)
-class Filling:
+class InFlightCheckpoint:
     """A checkpoint on its way through a slot. All state is guarded by `changed`.
 
     pace       how the only level, which writes straight from the tensors, is expected to get on
@@ -70,13 +70,13 @@ class Filling:
     previous   the checkpoint that was in the slot before and may still be read there
     """
 
-    identity: Identity
+    identity: ShardIdentity
     file: ShardFile
-    slot: Slot
+    slot: BufferSlot
     sources: Sequence[Tensor]
-    things: Callable[[int], tuple[tuple[Entry, ...], bytes]]
+    objects: Callable[[int], tuple[tuple[IndexEntry, ...], bytes]]
     changed: Condition
-    previous: Filling | None = None
+    previous: InFlightCheckpoint | None = None
     begun_s: float = field(default_factory=time.monotonic)
     pace: Pace | None = None
     hurry: Event = field(default_factory=Event)
@@ -86,10 +86,10 @@ class Filling:
     stored: int | None = None
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.count)
+        self.progress = ChunkProgress(self.count)
         self._sums: dict[int, int] = {}
         self._kept: set[str] = set()
-        self._section: tuple[tuple[Entry, ...], bytes] | None = None
+        self._section: tuple[tuple[IndexEntry, ...], bytes] | None = None
         self.slot.last = self
 
     @property
@@ -124,7 +124,7 @@ class Filling:
         """Whether nobody reads what was in the chunk's place before."""
         return self.previous is None or self.previous.released > chunk
 
-    def move(self, chunk: int, stage: Stage) -> None:
+    def move(self, chunk: int, stage: ChunkState) -> None:
         """A chunk has got further."""
         with self.changed:
             self.progress.set(chunk, stage)
@@ -172,7 +172,7 @@ class Filling:
                 os.close(self.stored)
                 self.stored = None
 
-    def falls_back(self) -> bool:
+    def fall_back_to_buffer(self) -> bool:
         """Write no more from the tensors; whether the buffer has, or will have, every chunk."""
         with self.changed:
             was_straight, self.pace = self.pace is not None, None
@@ -203,21 +203,21 @@ class Filling:
         """What comes after the tensors."""
         return self._encoded()[1]
 
-    def index(self) -> Index:
+    def index(self) -> FileIndex:
         """The index of the file; every chunk must be there."""
-        things, section = self._encoded()
+        objects, section = self._encoded()
         view = memoryview(section)
         sums = [self.checksum(number) for number in range(self.count)]
         sums += [checksum([view[start:stop]]) for start, stop in spans(0, len(section))]
         me, nbytes = self.identity, self.file.nbytes
-        return Index(
+        return FileIndex(
             me.step, me.rank, me.lineage, me.ranks, self.file.entries, nbytes,
-            things, nbytes + len(section), tuple(sums),
+            objects, nbytes + len(section), tuple(sums),
         )  # fmt: skip
 
-    def _encoded(self) -> tuple[tuple[Entry, ...], bytes]:
+    def _encoded(self) -> tuple[tuple[IndexEntry, ...], bytes]:
         if self._section is None:
-            self._section = self.things(self.file.nbytes)
+            self._section = self.objects(self.file.nbytes)
         return self._section
 
 
@@ -232,15 +232,15 @@ class Pace:
     window_s: float
     durable_s: float
 
-    def nap_s(self, filling: Filling) -> float:
+    def nap_s(self, checkpoint: InFlightCheckpoint) -> float:
         """How long the copy can wait; 0: it is time to copy what the level will not have taken.
 
         A copy costs training more than the wait for it gains, so it waits as long as it can.
         """
-        elapsed = time.monotonic() - filling.begun_s
-        left, safe = self.window_s - elapsed, filling.progress.safe
-        chunk_s = elapsed / safe if safe >= _ENOUGH else self.durable_s / max(filling.count, 1)
-        lacking = filling.count - safe - _MARGIN * left / chunk_s
+        elapsed = time.monotonic() - checkpoint.begun_s
+        left, safe = self.window_s - elapsed, checkpoint.progress.safe
+        chunk_s = elapsed / safe if safe >= _ENOUGH else self.durable_s / max(checkpoint.count, 1)
+        lacking = checkpoint.count - safe - _MARGIN * left / chunk_s
         spare_s = left - max(lacking, 0) * _COPY_S
         return 0.0 if spare_s <= 0 else min(max(spare_s / 4, _SHORTEST_NAP_S), _LONGEST_NAP_S)
 

@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 
-FAR_BELOW, _LOWEST = 10, 19
+BACKGROUND_NICENESS, _LOWEST = 10, 19
 """Training; a tenth of a core is left beside a busy thread of it."""
 
 
-def be_nice(by: int) -> None:
+def lower_priority(by: int) -> None:
     """Lower the priority of the calling thread, and of those that it starts; on Linux alone."""
     if sys.platform == "linux" and by > 0:
         with contextlib.suppress(OSError):
