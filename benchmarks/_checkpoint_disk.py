@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from resihp.checkpoint.staging.host_buffer import HostBuffer
 
 from resihp.checkpoint.levels.direct_file import DirectFile
+from resihp.checkpoint.staging.host_buffer import HostBuffer
 
 CHUNK_BYTES, THREADS = 4 << 20, 2
 TRIES = 3

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from resihp.checkpoint.staging.host_buffer import HostBuffer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks._checkpoint_disk import write_s
 from resihp.checkpoint import Checkpointer, LazyWriter, LocalDisk
+from resihp.checkpoint.staging.host_buffer import HostBuffer
 
 State = dict[str, Any]
 

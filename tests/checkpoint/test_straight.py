@@ -9,12 +9,12 @@ from threading import Event
 
 import pytest
 import torch
-from resihp.checkpoint.staging.host_buffer import collapse, populate
 
 from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
 from resihp.checkpoint.format.archive import ALIGN
 from resihp.checkpoint.format.checksum import ROW_BYTES
 from resihp.checkpoint.levels.direct_file import DirectFile
+from resihp.checkpoint.staging.host_buffer import collapse, populate
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 WARM, PATIENCE_S = 3, 60
