@@ -113,8 +113,6 @@ def test_what_is_kept_is_told_with_when_a_change_would_pay():
     assert "speeds are known to" in words
     rental = SkiRental(lost_ms=40.0, offer=best)
     offered = why_kept(ReplanDecision(plan=None, best=best, rental=rental))
-        ReplanDecision(plan=None, best=best, rental=SkiRental(lost_ms=40.0, offer=best))
-    )
     assert "saves in 34 steps: taken on if this lasts 20 steps" in offered
     assert "no other layout is quicker" in why_kept(ReplanDecision(plan=None))
 
