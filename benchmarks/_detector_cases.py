@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from detector import Detector
-from detector.scenarios import Fault, Noise, steps_of
 from resihp.contracts import Job, Layout, ModelShape, Op, Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, Noise, steps_of
 
 MODEL = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 

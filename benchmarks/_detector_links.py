@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks._detector_cases import job_of, text_lengths
 from detector import Detector
-from detector.scenarios import Fault, SlowGroup, collectives, steps_of
 from resihp.contracts import Job, Op, Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, SlowGroup, collectives, steps_of
 
 Link = tuple[int, int]
 

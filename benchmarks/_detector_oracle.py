@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks._detector_cases import Tally, injected, run_trial
 from detector import Detector, DetectorSettings
-from detector.base.robust import column_median
-from detector.evidence.noise import noise_of
-from detector.scenarios import Fault
+from detector.arrays import column_median
+from detector.residuals import noise_of
 from resihp.contracts import Job, TelemetryBatch
+from resihp.testing.scenarios import Fault
 
 _NAME_AT = np.log(100_000)
 _ALL = 200
@@ -43,7 +43,7 @@ class Healthy:
         detector = Detector(job, settings=DetectorSettings(window_steps=max(48, len(batches))))
         for batch in batches:
             detector.update(batch)
-        residual = detector._epoch.watch.window[: len(batches)].astype(np.float64)
+        residual = detector._layout_state.tests.window[: len(batches)].astype(np.float64)
         noise = noise_of(residual.astype(np.float32))
         excess = [
             (residual[at : at + 5].mean(axis=0) - residual[:at].mean(axis=0)) ** 2

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks._detector_cases import job_of, text_lengths, trace_path
 from detector import Detector
-from detector.scenarios import Surge, steps_of, whole_replica
 from resihp.contracts import Job, Op, Status, TelemetryBatch
+from resihp.testing.scenarios import Surge, steps_of, whole_replica
 
 FACTORS = (1.03, 1.05, 1.1, 1.2, 1.5, 2.0)
 SHAPES = ((2, 2, 1), (2, 4, 1), (4, 4, 1), (16, 2, 1), (4, 2, 2), (4, 1, 4))

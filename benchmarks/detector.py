@@ -20,7 +20,7 @@ from benchmarks._detector_oracle import oracle_rows
 from benchmarks._detector_peers import peer_trials
 from benchmarks._detector_replicas import replica_rows
 from benchmarks._report import machine, print_table, write_json
-from detector.scenarios import Noise
+from resihp.testing.scenarios import Noise
 
 FACTORS = (1.03, 1.05, 1.10, 1.2, 1.5, 2.0)
 Figures = dict[str, Any]

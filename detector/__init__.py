@@ -1,6 +1,17 @@
 """Tells slow devices from long sequences. Pure: no socket, file, clock or thread."""
 
-from ._detector import Detector
+from .detector import Detector
+from .expectation.predictor import Predictor
+from .links_and_hosts import LinkVerdict
+from .probes import ProbeKind, ProbeRequest, ProbeResult
 from .settings import DetectorSettings
 
-__all__ = ["Detector", "DetectorSettings"]
+__all__ = [
+    "Detector",
+    "DetectorSettings",
+    "LinkVerdict",
+    "Predictor",
+    "ProbeKind",
+    "ProbeRequest",
+    "ProbeResult",
+]

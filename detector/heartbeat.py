@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from .base.arrays import State
+from .arrays import State
 
 _FADE = 0.007  # weight of a new gap in what is known of them
 _FADE_LONGEST = 0.002
@@ -59,7 +59,7 @@ class _Sender:
         return min((self.gaps * spread + _DOUBT) / (self.gaps + _DOUBT), _MOST_LOST)
 
 
-class Heartbeats:
+class HeartbeatTracker:
     """Arrival times of heartbeats. Times are seconds of any one monotonic clock.
 
     phi      a live rank counts as dead once in 10 ** phi beats, if beats are lost independently of

@@ -15,7 +15,7 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
-from .base.arrays import State
+from .arrays import State
 from .evidence.sequential import log_ratio
 
 _WAIT_S = 20.0
@@ -74,7 +74,7 @@ class ProbeResult:
         )
 
 
-class ProbeRation:
+class ProbeBudget:
     """Which probes to ask for, at most `per_minute` of them, and no rank twice within seconds."""
 
     def __init__(self, per_minute: int) -> None:

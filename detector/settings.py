@@ -30,7 +30,7 @@ class DetectorSettings:
     train                whether to train at all (False leaves the analytic model alone)
     seed                 of the predictor
     probes_per_minute    most probes asked for; 0 forbids them
-    bench_probe_s        seconds between two rounds of probes of a slow device outside the layout
+    probation_probe_s    seconds between two rounds of probes of a slow device outside the layout
     """
 
     horizon_steps: int = 1_500
@@ -48,7 +48,7 @@ class DetectorSettings:
     train: bool = True
     seed: int = 0
     probes_per_minute: int = 12
-    bench_probe_s: float = 60.0
+    probation_probe_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,5 +68,5 @@ class DetectorSettings:
             raise ContractError("window_steps", "must be 16 or more")
         if self.min_slowdown <= 1.0 or self.offset_spread <= 0.0:
             raise ContractError("min_slowdown, offset_spread", "must be above 1 and above 0")
-        if self.probes_per_minute < 0 or self.bench_probe_s < 0:
-            raise ContractError("probes_per_minute, bench_probe_s", "must be 0 or more")
+        if self.probes_per_minute < 0 or self.probation_probe_s < 0:
+            raise ContractError("probes_per_minute, probation_probe_s", "must be 0 or more")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.arrays import Bools, Floats
+from ..arrays import Bools, Floats
 
 GRID = np.log(np.array([1.01, 1.02, 1.03, 1.045, 1.07, 1.1, 1.15, 1.22, 1.35, 1.6, 2.2, 4.0]))
 """Slowdowns (log) beyond the null that are tested for."""

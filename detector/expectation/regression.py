@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ..base.arrays import Bools, Floats, Ints, State
+from ..arrays import Bools, Floats, Ints, State
 
 
 class CellRegression:
@@ -61,7 +61,7 @@ class CellRegression:
         self.theta[index] = self._prior * unit
         self._spread[index] = np.diag(1.0 / self._ridge)
 
-    def inherit(self, index: int, older: CellRegression, known: list[int]) -> None:
+    def start_from(self, index: int, older: CellRegression, known: list[int]) -> None:
         """Opens a cell with what the cells `known` of an older regression agree on.
 
         How far their level is off here is a constant that the rank's own past will show; only

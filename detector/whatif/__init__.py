@@ -2,15 +2,14 @@
 
 from .analysis import WhatIf
 from .causes import Causes
-from .dependencies import Dependencies, dependencies
-from .ops import Kind, OpTable, Recording
-from .slow import SlowDevice
-from .waiting import transfer_seconds
+from .dependencies import Dependencies, dependencies, transfer_seconds
+from .known_slow import SlowDevice
+from .recording import OpKind, OpTable, Recording
 
 __all__ = [
     "Causes",
     "Dependencies",
-    "Kind",
+    "OpKind",
     "OpTable",
     "Recording",
     "SlowDevice",

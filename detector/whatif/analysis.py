@@ -13,16 +13,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .dependencies import Dependencies, dependencies
-from .ops import COLLECTIVE, COMPUTE, LABELS, P2P, Floats, Kind, Recording
-from .order import median
-from .waiting import transfer_seconds
+from ..arrays import median
+from .dependencies import Dependencies, dependencies, transfer_seconds
+from .recording import COLLECTIVE, COMPUTE, LABELS, P2P, Floats, OpKind, Recording
 
 _PIPELINE_COMM = {
-    Kind.FORWARD_SEND: "forward-pp-comm",
-    Kind.FORWARD_RECV: "forward-pp-comm",
-    Kind.BACKWARD_SEND: "backward-pp-comm",
-    Kind.BACKWARD_RECV: "backward-pp-comm",
+    OpKind.FORWARD_SEND: "forward-pp-comm",
+    OpKind.FORWARD_RECV: "forward-pp-comm",
+    OpKind.BACKWARD_SEND: "backward-pp-comm",
+    OpKind.BACKWARD_RECV: "backward-pp-comm",
 }
 _NOTHING = 1e-6
 """Share of the step from which on something is lost: recordings hold times of 7 digits."""
@@ -75,7 +74,7 @@ class WhatIf:
 
         A send may take longer than its receive, and outlast the step without anybody's waiting.
         """
-        last = np.flatnonzero(self.recording.of_kind(Kind.OPTIMIZER))
+        last = np.flatnonzero(self.recording.of_kind(OpKind.OPTIMIZER))
         until = last if last.size else None
         return np.asarray(self.found.graph.makespan(own_s, until=until), np.float64)
 
@@ -148,7 +147,7 @@ class WhatIf:
     def by_kind_s(self) -> Mapping[str, NDArray[np.float64]]:
         """Steps [T] where one kind of operation is as recorded and all else is ideal."""
         labels = [
-            _PIPELINE_COMM.get(Kind(kind), LABELS[Kind(kind)]) for kind in self.recording.kind
+            _PIPELINE_COMM.get(OpKind(kind), LABELS[OpKind(kind)]) for kind in self.recording.kind
         ]
         names = np.array(labels)
         return {str(name): self._only((names == name)[:, None, None]) for name in np.unique(names)}

@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Cause
 
+from ..arrays import quantile
 from .analysis import WhatIf
-from .effects import EFFECTS, SETS, Effects, fair_costs
-from .ops import COLLECTIVE, COMPUTE, P2P, Floats, Kind
-from .order import quantile
-from .slow import SlowDevice, known_factor
-from .stalls import without_stalls
-from .where import in_passes, place_of_most
+from .effects import EFFECTS, SETS, Effects, fair_costs, without_stalls
+from .known_slow import SlowDevice, known_factor
+from .localize import in_passes, place_of_most
+from .recording import COLLECTIVE, COMPUTE, P2P, Floats, OpKind
 
-_ALONE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.GC)
+_ALONE = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.OPTIMIZER, OpKind.GC)
 USUAL = 0.1
 """Communication and launches are as good as they are in this share of the cases."""
 UNEVEN = 2.0
@@ -48,10 +47,10 @@ class Causes:
         """Operation [2, C, M] of every forward and backward pass; -1 where there is none."""
         rec = self.whatif.recording
         chunks = max(int(rec.chunk.max(initial=0)), 0) + 1
-        passes = rec.of_kind(Kind.FORWARD, Kind.BACKWARD)
+        passes = rec.of_kind(OpKind.FORWARD, OpKind.BACKWARD)
         count = int(rec.microbatch[passes].max(initial=0)) + 1
         cells = np.full((2, rec.stages * chunks, count), -1, np.intp)
-        direction = (rec.kind[passes] == Kind.BACKWARD).astype(np.intp)
+        direction = (rec.kind[passes] == OpKind.BACKWARD).astype(np.intp)
         place = np.maximum(rec.chunk[passes], 0) * rec.stages + rec.stage[passes]
         cells[direction, place, rec.microbatch[passes]] = np.flatnonzero(passes)
         return cells
@@ -115,7 +114,7 @@ class Causes:
     def _undisturbed_s(self) -> NDArray[np.float64]:
         """Durations without garbage collection, and without what held single passes up."""
         own = self._own_s(self.effects.times)
-        own[self.whatif.recording.of_kind(Kind.GC)] = 0.0
+        own[self.whatif.recording.of_kind(OpKind.GC)] = 0.0
         return own
 
     @cached_property
@@ -136,7 +135,7 @@ class Causes:
         late, usual = self._delays
         held_up = (own - self._undisturbed_s).sum(axis=2)
         host = {
-            "garbage collection": self._by_place(held_up, Kind.GC),
+            "garbage collection": self._by_place(held_up, OpKind.GC),
             "pauses within passes": self._by_place(held_up, *COMPUTE),
             "late launches": self._by_place((late - usual).sum(axis=2), *_ALONE),
         }
@@ -146,7 +145,7 @@ class Causes:
             found[Cause.HOST] = f"most is {most} on the ranks{place}"
         return found
 
-    def _by_place(self, seconds: Floats, *kinds: Kind) -> NDArray[np.float64]:
+    def _by_place(self, seconds: Floats, *kinds: OpKind) -> NDArray[np.float64]:
         """Sum [S, D] over the operations of some kinds, from seconds [N, D]."""
         rec = self.whatif.recording
         rows = rec.of_kind(*kinds)

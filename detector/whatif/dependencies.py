@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 from resihp.contracts import ContractError
 from resihp.pipeline.graph import Graph
 
-from .ops import COMPUTE, P2P, SYNCED, Floats, Kind, Recording
+from .recording import COMPUTE, P2P, SYNCED, Floats, OpKind, Recording
 
 _CLOCK_S = 5e-5  # clocks of different ranks agree to this
 _PEER = {  # the other end's kind, and how many stages away it is
-    Kind.FORWARD_SEND: (Kind.FORWARD_RECV, 1),
-    Kind.FORWARD_RECV: (Kind.FORWARD_SEND, -1),
-    Kind.BACKWARD_SEND: (Kind.BACKWARD_RECV, -1),
-    Kind.BACKWARD_RECV: (Kind.BACKWARD_SEND, 1),
+    OpKind.FORWARD_SEND: (OpKind.FORWARD_RECV, 1),
+    OpKind.FORWARD_RECV: (OpKind.FORWARD_SEND, -1),
+    OpKind.BACKWARD_SEND: (OpKind.BACKWARD_RECV, -1),
+    OpKind.BACKWARD_RECV: (OpKind.BACKWARD_SEND, 1),
 }
 _NEEDS = (  # kind of pass, what brings it what it needs, and how many chunks away that is made
-    (Kind.FORWARD, Kind.FORWARD_RECV, -1),
-    (Kind.BACKWARD, Kind.BACKWARD_RECV, 1),
+    (OpKind.FORWARD, OpKind.FORWARD_RECV, -1),
+    (OpKind.BACKWARD, OpKind.BACKWARD_RECV, 1),
 )
-_TAIL = (Kind.NORM_REDUCE, Kind.EMBEDDING_REDUCE)
+_TAIL = (OpKind.NORM_REDUCE, OpKind.EMBEDDING_REDUCE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,11 +100,11 @@ class _Builder:
             peer[one], peer[other] = other, one
         paired = {op for pair in transfers for op in pair}
         groups += [[int(op)] for op in np.flatnonzero(self.rec.of_kind(*P2P)) if op not in paired]
-        groups += self._across_stages(Kind.EMBEDDING_REDUCE)
+        groups += self._across_stages(OpKind.EMBEDDING_REDUCE)
         synced_from = len(groups)
-        alone = self.rec.of_kind(*(kind for kind in SYNCED if kind is not Kind.CLIP))
+        alone = self.rec.of_kind(*(kind for kind in SYNCED if kind is not OpKind.CLIP))
         groups += [[int(op)] for op in np.flatnonzero(alone)]
-        groups += self._across_stages(Kind.CLIP)
+        groups += self._across_stages(OpKind.CLIP)
         synced = list(range(synced_from, len(groups)))
         idle = self.idle & self.rec.of_kind(*P2P)
         return Dependencies(
@@ -118,12 +118,12 @@ class _Builder:
             lone=self.rec.of_kind(*P2P) & ~idle & (peer < 0),
         )
 
-    def _across_stages(self, kind: Kind) -> list[list[int]]:
+    def _across_stages(self, kind: OpKind) -> list[list[int]]:
         """The k-th operations of a kind of all stages, for every k."""
         ops = np.flatnonzero(self.rec.kind == kind)
         return [ops[self.rec.seq[ops] == k].tolist() for k in np.unique(self.rec.seq[ops])]
 
-    def _ordered(self, stage: int, *kinds: Kind) -> list[int]:
+    def _ordered(self, stage: int, *kinds: OpKind) -> list[int]:
         """Operations of a stage in the recorded order."""
         ops = np.flatnonzero((self.rec.stage == stage) & self.rec.of_kind(*kinds))
         keys = (self.rec.kind[ops], self.rec.seq[ops], self.start[ops])
@@ -142,20 +142,20 @@ class _Builder:
             self._chain(stream)
             self._match(stage, kind, stream, compute)
         self._first_backward(stage, compute)
-        self._chain(self._ordered(stage, Kind.PARAMS_GATHER, Kind.GRADS_SCATTER))
+        self._chain(self._ordered(stage, OpKind.PARAMS_GATHER, OpKind.GRADS_SCATTER))
         self._gather(stage, compute)
         if compute:
             self._after_compute(stage, compute)
 
-    def _match(self, stage: int, kind: Kind, stream: list[int], compute: list[int]) -> None:
+    def _match(self, stage: int, kind: OpKind, stream: list[int], compute: list[int]) -> None:
         """Which pass each transfer serves, and the order between the two.
 
         A receive that starts after the last pass and a send that ends before the first one were
         recorded without a transfer; so were those at the two ends of the model.
         """
-        forward = kind in (Kind.FORWARD_SEND, Kind.FORWARD_RECV)
-        receives = kind in (Kind.FORWARD_RECV, Kind.BACKWARD_RECV)
-        direction = Kind.FORWARD if forward else Kind.BACKWARD
+        forward = kind in (OpKind.FORWARD_SEND, OpKind.FORWARD_RECV)
+        receives = kind in (OpKind.FORWARD_RECV, OpKind.BACKWARD_RECV)
+        direction = OpKind.FORWARD if forward else OpKind.BACKWARD
         passes = [op for op in compute if self.rec.kind[op] == direction]
         if not passes:
             return
@@ -201,30 +201,30 @@ class _Builder:
     def _first_backward(self, stage: int, compute: list[int]) -> None:
         """The first backward transfer is launched after the forward pass before the last one."""
         kinds = [int(self.rec.kind[op]) for op in compute]
-        first = kinds.index(Kind.BACKWARD) if Kind.BACKWARD in kinds else 0
+        first = kinds.index(OpKind.BACKWARD) if OpKind.BACKWARD in kinds else 0
         if first < 2:
             return
-        for kind in (Kind.BACKWARD_RECV, Kind.BACKWARD_SEND):
+        for kind in (OpKind.BACKWARD_RECV, OpKind.BACKWARD_SEND):
             op = self.where.get((stage, kind, 0))
             if op is not None:
                 self.preds[op].append(compute[first - 2])
 
     def _gather(self, stage: int, compute: list[int]) -> None:
         """The first forward pass of a chunk needs its parameters, the reduction its gradients."""
-        forward = [op for op in compute if self.rec.kind[op] == Kind.FORWARD]
-        backward = [op for op in compute if self.rec.kind[op] == Kind.BACKWARD]
-        for chunk, op in self._by_chunk(stage, Kind.PARAMS_GATHER, last=True).items():
+        forward = [op for op in compute if self.rec.kind[op] == OpKind.FORWARD]
+        backward = [op for op in compute if self.rec.kind[op] == OpKind.BACKWARD]
+        for chunk, op in self._by_chunk(stage, OpKind.PARAMS_GATHER, last=True).items():
             needs = [p for p in forward if chunk in (-1, self.rec.chunk[p])]
             if needs:
                 self.preds[needs[0]].append(op)
         if not self._overlapped():
             return
-        for chunk, op in self._by_chunk(stage, Kind.GRADS_SCATTER, last=False).items():
+        for chunk, op in self._by_chunk(stage, OpKind.GRADS_SCATTER, last=False).items():
             needs = [p for p in backward if chunk in (-1, self.rec.chunk[p])]
             if needs:
                 self.preds[op].append(max(needs, key=lambda p: self.end[p]))
 
-    def _by_chunk(self, stage: int, kind: Kind, last: bool) -> dict[int, int]:
+    def _by_chunk(self, stage: int, kind: OpKind, last: bool) -> dict[int, int]:
         """The last or the first operation of a kind for every model chunk."""
         ops = np.flatnonzero((self.rec.stage == stage) & (self.rec.kind == kind))
         ops = ops[np.argsort(self.rec.seq[ops])]
@@ -233,7 +233,7 @@ class _Builder:
 
     def _overlapped(self) -> bool:
         """Whether gradients are reduced while the backward passes still run."""
-        return bool((self.rec.kind == Kind.GRADS_REDUCE).any())
+        return bool((self.rec.kind == OpKind.GRADS_REDUCE).any())
 
     def _after_compute(self, stage: int, compute: list[int]) -> None:
         """What follows the last pass, one after the other, as far as it was recorded.
@@ -241,20 +241,20 @@ class _Builder:
         Of several pauses, those before the last pass stand in its own time.
         """
         last = max(compute, key=lambda op: self.end[op])
-        pauses = self._of(stage, Kind.GC)
+        pauses = self._of(stage, OpKind.GC)
         late = [op for op in pauses if self.start[op] >= self.start[last]] or pauses[-1:]
         self._chain(late, (last,))
         after: tuple[int, ...] = (late[-1] if late else last,)
-        scatter = self._of(stage, Kind.GRADS_SCATTER)
+        scatter = self._of(stage, OpKind.GRADS_SCATTER)
         tail = self._of(stage, *_TAIL)
         if self._overlapped():
             after = (*after, *scatter[-1:])
-            tail += self._of(stage, Kind.GRADS_REDUCE)
+            tail += self._of(stage, OpKind.GRADS_REDUCE)
         else:
             tail += scatter
-        self._chain(tail + self._of(stage, Kind.CLIP, Kind.OPTIMIZER), after)
+        self._chain(tail + self._of(stage, OpKind.CLIP, OpKind.OPTIMIZER), after)
 
-    def _of(self, stage: int, *kinds: Kind) -> list[int]:
+    def _of(self, stage: int, *kinds: OpKind) -> list[int]:
         """Operations of a stage, one kind after the other, each in its own order."""
         return [
             int(op)
@@ -272,7 +272,7 @@ class _Builder:
         pairs: list[tuple[int, int]] = []
         for (stage, kind), ops in streams.items():
             other, away = _PEER[kind]
-            if kind in (Kind.FORWARD_SEND, Kind.BACKWARD_SEND):
+            if kind in (OpKind.FORWARD_SEND, OpKind.BACKWARD_SEND):
                 peers = streams[((stage + away) % self.rec.stages, other)]
                 pairs.extend(zip(ops, peers, strict=False))
         return pairs
@@ -288,3 +288,35 @@ def _reference(times: Floats) -> Floats:
     if missing.any():
         reference[missing] = np.nanmedian(times[missing].reshape(int(missing.sum()), -1), axis=1)
     return reference
+
+
+_LATE_S = 1e-2
+"""A transfer that ends before its last rank started by this did not wait for it."""
+
+
+def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
+    """Durations [N, D, T] with the waiting for others taken out of transfers and collectives.
+
+    A transfer lasts from the last start of its group to its own end. A slightly negative value is
+    clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0. NaN
+    where one of the ranks was not recorded in that step, although it was in others or in other
+    replicas; 0 where the other end of a transfer was recorded in no replica.
+    """
+    own = recording.duration_s.copy()
+    start, end = recording.start_s, recording.start_s + recording.duration_s
+    missing = np.isnan(start)
+    never = np.asarray(missing.all(axis=2, keepdims=True))
+    lost = missing & ~never
+    alone = missing & ~never.all(axis=1, keepdims=True)
+    synced = set(found.synced)
+    for index, group in enumerate(found.groups):
+        latest = np.fmax.reduce(start[group], axis=0)
+        gone = (lost if index in synced else alone)[group].any(axis=0)
+        if index in synced:
+            latest = np.fmax.reduce(latest, axis=0, keepdims=True)
+            gone = gone.any(axis=0, keepdims=True)
+        own[group] = np.where(gone, np.nan, end[group] - latest)
+    own[found.lone] = 0.0
+    waits = found.waits()
+    own[waits] = np.where(own[waits] <= -_LATE_S, 0.0, own[waits])
+    return own

@@ -19,17 +19,16 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Cause
 
-from .expected import by_lengths, by_other_passes
-from .ops import Floats
-from .order import deviation, mean, median, quantile, running_median
+from ..arrays import deviation, mean, median, quantile, running_median
+from .recording import Floats
 
 EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
 """Every set of effects that can be removed together."""
 
 _MEMBERS = 0.03  # healthy members of a group are so much apart (log), and no more
-_SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
-_LEAST = 0.02  # and by at least this (log)
+_SHIFT_SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
+_SHIFT_LEAST = 0.02  # and by at least this (log)
 _UNSURE = 4.0  # standard errors of a usual level; within them it passes for that of the peers
 
 
@@ -49,7 +48,7 @@ class Effects:
     known: NDArray[np.float64] | None = None
 
     @property
-    def tell_devices(self) -> bool:
+    def separates_devices(self) -> bool:
         """Whether anything tells a slow device from more work: lengths, another stage, a mate."""
         return self.work is not None or self.times.shape[1] > 1 or self.mates is not None
 
@@ -176,7 +175,112 @@ def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
     unsure = _UNSURE * sigma / np.sqrt(level.shape[2])
     usual = np.where(np.abs(usual - zero) > unsure, usual, zero)
     smooth = running_median(away, axis=2, window=3)
-    left = np.abs(smooth) > max(_LEAST, _SIGMAS * sigma)
-    alone = np.abs(away) > 2.0 * max(_LEAST, _SIGMAS * sigma)
+    left = np.abs(smooth) > max(_SHIFT_LEAST, _SHIFT_SIGMAS * sigma)
+    alone = np.abs(away) > 2.0 * max(_SHIFT_LEAST, _SHIFT_SIGMAS * sigma)
     shift = np.where(alone, away, np.where(left, smooth, 0.0))
     return np.asarray(usual + shift - zero, np.float64)
+
+
+_STALL_LEAST = 0.25
+"""A pass was held up if it took longer (log) than the others let expect by this much."""
+_STALL_SIGMAS = 8.0
+"""And by this many standard deviations of what passes usually differ by."""
+_SHORT = 0.5
+"""Passes that should take less than this share of the usual one are where maps are off most."""
+_WINDOW = 9
+_FEW = 3
+
+
+def without_stalls(times: Floats) -> NDArray[np.float64]:
+    """Times [direction 2, stage C, replica D, step T, microbatch M], those of passes that were
+    held up as the others of the microbatch let expect. NaN stays NaN.
+
+    What both passes on a device show is no pause but work that the maps do not fit. Nor is what
+    every replica shows in a microbatch of that number.
+    """
+    logs = np.log(np.asarray(times, np.float64))
+    joined = times.reshape(1, -1, *times.shape[2:])
+    expected = by_other_passes(joined).reshape(times.shape)
+    expected = np.maximum(expected, _SHORT * quantile(times, 0.5, axis=(2, 3, 4)))
+    away = logs - np.log(expected)
+    away = away - _usual(away)
+    away = away - quantile(away, 0.5, axis=(2, 3))
+    least = max(_STALL_LEAST, _STALL_SIGMAS * deviation(away))
+    late = away - np.maximum(away[::-1], 0.0)
+    return np.asarray(np.exp(logs - np.where(late > least, late, 0.0)), np.float64)
+
+
+def _usual(away: Floats) -> NDArray[np.float64]:
+    """What the passes of every device usually are away by, in each direction, [2, C, D, T, 1].
+
+    It is that of the step, so that a device that is slow for some steps is not held up; with few
+    microbatches, that of the steps around it.
+    """
+    level = quantile(away, 0.5, axis=4)
+    few = np.isfinite(away).sum(axis=4, keepdims=True) < _FEW
+    return np.where(few, running_median(level, axis=3, window=_WINDOW), level)
+
+
+def by_other_passes(times: Floats) -> NDArray[np.float64]:
+    """By what the other stages took for the same microbatch, in the same direction.
+
+    The lower median over the stages' opinions, so that a slow device does not pass for work.
+    """
+    middle = median(times, axis=1)
+    maps = np.array(
+        [
+            [_affine(middle[direction, 0], stage) for stage in stages]
+            for direction, stages in enumerate(times)
+        ]
+    )
+    offset, slope = maps[:, :, 0, None, None, None], maps[:, :, 1, None, None, None]
+    work = quantile((times - offset) / slope, 0.5, axis=1)
+    floor = 0.05 * median(times, axis=(2, 3, 4))
+    return np.asarray(np.maximum(offset + slope * work, floor), np.float64)
+
+
+def by_lengths(times: Floats, work: Floats) -> NDArray[np.float64]:
+    """By a fit of the stage's times on the sizes of its microbatches."""
+    terms = np.concatenate([np.ones_like(work[:1]), work])
+    expected = np.empty(times.shape)
+    for index in np.ndindex(times.shape[:2]):
+        expected[index] = _fit(terms, times[index])
+    return expected
+
+
+def _affine(work: Floats, times: Floats) -> tuple[float, float]:
+    """Offset and slope of `times` against `work`; no offset where the two hardly go together."""
+    use = np.isfinite(work) & np.isfinite(times)
+    x, y = work[use], times[use]
+    if x.size < 8:
+        return 0.0, float(y.mean() / x.mean()) if x.size else 1.0
+    for _ in range(2):
+        dx, dy = x - x.mean(), y - y.mean()
+        both, of_x, of_y = float(dx @ dy), float(dx @ dx), float(dy @ dy)
+        if of_x <= 0 or both <= 0 or both**2 < 0.5 * of_x * of_y:
+            return 0.0, float(np.median(y / x))
+        slope = both / of_x
+        offset = float(y.mean() - slope * x.mean())
+        error = np.abs(y - offset - slope * x) / y
+        usual = error <= max(5.0 * float(np.median(error)), 1e-6)
+        x, y = x[usual], y[usual]
+    return offset, slope
+
+
+def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
+    """Times that the terms [K, …] explain, in least squares of the relative error, twice."""
+    use = np.isfinite(times) & np.isfinite(terms).all(axis=0)
+    fitted = np.full(times.shape, np.nan)
+    if not use.any():
+        return fitted
+    x, y = terms[:, use], times[use]
+    scale = np.maximum(np.abs(x).mean(axis=1, keepdims=True), 1e-12)
+    rows = np.ones(y.size, bool)
+    for _ in range(2):
+        a = (x / scale / y)[:, rows].T
+        weights = np.linalg.lstsq(a, np.ones(a.shape[0]), rcond=1e-6)[0]
+        predicted = weights @ (x / scale)
+        error = np.abs(y / np.maximum(predicted, 1e-12) - 1.0)
+        rows = error <= max(5.0 * float(np.median(error)), 1e-6)
+    fitted[use] = np.maximum(predicted, 0.05 * float(np.median(y)))
+    return fitted

@@ -21,18 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies
-from detector.whatif.ops import COLLECTIVE, P2P, Floats, Kind, OpTable, Recording
+from detector.whatif.recording import COLLECTIVE, P2P, Floats, OpKind, OpTable, Recording
 from resihp.contracts import COLUMNS, Op
 
 _OP = {
-    Kind.FORWARD: Op.FORWARD,
-    Kind.BACKWARD: Op.BACKWARD,
-    Kind.OPTIMIZER: Op.OPTIMIZER,
-    Kind.GC: Op.DATA,
+    OpKind.FORWARD: Op.FORWARD,
+    OpKind.BACKWARD: Op.BACKWARD,
+    OpKind.OPTIMIZER: Op.OPTIMIZER,
+    OpKind.GC: Op.DATA,
     **dict.fromkeys(P2P, Op.P2P),
     **dict.fromkeys(COLLECTIVE, Op.COLLECTIVE),
 }
-_CODES = np.array([_OP[kind] for kind in Kind], np.uint8)
+_CODES = np.array([_OP[kind] for kind in OpKind], np.uint8)
 
 
 @dataclass(frozen=True, eq=False)

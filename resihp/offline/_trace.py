@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.dependencies import Dependencies, dependencies
-from detector.whatif.ops import Floats, Recording
-from detector.whatif.waiting import transfer_seconds
+from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
+from detector.whatif.recording import Floats, Recording
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 
 from ._telemetry import RecordMaker, Rows

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.ops import COMPUTE, LABELS, Kind, OpTable, Recording
+from detector.whatif.recording import COMPUTE, LABELS, OpKind, OpTable, Recording
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
 from ._arrow import ParquetColumns, is_number, to_numpy
@@ -133,7 +133,7 @@ def _whole(values: NDArray[Any], least: float) -> NDArray[Any]:
 
 
 def _kinds(path: Path, column: Any) -> NDArray[np.uint8]:
-    """`Kind` codes of the operation names."""
+    """`OpKind` codes of the operation names."""
     import pyarrow as pa
 
     if not pa.types.is_dictionary(column.type):
@@ -190,7 +190,7 @@ def _layout(ops: OpTable) -> Layout:
 
 def _microbatches(path: Path, ops: OpTable) -> tuple[int, ...]:
     """Most forward passes of a microbatch that any step of each replica shows."""
-    rows = ops.kind == Kind.FORWARD
+    rows = ops.kind == OpKind.FORWARD
     counts = np.zeros(int(ops.dp.max()) + 1, np.int64)
     np.maximum.at(counts, ops.dp[rows], ops.microbatch[rows].astype(np.int64) + 1)
     if not counts.any():

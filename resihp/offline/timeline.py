@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif import Causes
-from detector.whatif.ops import COLLECTIVE, LABELS, P2P, Kind
-from detector.whatif.replayed import Replayed
+from detector.whatif.recording import COLLECTIVE, LABELS, P2P, OpKind
+from detector.whatif.step_replay import StepReplay
 
 from ._analysis import Analysis
 
@@ -84,7 +84,7 @@ class Timeline:
             return np.asarray(np.repeat(values, replicas)[keep])
 
         return Spans(
-            names=tuple(LABELS[kind] for kind in Kind),
+            names=tuple(LABELS[kind] for kind in OpKind),
             name=column(rec.kind.astype(np.int64)),
             replica=np.tile(rec.replicas, rec.kind.size)[keep].astype(np.int64),
             stage=column(rec.stage.astype(np.int64)),
@@ -114,13 +114,13 @@ class Timeline:
         return groups, np.stack([found[group] for group in groups])
 
     @cached_property
-    def _records(self) -> tuple[Replayed, NDArray[np.int64]]:
+    def _records(self) -> tuple[StepReplay, NDArray[np.int64]]:
         """The last stretch of steps under one plan, ready to be replayed; and its steps."""
         trace = self.analysis.trace
         batches = list(trace.batches())
         newest = max(batch.plan_version for batch in batches)
         last = [batch for batch in batches if batch.plan_version == newest]
-        replayed = Replayed.of(trace.job, self.analysis.layout, last, self.analysis.slow)
+        replayed = StepReplay.of(trace.job, self.analysis.layout, last, self.analysis.slow)
         assert replayed is not None
         return replayed, np.unique(np.concatenate([batch.step for batch in last]))
 

@@ -9,23 +9,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.ops import LABELS, Kind, OpTable
+from detector.whatif.recording import LABELS, OpKind, OpTable
 from resihp.contracts import Op, Schedule
 from resihp.pipeline.graph import Graph
 from resihp.pipeline.orders import stage_order
 
-_TAIL = (Kind.GC, Kind.NORM_REDUCE, Kind.EMBEDDING_REDUCE, Kind.GRADS_SCATTER, Kind.CLIP)
+_TAIL = (OpKind.GC, OpKind.NORM_REDUCE, OpKind.EMBEDDING_REDUCE, OpKind.GRADS_SCATTER, OpKind.CLIP)
 _TYPICAL_S = {
-    Kind.GC: 0.0,
-    Kind.NORM_REDUCE: 4e-5,
-    Kind.EMBEDDING_REDUCE: 5e-3,
-    Kind.GRADS_SCATTER: 0.02,
-    Kind.PARAMS_GATHER: 0.01,
-    Kind.CLIP: 2e-3,
-    Kind.OPTIMIZER: 0.01,
+    OpKind.GC: 0.0,
+    OpKind.NORM_REDUCE: 4e-5,
+    OpKind.EMBEDDING_REDUCE: 5e-3,
+    OpKind.GRADS_SCATTER: 0.02,
+    OpKind.PARAMS_GATHER: 0.01,
+    OpKind.CLIP: 2e-3,
+    OpKind.OPTIMIZER: 0.01,
 }
-_SEND = {Op.FORWARD: Kind.FORWARD_SEND, Op.BACKWARD: Kind.BACKWARD_SEND}
-_RECEIVE = {Op.FORWARD: Kind.FORWARD_RECV, Op.BACKWARD: Kind.BACKWARD_RECV}
+_SEND = {Op.FORWARD: OpKind.FORWARD_SEND, Op.BACKWARD: OpKind.BACKWARD_SEND}
+_RECEIVE = {Op.FORWARD: OpKind.FORWARD_RECV, Op.BACKWARD: OpKind.BACKWARD_RECV}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Trouble:
     every           only every so many steps
     """
 
-    kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+    kinds: tuple[OpKind, ...] = (OpKind.FORWARD, OpKind.BACKWARD)
     replica: int | None = None
     stage: int | None = None
     factor: float = 1.0
@@ -67,7 +67,7 @@ class Recipe:
     p2p_s: float = 5e-4
     stage_weight: tuple[float, ...] = ()
     troubles: tuple[Trouble, ...] = ()
-    usual_s: Mapping[Kind, float] = field(default_factory=dict)
+    usual_s: Mapping[OpKind, float] = field(default_factory=dict)
 
 
 def record(recipe: Recipe, seed: int = 0) -> OpTable:
@@ -100,7 +100,7 @@ def write_whatif(path: str | Path, ops: OpTable) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    names = pa.array([LABELS[kind] for kind in Kind])
+    names = pa.array([LABELS[kind] for kind in OpKind])
     columns = {
         "dp_rank": ops.dp.astype(np.int32),
         "stage": ops.stage.astype(np.int16),
@@ -123,8 +123,8 @@ class _Plan:
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int, int]] = []  # kind, stage, seq, mb, chunk
         self._before: list[list[int]] = []
-        self._count: dict[tuple[Kind, int], int] = {}
-        self._ends: dict[tuple[Kind, int, int], int] = {}  # kind, virtual stage, microbatch
+        self._count: dict[tuple[OpKind, int], int] = {}
+        self._ends: dict[tuple[OpKind, int, int], int] = {}  # kind, virtual stage, microbatch
 
     @classmethod
     def of(cls, recipe: Recipe) -> _Plan:
@@ -135,11 +135,11 @@ class _Plan:
         pairs = len(groups)
         groups += [
             [op for op, row in enumerate(plan._rows) if row[0] == kind]
-            for kind in (Kind.EMBEDDING_REDUCE, Kind.CLIP)
+            for kind in (OpKind.EMBEDDING_REDUCE, OpKind.CLIP)
         ]
         synced = [pairs + 1]
         for op, row in enumerate(plan._rows):
-            if row[0] in (Kind.PARAMS_GATHER, Kind.GRADS_SCATTER):
+            if row[0] in (OpKind.PARAMS_GATHER, OpKind.GRADS_SCATTER):
                 synced.append(len(groups))
                 groups.append([op])
         plan.graph = Graph(plan._before, groups, synced)
@@ -153,7 +153,9 @@ class _Plan:
     microbatch: NDArray[np.intp]
     chunk: NDArray[np.intp]
 
-    def _add(self, kind: Kind, stage: int, before: list[int], mb: int = -1, chunk: int = -1) -> int:
+    def _add(
+        self, kind: OpKind, stage: int, before: list[int], mb: int = -1, chunk: int = -1
+    ) -> int:
         seq = self._count.get((kind, stage), 0)
         self._count[kind, stage] = seq + 1
         self._rows.append((kind, stage, seq, mb, chunk))
@@ -168,12 +170,12 @@ class _Plan:
             microbatches=recipe.microbatches,
             chunks=recipe.chunks,
         )
-        last = gather = self._add(Kind.PARAMS_GATHER, stage, [], chunk=0)
+        last = gather = self._add(OpKind.PARAMS_GATHER, stage, [], chunk=0)
         previous = {Op.FORWARD: gather, Op.BACKWARD: gather}
         for item in order:
             virtual, away = item.chunk * recipe.pp + stage, 1 if item.op is Op.FORWARD else -1
             receive = self._transfer(recipe, _RECEIVE[item.op], virtual, -away, item.microbatch)
-            kind = Kind.FORWARD if item.op is Op.FORWARD else Kind.BACKWARD
+            kind = OpKind.FORWARD if item.op is Op.FORWARD else OpKind.BACKWARD
             if receive is not None:
                 self._before[receive].append(previous[item.op])
             before = [last] if receive is None else [last, receive]
@@ -182,12 +184,14 @@ class _Plan:
             send = self._transfer(recipe, _SEND[item.op], virtual, away, item.microbatch)
             if send is not None:
                 self._before[send].append(last)
-        for kind in (*_TAIL, Kind.OPTIMIZER):
-            if kind is not Kind.EMBEDDING_REDUCE or stage in (0, recipe.pp - 1):
-                chunk = 0 if kind is Kind.GRADS_SCATTER else -1
+        for kind in (*_TAIL, OpKind.OPTIMIZER):
+            if kind is not OpKind.EMBEDDING_REDUCE or stage in (0, recipe.pp - 1):
+                chunk = 0 if kind is OpKind.GRADS_SCATTER else -1
                 last = self._add(kind, stage, [last], chunk=chunk)
 
-    def _transfer(self, recipe: Recipe, kind: Kind, virtual: int, away: int, mb: int) -> int | None:
+    def _transfer(
+        self, recipe: Recipe, kind: OpKind, virtual: int, away: int, mb: int
+    ) -> int | None:
         """One end of a transfer to or from the neighbour that is `away`.
 
         The ends of the model have no neighbour. An interleaved schedule records a transfer there
@@ -203,8 +207,8 @@ class _Plan:
 
     def _transfers(self) -> list[list[int]]:
         peers = {
-            Kind.FORWARD_SEND: (Kind.FORWARD_RECV, 1),
-            Kind.BACKWARD_SEND: (Kind.BACKWARD_RECV, -1),
+            OpKind.FORWARD_SEND: (OpKind.FORWARD_RECV, 1),
+            OpKind.BACKWARD_SEND: (OpKind.BACKWARD_RECV, -1),
         }
         groups = []
         for (kind, virtual, mb), op in self._ends.items():
@@ -222,11 +226,11 @@ class _Plan:
         real = set(self._ends.values())
         own = np.empty(shape)
         for op, (kind, stage, _, mb, _) in enumerate(self._rows):
-            if kind in (Kind.FORWARD, Kind.BACKWARD):
-                passes = (2.0 if kind == Kind.BACKWARD else 1.0) / recipe.chunks
+            if kind in (OpKind.FORWARD, OpKind.BACKWARD):
+                passes = (2.0 if kind == OpKind.BACKWARD else 1.0) / recipe.chunks
                 own[op] = recipe.forward_s * passes * weight[stage] * work[mb]
             else:
-                own[op] = usual.get(Kind(kind), recipe.p2p_s if op in real else 0.0)
+                own[op] = usual.get(OpKind(kind), recipe.p2p_s if op in real else 0.0)
         own *= np.exp(recipe.noise * rng.standard_normal(shape))
         for trouble in recipe.troubles:
             self._afflict(own, trouble)

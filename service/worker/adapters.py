@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from detector.probes import ProbeRequest, ProbeResult
+from detector import ProbeRequest, ProbeResult
 from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
 from scheduler.switching_rule import ReplanDecision, SkiRental
 
@@ -29,7 +29,7 @@ class DetectorLike(Protocol):
 
 
 class FittedPredictor(Protocol):
-    """What a detector learned about the cost of work (`detector.predictor.Predictor`)."""
+    """What a detector learned about the cost of work (`detector.Predictor`)."""
 
     def to_bytes(self) -> bytes: ...
 
@@ -68,8 +68,7 @@ class Adapters:
 
 def load_adapters() -> Adapters:
     """The real detector and scheduler. Imports LightGBM, so it is called when a worker starts."""
-    from detector import Detector
-    from detector.predictor import Predictor
+    from detector import Detector, Predictor
     from scheduler import replan
 
     def with_predictor(job: Job, stored: bytes) -> Detector:

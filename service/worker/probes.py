@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from detector.probes import ProbeKind, ProbeRequest, ProbeResult
+from detector import ProbeKind, ProbeRequest, ProbeResult
 
 _PATIENCE_S = 30.0
 

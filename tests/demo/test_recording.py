@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.scenarios import Fault, steps_of
 from resihp.contracts import Op, Status
 from resihp.demo.training.settings import DemoSettings
 from resihp.demo.training.trace_log import RecordLog, write_recording
 from resihp.offline import analyze, read_trace
+from resihp.testing.scenarios import Fault, steps_of
 
 SETTINGS = DemoSettings()
 

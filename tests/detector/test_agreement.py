@@ -7,8 +7,8 @@ import pytest
 
 from detector import Detector
 from detector.diagnosis import WORTH_NAMING, costs_of
-from detector.scenarios import Fault, steps_of
 from resihp.contracts import Cause, Job, Layout, Status
+from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 DATA, PIPELINE, BOTH, TENSOR, ALL = (8, 1, 1), (1, 4, 1), (4, 2, 1), (1, 1, 4), (2, 2, 2)

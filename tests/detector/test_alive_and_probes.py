@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from detector import Detector, DetectorSettings
-from detector.probes import ProbeKind, ProbeResult
-from detector.scenarios import Fault, steps_of
+from detector import Detector, DetectorSettings, ProbeKind, ProbeResult
 from resihp.contracts import ContractError, Job, Layout, Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, steps_of
 
 JOB = Job(
     name="job",

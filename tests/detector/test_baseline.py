@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.evidence.noise import noise_of
-from detector.scenarios import Fault, steps_of
+from detector.residuals import noise_of
 from resihp.contracts import Job, Layout, Op, Status
+from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 
@@ -45,10 +45,10 @@ def test_an_interrupted_witness_in_the_first_steps_blames_nobody(
     """One microbatch a step and one witness: for that step the other seems to be twice as fast.
     As a past of one or two steps that made every later step of it look slow."""
     job = Job(name="job", layout=Layout.grid(dp=8, pp=2, tp=1, layers=8), microbatches=8)
-    witness = job.layout.replicas[2].stages[1].ranks[0]
+    reference = job.layout.replicas[2].stages[1].ranks[0]
     detector = Detector(job)
     for batch in steps_of(job, LENGTHS, steps=30, seed=seed, with_lengths=False):
-        struck = (batch.rank == witness) & (batch.op == Op.FORWARD)
+        struck = (batch.rank == reference) & (batch.op == Op.FORWARD)
         struck &= batch.step == interrupted
         times = batch.compute_ms * np.where(struck, 2.0, 1.0)
         changed = detector.update(replace(batch, compute_ms=times))

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from detector import Detector
-from detector.probes import ProbeResult
-from detector.scenarios import Fault, steps_of
+from detector import Detector, ProbeResult
 from resihp.contracts import Job, Layout, Plan, Replica, Stage, Status, Verdict
+from resihp.testing.scenarios import Fault, steps_of
 
 SLOW, FACTOR = 5, 1.5
 JOB = Job(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings
-from detector.evidence.turns import first_turn
-from detector.scenarios import steps_of
+from detector.evidence.intermittent import first_slow_step
 from resihp.contracts import Job, Layout, ModelShape, Op, Status, TelemetryBatch
+from resihp.testing.scenarios import steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 MODEL = ModelShape(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)
@@ -145,4 +145,4 @@ def test_neighbours_of_a_device_slow_by_turns_are_not_named() -> None:
 
 def test_the_onset_is_after_a_lone_hiccup() -> None:
     slow = np.array([0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1], bool)
-    assert first_turn(slow) == 12
+    assert first_slow_step(slow) == 12

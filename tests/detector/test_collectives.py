@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.scenarios import Fault, SlowGroup, collectives, steps_of
 from resihp.contracts import Job, Layout, Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, SlowGroup, collectives, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 JOB = Job(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.scenarios import Fault, Noise, steps_of
 from resihp.contracts import Job, Layout, ModelShape, Plan, Replica, Stage, Status
+from resihp.testing.scenarios import Fault, Noise, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(5.0, 1.0, 2000)), 16, 2048).astype(int)
 NOISE = Noise(record=0.06, step=0.02, offset=0.02, outliers=0.03, outlier_size=0.6)

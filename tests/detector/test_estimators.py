@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from detector.predictor import FEATURES, AnalyticCost, Predictor
+from detector.expectation.predictor import FEATURES, AnalyticCost, Predictor
 from resihp.contracts import ContractError
 
 ESTIMATORS = [AnalyticCost, Predictor]

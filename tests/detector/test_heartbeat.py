@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detector.base.arrays import Floats
-from detector.heartbeat import Heartbeats
+from detector.arrays import Floats
+from detector.heartbeat import HeartbeatTracker
 
 BEATS, LEARNED = 1500, 100
 
@@ -22,9 +22,9 @@ def arrivals(lost: float, *, jitter: float = 0.0, beats: int = BEATS, seed: int 
     return np.sort((sent + late)[rng.random(beats) >= lost])
 
 
-def time_outs(at: Floats, heartbeats: Heartbeats | None = None) -> Floats:
+def time_outs(at: Floats, heartbeats: HeartbeatTracker | None = None) -> Floats:
     """The time-out after each beat."""
-    heartbeats = heartbeats or Heartbeats(floor_s=0.0)
+    heartbeats = heartbeats or HeartbeatTracker(floor_s=0.0)
     found = []
     for now in at.tolist():
         heartbeats.beat([0], now)
@@ -52,8 +52,8 @@ def test_the_time_out_is_a_multiple_of_the_interval(
     interval: float, lost: float, seed: int
 ) -> None:
     at = arrivals(lost, beats=60, seed=seed)
-    boundless = Heartbeats(floor_s=0.0, limit_s=math.inf)
-    same = Heartbeats(floor_s=0.0, limit_s=math.inf)
+    boundless = HeartbeatTracker(floor_s=0.0, limit_s=math.inf)
+    same = HeartbeatTracker(floor_s=0.0, limit_s=math.inf)
     np.testing.assert_allclose(
         time_outs(interval * at, boundless), interval * time_outs(at, same), rtol=1e-6
     )
@@ -64,7 +64,7 @@ def test_the_time_out_is_a_multiple_of_the_interval(
 def test_late_beats_are_no_death(lost: float, jitter: float) -> None:
     for seed in range(6):
         at = arrivals(lost, jitter=jitter, seed=seed)
-        outs = time_outs(at, Heartbeats())
+        outs = time_outs(at, HeartbeatTracker())
         assert (np.diff(at) < outs[:-1]).all()
         assert outs[LEARNED:].max() < 40.0
 
@@ -83,8 +83,8 @@ def test_a_trainer_that_stands_still_now_and_then_gets_its_time_within_the_limit
     assert time_outs(np.arange(5.0) * 300.0)[-1] > 60.0  # the limit is none for slow senders
 
 
-def beaten(ranks: Iterable[int], until: float) -> Heartbeats:
-    heartbeats = Heartbeats()
+def beaten(ranks: Iterable[int], until: float) -> HeartbeatTracker:
+    heartbeats = HeartbeatTracker()
     for now in range(int(until)):
         heartbeats.beat(ranks, float(now))
     return heartbeats
@@ -129,14 +129,14 @@ def test_those_who_died_before_do_not_make_the_next_death_look_like_the_network(
 
 
 def test_whoever_beat_once_may_still_be_starting() -> None:
-    heartbeats = Heartbeats()
+    heartbeats = HeartbeatTracker()
     heartbeats.beat([0], 0.0)
     assert heartbeats.time_out(0) == heartbeats.time_out(1) == math.inf
     assert heartbeats.dead(1e6) == []
 
 
 def test_the_state_is_exact() -> None:
-    one, other = beaten([0, 4], 50.0), Heartbeats()
+    one, other = beaten([0, 4], 50.0), HeartbeatTracker()
     one.beat([9], 60.0)
     other.load(one.state())
     for now in range(60, 120):

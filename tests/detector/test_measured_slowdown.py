@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.scenarios import Fault, steps_of
 from resihp.contracts import Job, Layout, Op, Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 JOB = Job(name="job", layout=Layout.grid(dp=4, pp=4, tp=1, layers=16), microbatches=32)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.records.microbatches import numbered
-from detector.scenarios import Fault, steps_of
+from detector.step_assembler import numbered
 from resihp.contracts import Job, Layout, Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 JOB = Job(name="job", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)

@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from detector import Detector, DetectorSettings
-from detector.scenarios import Fault, steps_of
 from resihp.contracts import (
     ContractError,
     Job,
@@ -19,6 +18,7 @@ from resihp.contracts import (
     Status,
     TelemetryBatch,
 )
+from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 LAYOUT = Layout.grid(dp=4, pp=2, tp=1, layers=16)

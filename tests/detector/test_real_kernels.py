@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels import rows_of
-from detector import Detector
-from detector.predictor import Predictor
+from detector import Detector, Predictor
 from resihp.contracts import Job, Layout, Status, TelemetryBatch
 from resihp.offline import read_trace
 

@@ -5,8 +5,8 @@ import doctest
 import numpy as np
 import pytest
 
-from detector.base import robust
-from detector.evidence import judge, sequential
+from detector import arrays
+from detector.evidence import sequential, status
 from detector.evidence.sequential import DEGREES, EDetector
 
 
@@ -44,7 +44,7 @@ def test_a_lasting_shift_is_found_soon() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [robust, sequential, judge],
+    [arrays, sequential, status],
     ids=lambda m: m.__name__,
 )
 def test_examples_in_the_documentation_hold(module: object) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings
-from detector.evidence.common import common_change
-from detector.scenarios import Fault, steps_of
+from detector.residuals import common_change
 from resihp.contracts import Job, Layout, ModelShape, Status
+from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 MODEL = ModelShape(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)

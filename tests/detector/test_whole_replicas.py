@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.scenarios import Fault, Surge, steps_of, whole_replica
 from resihp.contracts import Job, Layout, ModelShape, Status
+from resihp.testing.scenarios import Fault, Surge, steps_of, whole_replica
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
 MODEL = ModelShape(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)

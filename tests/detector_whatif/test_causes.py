@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detector.diagnosis import CAUSES, Costs, conclude, diagnose
-from detector.whatif import Causes, Kind, Recording, SlowDevice, WhatIf
-from detector.whatif.ops import P2P
+from detector.whatif import Causes, OpKind, Recording, SlowDevice, WhatIf
+from detector.whatif.recording import P2P
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
-COLLECTIVES = (Kind.GRADS_SCATTER, Kind.PARAMS_GATHER)
+COLLECTIVES = (OpKind.GRADS_SCATTER, OpKind.PARAMS_GATHER)
 NAMED = SlowDevice(rank=0, dp=0, pp=0, factor=1.02)
 SLOW = Trouble(replica=1, stage=2, factor=1.3)
 JOBS = {
@@ -66,11 +66,11 @@ JOBS = {
         Cause.COMMUNICATION,
     ),
     "garbage collection": (
-        Recipe(troubles=(Trouble(kinds=(Kind.GC,), replica=2, stage=1, extra_s=0.4, every=4),)),
+        Recipe(troubles=(Trouble(kinds=(OpKind.GC,), replica=2, stage=1, extra_s=0.4, every=4),)),
         Cause.HOST,
     ),
     "garbage collection everywhere": (
-        Recipe(troubles=(Trouble(kinds=(Kind.GC,), extra_s=0.2),)),
+        Recipe(troubles=(Trouble(kinds=(OpKind.GC,), extra_s=0.2),)),
         Cause.HOST,
     ),
 }

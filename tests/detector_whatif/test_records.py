@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from detector.diagnosis import Costs, costs_of, diagnose
-from detector.whatif.replayed import Replayed
-from detector.whatif.slow import SlowDevice, known_factor
+from detector.whatif.known_slow import SlowDevice, known_factor
+from detector.whatif.step_replay import StepReplay
 from resihp.contracts import (
     Cause,
     Job,
@@ -112,7 +112,7 @@ def test_uneven_replicas_are_replayed_one_by_one():
         )
     )
     job = Job(name="j", layout=layout, microbatches=7, quotas=(4, 3))
-    replayed = Replayed.of(job, layout, [records(job, noise=0.0)])
+    replayed = StepReplay.of(job, layout, [records(job, noise=0.0)])
     assert replayed.step_ms == pytest.approx(max((4 + 1) * 30.0, 3 * 30.0))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from detector.diagnosis import Costs, conclude
 from detector.whatif import SlowDevice
-from detector.whatif.ops import P2P, Kind
+from detector.whatif.recording import P2P, OpKind
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
@@ -64,11 +64,11 @@ PLACES = {
         "transfers between stages of stage 2 in replica 1",
     ),
     "collective": (
-        Recipe(troubles=(Trouble(kinds=(Kind.GRADS_SCATTER,), factor=15, stage=2, since=5),)),
+        Recipe(troubles=(Trouble(kinds=(OpKind.GRADS_SCATTER,), factor=15, stage=2, since=5),)),
         "most is in collectives of stage 2",
     ),
     "garbage": (
-        Recipe(troubles=(Trouble(kinds=(Kind.GC,), extra_s=0.4, every=3, **P),)),
+        Recipe(troubles=(Trouble(kinds=(OpKind.GC,), extra_s=0.4, every=3, **P),)),
         "garbage collection on the ranks of stage 2 in replica 1",
     ),
 }

@@ -9,7 +9,6 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from detector.scenarios import Fault, steps_of
 from resihp.cli import _analyze, _serve  # noqa: F401 - they register commands
 from resihp.cli._app import app
 from resihp.contracts import Cause, Job, Layout, Status
@@ -18,6 +17,7 @@ from resihp.offline.plots import onset
 from resihp.offline.report import html
 from resihp.offline.summary import headline
 from resihp.offline.timeline import Timeline
+from resihp.testing.scenarios import Fault, steps_of
 
 KEYS = [
     "trace",

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from detector.whatif import Kind, WhatIf
-from detector.whatif.ops import COMPUTE, P2P, OpTable, Recording
+from detector.whatif import OpKind, WhatIf
+from detector.whatif.recording import COMPUTE, P2P, OpTable, Recording
 from resihp.testing.synthetic_traces import Recipe, record
 
 
@@ -30,7 +30,7 @@ def test_of_one_replica_the_slowdown_is_that_of_the_job():
     assert whatif.by_worker[0] == pytest.approx(np.minimum(by_stage, whatif.slowdown))
 
 
-@pytest.mark.parametrize("kind", [Kind.GC, Kind.OPTIMIZER, Kind.CLIP, Kind.NORM_REDUCE])
+@pytest.mark.parametrize("kind", [OpKind.GC, OpKind.OPTIMIZER, OpKind.CLIP, OpKind.NORM_REDUCE])
 def test_what_follows_the_passes_may_come_in_several_parts(kind):
     """Two parts of 30 ms take as long as one of 60 ms."""
     ops = record(Recipe(dp=2, pp=2, steps=3, noise=0.0))
@@ -50,7 +50,9 @@ def test_what_follows_the_passes_may_come_in_several_parts(kind):
 
 def test_a_send_that_outlasts_its_receive_slows_nobody():
     ops = record(Recipe(dp=2, pp=2, steps=3, noise=0.0))
-    last = (ops.kind == Kind.BACKWARD_SEND) & (ops.seq == ops.seq[ops.kind == Kind.BACKWARD].max())
+    last = (ops.kind == OpKind.BACKWARD_SEND) & (
+        ops.seq == ops.seq[ops.kind == OpKind.BACKWARD].max()
+    )
     last &= (ops.dp == 0) & (ops.step == 1)
     whatif = whatif_of(ops)
     late = whatif_of(
@@ -65,7 +67,7 @@ def without(ops, *kinds):
     return ops.select(~np.isin(ops.kind, kinds))
 
 
-@pytest.mark.parametrize("kinds", [P2P, (Kind.FORWARD_RECV, Kind.BACKWARD_RECV)])
+@pytest.mark.parametrize("kinds", [P2P, (OpKind.FORWARD_RECV, OpKind.BACKWARD_RECV)])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_without_receives_passes_wait_for_those_that_they_need(kinds, chunks):
     recipe = Recipe(dp=2, pp=4, steps=4, chunks=chunks, p2p_s=0.0, work_spread=0.3)

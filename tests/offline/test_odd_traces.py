@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from detector.whatif import Kind
+from detector.whatif import OpKind
 from resihp.contracts import Cause, Status, TraceError
 from resihp.offline import analyze, read_trace
 from resihp.offline.report import html
@@ -97,14 +97,14 @@ def test_a_slow_device_is_found_beside_a_replica_that_was_not_recorded(tmp_path)
 
 
 def test_a_place_is_told_by_the_number_of_its_replica(tmp_path):
-    slow = Trouble(kinds=(Kind.GC,), replica=3, stage=1, extra_s=0.4, every=3)
+    slow = Trouble(kinds=(OpKind.GC,), replica=3, stage=1, extra_s=0.4, every=3)
     ops = record(Recipe(dp=5, pp=2, steps=16, troubles=(slow,)), seed=2)
     first = analysis_of(ops.select(ops.dp != 1), tmp_path).diagnosis.detail[0]
     assert "garbage collection on the ranks of stage 1 in replica 3" in first
 
 
 def test_a_duration_that_comes_out_just_below_0_counts_as_0(tmp_path):
-    shortest = np.where(WHOLE.kind == Kind.GC, -1e-6, WHOLE.duration_s)
+    shortest = np.where(WHOLE.kind == OpKind.GC, -1e-6, WHOLE.duration_s)
     ours = analysis_of(dataclasses.replace(WHOLE, duration_s=shortest), tmp_path)
     assert ours.diagnosis.slowdown == analysis_of(WHOLE, tmp_path).diagnosis.slowdown
     with pytest.raises(TraceError, match="below"):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from detector.whatif import Kind
-from detector.whatif.stalls import without_stalls
+from detector.whatif import OpKind
+from detector.whatif.effects import without_stalls
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
@@ -13,7 +13,7 @@ from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whati
 def paused(ops, seconds, share, seed=0):
     """Passes chosen at random take longer. Only durations change: starts say what waits for what,
     and the replay draws the consequences."""
-    chosen = np.isin(ops.kind, (Kind.FORWARD, Kind.BACKWARD))
+    chosen = np.isin(ops.kind, (OpKind.FORWARD, OpKind.BACKWARD))
     chosen &= np.random.default_rng(seed).random(len(ops)) < share
     ops.duration_s[chosen] += seconds
     return ops
@@ -51,7 +51,7 @@ def test_long_sequences_are_no_pauses(pp, spread, tmp_path):
     assert analysis.diagnosis.attribution[Cause.HOST] < 0.02
 
 
-@pytest.mark.parametrize("kinds", [(Kind.FORWARD,), (Kind.BACKWARD,)])
+@pytest.mark.parametrize("kinds", [(OpKind.FORWARD,), (OpKind.BACKWARD,)])
 def test_a_device_that_is_slow_in_one_direction_makes_no_pauses(kinds, tmp_path):
     trouble = Trouble(kinds=kinds, replica=2, stage=1, factor=1.6, since=8)
     recipe = Recipe(dp=6, pp=3, steps=24, troubles=(trouble,))
@@ -80,7 +80,7 @@ def test_only_the_pass_that_was_held_up_is_mended():
 
 
 def test_a_loss_that_no_cause_explains_is_told_by_operation_and_rank(tmp_path):
-    trouble = Trouble(kinds=(Kind.OPTIMIZER,), replica=1, stage=2, extra_s=0.4)
+    trouble = Trouble(kinds=(OpKind.OPTIMIZER,), replica=1, stage=2, extra_s=0.4)
     analysis = analysis_of(record(Recipe(dp=4, pp=4, steps=10, troubles=(trouble,))), tmp_path)
     assert analysis.diagnosis.root_cause is Cause.NONE
     assert "of the loss goes with optimizer, most of it on rank 9" in analysis.diagnosis.detail[0]

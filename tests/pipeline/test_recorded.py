@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detector.whatif.ops import Kind
+from detector.whatif.recording import OpKind
 from resihp.contracts import Schedule
 from resihp.offline import read_trace
 from resihp.pipeline.orders import stage_order
@@ -22,21 +22,21 @@ def recorded(request):
         pytest.skip("RESIHP_TRACES names no folder with the published traces")
     trace = read_trace(folder / f"trace-{request.param}.parquet")
     found = trace.recording
-    count = 1 + int(found.microbatch[found.kind == Kind.FORWARD].max())
+    count = 1 + int(found.microbatch[found.kind == OpKind.FORWARD].max())
 
     def rows(kind, stages):
-        numbered = found.microbatch if kind in (Kind.FORWARD, Kind.BACKWARD) else found.seq
+        numbered = found.microbatch if kind in (OpKind.FORWARD, OpKind.BACKWARD) else found.seq
         places = enumerate(zip(found.kind, found.stage, numbered, strict=True))
         at = {(stage, m): row for row, (of, stage, m) in places if of == kind}
         return np.array([[at[s, m] for m in range(count)] for s in stages])
 
     stages = range(found.stages)
-    forward, backward = rows(Kind.FORWARD, stages), rows(Kind.BACKWARD, stages)
+    forward, backward = rows(OpKind.FORWARD, stages), rows(OpKind.BACKWARD, stages)
     begin = found.start_s[forward].min(axis=(0, 1))
     end = (found.start_s + found.duration_s)[backward].max(axis=(0, 1))
     delays = np.zeros((2, found.stages, count, *begin.shape))
-    delays[0, :-1] = trace.own_s[rows(Kind.FORWARD_RECV, stages[1:])]
-    delays[1, :-1] = trace.own_s[rows(Kind.BACKWARD_RECV, stages[:-1])]
+    delays[0, :-1] = trace.own_s[rows(OpKind.FORWARD_RECV, stages[1:])]
+    delays[1, :-1] = trace.own_s[rows(OpKind.BACKWARD_RECV, stages[:-1])]
     orders = [
         stage_order(Schedule.ONE_F_ONE_B, stage=s, stages=found.stages, microbatches=count)
         for s in stages

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from detector.probes import ProbeRequest, ProbeResult
+from detector import ProbeRequest, ProbeResult
 from resihp.contracts import (
     Cause,
     Diagnosis,

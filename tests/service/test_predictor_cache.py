@@ -9,8 +9,8 @@ import numpy as np
 from conftest import eventually, job_of, running
 
 from detector import Detector
-from detector.scenarios import steps_of
 from resihp.contracts import ModelShape
+from resihp.testing.scenarios import steps_of
 from service.settings import Settings
 from service.store.embedded_redis import socket_path
 from service.store.worker_store import WorkerStore

@@ -13,7 +13,7 @@ import pytest
 from conftest import batch_of, eventually, job_of, running
 from fakes import FakeDetector, fake_adapters
 
-from detector.probes import ProbeKind, ProbeRequest, ProbeResult
+from detector import ProbeKind, ProbeRequest, ProbeResult
 from resihp.client import Client
 from resihp.contracts import Op, Verdict
 from resihp.hooks import Monitor

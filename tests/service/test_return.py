@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from conftest import eventually, job_of, running
 
-from detector import Detector
-from detector.probes import ProbeRequest
+from detector import Detector, ProbeRequest
 from resihp.client import Client
 from resihp.contracts import Job, LayerCost, Op, Plan, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, encode

@@ -1,0 +1,164 @@
+"""Array types, and robust statistics over arrays in which NaN marks a missing value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+State = dict[str, Any]
+"""What a part of the detector saves: arrays, numbers, strings, and lists and dicts of them."""
+
+
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation to standard deviation, for a normal distribution."""
+
+_PADDED = 3
+"""Cells for each value up to which groups are laid out as rows: sorting those is ten times faster
+than sorting all values by group."""
+
+
+def group_median(values: Floats, groups: Ints, size: int) -> Floats:
+    """Median of each of `size` groups; NaN where a group has no value.
+
+    >>> group_median(np.array([1.0, 9.0, 2.0, 5.0]), np.array([0, 0, 0, 2]), 3).tolist()
+    [2.0, nan, 5.0]
+    """
+    counts = np.bincount(groups, minlength=size)
+    start = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    longest = int(counts.max(initial=0))
+    if size * longest <= _PADDED * values.size:  # groups of about equal size are rows
+        order = np.argsort(groups, kind="stable")
+        rows = np.full((size, longest), np.nan)
+        member = groups[order]
+        rows[member, np.arange(order.size) - start[member]] = values[order]
+        ordered = np.sort(rows, axis=1).reshape(-1)
+        start = np.arange(size) * longest
+    else:
+        ordered = values[np.lexsort((values, groups))]
+    result = np.full(size, np.nan)
+    some = counts > 0
+    low, high = (counts[some] - 1) // 2, counts[some] // 2
+    result[some] = 0.5 * (ordered[start[some] + low] + ordered[start[some] + high])
+    return result
+
+
+def group_location(
+    values: Floats, groups: Ints, size: int, scale: float, weights: Floats | None = None
+) -> tuple[Floats, Floats]:
+    """Weighted Huber location of each group, and the sum of the weights that were left.
+
+    One reweighting from the median: values further than two `scale` from it count less, values
+    beyond six not at all, so that one interrupted microbatch moves nothing (Huber 1964; the
+    rejection after Hampel 1974).
+    """
+    centre = group_median(values, groups, size)
+    distance = np.abs(values - centre[groups]) / max(scale, 1e-12)
+    trust = np.where(distance <= 2.0, 1.0, 2.0 / np.maximum(distance, 2.0))
+    trust = np.where(distance > 6.0, 0.0, trust)
+    if weights is not None:
+        trust = trust * weights
+    total = np.bincount(groups, trust, size)
+    mean = np.bincount(groups, trust * (values - centre[groups]), size)
+    result: Floats = centre + mean / np.maximum(total, 1e-12)
+    return result, total.astype(np.float64)
+
+
+def column_median(values: NDArray[np.floating]) -> Floats:
+    """Median of the finite values of each column; NaN where there are none.
+
+    >>> column_median(np.array([[1.0, np.nan], [4.0, np.nan], [2.0, np.nan]])).tolist()
+    [2.0, nan]
+    """
+    ordered = np.sort(values.T, axis=1)  # NaN sorts last; rows lie together in memory
+    counts = np.isfinite(ordered).sum(axis=1)
+    row = np.arange(counts.size)
+    low, high = np.maximum(counts - 1, 0) // 2, np.minimum(counts // 2, values.shape[0] - 1)
+    result: Floats = 0.5 * (ordered[row, low] + ordered[row, high]).astype(np.float64)
+    return result
+
+
+def mad_sigma(values: NDArray[np.floating], centre: float | None = None) -> float:
+    """Robust standard deviation of the finite values; 0 where there are none.
+
+    >>> round(mad_sigma(np.array([1.0, 2.0, 3.0, 100.0])), 3)
+    1.483
+    """
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0
+    middle = float(np.median(finite)) if centre is None else centre
+    return MAD_TO_SIGMA * float(np.median(np.abs(finite - middle)))
+
+
+Axes = int | tuple[int, ...]
+_TO_SIGMA = ((0.5, 1.4826), (0.8, 0.7803))  # quantiles of absolute deviations to a standard one
+
+
+def mean(values: NDArray[np.floating], axis: Axes) -> NDArray[np.float64]:
+    """Mean; the axes stay, with length 1."""
+    finite = np.isfinite(values)
+    count = finite.sum(axis=axis, keepdims=True)
+    total = np.where(finite, values, 0.0).sum(axis=axis, keepdims=True)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def median(values: NDArray[np.floating], axis: Axes) -> NDArray[np.float64]:
+    """Median; the axes stay, with length 1."""
+    ordered, count, shape = _ordered(values, axis)
+    low, high = (count - 1) // 2, count // 2
+    return (0.5 * (_pick(ordered, low) + _pick(ordered, high))).reshape(shape)
+
+
+def quantile(values: NDArray[np.floating], q: float, axis: Axes) -> NDArray[np.float64]:
+    """The value at rank `q * (n - 1)`, rounded down; the axes stay, with length 1.
+
+    With `q` 0.5 this is the median, or the lower of the two middle values.
+    """
+    ordered, count, shape = _ordered(values, axis)
+    return _pick(ordered, ((count - 1) * q).astype(np.intp)).reshape(shape)
+
+
+def deviation(away: NDArray[np.floating]) -> float:
+    """Standard deviation of what values are away from their middle by; 0 if there are none.
+
+    The larger of two robust ones: half of the values may be away by nothing, since each of them is
+    the middle of its peers.
+    """
+    size, every = np.abs(away), tuple(range(away.ndim))
+    if not np.isfinite(size).any():
+        return 0.0
+    return max(times * float(quantile(size, q, every).item()) for q, times in _TO_SIGMA)
+
+
+def running_median(values: NDArray[np.floating], axis: int, window: int) -> NDArray[np.float64]:
+    """Median over a window along an axis; the window is cut off at the two ends."""
+    half = window // 2
+    width = [(0, 0)] * values.ndim
+    width[axis] = (half, half)
+    padded = np.pad(values, width, constant_values=np.nan)
+    views = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1, axis=axis)
+    return median(views, axis=-1)[..., 0]
+
+
+def _ordered(
+    values: NDArray[np.floating], axis: Axes
+) -> tuple[NDArray[np.float64], NDArray[np.intp], tuple[int, ...]]:
+    """The axes merged into the last one and sorted, NaN last; how many are not NaN."""
+    axes = (axis,) if isinstance(axis, int) else axis
+    axes = tuple(a % values.ndim for a in axes)
+    kept = [a for a in range(values.ndim) if a not in axes]
+    moved = values.transpose(*kept, *axes).reshape(*(values.shape[a] for a in kept), -1)
+    ordered = np.sort(np.where(np.isfinite(moved), moved, np.nan), axis=-1)
+    shape = tuple(1 if a in axes else size for a, size in enumerate(values.shape))
+    return ordered, np.isfinite(ordered).sum(axis=-1), shape
+
+
+def _pick(ordered: NDArray[np.float64], index: NDArray[np.intp]) -> NDArray[np.float64]:
+    """The value at an index; NaN where there is none, since then all are NaN."""
+    at = np.clip(index, 0, ordered.shape[-1] - 1)
+    return np.take_along_axis(ordered, at[..., None], axis=-1)[..., 0]

@@ -1,0 +1,300 @@
+"""The detector: telemetry in, verdicts out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from resihp.contracts import (
+    Diagnosis,
+    Job,
+    Layout,
+    Plan,
+    Schedule,
+    TelemetryBatch,
+    Verdict,
+    from_json,
+    to_json,
+)
+
+from .arrays import Ints, State
+from .evidence.status import FAIL_SLOW, FAIL_STOP
+from .expectation.predictor import LearnedCorrection, Predictor
+from .heartbeat import HeartbeatTracker
+from .layout_state import LayoutState
+from .links_and_hosts import LinkVerdict
+from .persistence import pack, unpack
+from .probation import Probation
+from .probes import ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
+from .recent_steps import RecentSteps
+from .settings import DetectorSettings
+from .verdict_text import verdict_of
+
+_AHEAD = 64
+_ALONE = (ProbeKind.GEMM, ProbeKind.MEMORY)
+"""Probes that a rank runs alone."""
+_SILENCE = "its heartbeats have stopped"
+
+
+class Detector:
+    """Judges every rank of one job from the records of its microbatches.
+
+    Call `update` with each batch as it arrives; whole steps, single ranks, late, repeated and out
+    of order records are all right, and the outcome is the same. Verdicts change when a step is
+    decided. A job that goes back to an earlier step, as from a checkpoint, is judged afresh; names
+    stay until records say otherwise. Everything is deterministic: no clock, no thread, no
+    randomness but `settings.seed`. One object serves one job and is not thread-safe.
+
+    predictor   a fitted `detector.Predictor` of an earlier job of the same model and device type;
+                without one the job trains its own
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        settings: DetectorSettings | None = None,
+        predictor: Predictor | None = None,
+    ) -> None:
+        self.job = job
+        self.settings = settings or DetectorSettings()
+        self.plan_version = 0
+        self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0}
+        self._layout_state = LayoutState(
+            job, self.settings, LearnedCorrection(self.settings, predictor)
+        )
+        self._heartbeats = HeartbeatTracker()
+        self._probe_budget = ProbeBudget(self.settings.probes_per_minute)
+        self._probation = Probation(self.settings)
+        self._pending: dict[int, Verdict] = {}
+        self._notes: dict[int, tuple[str, ...]] = {}
+        self._recent = RecentSteps()
+        self._ahead: deque[TelemetryBatch] = deque(maxlen=_AHEAD)
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What was learned about the cost of work, for the next job; None before the training."""
+        return self._layout_state.model.correction.predictor
+
+    def update(self, batch: TelemetryBatch) -> list[Verdict]:
+        """Takes records; returns the verdicts that they changed."""
+        if batch.plan_version < self.plan_version:
+            self.counters["older_plan"] += len(batch)
+            return []
+        if batch.plan_version > self.plan_version:
+            self.counters["ahead"] += len(batch)
+            self._ahead.append(batch)
+            return []
+        before = self._layout_state.snapshot()
+        self._take(batch)
+        restart = self._layout_state.assembler.restart()
+        if restart:
+            self.counters["restarts"] += 1
+            self._layout_state = self._layout_state.successor(self.job)
+            self._recent.clear()
+            for message in restart:
+                self._take(message)
+        changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
+        self._pending = {}
+        return [changed[rank] for rank in sorted(changed)]
+
+    def _take(self, batch: TelemetryBatch) -> None:
+        for step in self._layout_state.assembler.add(batch):
+            if len(step):
+                self._recent.add(step, self._layout_state.places)
+            self._layout_state.decide(step)
+
+    def verdicts(self) -> list[Verdict]:
+        """The current verdict on every rank of the layout, and on those that left it because they
+        were slow; in the order of ranks."""
+        working = [self._verdict(at) for at in range(self._layout_state.places.size)]
+        return sorted([*working, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the job is slow, from the last steps; nothing is named before the first."""
+        from .diagnosis import diagnose
+        from .whatif.known_slow import SlowDevice
+
+        named = np.flatnonzero(self._layout_state.status_table.status == FAIL_SLOW).tolist()
+        slow = SlowDevice.named((self._verdict(at) for at in named), self.job.layout)
+        return diagnose(self.job, self.job.layout, self._recent.batches(), slow)
+
+    def apply_plan(self, plan: Plan) -> None:
+        """Starts afresh on the layout of a newer plan.
+
+        What was learned about the cost of work stays. A device named slow stays so until records
+        on the new layout say otherwise, and one that leaves it until probes do. Records of older
+        plans are ignored from here on, those of this plan that came too early are taken up now; the
+        verdicts that they change come with the next `update`. An older version does nothing, nor
+        does the same plan again; another plan of the same version replaces it.
+        """
+        job = _moved(self.job, plan)
+        is_known = plan.version == self.plan_version and job == self.job
+        if plan.version < self.plan_version or is_known:
+            return
+        self.plan_version, self.job = plan.version, job
+        for rank, slowdown, since in self._layout_state.leaving(plan.layout.ranks):
+            self._probation.leave(rank, slowdown, since, self._layout_state.last_step or 0)
+        self._layout_state = self._layout_state.successor(self.job)
+        for rank, (slowdown, since) in self._probation.back(plan.layout.ranks).items():
+            self._layout_state.carry(rank, slowdown, since)
+        self._recent.clear()
+        waiting, self._ahead = list(self._ahead), deque(maxlen=_AHEAD)
+        for batch in waiting:
+            self._pending.update({verdict.rank: verdict for verdict in self.update(batch)})
+
+    def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+        """Notes that ranks were alive at `now` (seconds of any monotonic clock).
+
+        Returns the verdicts that this changed: a rank that was only silent is alive again.
+        """
+        ranks = list(ranks)
+        self._heartbeats.beat(ranks, now)
+        before = self._layout_state.snapshot()
+        for rank in ranks:
+            if self._notes.get(rank) == (_SILENCE,):
+                del self._notes[rank]
+                self._layout_state.revive(rank)
+        return self._changed(before)
+
+    def check_alive(self, now: float) -> list[Verdict]:
+        """Verdicts on ranks whose heartbeats have stopped; to be called every second or so."""
+        dead = [rank for rank in self._heartbeats.dead(now) if rank not in self._notes]
+        return self.report_failure(dead, step=None, detail=_SILENCE)
+
+    def report_failure(
+        self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"
+    ) -> list[Verdict]:
+        """Takes a report, from survivors or the launcher, that ranks are gone."""
+        before, ranks = self._layout_state.snapshot(), sorted(set(ranks))
+        at = self._layout_state.places.index(np.array(ranks, np.int64))
+        for index in at[at >= 0].tolist():
+            self._layout_state.fail(index, step)
+            self._notes[int(self._layout_state.places.ranks[index])] = (detail,)
+        gone = self._probation.fail(
+            ranks, step if step is not None else self._layout_state.last_step or 0
+        )
+        return [*self._changed(before), *gone]
+
+    def links(self) -> list[LinkVerdict]:
+        """Links that transfer more slowly than those between the same stages, and groups whose
+        collectives are slower than those of their like."""
+        return self._layout_state.slow_links()
+
+    def probe_requests(self, now: float) -> list[ProbeRequest]:
+        """Probes that would settle a suspicion, or show that a device outside the layout is
+        healthy again; `now` in seconds of any monotonic clock."""
+        requests: list[ProbeRequest] = []
+        for rank, reference in self._layout_state.suspects():
+            if self._probe_budget.allow(rank, len(_ALONE), now):
+                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in _ALONE]
+        for link in self._layout_state.links.verdicts():
+            like = self._layout_state.links.like(link)
+            if like is not None and self._probe_budget.allow(link.rank, 1, now):
+                requests.append(
+                    ProbeRequest(
+                        rank=link.rank,
+                        reference=like[0],
+                        kind=ProbeKind.LINK,
+                        peer=link.peer,
+                        reference_peer=like[1],
+                    )
+                )
+        for rank, reference in self._probation.due(now, self._layout_state.healthy()):
+            if self._probe_budget.allow(rank, len(_ALONE), now):
+                self._probation.asked(rank, now)
+                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in _ALONE]
+        return requests
+
+    def probe_result(self, result: ProbeResult) -> list[Verdict]:
+        """Takes the answer to a probe. It joins the evidence on a rank of the layout from the next
+        step on, and may change the verdict on one outside, which is returned."""
+        outside = self._probation.observe(result, self._layout_state.last_step or 0)
+        if outside is not None:
+            return outside
+        self._layout_state.take_probe(result)
+        return []
+
+    def save(self) -> bytes:
+        """Everything the detector knows, for `restore`."""
+        return pack(
+            {
+                "plan_version": self.plan_version,
+                "counters": dict(self.counters),
+                "layout": to_json(self.job.layout),
+                "quotas": list(self.job.quotas),
+                "schedule": self.job.schedule.value,
+                "ration": self._probe_budget.state(),
+                "bench": self._probation.state(),
+                "epoch": self._layout_state.state(),
+                "heartbeats": self._heartbeats.state(),
+                "notes": {str(rank): list(note) for rank, note in self._notes.items()},
+                "recent": self._recent.state(),
+                "ahead": [_columns(batch) for batch in self._ahead],
+            }
+        )
+
+    @classmethod
+    def restore(
+        cls, job: Job, state: bytes, *, settings: DetectorSettings | None = None
+    ) -> Detector:
+        """The detector that `save` wrote, on the layout that it was then on.
+
+        Raises `ContractError` for bytes that `save` did not write.
+        """
+        saved = unpack(state)
+        layout = from_json(Layout, saved["layout"], "layout")
+        quotas = tuple(saved["quotas"])
+        moved = replace(
+            job,
+            layout=layout,
+            quotas=quotas,
+            microbatches=sum(quotas),
+            schedule=Schedule(saved["schedule"]),
+        )
+        detector = cls(moved, settings=settings)
+        detector._probe_budget.load(saved["ration"])
+        detector._probation.load(saved["bench"])
+        detector.plan_version = saved["plan_version"]
+        detector.counters = saved["counters"]
+        detector._layout_state.load(saved["epoch"])
+        detector._heartbeats.load(saved["heartbeats"])
+        detector._notes = {int(rank): tuple(note) for rank, note in saved["notes"].items()}
+        detector._recent.load(saved["recent"])
+        detector._ahead.extend(TelemetryBatch(**columns) for columns in saved["ahead"])
+        return detector
+
+    def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
+        status, factor = before
+        status_table = self._layout_state.status_table
+        moved = np.abs(np.log(status_table.factor / factor)) > 0.05
+        moved &= status_table.status == FAIL_SLOW
+        return [
+            self._verdict(at)
+            for at in np.flatnonzero((status_table.status != status) | moved).tolist()
+        ]
+
+    def _verdict(self, at: int) -> Verdict:
+        rank = int(self._layout_state.places.ranks[at])
+        status_table = self._layout_state.status_table
+        notes = self._notes.get(rank, ()) if status_table.status[at] == FAIL_STOP else ()
+        notes = (*notes, *self._layout_state.words(at))
+        step = self._layout_state.last_step
+        return verdict_of(rank, at, status_table, self._layout_state.suspect_at, step, notes)
+
+
+def _moved(job: Job, plan: Plan) -> Job:
+    return replace(
+        job,
+        layout=plan.layout,
+        quotas=plan.quotas,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+    )
+
+
+def _columns(batch: TelemetryBatch) -> State:
+    return {**batch.columns(), "plan_version": batch.plan_version, "dropped": batch.dropped}

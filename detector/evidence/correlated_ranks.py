@@ -1,0 +1,141 @@
+"""Ranks that rise together: a coupled group, a whole stage, or a whole replica.
+
+A rank that rises alone is slow. Where all of those that do the same work rise alike, the times
+alone do not say who: inside a tensor-parallel group every timer lasts as long as the slowest
+member's, and then the culprit is the one that waits least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from resihp.contracts import TelemetryBatch
+
+from ..arrays import Ints, State
+from ..rank_table import RankTable
+from .rank_tests import TURNS, RankTests, StepEvidence
+
+_STEPS = 3
+_ALIKE = 0.6
+"""Members count as rising alike when each rises by this much of the one that rises most."""
+
+
+@dataclass(frozen=True)
+class CorrelatedEvidence:
+    """excused: ranks that only wait for another; blames: who it is, by position; -1 for none."""
+
+    standing: StepEvidence
+    waits_for: Ints
+
+
+class CorrelatedRanks:
+    """Remembers the waiting of the last steps, and settles who is to blame in a group."""
+
+    def __init__(self, places: RankTable) -> None:
+        self._places = places
+        self.waits = np.full((TURNS, places.size), np.nan)
+        self._count = 0
+        sizes = places.class_sizes
+        self._groups = [members for members in _members(places.group) if members.size > 1] + [
+            members
+            for members in _members(places.peers)
+            if members.size == 2 and sizes[places.peers[members[0]]] == 2
+        ]
+        self._at: list[list[int]] = [[] for _ in range(places.size)]
+        for number, members in enumerate(self._groups):
+            for member in members.tolist():
+                self._at[member].append(number)
+
+    def observe(self, records: TelemetryBatch, index: Ints) -> None:
+        """Notes how long every rank waited in a step, as a share of its compute time."""
+        size = self._places.size
+        known = np.isfinite(records.wait_ms)
+        wait = np.bincount(index[known], records.wait_ms[known], size)
+        busy = np.bincount(index[known], records.compute_ms[known], size)
+        row = self._count % TURNS
+        self.waits[row] = np.where(busy > 0, wait / np.maximum(busy, 1e-9), np.nan)
+        self._count += 1
+
+    def attribute(
+        self, tests: RankTests, now: StepEvidence, suspect_at: float
+    ) -> CorrelatedEvidence:
+        """`now`, with those who only wait excused and those who cannot be told apart not able."""
+        waits_for = np.full(self._places.size, -1, np.int64)
+        rising = np.flatnonzero(now.seen & (now.evidence >= suspect_at)).tolist()
+        if not rising:
+            return CorrelatedEvidence(now, waits_for)
+        able, evidence = now.able.copy(), now.evidence.copy()
+        whole, found = dict[int, float](), dict[int, float]()  # groups and culprits: their rise
+        for number in sorted({number for rank in rising for number in self._at[rank]}):
+            members = self._groups[number]
+            age = self._steps_in_question(members, now)
+            recent = tests.window[np.ix_((tests.count - 1 - age) % len(tests.window), members)]
+            level = np.median(np.nan_to_num(recent), axis=0) - now.reference[members]
+            if level.min() < _ALIKE * level.max() or level.max() <= 0:
+                continue
+            slowest = self._waits_least(members, float(level.max()), age)
+            if slowest is None:
+                whole[number] = float(level.max())
+                continue
+            if slowest < 0:
+                able[members] = False
+                continue
+            others = members[members != slowest]
+            waits_for[others], found[slowest] = slowest, float(level.max())
+            # Below suspicion, but not clean enough to teach what is healthy.
+            evidence[others] = np.minimum(evidence[others], suspect_at - 2.5)
+        for number, level_of_group in whole.items():
+            members = self._groups[number]
+            if any(self._mirrors(members, at, level_of_group / found[at]) for at in found):
+                able[members] = False
+        return CorrelatedEvidence(replace(now, able=able, evidence=evidence), waits_for)
+
+    def _steps_in_question(self, members: Ints, now: StepEvidence) -> Ints:
+        """How many steps ago the group was slow: in its last steps, or, where a member is slow by
+        turns, in the slow ones of the one whose evidence is the strongest."""
+        turning = members[now.by_turns[members]]
+        if not turning.size:
+            return np.arange(min(_STEPS, self._count))
+        rank = turning[np.argmax(now.evidence[turning])]
+        return np.flatnonzero(now.turns[::-1, rank])
+
+    def _mirrors(self, members: Ints, slowest: int, ratio: float) -> bool:
+        """Whether a group rises because of a culprit in the other replica and another stage.
+
+        Two replicas of two stages are each other's only measure: a rank that is slow in one corner
+        lifts the opposite corner as much, whole and without anyone in it who waits.
+        """
+        places, one = self._places, members[0]
+        if places.dp.max() != 1 or places.pp.max() != 1 or not _ALIKE < ratio < 1.0 / _ALIKE:
+            return False
+        return bool(places.dp[one] != places.dp[slowest] and places.pp[one] != places.pp[slowest])
+
+    def _waits_least(self, members: Ints, level: float, age: Ints) -> int | None:
+        """The culprit; -1 where nothing tells; None where all are slow by their own time."""
+        waits = self.waits[np.ix_((self._count - 1 - age) % TURNS, members)]
+        if not np.isfinite(waits).any(axis=0).all():
+            return -1
+        waited = np.nanmean(waits, axis=0)
+        order = np.argsort(waited)
+        gap = waited[order[1]] - waited[order[0]]
+        if gap > 0.5 * (1.0 - np.exp(-level)):
+            return int(members[order[0]])
+        same_group = np.unique(self._places.group[members]).size == 1
+        return None if same_group else -1
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {"waits": self.waits, "count": self._count}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.waits, self._count = state["waits"], state["count"]
+
+
+def _members(ids: Ints) -> list[Ints]:
+    """Positions of each id's members."""
+    order = np.argsort(ids, kind="stable")
+    edges = np.flatnonzero(np.diff(ids[order])) + 1
+    return [part.astype(np.int64) for part in np.split(order, edges)]

@@ -1,0 +1,200 @@
+"""Devices that are slow in some steps and healthy in others, by turns.
+
+A test for lasting slowness forgets in a healthy step what it learned in a slow one. Here each step
+is slow with some chance under the alternative, so that a healthy step costs little; and under the
+null any step may be a hiccup of any size (garbage collection, a page-in) with a smaller chance, so
+that a slow step alone says little, however slow it was. The Shiryaev-Roberts sum of that bounded
+likelihood ratio is taken over the window of residuals, from each rank's own healthy level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..arrays import MAD_TO_SIGMA, Bools, Floats, Ints, column_median
+from .rank_tests import TURNS, RankTests, StepEvidence
+from .sequential import GRID, log_ratio
+
+_SLOW_SHARE = 0.4
+"""Chance of a slow step of a device that is slow by turns."""
+_HICCUPS = 0.005
+"""Chance of a hiccup in any step of a healthy device."""
+_RARE = float(np.log(10.0))
+"""Prior odds (log) of a device that slows for good against one that does by turns."""
+_APART = 6.0
+"""Standard deviations of a step that its two levels differ by, at least."""
+_FEW = 3
+"""Steps of either kind, at least, and of the slow ones those that no outlier stands for."""
+_POOL = 8.0
+"""Steps' worth of trust in the noise of all ranks."""
+EDGE = 0.4
+"""Share of a device's slowness (log) beyond which a step counts as slow."""
+_MOST_GAIN = float(np.log(_SLOW_SHARE / _HICCUPS))
+_LOSS = float(np.log((1.0 - _SLOW_SHARE) / (1.0 - _HICCUPS)))
+"""What a clearly slow and a clearly healthy step say (log)."""
+_HEALTHY_SHARE = 0.15
+"""Share of healthy steps since the onset from which a device is slow by turns, not for good."""
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The two levels of some ranks: `high` and `healthy` (log), their doubt, and a step's noise."""
+
+    healthy: Floats
+    high: Floats
+    doubt: Floats
+    scale: Floats
+    apart: Bools
+
+    def of(self, ranks: Bools) -> _Levels:
+        """Those of some of the ranks."""
+        return _Levels(*(column[ranks] for column in vars(self).values()))
+
+
+def by_turns(
+    tests: RankTests, now: StepEvidence, able: Bools, least: float, fresh: Ints
+) -> StepEvidence:
+    """`now`, with the evidence against ranks that are slow by turns where it is the stronger.
+
+    able    ranks that enough others vouch against to be named
+    least   slowness (log) that is worth telling
+    fresh   step of each rank from which its residuals count
+    """
+    rows = tests.recent(tests.count)
+    high = tests.window[rows[-TURNS:]] - tests.mean > least
+    ranks = np.flatnonzero(now.seen & (np.count_nonzero(high, axis=0) >= _FEW))
+    if not ranks.size or tests.count < 2 * _FEW:
+        return now
+    series = tests.window[np.ix_(rows, ranks)].astype(np.float64)
+    series[tests.steps[rows][:, None] < fresh[ranks]] = np.nan
+    usual = float(np.median(now.scale))
+    levels = _levels(series, tests.slowest_healthy()[ranks], now.error[ranks], usual)
+    use = levels.apart & (levels.high - levels.healthy > least)
+    if use.any():
+        use[use] = _in_turns(series[:, use], levels.of(use))
+    if not use.any():
+        return now
+    ranks, series, levels = ranks[use], series[:, use], levels.of(use)
+    evidence = _evidence(series, levels)
+    use = evidence > now.evidence[ranks]
+    now = replace(now, able=np.where(np.isin(np.arange(able.size), ranks[use]), able, now.able))
+    return _joined(now, tests, ranks[use], series[:, use], levels.of(use), evidence[use])
+
+
+def _in_turns(series: Floats, levels: _Levels) -> Bools:
+    """Which ranks have enough healthy steps since their onset."""
+    slow = series - levels.healthy > EDGE * (levels.high - levels.healthy)
+    gain = np.where(slow, _MOST_GAIN, np.where(np.isfinite(series), _LOSS, 0.0))
+    first = np.argmax(np.cumsum(gain[::-1], axis=0)[::-1], axis=0)
+    since = (np.arange(len(series))[:, None] >= first) & np.isfinite(series)
+    healthy = np.count_nonzero(since & ~slow, axis=0)
+    result: Bools = healthy > _HEALTHY_SHARE * np.count_nonzero(since, axis=0)
+    return result
+
+
+def _levels(series: Floats, healthy: Floats, error: Floats, usual: float) -> _Levels:
+    """Healthy and slow level of each column: the split in two that leaves the least variance, with
+    the two slowest steps drawn in, for they may be hiccups. What was `healthy` before is no slower
+    than the lower one: a rank whose witnesses are slow by turns is fast by turns, not slow."""
+    count = np.isfinite(series).sum(axis=0)
+    ordered = np.sort(series, axis=0)
+    top = np.take_along_axis(ordered, np.maximum(count - _FEW, 0)[None], axis=0)
+    drawn = np.minimum(series, top)
+    split = _split(np.minimum(ordered, top), count)
+    low = np.where(drawn <= split, drawn, np.nan)
+    high = np.where(drawn > split, drawn, np.nan)
+    lower, upper = column_median(low), column_median(high)
+    off = np.where(drawn <= split, drawn - lower, drawn - upper)
+    own = MAD_TO_SIGMA * column_median(np.abs(off))
+    square = (_POOL * usual**2 + count * own**2) / (_POOL + count)
+    scale = np.maximum(np.sqrt(square), error)
+    lows = np.isfinite(low).sum(axis=0)
+    doubt = 1.25 * scale / np.sqrt(np.maximum(lows, 1))
+    level = np.fmax(lower, healthy)
+    apart = (lows >= _FEW) & (upper - level > _APART * scale)
+    return _Levels(level, upper, doubt, scale, apart)
+
+
+def _split(ordered: Floats, count: Ints) -> Floats:
+    """The value up to which a sorted column belongs to the lower of two clusters (Otsu 1979)."""
+    filled = np.nan_to_num(ordered)
+    below = np.arange(1, len(ordered) + 1)[:, None]
+    above = np.maximum(count - below, 1)
+    total = np.cumsum(filled, axis=0)
+    between = (total[-1] - total) / above - total / below
+    gain = np.where(below < count, below * above * between**2, -1.0)
+    best = np.argmax(gain, axis=0)
+    result: Floats = ordered[best, np.arange(ordered.shape[1])]
+    return result
+
+
+def _gains(series: Floats, levels: _Levels) -> Floats:
+    """Log-likelihood ratios, shape (grid, steps, ranks); 0 where there is no residual."""
+    excess = series - levels.healthy - 3.0 * levels.doubt
+    ratio = np.exp(log_ratio(excess, levels.scale, GRID[:, None, None]))
+    gain = np.log((1.0 - _SLOW_SHARE + _SLOW_SHARE * ratio) / (1.0 - _HICCUPS + _HICCUPS * ratio))
+    result: Floats = np.where(np.isfinite(excess), gain, 0.0)
+    return result
+
+
+def _evidence(series: Floats, levels: _Levels) -> Floats:
+    """log of the Shiryaev-Roberts sum, averaged over the grid."""
+    total = np.full((GRID.size, series.shape[1]), -np.inf)
+    gains = _gains(series, levels)
+    for step, seen in enumerate(np.isfinite(series)):
+        total = np.where(seen, np.logaddexp(total, 0.0) + gains[:, step], total)
+    result: Floats = np.logaddexp.reduce(total, axis=0) - np.log(GRID.size) - _RARE
+    return result
+
+
+def _joined(
+    now: StepEvidence,
+    tests: RankTests,
+    ranks: Ints,
+    series: Floats,
+    levels: _Levels,
+    evidence: Floats,
+) -> StepEvidence:
+    """`now`, with what is known of some ranks that are slow by turns."""
+    slow = series - levels.healthy > EDGE * (levels.high - levels.healthy)
+    columns = {
+        "evidence": np.minimum(evidence, tests.ceiling),
+        "excess": series[-1] - levels.healthy,
+        "reference": levels.healthy,
+        "doubt": levels.doubt,
+        "scale": levels.scale,
+    }
+    changed = {name: getattr(now, name).copy() for name in columns}
+    for name, column in columns.items():
+        changed[name][ranks] = column
+    turns, by_past = now.turns.copy(), now.by_past.copy()
+    latest = slow[-TURNS:]
+    turns[TURNS - len(latest) :, ranks] = latest
+    by_past[ranks] = True
+    return replace(now, turns=turns, by_past=by_past, **changed)
+
+
+def first_slow_step(slow: Bools) -> int:
+    """The most likely first slow step of a device that is slow by turns from then on: where the
+    likelihood ratio of all later steps is the largest.
+
+    >>> first_turn(np.array([0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1], bool))
+    10
+    """
+    gain = np.where(slow, _MOST_GAIN, _LOSS)
+    return int(np.argmax(np.cumsum(gain[::-1])[::-1]))
+
+
+def lately(tests: RankTests, now: StepEvidence, steps: int) -> Floats:
+    """How slow every rank was (log, beyond its reference) in its last `steps` steps; of those that
+    are slow by turns, in the slow ones of the last."""
+    recent = np.nan_to_num(tests.window[tests.recent(steps)])
+    level = np.median(recent, axis=0).astype(np.float64)
+    rows = tests.recent(TURNS)
+    for rank in np.flatnonzero(now.by_turns).tolist():
+        slow = rows[now.turns[-len(rows) :, rank]]
+        level[rank] = np.median(tests.window[slow, rank])
+    result: Floats = level - now.reference
+    return result

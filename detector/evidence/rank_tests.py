@@ -1,0 +1,363 @@
+"""Evidence against every rank, from its peers and from its own past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from ..arrays import Bools, Floats, Ints, State, column_median, mad_sigma
+from ..rank_table import RankTable
+from ..residuals import StepResidual, common_change, noise_of
+from ..settings import DetectorSettings
+from .sequential import EDetector
+
+_LAG = 3
+"""Steps before a residual may enter the baseline, so that an onset does not hide itself."""
+_FALL_STEPS = 4
+"""Steps over which the common fall of a pair is averaged."""
+_FIRST = 5
+"""Steps that the baseline starts from together, so that one interrupted step moves it little."""
+_ALIKE = 8.0
+"""Most that the first two residuals may differ by, in standard deviations, to be a past."""
+_MEMORY = 100
+"""Steps that the baseline remembers, at most."""
+_SETTLED = 2
+"""Steps of own past before it counts without peers."""
+_OFFSET_WEIGHT = 16.0
+"""Ranks' worth of trust in the prior spread of healthy devices."""
+_UNKNOWN_OFFSET = 0.3
+"""Prior spread of the offset of a rank that has no peers (log)."""
+_DRIFT = 0.002
+"""Change of a healthy device against its past that nobody should be told about (log)."""
+_LEAST_HORIZON = 100_000
+"""Steps of a device to a false name, at least."""
+_SLOW_FROM_START = 0.001
+"""Chance that some healthy device of a job lies further from its peers than is granted to it."""
+TURNS = 16
+"""Latest steps of which it is told which were slow, for ranks that are so by turns."""
+_FLOOR = 5e-4
+"""Least scale of a residual (log): timers are no better."""
+_KEPT = ("window", "falls", "steps", "count", "mean", "past", "noise", "first")
+
+
+@dataclass(frozen=True)
+class StepEvidence:
+    """How every rank stands after a step; arrays over ranks.
+
+    evidence  log e-value that the rank is slow
+    excess    log residual beyond its reference (its past, or its peers)
+    reference what the excess is measured from
+    doubt     standard error of that reference
+    scale     standard deviation of one step's residual
+    error     standard error that the expectation and the records leave of it
+    by_past   whether the past, not the peers, gave the evidence
+    seen      whether the rank had a residual in this step
+    able      whether the data can tell the rank's slowness from anything else
+    turns     shape (TURNS, ranks), oldest first: the slow ones of the last steps, of the ranks that
+              are slow in some steps and healthy in others; False for all others
+    """
+
+    evidence: Floats
+    excess: Floats
+    reference: Floats
+    doubt: Floats
+    scale: Floats
+    error: Floats
+    by_past: Bools
+    seen: Bools
+    able: Bools
+    turns: Bools
+
+    @property
+    def by_turns(self) -> Bools:
+        """Which ranks are slow in some steps and healthy in others."""
+        result: Bools = np.any(self.turns, axis=0)
+        return result
+
+
+class RankTests:
+    """Sequential tests of all ranks of one layout, and the window of residuals they rest on."""
+
+    def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
+        size = places.size
+        self._places, self._settings = places, settings
+        self.name_at = float(np.log(max(size * settings.horizon_steps, _LEAST_HORIZON)))
+        self.ceiling = self.name_at + 6.0
+        self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
+        peers = places.class_sizes[places.peers]
+        self._majority, self._pair = peers >= 3, peers == 2
+        self.window = np.full((settings.window_steps, size), np.nan, np.float32)
+        self.steps = np.full(settings.window_steps, -1, np.int64)
+        self.count = 0
+        self._wider = 1.0
+        order = np.argsort(places.peers, kind="stable")
+        self._pairs = order[self._pair[order]].reshape(-1, 2).T
+        self.falls = np.full((_LAG + _FALL_STEPS, size), np.nan, np.float32)
+        self.mean = np.zeros(size)
+        self.past = np.zeros(size)
+        self.noise = np.zeros(size)
+        self.first = np.full((_FIRST, size), np.nan)
+        self.peer_test, self.past_test = EDetector(size), EDetector(size)
+
+    def observe(
+        self, step: int, residual: StepResidual, trusted: Bools, able: Bools
+    ) -> StepEvidence:
+        """Takes one step. `trusted` ranks may teach the baseline what is healthy; only those who
+        are `able` to be told apart from others may be named."""
+        deviation = self._centre(residual, trusted)
+        seen = np.isfinite(deviation)
+        self._push(step, deviation)
+        self._wider = residual.wider
+        offset = self._offset_spread()
+        scale = self._scale(residual, deviation)
+        self.noise = spread = np.maximum(scale, _FLOOR)
+        prior = np.where(self._majority, offset, _UNKNOWN_OFFSET)
+        doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
+        mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
+        self._track_pairs(deviation - self.mean, trusted)
+        by_peers = deviation - self._bound * offset
+        by_past = deviation - mean - 3.0 * doubt - _DRIFT
+        settled = seen & (self._has_past(spread) | self._like_peers(spread, offset))
+        self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self.ceiling)
+        self.past_test.update(by_past, spread, settled, self.ceiling)
+        self._update_baseline(trusted, spread)
+        return self._standing(deviation, mean, doubt, offset, spread, residual.error, able)
+
+    def _fallen(self) -> Floats:
+        """By how much both of a pair are lately below their past (0 or less): what expects them
+        has changed, not they. A pair has no majority that would take it out."""
+        recent = self.falls[(self.count - 1 - _LAG - np.arange(_FALL_STEPS)) % len(self.falls)]
+        known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
+        result: Floats = np.zeros(self._places.size)
+        if known.any():
+            result[known] = np.nanmedian(recent[:, known], axis=0)
+        return result
+
+    def _track_pairs(self, change: Floats, trusted: Bools) -> None:
+        """Notes the lesser fall of both of each pair, as long as neither is in doubt."""
+        row = (self.count - 1) % len(self.falls)
+        self.falls[row] = np.nan
+        if self._pairs.size:
+            sound = trusted[self._pairs].all(axis=0) & (self.past[self._pairs] > 0).all(axis=0)
+            fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
+            self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
+
+    def _centre(self, residual: StepResidual, trusted: Bools) -> Floats:
+        """Residuals against what is common to the peers, or to the job where peers are too few.
+        Those under suspicion are left out of that: two of few peers shall not hide each other."""
+        value = residual.value
+        if np.count_nonzero(np.isfinite(value)) < 4:
+            return value.copy()
+        noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
+        change, peers = value - self.mean, self._places.peers
+        result: Floats = value - common_change(change, peers, trusted, self.past, noise)
+        return result
+
+    def _push(self, step: int, deviation: Floats) -> None:
+        row = self.count % self._settings.window_steps
+        self.window[row], self.steps[row] = deviation, step
+        self.count += 1
+
+    def recent(self, steps: int) -> Ints:
+        """Rows of the window for the last `steps` steps, oldest first."""
+        steps = min(steps, self.count, self._settings.window_steps)
+        rows: Ints = np.arange(self.count - steps, self.count, dtype=np.int64)
+        rows %= len(self.steps)
+        return rows
+
+    def _offset_spread(self) -> float:
+        """Spread of healthy devices around their peers, with a prior for small jobs."""
+        prior = self._settings.offset_spread * self._wider
+        use = self._majority & (self.past >= 2 * _SETTLED)
+        number = int(np.count_nonzero(use))
+        seen = mad_sigma(self.mean[use], 0.0) if number else 0.0
+        square = (_OFFSET_WEIGHT * prior**2 + number * seen**2) / (_OFFSET_WEIGHT + number)
+        return float(np.sqrt(square))
+
+    def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
+        """Standard deviation of a step's residual: what steps scatter by, and at least what the
+        expectation leaves open."""
+        noise = noise_of(self.window[self.recent(self.count)])
+        if not noise.any():
+            seen = deviation[np.isfinite(deviation)]
+            noise = np.full_like(noise, mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0)
+        result: Floats = np.maximum(noise, residual.error)
+        return result
+
+    def _update_baseline(self, trusted: Bools, spread: Floats) -> None:
+        """The residual of some steps ago joins the baseline of the ranks that are in control."""
+        if self.count <= _LAG:
+            return
+        old = self.window[self.recent(_LAG + 1)[0]]
+        use = trusted & np.isfinite(old)
+        early = use & (self.past < _FIRST)
+        self.first[self.past[early].astype(np.int64), early] = old[early]
+        self.past = np.where(use, np.minimum(self.past + 1.0, _MEMORY), self.past)
+        self.mean[early] = self._start(early, 3.0 * spread[early])
+        later = use & ~early
+        step = np.clip(old - self.mean, -3.0 * spread, 3.0 * spread)
+        self.mean[later] += (step / np.maximum(self.past, 1.0))[later]
+
+    def _start(self, ranks: Bools, limit: Floats) -> Floats:
+        """The baseline from its first steps: their mean, with what lies further from their median
+        than `limit` drawn in to it."""
+        first = self.first[:, ranks]
+        middle = column_median(first)
+        result: Floats = np.nanmean(np.clip(first, middle - limit, middle + limit), axis=0)
+        return result
+
+    def _has_past(self, spread: Floats) -> Bools:
+        """Ranks with a past to be judged by: of two steps only if they agree."""
+        apart = np.abs(self.first[0] - self.first[1]) <= _ALIKE * spread
+        result: Bools = (self.past > _SETTLED) | ((self.past == _SETTLED) & apart)
+        return result
+
+    def _standing(
+        self,
+        deviation: Floats,
+        mean: Floats,
+        doubt: Floats,
+        offset: float,
+        scale: Floats,
+        error: Floats,
+        able: Bools,
+    ) -> StepEvidence:
+        peers, past = self.peer_test.evidence(), self.past_test.evidence()
+        by_past = past >= peers
+        able = able & (self._majority | (past >= self.name_at))
+        return StepEvidence(
+            evidence=np.maximum(peers, past) - np.log(2.0),
+            excess=deviation - np.where(by_past, mean, 0.0),
+            reference=np.where(by_past, mean, 0.0),
+            doubt=np.where(by_past, doubt, offset),
+            scale=scale,
+            error=error,
+            by_past=by_past,
+            seen=np.isfinite(deviation),
+            able=able,
+            turns=np.zeros((TURNS, deviation.size), bool),
+        )
+
+    def _like_peers(self, spread: Floats, offset: float) -> Bools:
+        """Ranks with peers whose past is too short, but not unlike what those show."""
+        first = np.nan_to_num(self.first[0])
+        plausible = np.abs(first) <= self._bound * offset + 3.0 * spread
+        result: Bools = self._majority & (self.past <= 1) & plausible
+        return result
+
+    def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
+        """Sets what is healthy for a rank (log residual), as if seen for so many steps."""
+        self.mean[rank], self.past[rank] = level, steps
+        self.first[:, rank] = level
+
+    def slowest_healthy(self) -> Floats:
+        """The highest level (log residual) at which each rank is surely healthy: that of its past,
+        as far as peers allow it; -inf where there is neither."""
+        most = self._bound * self._offset_spread()
+        known = np.where(self.past > 0, self.mean, -np.inf)
+        result: Floats = np.where(self._majority, np.minimum(self.mean, most), known)
+        return result
+
+    def unsettled(self, now: StepEvidence) -> Bools:
+        """Ranks with neither enough peers nor a past of their own to be judged by."""
+        return now.seen & ~self._majority & (self.past < _SETTLED)
+
+    def alike(self, level: float) -> bool:
+        """Whether a residual (log) is within what healthy devices differ by."""
+        return abs(level) < self._bound * self._offset_spread()
+
+    def add(self, rank: int, gain: float) -> None:
+        """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
+        self.peer_test.add(rank, gain, self.ceiling)
+        self.past_test.add(rank, gain, self.ceiling)
+
+    def clear(self, ranks: Bools) -> None:
+        """Forgets the evidence against some ranks."""
+        self.peer_test.reset(ranks)
+        self.past_test.reset(ranks)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
+        return {**{name: getattr(self, name) for name in _KEPT}, **tests}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]
+
+
+_STEPS = 3
+_QUIET = 3.0
+_MAJORITY = 3
+
+
+class LevelTest:
+    """Which of several things, each with one number a step, have become slower than their like.
+
+    classes   things of one class are compared with each other, if there are three or more of
+              them; others with their own past only, for two of a kind may differ for good
+    least     slowdown below which nothing is said
+    error     standard error (log) of a number, at least
+    """
+
+    def __init__(
+        self, classes: Ints, settings: DetectorSettings, *, least: float, error: float
+    ) -> None:
+        count = classes.size
+        ids = np.arange(count, dtype=np.int64)
+        few = np.bincount(classes)[classes] < _MAJORITY
+        _, classes = np.unique(np.where(few, -1 - ids, classes), return_inverse=True)
+        classes = classes.reshape(-1).astype(np.int64)
+        ones = np.ones(count)
+        places = RankTable(ids, ids, ids, ids, classes, ones, ones, ones, ones)
+        self._error, self._least = error, float(np.log(least))
+        self.tests = RankTests(places, settings)
+        self.slow = np.zeros(count, bool)
+        self.factor = np.ones(count)
+        self.since = np.full(count, -1, np.int64)
+        self.scale = np.full(count, error)
+
+    def observe(self, step: int, value: Floats) -> Bools:
+        """Takes the logs of one step (NaN where there is none); returns what is slow."""
+        count = value.size
+        residual = StepResidual(
+            value, np.full(count, self._error), np.ones(count, np.int64), self._error
+        )
+        quiet = ~(self.tests.past_test.evidence() > _QUIET) & ~self.slow
+        now = self.tests.observe(step, residual, quiet, np.ones(count, bool))
+        self.scale = now.scale
+        recent = np.median(self.tests.window[self.tests.recent(_STEPS)], axis=0)
+        level = recent - now.reference
+        rises = (now.evidence >= self.tests.name_at) & (level > self._least)
+        stays = self.slow & ~(level < 0.4 * np.log(self.factor))
+        back = self.slow & ~stays
+        if back.any():
+            self.tests.clear(back)
+        self.since = np.where((rises | stays) & ~self.slow, step, self.since)
+        self.slow = stays | (rises & ~back)
+        self.factor = np.where(self.slow, np.exp(np.nan_to_num(level)), 1.0)
+        return self.slow
+
+    def state(self) -> State | None:
+        """What `load` needs; None before the first step."""
+        if not self.tests.count:
+            return None
+        return {
+            "tests": self.tests.state(),
+            "slow": self.slow,
+            "factor": self.factor,
+            "scale": self.scale,
+            "since": self.since,
+        }
+
+    def load(self, state: State | None) -> None:
+        """Takes up what `state` returned."""
+        if state is None:
+            return
+        self.tests.load(state["tests"])
+        self.scale = state["scale"]
+        self.slow, self.factor, self.since = state["slow"], state["factor"], state["since"]

@@ -1,0 +1,192 @@
+"""Whole replicas that become slower where no lengths say how much work they had.
+
+Nothing can tell that from longer sequences, so it makes ranks inconclusive, never slow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resihp.contracts import TelemetryBatch
+
+from ..arrays import Bools, Floats, Ints, State, group_median
+from ..rank_table import RankTable
+from ..residuals import FixedShare
+from ..settings import DetectorSettings
+from .rank_tests import TURNS, LevelTest, StepEvidence
+
+_CHUNKS = 128
+_STEPS = 8
+"""Steps over which the level of a replica is averaged, at most."""
+_FADE = 0.01
+"""How fast a replica's past follows its level."""
+_OFFSET = 0.02
+"""Spread (log) of what healthy replicas differ by for good."""
+_CURVATURE = 0.04
+"""Share of a replica's rise by which maps that are not quite affine may be off."""
+_ODDS = 3.5
+"""Log-likelihood ratio from which the rank alone is to blame, not its whole replica."""
+_NO_SHARE = 0.05
+"""Fixed share below which a rank counts as having none."""
+_MOST_ODDS = 4.5
+"""Most that the level, or the pattern over the microbatches, may add to it: work has long tails."""
+
+
+class ReplicaTest:
+    """Levels of the replicas, and how the residuals of their ranks go with the fixed share."""
+
+    def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
+        self._places = places
+        self._count = int(places.dp.max()) + 1
+        self._two_stages = int(places.pp.max()) == 1
+        classes = np.zeros(self._count, np.int64)
+        self.test = LevelTest(classes, settings, least=1.08, error=0.02)
+        self._reference = np.full((int(places.peers.max()) + 1) * _CHUNKS * 2, np.nan)
+        self._fixed, self._unsure = np.zeros(places.size), np.zeros(places.size)
+        self._pattern = np.zeros((_STEPS, 2, places.size))
+        self._raw = np.full((TURNS, self._count), np.nan)
+        self._past = np.full(self._count, np.nan)
+        self._noise = 0.0
+
+    def observe(self, records: TelemetryBatch, index: Ints, step: int, fixed: FixedShare) -> Bools:
+        """Takes the compute records of a step; returns the ranks whose whole replica is slow."""
+        row = self.test.tests.count % _STEPS
+        self._fixed, self._unsure, self._noise = fixed.mean, fixed.unsure, fixed.noise
+        self._pattern[row] = fixed.both, fixed.square
+        level = self._levels(records, index)
+        self._raw[self.test.tests.count % TURNS] = level
+        fade = max(_FADE, 1.0 / (1 + self.test.tests.count))
+        known, first = np.isfinite(level), np.isnan(self._past)
+        self._past = np.where(first, level, self._past)
+        self._past[known] += fade * (level - self._past)[known]
+        slow = self.test.observe(step, level)[self._places.dp]
+        # One replica has none to be compared with: a longer step then is just that. And of two it
+        # is to be learned first by how much their work differs.
+        return slow & (self._count > 1) & (self.test.tests.count > _STEPS)
+
+    def _levels(self, records: TelemetryBatch, index: Ints) -> Floats:
+        """How long each replica's records took (log), against the first step: its least risen
+        rank's."""
+        places = self._places
+        logs = np.log(np.maximum(records.compute_ms, 1e-6))
+        chunk = np.minimum(records.chunk.astype(np.int64), _CHUNKS - 1)
+        kind = (places.peers[index] * _CHUNKS + chunk) * 2 + (records.op & 1)
+        usual = group_median(logs, kind, self._reference.size)
+        self._reference = np.where(np.isfinite(self._reference), self._reference, usual)
+        usual = self._reference
+        level = group_median(logs - usual[kind], index, places.size)
+        seen = np.isfinite(level)
+        lowest = np.full(self._count, np.inf)
+        np.minimum.at(lowest, places.dp[seen], level[seen])
+        value = np.where(np.isfinite(lowest), lowest, np.nan)
+        # What both of two have risen by is no matter of one of them.
+        return value - value[::-1] if self._count == 2 else value
+
+    def explains(self, now: StepEvidence, excess: Floats, run: Ints) -> Bools:
+        """Ranks whose `excess` (log) may come from something that befell their whole replica, or
+        from a faster neighbour where a replica has two stages; `run`: slow steps so far.
+
+        A factor g on all stages looks like more work to the witnesses, but for the fixed share f
+        of a record's time that more work would not lengthen: that leaves an excess of
+        `log(1 + f * (g - 1))`, the larger the shorter the microbatch. Maps are known up to an
+        error and not exactly affine, which is granted to every rank as a larger share. The rank
+        alone is to blame if the replica's level and the pattern over the microbatches speak
+        clearly for that.
+        """
+        excess = np.maximum(excess, 0.0)
+        share = np.maximum(self._fixed, 0.0) + _CURVATURE + 2.0 * self._unsure
+        gain = np.expm1(excess) / share
+        level, error = self._level(run, now)
+        odds = _odds(level, error, np.log1p(gain))
+        joint = self._rose_with_peers(excess)
+        if joint.any():
+            risen = self._risen(run, now)[joint]
+            own = _odds(risen, error[joint], np.log1p(gain)[joint])
+            odds[joint] = np.minimum(odds[joint], own)
+        by_pattern = _odds(*self._slope(run, now.turns), gain * np.exp(-excess))
+        odds += np.where(self._fixed > _NO_SHARE, by_pattern, 0.0)
+        result: Bools = odds < _ODDS
+        if self._two_stages:
+            result |= _odds(-level, error, excess) < -_ODDS
+        return result
+
+    def _level(self, run: Ints, now: StepEvidence) -> tuple[Floats, Floats]:
+        """How far each rank's replica has risen over the rank's last `run` steps, or over its slow
+        ones if it is slow by turns, against its past or its peers; the standard error of that."""
+        tests, places = self.test.tests, self._places
+        level, error = np.zeros(places.size), np.ones(places.size)
+        steps = np.clip(run, 2, _STEPS)
+        for count in np.unique(steps).tolist():
+            ranks = np.flatnonzero(steps == count)
+            rows = tests.window[tests.recent(count)]
+            level[ranks], error[ranks] = np.median(rows, axis=0)[places.dp[ranks]], 1.5 / count
+        last = tests.recent(TURNS)
+        for rank in np.flatnonzero(now.by_turns).tolist():
+            slow = tests.window[last[now.turns[-last.size :, rank]], places.dp[rank]]
+            level[rank], error[rank] = np.median(slow), 1.5 / slow.size
+        usual = np.where(now.by_past, tests.mean[places.dp], 0.0)
+        past = np.maximum(tests.past[places.dp], 1.0)
+        noise = self.test.scale[places.dp] * np.sqrt(error + 1.0 / past)
+        unsure = np.hypot(noise, np.where(now.by_past, 0.0, _OFFSET))
+        return np.nan_to_num(level - usual), np.maximum(unsure, 1e-3)
+
+    def _rose_with_peers(self, excess: Floats) -> Bools:
+        """Ranks most of whose peers rose with them: their replicas are not to be compared with the
+        other replicas, for most of these may have more work."""
+        peers = self._places.peers
+        usual = group_median(excess, peers, int(peers.max()) + 1)[peers]
+        result: Bools = (excess > 2.0 * self._noise) & (usual > 0.5 * excess)
+        return result
+
+    def _risen(self, run: Ints, now: StepEvidence) -> Floats:
+        """How far each rank's replica has risen against its own past, over the same steps."""
+        places, count = self._places, self.test.tests.count
+        last = (count - np.minimum(TURNS, count) + np.arange(min(TURNS, count))) % TURNS
+        result = np.zeros(places.size)
+        for rank in np.flatnonzero(np.isfinite(self._past)[places.dp]).tolist():
+            slow = now.turns[-last.size :, rank]
+            steps = last[slow] if slow.any() else last[-int(np.clip(run[rank], 2, _STEPS)) :]
+            at = places.dp[rank]
+            result[rank] = np.nan_to_num(np.median(self._raw[steps, at]) - self._past[at])
+        return result
+
+    def _slope(self, run: Ints, turns: Bools) -> tuple[Floats, Floats]:
+        """Slope of residuals against the fixed share over the same steps, and its error."""
+        count = self.test.tests.count
+        age = (count - 1 - np.arange(_STEPS)) % _STEPS
+        by_run = age[:, None] < np.clip(run, 1, min(_STEPS, count))
+        slow = turns[-1 - age] & (age[:, None] < count)
+        use = np.where(turns.any(axis=0), slow, by_run)
+        both, square = np.where(use[:, None], self._pattern, 0.0).sum(axis=0)
+        square = np.maximum(square, 1e-12)
+        return both / square, 1.5 * max(self._noise, 1e-4) / np.sqrt(square)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "test": self.test.state(),
+            "reference": self._reference,
+            "fixed": self._fixed,
+            "unsure": self._unsure,
+            "pattern": self._pattern,
+            "noise": self._noise,
+            "raw": self._raw,
+            "past": self._past,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.test.load(state["test"])
+        self._reference, self._fixed = state["reference"], state["fixed"]
+        self._unsure = state["unsure"]
+        self._pattern, self._noise = state["pattern"], state["noise"]
+        self._raw, self._past = state["raw"], state["past"]
+
+
+def _odds(seen: Floats, error: Floats, needed: Floats) -> Floats:
+    """Log-likelihood ratio of 0 against `needed` (0 or more), one-sided: what lies beyond either
+    speaks no further for it."""
+    inside = np.clip(seen, 0.0, needed)
+    ratio = 0.5 * ((needed - inside) ** 2 - inside**2) / error**2
+    result: Floats = np.clip(ratio, -_MOST_ODDS, _MOST_ODDS)
+    return result

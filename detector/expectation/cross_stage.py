@@ -1,0 +1,268 @@
+"""Residuals of records without lengths: the other stages tell how much work a microbatch held.
+
+The time of a microbatch on one stage is, to about 1%, an affine function of its time on any other
+stage. So a rank's time is predicted from a few witnesses, ranks of other stages that computed the
+same microbatch, through affine maps shared by all replicas; the median over the witnesses keeps
+one slow witness from spoiling the prediction of all the others. Where few other stages make an even
+number of witnesses, a member of the rank's own tensor-parallel group breaks the tie, for the median
+of two is no protection. Where a replica has one stage only, those members are the witnesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from resihp.contracts import Job, Layout, Op, TelemetryBatch
+
+from ..arrays import Bools, Floats, Ints, State, group_median, mad_sigma
+from ..rank_table import RankTable
+from ..residuals import FixedShare, StepResidual
+from .rank_levels import RankBaselines, RankLocations
+from .regression import CellRegression
+
+REFERENCES = 5
+_UNKNOWN_SHARE = 0.25
+"""Spread of the fixed share where all microbatches took equally long, so that no map shows it."""
+_MISFIT = 0.06
+"""Residual (log) that most ranks of a class share from which the maps no longer hold."""
+_SETTLED_STEPS = 6
+_ODD = 0.25
+"""How far (log) a microbatch may lie from its rank's usual ones before it counts less."""
+
+
+def reference_ranks(layout: Layout, places: RankTable) -> Ints:
+    """Positions of each rank's witnesses, shape (ranks, WITNESSES); -1 where there are fewer."""
+    table = np.full((places.size, REFERENCES), -1, np.int64)
+    for replica in layout.replicas:
+        for at, stage in enumerate(replica.stages):
+            others = [*replica.stages[at + 1 :], *replica.stages[:at]] or [stage]
+            for place, rank in enumerate(stage.ranks):
+                row = int(places.index(np.array([rank]))[0])
+                chosen = _around(place, [other.ranks for other in others], rank)
+                if len(chosen) % 2 == 0 and stage not in others:
+                    chosen += _around(place, [stage.ranks], rank)[:1]
+                table[row, : len(chosen)] = places.index(np.array(chosen, np.int64))
+    return table
+
+
+def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
+    """Ranks at the same tensor-parallel place of every group first, then their neighbours."""
+    chosen: list[int] = []
+    for turn in range(max(len(ranks) for ranks in groups)):
+        for ranks in groups:
+            other = ranks[(place + turn) % len(ranks)]
+            if turn < len(ranks) and other != rank and len(chosen) < REFERENCES:
+                chosen.append(other)
+    return chosen
+
+
+class CrossStageModel:
+    """Affine maps between ranks of a replica, learned as the steps come in.
+
+    Attribute `misfits`: steps running in which whole classes were off, as when the model changes
+    or documents become much longer: that is no matter of single devices.
+    """
+
+    def __init__(self, job: Job, places: RankTable) -> None:
+        self._job, self._places = job, places
+        self.references = reference_ranks(job.layout, places)
+        kinds = int(places.peers.max()) + 1
+        pair = places.peers[:, None] * kinds + places.peers[np.maximum(self.references, 0)]
+        pair = np.where(self.references >= 0, pair, kinds * kinds)
+        _, code = np.unique(pair, return_inverse=True)
+        self._pair = code.reshape(pair.shape).astype(np.int64)
+        self._planes = 2 * job.chunks
+        self.regression = CellRegression(
+            (int(self._pair.max()) + 1) * self._planes,
+            prior=np.array([0.0, 1.0]),
+            ridge=np.array([0.05, 0.001]),
+            non_negative=np.array([False, True]),
+        )
+        few = max(float(np.median((self.references >= 0).sum(axis=1))), 1.0)
+        self._wider = float(np.sqrt(1.0 + 1.0 / few))
+        self._own = RankBaselines(places.peers)
+        self._locations = RankLocations(places.size)
+        self._spread = 0.0
+        self.misfits = 0
+
+    def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
+        """Scores one step of compute records, then learns from the ranks in `trusted`."""
+        times = self._table(batch, index)
+        if not self._own.steps:
+            for _ in range(3):
+                self.regression.forget()
+                self._learn(times, *self._score(times), trusted)
+            self.regression.forget()
+        value, result = self._score(times)
+        if self._own.steps >= _SETTLED_STEPS and self._whole_class_is_off(value):
+            self.misfits += 1
+            return result
+        self.misfits = 0
+        self._learn(times, value, result, trusted)
+        self._own.observe(value, trusted)
+        self._locations.close()
+        return result
+
+    def _whole_class_is_off(self, value: Floats) -> bool:
+        """Whether most ranks of a class, at least two, lie on one side by more than `_MISFIT`,
+        and none has stayed where it was: a change of the model spares nobody."""
+        peers, seen = self._places.peers, np.isfinite(value)
+        size = int(peers.max()) + 1
+        value, usual = np.nan_to_num(value), self._own.usual
+        for side in (1.0, -1.0):
+            off = np.bincount(peers[seen & (side * value > _MISFIT)], minlength=size)
+            way = np.maximum(side * value, side * (value - usual))
+            stay = np.bincount(peers[seen & (way < 0.5 * _MISFIT)], minlength=size)
+            most = 2 * off > np.bincount(peers[seen], minlength=size)
+            if ((off >= 2) & most & (stay == 0)).any():
+                return True
+        return False
+
+    def verifiable(self, trusted: Bools) -> Bools:
+        """Ranks most of whose witnesses are trusted: the others' residuals are not their own. Half
+        are not enough, for the median of two is moved by either."""
+        there = self.references >= 0
+        sound = there & trusted[np.maximum(self.references, 0)]
+        result: Bools = 2 * sound.sum(axis=1) > there.sum(axis=1)
+        return result
+
+    def _table(self, batch: TelemetryBatch, index: Ints) -> Floats:
+        """Times in ms, shape (planes, ranks, microbatches); NaN where there is no record."""
+        width = int(batch.microbatch.max()) + 1
+        table = np.full((self._planes, self._places.size, width), np.nan)
+        chunk = np.minimum(batch.chunk, self._job.chunks - 1).astype(np.int64)
+        plane = 2 * chunk + (batch.op == Op.BACKWARD)
+        usable = batch.microbatch >= 0
+        table[plane[usable], index[usable], batch.microbatch[usable]] = np.maximum(
+            batch.compute_ms[usable], 1e-6
+        )
+        return table
+
+    def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, Ints, Ints], Ints, Floats]:
+        """Records that a witness slot can predict: where they are, their cell and their terms."""
+        reference = self.references[:, slot]
+        seen = np.isfinite(times) & np.isfinite(times[:, np.maximum(reference, 0)])
+        seen &= (reference >= 0)[None, :, None]
+        plane, rank, microbatch = np.nonzero(seen)
+        cell = self._pair[rank, slot] * self._planes + plane
+        other = times[plane, reference[rank], microbatch]
+        return (plane, rank, microbatch), cell, np.stack([np.ones(other.size), other], axis=1)
+
+    def _score(self, times: Floats) -> tuple[Floats, StepResidual]:
+        size = self._places.size
+        logs = np.full((REFERENCES, *times.shape), np.nan)
+        fixed, unsure = np.full(logs.shape, np.nan), np.full(logs.shape, np.nan)
+        doubt = self.regression.fixed_error(max(self._spread, 1e-4), _UNKNOWN_SHARE)
+        for slot in range(REFERENCES):
+            where, cell, terms = self._rows(times, slot)
+            if not cell.size:
+                continue
+            self.regression.open(cell, terms, times[where])
+            expected = self.regression.times(cell, terms)
+            at = (slot, *where)
+            logs[at] = np.log(np.maximum(expected, 0.05 * times[where]))
+            fixed[at], unsure[at] = self.regression.theta[:, 0][cell] / expected, doubt[cell]
+        middle, shares, doubts = _median_of_few(logs, fixed, unsure)
+        plane, rank, microbatch = np.nonzero(np.isfinite(middle))
+        residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
+        if not residual.size:
+            empty, none = np.full(size, np.nan), np.zeros(size)
+            fixed_share = FixedShare(none, none, none, none, 0.0)
+            counts = np.zeros(size, np.int64)
+            return empty, StepResidual(empty, np.ones(size), counts, 0.0, fixed=fixed_share)
+        value, result = self._locate(residual, rank, plane, times, microbatch)
+        where = plane, rank, microbatch
+        noise = max(self._spread, 1e-4)
+        fixed_share = _fixed_share(
+            np.clip(shares[where], -2.0, 2.0),
+            doubts[where],
+            residual - value[rank],
+            rank,
+            size,
+            noise,
+        )
+        return value, replace(result, wider=self._wider, fixed=fixed_share)
+
+    def _locate(
+        self, residual: Floats, rank: Ints, plane: Ints, times: Floats, microbatch: Ints
+    ) -> tuple[Floats, StepResidual]:
+        size = self._places.size
+        centre = group_median(residual, rank, size)
+        inner = mad_sigma(residual - centre[rank], 0.0)
+        self._spread = inner if not self._own.steps else 0.8 * self._spread + 0.2 * inner
+        spread = max(self._spread, 1e-4)
+        logs, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
+        odd = group_median(logs, row, size * self._planes)[row] - logs
+        weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
+        expected = np.exp(logs - residual)
+        value, left = self._locations.of(residual, expected, rank, plane % 2 == 1, spread, weights)
+        counts = np.bincount(rank, minlength=size)
+        value = np.where(counts > 0, value, np.nan)
+        error = spread / np.sqrt(np.maximum(left, 1e-2))
+        return value, StepResidual(value, error, counts, spread)
+
+    def _learn(self, times: Floats, value: Floats, result: StepResidual, trusted: Bools) -> None:
+        microbatches = result.records / self._planes
+        own = self._own.of(value, microbatches)
+        shift = np.exp(-self._own.beyond_class(own, trusted & np.isfinite(value)))
+        for slot in range(REFERENCES):
+            where, cell, terms = self._rows(times, slot)
+            if not cell.size:
+                continue
+            self.regression.open(cell, terms, times[where])
+            rank = where[1]
+            target = times[where] * shift[rank]
+            expected = self.regression.times(cell, terms)
+            left = np.log(target / expected)
+            scatter = max(self._spread, self._own.scatter(left, microbatches), 2e-3)
+            usual = np.abs(left) < 5.0 * scatter + (0.2 if not self._own.steps else 0.0)
+            use_row = usual & trusted[rank] & trusted[self.references[rank, slot]]
+            self.regression.learn(cell, terms, target, use_row.astype(np.float64))
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "regression": self.regression.state(),
+            "own": self._own.state(),
+            "locations": self._locations.state(),
+            "spread": self._spread,
+            "misfits": self.misfits,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.regression.load(state["regression"])
+        self._own.load(state["own"])
+        self._locations.load(state["locations"])
+        self._spread = state["spread"]
+        self.misfits = state["misfits"]
+
+
+def _fixed_share(
+    share: Floats, doubt: Floats, left: Floats, rank: Ints, size: int, noise: float
+) -> FixedShare:
+    """How the residuals of each rank's records go with the share of the time that is fixed."""
+    records = np.maximum(np.bincount(rank, minlength=size), 1)
+    mean = np.bincount(rank, share, size) / records
+    off = share - mean[rank]
+    usual = np.abs(left) < 5.0 * noise
+    both = np.bincount(rank[usual], (off * left)[usual], size).astype(np.float64)
+    square = np.bincount(rank[usual], (off**2)[usual], size).astype(np.float64)
+    unsure = np.bincount(rank, doubt, size) / records
+    return FixedShare(mean, unsure, both, square, noise)
+
+
+def _median_of_few(values: Floats, *others: Floats) -> tuple[Floats, ...]:
+    """Median over the first axis, NaN left out, and what `others` hold at the same places;
+    sorting five beats `nanmedian` by far."""
+    order = np.argsort(values, axis=0)  # NaN sorts last
+    counts = np.isfinite(values).sum(axis=0)
+    low = np.maximum((counts - 1) // 2, 0)[None]
+    high = np.minimum(np.maximum(counts // 2, 0)[None], values.shape[0] - 1)
+    low, high = np.take_along_axis(order, low, 0), np.take_along_axis(order, high, 0)
+    return tuple(
+        0.5 * (np.take_along_axis(v, low, 0) + np.take_along_axis(v, high, 0))[0]
+        for v in (values, *others)
+    )

@@ -1,0 +1,198 @@
+"""What a record should cost by arithmetic: FLOPs from the lengths and the shape of the model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resihp.contracts import Job, ModelShape, Op, TelemetryBatch
+
+from ..arrays import Bools, Floats, Ints, State, group_median, mad_sigma
+from ..rank_table import RankTable
+from ..residuals import StepResidual
+from .predictor import LearnedCorrection
+from .rank_levels import RankBaselines, RankLocations
+from .regression import CellRegression
+
+TERMS = 3
+"""Terms of the analytic model: fixed, linear in tokens, linear in squared lengths."""
+
+_GUESSED_HIDDEN = 4096
+
+
+def knows_lengths(batch: TelemetryBatch) -> Bools:
+    """Which records say how much work they held."""
+    return (batch.tokens >= 0) & (batch.sum_sq_len >= 0)
+
+
+def work_terms(job: Job, places: RankTable, batch: TelemetryBatch, index: Ints) -> Floats:
+    """Work of each record on its rank, shape (records, TERMS).
+
+    Column 0 is the fixed part, per layer held: launches and reading the weights, paid however
+    little work there is, and at short lengths the memory-bound floor. Column 1 counts the FLOPs
+    of matrices, 2 per parameter and token; on the last stage with the head. Column 2 counts those
+    of causal attention, `2 * hidden * sum(len**2)` per layer. Backward is twice the forward, three
+    times with recomputation. FLOPs are in 1e12.
+    """
+    tokens = np.maximum(batch.tokens, 0).astype(np.float64)
+    squares = np.maximum(batch.sum_sq_len, 0).astype(np.float64)
+    per_token, per_square, head = _flops(job.model)
+    layers = places.layers[index] / job.chunks
+    width = places.share[index]
+    passes = np.where(batch.op == Op.BACKWARD, 3.0 if job.recompute else 2.0, 1.0)
+    final = places.last[index] * (batch.chunk == job.chunks - 1)
+    matrices = tokens * (layers * per_token + final * head) * width * passes * 1e-12
+    attention = squares * layers * per_square * width * passes * 1e-12
+    return np.stack([np.maximum(layers, 0.1), matrices, attention], axis=1)
+
+
+def features_of(places: RankTable, batch: TelemetryBatch, index: Ints) -> Floats:
+    """Feature matrix of records, columns as in `predictor.FEATURES`."""
+    columns = [
+        np.maximum(batch.tokens, 0),
+        np.maximum(batch.sequences, 1),
+        np.maximum(batch.sum_sq_len, 0),
+        np.maximum(batch.max_len, 0),
+        batch.op == Op.BACKWARD,
+        places.layers[index],
+        places.share[index],
+        places.last[index],
+    ]
+    return np.stack([column.astype(np.float64) for column in columns], axis=1)
+
+
+def _flops(model: ModelShape | None) -> tuple[float, float, float]:
+    """FLOPs of one layer per token and per squared length, and of the head per token."""
+    if model is None:  # only a starting point: the ratio is learned
+        return 24.0 * _GUESSED_HIDDEN**2, 2.0 * _GUESSED_HIDDEN, 0.0
+    inner = model.heads * model.head_dim
+    return 2.0 * model.layer_params, 2.0 * inner, 2.0 * model.embedding_params
+
+
+class LengthModel:
+    """Expected compute times from lengths, learned as the steps come in.
+
+    One small regression for each class of peers, chunk and op on the analytic terms. What a rank
+    itself is slower or faster by is taken out of its records before anything is learned from them,
+    so a slow device does not become the norm.
+    """
+
+    def __init__(self, job: Job, places: RankTable, correction: LearnedCorrection) -> None:
+        self._job, self._places, self.correction = job, places, correction
+        self._cells = int(places.peers.max() + 1) * job.chunks * 2
+        self.regression = CellRegression(
+            self._cells,
+            prior=np.array([0.0, 1.0, 1.0]),
+            ridge=np.array([0.04, 0.0016, 0.0016]),
+            non_negative=np.ones(TERMS, bool),
+        )
+        self._own = RankBaselines(places.peers)
+        self._locations = RankLocations(places.size)
+        self._spread = 0.0
+
+    def cell_of(self, batch: TelemetryBatch, index: Ints) -> Ints:
+        """Regression cell of each record."""
+        kind = self._places.peers[index] * self._job.chunks + np.minimum(
+            batch.chunk, self._job.chunks - 1
+        )
+        result: Ints = kind * 2 + (batch.op == Op.BACKWARD)
+        return result
+
+    def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
+        """Scores one step of compute records, then learns from the ranks in `trusted`."""
+        terms = work_terms(self._job, self._places, batch, index)
+        features = features_of(self._places, batch, index)
+        applied, unsure = self.correction.of(features)
+        times = np.maximum(batch.compute_ms, 1e-6) * np.exp(-applied)
+        cell = self.cell_of(batch, index)
+        if not self._own.steps:
+            self._start(cell, terms, times, index, trusted)
+        backward = batch.op == Op.BACKWARD
+        self.regression.open(cell, terms, times)
+        expected, doubt = self.regression.predict(cell, terms)
+        doubt = np.hypot(doubt, unsure / max(self._spread, 1e-4))
+        ratio = np.log(times / expected)
+        result = self._score(ratio, doubt, index, expected, backward)
+        own, left, scatter = self._apart(ratio, index, result)
+        usable = trusted[index] & (np.abs(left) < 6.0 * scatter)
+        usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
+        self._learn(cell, terms, times, index, own, usual)
+        self._own.observe(result.value, trusted)
+        self._locations.close()
+        self.correction.observe(features, left + applied, applied, usable)
+        return result
+
+    def _apart(
+        self, ratio: Floats, index: Ints, result: StepResidual
+    ) -> tuple[Floats, Floats, float]:
+        """What each rank is slower by, what is left of its records, and how far that scatters."""
+        microbatches = result.records / (2.0 * self._job.chunks)
+        own = self._own.of(result.value, microbatches)
+        left = ratio - own[index]
+        return own, left, max(self._spread, self._own.scatter(left, microbatches), 1e-4)
+
+    def _score(
+        self, residual: Floats, doubt: Floats, index: Ints, expected: Floats, backward: Bools
+    ) -> StepResidual:
+        size = self._places.size
+        centre = group_median(residual, index, size)
+        inner = mad_sigma(residual - centre[index], 0.0)
+        self._spread = inner if not self._own.steps else 0.8 * self._spread + 0.2 * inner
+        spread = max(self._spread, 1e-4)
+        error = doubt * spread
+        weights = 1.0 / (1.0 + (error / spread) ** 2)
+        value, left = self._locations.of(residual, expected, index, backward, spread, weights)
+        counts = np.bincount(index, minlength=size)
+        some = np.maximum(left, 1e-9)
+        shared = np.bincount(index, weights * error, size) / np.maximum(
+            np.bincount(index, weights, size), 1e-9
+        )
+        total = np.sqrt(spread**2 / some + shared**2)
+        return StepResidual(np.where(counts > 0, value, np.nan), total, counts, spread)
+
+    def _start(self, cell: Ints, terms: Floats, times: Floats, index: Ints, trusted: Bools) -> None:
+        """First step: fit on it, with what each rank differs by from its class taken out."""
+        self.regression.open(cell, terms, times)
+        for _ in range(3):
+            expected, doubt = self.regression.predict(cell, terms)
+            ratio = np.log(times / expected)
+            result = self._score(ratio, 0.0 * doubt, index, expected, cell % 2 == 1)
+            own, left, scatter = self._apart(ratio, index, result)
+            self.regression.forget()
+            usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
+            self._learn(cell, terms, times, index, own, usual)
+        self.regression.forget()
+
+    def _learn(
+        self, cell: Ints, terms: Floats, times: Floats, index: Ints, own: Floats, usual: Bools
+    ) -> None:
+        sound = np.bincount(index[usual], minlength=own.size) > 0
+        apart = self._own.beyond_class(own, sound)
+        self.regression.learn(cell, terms, times * np.exp(-apart[index]), usual.astype(np.float64))
+
+    def start_from(self, older: LengthModel) -> None:
+        """Starts from what an older layout taught: cost per FLOP and per layer, by op."""
+        for op in range(2):
+            known = [c for c in range(op, older._cells, 2) if older.regression.ready[c]]
+            if not known:
+                continue
+            for cell in range(op, self._cells, 2):
+                self.regression.start_from(cell, older.regression, known)
+        self._spread = older._spread
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "correction": self.correction.state(),
+            "regression": self.regression.state(),
+            "own": self._own.state(),
+            "locations": self._locations.state(),
+            "spread": self._spread,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.correction.load(state["correction"])
+        self.regression.load(state["regression"])
+        self._own.load(state["own"])
+        self._locations.load(state["locations"])
+        self._spread = state["spread"]

@@ -1,0 +1,368 @@
+"""Expected compute time from the work in a record: arithmetic first, trees for the rest.
+
+`AnalyticCost` is a non-negative combination of what arithmetic counts (fixed part, FLOPs of
+matrices, FLOPs of attention); it extrapolates. `Predictor` multiplies it by a correction that
+LightGBM learns from the log of observed over analytic time. Trees do not extrapolate, so outside
+the lengths it was trained on the correction fades to none and the stated error grows.
+
+Both follow scikit-learn's manners: `__init__` only stores parameters, `fit` sets attributes with a
+trailing underscore and returns the estimator, `predict` changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+
+from resihp.contracts import ContractError
+
+from ..arrays import Bools, Floats, Ints, State, group_median, mad_sigma
+from ..persistence import pack, unpack
+from ..settings import DetectorSettings
+from .regression import CellRegression
+
+FEATURES = ("tokens", "sequences", "sum_sq_len", "max_len", "backward", "layers", "share", "head")
+"""Columns of the feature matrix; `backward` and `head` are 0 or 1, `share` is a fraction."""
+
+_TREE_FEATURES = (
+    "tokens",
+    "mean_len",
+    "mean_square",
+    "max_len",
+    "backward",
+    "layers",
+    "share",
+    "head",
+)
+# Physics: at equal tokens, shorter documents and thinner shards use a device no better.
+_MONOTONE = (0, -1, 0, 0, 0, 0, -1, 0)
+_FADE = 0.7
+"""Distance (log) beyond the trained range at which a correction has faded to a third."""
+
+
+def check_features(features: Floats, times: Floats | None = None) -> Floats:
+    """The matrix as float64. Raises `ContractError` for a wrong shape or values not finite."""
+    matrix = np.asarray(features, np.float64)
+    if matrix.ndim != 2 or matrix.shape[1] != len(FEATURES):
+        raise ContractError("features", f"must have shape (records, {len(FEATURES)})")
+    if not np.isfinite(matrix).all():
+        raise ContractError("features", "must be finite")
+    if times is not None:
+        if np.shape(times) != (matrix.shape[0],) or not matrix.size:
+            raise ContractError("times", "must have one entry for each of at least one record")
+        if not (np.asarray(times) > 0).all():
+            raise ContractError("times", "must be above 0")
+    return matrix
+
+
+class AnalyticCost:
+    """`time = layers * (a + share * (b * tokens + c * sum_sq_len)) + head`, one fit for each op.
+
+    ridge   how strongly the coefficients hold to proportionality, in equivalent records
+
+    Attributes after `fit`: `coefficients_`, shape (2 ops, 3 terms).
+    """
+
+    def __init__(self, *, hidden: int = 4096, head_layers: float = 1.0, ridge: float = 1e-3):
+        self.hidden, self.head_layers, self.ridge = hidden, head_layers, ridge
+
+    def fit(self, features: Floats, times: Floats) -> Self:
+        """Fits `times` (ms, shape (records,)) in relative error."""
+        matrix = check_features(features, times)
+        terms, op = self._terms(matrix), matrix[:, 4].astype(np.int64)
+        cells = CellRegression(
+            2, np.array([0.0, 1.0, 1.0]), np.full(3, self.ridge), np.ones(3, bool), fade=1.0
+        )
+        cells.open(op, terms, times)
+        weights = np.ones(times.size)
+        for _ in range(3):
+            cells.forget()
+            cells.learn(op, terms, times, weights)
+            residual = np.log(times / cells.times(op, terms))
+            weights = (np.abs(residual) < 4.0 * max(mad_sigma(residual), 1e-4)).astype(np.float64)
+        known = np.isfinite(cells.theta).all(axis=1)
+        other = cells.theta[::-1]
+        self.coefficients_ = np.where(known[:, None], cells.theta, other)
+        return self
+
+    def predict(self, features: Floats) -> Floats:
+        """Expected times in ms."""
+        matrix = check_features(features)
+        coefficients = self.coefficients_[matrix[:, 4].astype(np.int64)]
+        result: Floats = np.maximum((self._terms(matrix) * coefficients).sum(axis=1), 1e-9)
+        return result
+
+    def _terms(self, matrix: Floats) -> Floats:
+        tokens, squares = matrix[:, 0], matrix[:, 2]
+        layers, share, head = matrix[:, 5], matrix[:, 6], matrix[:, 7]
+        linear = tokens * share * (layers + self.head_layers * head)
+        return np.stack([layers, linear, squares * share * layers / (12.0 * self.hidden)], axis=1)
+
+
+class Predictor:
+    """`AnalyticCost` times a learned correction, with its own uncertainty.
+
+    trees, leaves, learning_rate, min_leaf   of LightGBM; single-threaded and deterministic
+    min_gain   least share of the held-out spread that the correction must remove to be used
+    seed       of LightGBM
+
+    Attributes after `fit`: `analytic_`, `booster_` (None where trees did not help), `low_` and
+    `high_` (trained range of the tree features), `scale_` (robust standard deviation of the log
+    residual on held-out records), `margin_` (its 95% conformal quantile), `gain_`.
+    """
+
+    def __init__(
+        self,
+        *,
+        trees: int = 60,
+        leaves: int = 12,
+        learning_rate: float = 0.15,
+        min_leaf: int = 60,
+        min_gain: float = 0.03,
+        seed: int = 0,
+    ) -> None:
+        self.trees, self.leaves, self.learning_rate = trees, leaves, learning_rate
+        self.min_leaf, self.min_gain, self.seed = min_leaf, min_gain, seed
+
+    def fit(self, features: Floats, times: Floats, devices: Ints | None = None) -> Self:
+        """Learns from healthy records; `devices` says whose they are, so that what a device is
+        faster or slower by stays out of what is learned."""
+        matrix = check_features(features, times)
+        self.analytic_ = AnalyticCost().fit(matrix, times)
+        return self.fit_correction(matrix, np.log(times / self.analytic_.predict(matrix)), devices)
+
+    def fit_correction(self, features: Floats, ratio: Floats, devices: Ints | None = None) -> Self:
+        """Learns only the correction: `ratio` is the log of observed over some analytic time."""
+        matrix = check_features(features)
+        target = ratio if devices is None else _without_devices(ratio, devices, matrix)
+        trees = _tree_features(matrix)
+        self.low_, self.high_ = trees.min(axis=0), trees.max(axis=0)
+        held = np.arange(target.size) % 5 == 4
+        self.booster_ = None
+        self.gain_, before = 0.0, mad_sigma(target[held], 0.0)
+        clipped = np.clip(target, *np.quantile(target, [0.005, 0.995]))
+        if target.size >= 10 * self.min_leaf and before > 0:
+            self.booster_ = self._train(trees[~held], clipped[~held])
+            after = mad_sigma(target[held] - self.correction(matrix[held]), 0.0)
+            self.gain_ = 1.0 - after / before
+            if self.gain_ < self.min_gain:
+                self.booster_ = None
+        left = np.abs(target - self.correction(matrix))[held]
+        left = left if left.size else np.abs(target)
+        self.scale_ = 1.4826 * float(np.median(left))
+        self.margin_ = float(np.quantile(left, min(1.0, 0.95 * (1.0 + 1.0 / left.size))))
+        return self
+
+    def _train(self, trees: Floats, target: Floats) -> Any:
+        import lightgbm
+
+        parameters = {
+            "objective": "regression",
+            "num_leaves": self.leaves,
+            "learning_rate": self.learning_rate,
+            "min_data_in_leaf": self.min_leaf,
+            "monotone_constraints": list(_MONOTONE),
+            "max_bin": 127,
+            "lambda_l2": 5.0,
+            "num_threads": 1,
+            "deterministic": True,
+            "force_row_wise": True,
+            "seed": self.seed,
+            "verbosity": -1,
+        }
+        data = lightgbm.Dataset(trees, target, params={"verbosity": -1})
+        return lightgbm.train(parameters, data, num_boost_round=self.trees)
+
+    def predict(self, features: Floats) -> Floats:
+        """Expected times in ms, shape (records,)."""
+        matrix = check_features(features)
+        result: Floats = self.analytic_.predict(matrix) * np.exp(self.correction(matrix))
+        return result
+
+    def correction(self, features: Floats) -> Floats:
+        """Log of what the analytic time is to be multiplied by; fades to 0 beyond the trained."""
+        matrix = check_features(features)
+        if self.booster_ is None:
+            return np.zeros(matrix.shape[0])
+        trees = _tree_features(matrix)
+        clipped = np.clip(trees, self.low_, self.high_)
+        raw = np.asarray(self.booster_.predict(clipped, num_threads=1))
+        faded: Floats = raw * np.exp(-((self.beyond(matrix) / _FADE) ** 2))
+        return faded
+
+    def beyond(self, features: Floats) -> Floats:
+        """How far (log) each record lies outside the trained range; 0 inside."""
+        trees = _tree_features(check_features(features))
+        over = np.maximum(trees - self.high_, self.low_ - trees)
+        result: Floats = np.maximum(over, 0.0).max(axis=1)
+        return result
+
+    def error(self, features: Floats) -> Floats:
+        """Standard deviation (log) of a single prediction: held-out scale, more outside."""
+        return np.hypot(self.scale_, 0.05 * self.beyond(features))
+
+    def interval(self, features: Floats) -> tuple[Floats, Floats]:
+        """95% conformal interval of a healthy record's time in ms, wider outside the trained."""
+        middle = self.predict(features)
+        width = np.exp(self.margin_ + 0.1 * self.beyond(features))
+        return middle / width, middle * width
+
+    def to_bytes(self) -> bytes:
+        """The fitted predictor, for the next job of the same model and device type."""
+        model = None if self.booster_ is None else self.booster_.model_to_string()
+        analytic = getattr(self, "analytic_", None)
+        return pack(
+            {
+                "parameters": self.get_params(),
+                "booster": model,
+                "analytic": None if analytic is None else analytic.coefficients_,
+                "low": self.low_,
+                "high": self.high_,
+                "numbers": [self.scale_, self.margin_, self.gain_],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Predictor:
+        """What `to_bytes` wrote. Raises `ContractError` for anything else."""
+        state = unpack(data)
+        predictor = cls(**state["parameters"])
+        predictor.low_, predictor.high_ = state["low"], state["high"]
+        predictor.scale_, predictor.margin_, predictor.gain_ = state["numbers"]
+        predictor.booster_ = None
+        if state["booster"] is not None:
+            import lightgbm
+
+            predictor.booster_ = lightgbm.Booster(model_str=state["booster"])
+        if state["analytic"] is not None:
+            predictor.analytic_ = AnalyticCost()
+            predictor.analytic_.coefficients_ = state["analytic"]
+        return predictor
+
+    def get_params(self) -> dict[str, Any]:
+        """The parameters given on construction."""
+        names = ("trees", "leaves", "learning_rate", "min_leaf", "min_gain", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
+    """Every device's level replaced by that of all devices with the same part of the model."""
+    _, device = np.unique(devices, return_inverse=True)
+    _, part = np.unique(matrix[:, 5:], axis=0, return_inverse=True)
+    part = part.reshape(-1)
+    own = group_median(ratio, device, int(device.max()) + 1)[device]
+    result: Floats = ratio - own + group_median(ratio, part, int(part.max()) + 1)[part]
+    return result
+
+
+def _tree_features(matrix: Floats) -> Floats:
+    """Logs, so that a range has a scale-free width; shape (records, len(_TREE_FEATURES))."""
+    tokens = np.maximum(matrix[:, 0], 1.0)
+    sequences = np.maximum(matrix[:, 1], 1.0)
+    mean_square = np.maximum(matrix[:, 2], 1.0) / tokens
+    longest = np.where(matrix[:, 3] > 0, matrix[:, 3], mean_square)
+    columns = [np.log(tokens), np.log(tokens / sequences), np.log(mean_square), np.log(longest)]
+    return np.stack(
+        [
+            *columns,
+            matrix[:, 4],
+            np.log(np.maximum(matrix[:, 5], 0.1)),
+            np.log(matrix[:, 6]),
+            matrix[:, 7],
+        ],
+        axis=1,
+    )
+
+
+_LEAST_ROWS = 2_000
+_ROUNDS = 3
+"""Trainings of one job: at `train_after_steps`, and after four and sixteen times as many."""
+_WORSE = 1.1
+"""Spread with the correction over spread without from which it no longer fits."""
+
+
+class LearnedCorrection:
+    """Multiplies analytic times by what the predictor learned; notices when it no longer fits.
+
+    Attributes: `predictor` (None before the first training), `misfit` (set once the correction
+    made records less regular than they are without it; it is then out of use until trained anew).
+    """
+
+    def __init__(self, settings: DetectorSettings, predictor: Predictor | None = None) -> None:
+        self._settings = settings
+        self.predictor = predictor
+        self.misfit = False
+        self._rows = np.empty((0, len(FEATURES)), np.float32)
+        self._ratio = np.empty(0, np.float32)
+        self._steps = 0
+        self._trained = 0
+        self._spreads = np.zeros(2)
+
+    @property
+    def active(self) -> bool:
+        """Whether the correction is in use."""
+        predictor = self.predictor
+        return predictor is not None and predictor.booster_ is not None and not self.misfit
+
+    def of(self, features: Floats) -> tuple[Floats, Floats]:
+        """Log correction and its doubt (log) for each record."""
+        predictor = self.predictor
+        if predictor is None or not self.active:
+            return np.zeros(features.shape[0]), np.zeros(features.shape[0])
+        return predictor.correction(features), 0.05 * predictor.beyond(features)
+
+    def observe(self, features: Floats, plain: Floats, applied: Floats, usable: Bools) -> None:
+        """One step's records: log of observed over analytic time, the device's own part taken
+        out, and the correction that was applied to them."""
+        self._check(plain, applied)
+        if not self._settings.train or self._trained >= _ROUNDS:
+            return
+        self._steps += 1
+        limit = max(self._settings.train_rows // (4 * self._settings.train_after_steps), 64)
+        rows = np.flatnonzero(usable)
+        rows = rows[:: max(1, -(-rows.size // limit))]
+        most = self._settings.train_rows
+        fresh = features[rows].astype(np.float32), plain[rows].astype(np.float32)
+        self._rows = np.concatenate([self._rows, fresh[0]])[-most:]
+        self._ratio = np.concatenate([self._ratio, fresh[1]])[-most:]
+        due = self._settings.train_after_steps * 4**self._trained
+        if self._steps >= due and self._ratio.size >= _LEAST_ROWS:
+            self._train()
+
+    def _check(self, plain: Floats, applied: Floats) -> None:
+        if not self.active:
+            return
+        seen = np.array([mad_sigma(plain - applied, 0.0), mad_sigma(plain, 0.0)])
+        fresh = not self._spreads.any()
+        self._spreads = seen if fresh else 0.8 * self._spreads + 0.2 * seen
+        self.misfit = bool(self._spreads[0] > _WORSE * self._spreads[1])
+
+    def _train(self) -> None:
+        predictor = Predictor(seed=self._settings.seed)
+        rows, ratio = self._rows.astype(np.float64), self._ratio.astype(np.float64)
+        self.predictor = predictor.fit_correction(rows, ratio)
+        self._trained += 1
+        if self._trained >= _ROUNDS:
+            self._rows, self._ratio = self._rows[:0], self._ratio[:0]
+        self.misfit = False
+        self._spreads = np.zeros(2)
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "predictor": None if self.predictor is None else self.predictor.to_bytes(),
+            "misfit": self.misfit,
+            "rows": self._rows,
+            "ratio": self._ratio,
+            "counts": [self._steps, self._trained],
+            "spreads": self._spreads,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        data = state["predictor"]
+        self.predictor = None if data is None else Predictor.from_bytes(data)
+        self.misfit, self._rows, self._ratio = state["misfit"], state["rows"], state["ratio"]
+        self._steps, self._trained = state["counts"]
+        self._spreads = state["spreads"]

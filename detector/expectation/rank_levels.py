@@ -1,0 +1,162 @@
+"""Where the residuals of each rank lie in a step: one level for all its passes, unless its forward
+and its backward passes clearly lie apart, as where a fault slows one kind of kernel only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Bools, Floats, Ints, State, group_location, group_median, mad_sigma
+
+_APART = 6.0
+"""Standard deviations of a record between the two kinds from which they lie apart."""
+_ODD = 4.0
+"""The same where each kind has one record: from there on their mean trusts neither."""
+_VARIES = 0.1
+"""Share of what lies between them that it may change by from one step to the next."""
+_NEAR = 3.0
+"""Standard deviations within which a record agrees with the others of its kind."""
+_LEAST = 2
+"""Records of each kind that must agree: a single one may have been interrupted."""
+
+
+class RankLocations:
+    """Locates the residuals of `size` ranks, step after step.
+
+    A rank with one record of each kind has no others to agree with: its kinds lie apart if they
+    did so in the step before, by as much.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._between = self._before = np.full(size, np.nan)
+
+    def of(
+        self,
+        residual: Floats,
+        expected: Floats,
+        rank: Ints,
+        backward: Bools,
+        spread: float,
+        weights: Floats,
+    ) -> tuple[Floats, Floats]:
+        """Log of observed over expected time of each rank, NaN where there is none, and the number
+        of records that it rests on.
+
+        Arguments are arrays over records; `spread` is their standard deviation. Where the two
+        kinds of passes lie apart each gets its level, and counts by its share of the expected time.
+        """
+        size = self._size
+        value, left = group_location(residual, rank, size, spread, weights)
+        kind = 2 * rank + backward
+        level, kept = group_location(residual, kind, 2 * size, spread, weights)
+        near = kind[np.abs(residual - level[kind]) <= _NEAR * spread]
+        counts, agree = (np.bincount(which, minlength=2 * size) for which in (kind, near))
+        sound = (agree >= _LEAST) & (2 * agree > counts)
+        self._between = np.subtract(*level.reshape(size, 2).T)
+        distance = np.abs(self._between)
+        apart = sound.reshape(size, 2).all(axis=1) & (distance > _APART * spread)
+        single = (counts.reshape(size, 2) == 1).all(axis=1) & (distance > _ODD * spread)
+        change = np.abs(self._between - self._before)
+        apart |= single & (change < _APART * spread + _VARIES * distance)
+        if apart.any():
+            time = np.bincount(kind, expected, 2 * size).reshape(size, 2)[apart]
+            share = time / time.sum(axis=1, keepdims=True)
+            value[apart] = np.log((share * np.exp(level.reshape(size, 2)[apart])).sum(axis=1))
+            left[apart] = 1.0 / (share**2 / kept.reshape(size, 2)[apart]).sum(axis=1)
+        return value, left
+
+    def close(self) -> None:
+        """A step is over: what lay between the kinds in it is what did before the next."""
+        self._before = self._between
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {"before": self._before}
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self._before = state["before"]
+
+
+_ENOUGH = 4.0
+"""Microbatches of a step from which a rank's level is told apart from their work by that step."""
+_FADE = 0.2
+_LEVEL_STEPS = 6
+"""Steps in which the level of a class is still learned; after that only its shape is."""
+
+
+class RankBaselines:
+    """Levels (log) of the ranks of some classes.
+
+    With many microbatches in a step, the step's own level is taken. With one, level and work
+    cannot be told apart in a step, so the rank's level over the past steps is taken instead.
+    """
+
+    def __init__(self, classes: Ints) -> None:
+        self._classes = classes
+        self.usual = np.zeros(classes.size)
+        self._apart = np.zeros(classes.size)
+        self._trusted = np.zeros(classes.size)
+        self.steps = 0
+
+    def of(self, value: Floats, microbatches: Floats) -> Floats:
+        """Level of each rank in a step with the residuals `value` (NaN where there is none)."""
+        by_step = _by_step(microbatches)
+        return by_step * np.nan_to_num(value) + (1.0 - by_step) * self.usual
+
+    def scatter(self, left: Floats, microbatches: Floats) -> float:
+        """What healthy records scatter by beside their own noise: where levels are not told by
+        the step, all that is left over of it; else nothing."""
+        untold = 1.0 - float(np.median(_by_step(microbatches[microbatches > 0])))
+        return untold * mad_sigma(left, 0.0)
+
+    def beyond_class(self, own: Floats, trusted: Bools) -> Floats:
+        """`own` without what is common to the class, as long as that is still learned."""
+        if self.steps >= _LEVEL_STEPS:
+            return own
+        result: Floats = own - self._common(own, trusted)
+        return result
+
+    def _common(self, own: Floats, trusted: Bools) -> Floats:
+        """What the trusted ranks of each class have in common beside where each of them stands in
+        it: so the level of a class does not move when one of its ranks is trusted no longer."""
+        size = int(self._classes.max()) + 1
+        change = (own - self._apart)[trusted]
+        common: Floats = np.nan_to_num(group_median(change, self._classes[trusted], size))
+        return common[self._classes]
+
+    def observe(self, value: Floats, trusted: Bools) -> None:
+        """A step is over: its residuals join what is usual."""
+        self._place(value, trusted & np.isfinite(value))
+        self.steps += 1
+        fade = max(_FADE, 1.0 / self.steps)
+        known = np.isfinite(value)
+        self.usual[known] += fade * (value[known] - self.usual[known])
+
+    def _place(self, value: Floats, trusted: Bools) -> None:
+        """Learns where each trusted rank stands in its class."""
+        if self.steps >= _LEVEL_STEPS or not trusted.any():
+            return
+        stands = value - self._common(value, trusted)
+        self._trusted[trusted] += 1.0
+        self._apart[trusted] += ((stands - self._apart) / np.maximum(self._trusted, 1.0))[trusted]
+
+    def state(self) -> State:
+        """What `load` needs."""
+        return {
+            "usual": self.usual,
+            "apart": self._apart,
+            "trusted": self._trusted,
+            "steps": self.steps,
+        }
+
+    def load(self, state: State) -> None:
+        """Takes up what `state` returned."""
+        self.usual, self.steps = state["usual"], state["steps"]
+        self._apart, self._trusted = state["apart"], state["trusted"]
+
+
+def _by_step(microbatches: Floats) -> Floats:
+    """How far so many microbatches of a step tell a rank's level, 0 to 1."""
+    result: Floats = np.clip((microbatches - 1.0) / (_ENOUGH - 1.0), 0.0, 1.0)
+    return result

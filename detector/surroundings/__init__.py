@@ -1,1 +1,0 @@
-"""What is slow beside devices: links, groups' collectives, hosts."""

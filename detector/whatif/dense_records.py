@@ -1,0 +1,218 @@
+"""Microbatch records of some steps as dense arrays over stages, replicas, steps, microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
+
+from ..arrays import quantile
+from ..step_assembler import numbered
+from .recording import Floats, Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DenseRecords:
+    """Times in milliseconds; NaN where nothing was recorded.
+
+    Axes: direction 2 (forward, backward), virtual stage C (chunk by chunk), stage S, replica D,
+    step T, microbatch M. A tensor-parallel group takes as long as its slowest rank.
+
+    passes      [2, C, D, T, M] forward and backward
+    work        [2, D, T, M] tokens and sum of squared lengths; None where they are not known
+    mates       as `passes`, of the middle rank of each group; None where the groups' timers do not
+                differ, each lasting as long as the slowest rank's
+    p2p         [S, D, T, M] a transfer over the link from a stage to the next one
+    collective, optimizer, data
+                [S, D, T] all of a step; `data` without what `microbatch_data` holds
+    microbatch_data
+                [C, D, T, M] loading of one microbatch
+    quotas      [D] microbatches per step; stages [D] number of stages
+    steps       [T] numbers of the steps
+    """
+
+    passes: Floats
+    work: Floats | None
+    mates: NDArray[np.float64] | None
+    p2p: Floats
+    collective: Floats
+    optimizer: Floats
+    data: Floats
+    microbatch_data: Floats
+    quotas: tuple[int, ...]
+    stages: tuple[int, ...]
+    steps: Ints
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> DenseRecords | None:
+        """The records of the newest plan version; None if there is no compute record."""
+        rows = _Rows.of(layout, _newest(batches), max(job.quotas))
+        if not np.isin(rows.batch.op[rows.batch.microbatch >= 0], _COMPUTE).any():
+            return None
+        stages, dp, steps = layout.pp, layout.dp, rows.steps.size
+        count = int(rows.at["microbatch"].max()) + 1
+        place = (stages * job.chunks, dp, steps, count)
+        split = job.schedule is Schedule.ZERO_BUBBLE
+        passes = [
+            rows.fill(place, op, "chunk", "dp", "step", "microbatch", add=split) for op in _COMPUTE
+        ]
+        known = np.isfinite(passes[0]).any(axis=(0, 2))
+        seen = np.where(known, np.arange(1, count + 1), 0).max(axis=1).tolist()
+        step = (stages, dp, steps)
+        return cls(
+            passes=np.stack(passes),
+            work=rows.work((dp, steps, count)),
+            mates=None if split else rows.mates(place, passes),
+            p2p=rows.links((stages, dp, steps, count)),
+            collective=rows.fill(step, Op.COLLECTIVE, "stage", "dp", "step", add=True, all_=True),
+            optimizer=rows.fill(step, Op.OPTIMIZER, "stage", "dp", "step", add=True, all_=True),
+            data=rows.fill(step, Op.DATA, "stage", "dp", "step", add=True),
+            microbatch_data=rows.fill(
+                place, Op.DATA, "chunk", "dp", "step", "microbatch", add=True
+            ),
+            quotas=tuple(
+                quota or (job.quotas[d] if d < len(job.quotas) else 0)
+                for d, quota in enumerate(seen)
+            ),
+            stages=tuple(len(replica.stages) for replica in layout.replicas),
+            steps=rows.steps,
+        )
+
+
+_COMPUTE = (Op.FORWARD, Op.BACKWARD)
+_SAME = 1e-4
+"""Share by which the timers of a group must differ to be each rank's own."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Records with where each stands; `at` gives the index along every axis by name."""
+
+    batch: TelemetryBatch
+    at: dict[str, Ints]
+    steps: Ints  # their numbers
+    slot: Ints  # of the rank within its tensor-parallel group
+    slots: int
+    peer_stage: Ints
+
+    @classmethod
+    def of(cls, layout: Layout, batch: TelemetryBatch, most: int) -> _Rows:
+        places = np.array([(p.rank, p.dp, p.pp, p.tp) for p in layout.places()]).T
+        places = places[:, np.argsort(places[0])]
+        batch = batch.select(_find(places[0], batch.rank) >= 0)
+        found = _find(places[0], batch.rank)
+        _, dp, pp, tp = places[:, found]
+        peer = _find(places[0], batch.peer)
+        steps, step = np.unique(batch.step, return_inverse=True)
+        part = step.reshape(-1) * layout.dp + dp
+        at = {
+            "dp": dp,
+            "stage": pp,
+            "chunk": batch.chunk.astype(np.int64) * layout.pp + pp,
+            "step": step,
+            "microbatch": numbered(part, batch.microbatch, most),
+        }
+        beyond = np.where(peer >= 0, places[2][peer], -1)
+        return cls(batch, at, steps, tp, int(places[3].max()) + 1, beyond)
+
+    def fill(
+        self, shape: tuple[int, ...], op: Op, *axes: str, add: bool = False, all_: bool = False
+    ) -> NDArray[np.float64]:
+        """Times of one op on a grid: the slowest rank of each group.
+
+        Several records of a rank in one cell add up, or else the longest counts. Records of a
+        microbatch go where `axes` has microbatches, the others elsewhere; with `all_`, all do.
+        """
+        rows = self.batch.op == op
+        if not all_:
+            rows = rows & ((self.batch.microbatch >= 0) == ("microbatch" in axes))
+        rows, cell = self._cells(rows, shape, *axes)
+        times = self.batch.compute_ms[rows]
+        grid = np.full((int(np.prod(shape)), self.slots), np.nan)
+        where = (cell, self.slot[rows])
+        if add:
+            grid[where] = 0.0
+            np.add.at(grid, where, times)
+        else:
+            np.fmax.at(grid, where, times)
+        return np.asarray(np.fmax.reduce(grid, axis=1).reshape(shape), np.float64)
+
+    def _cells(
+        self, rows: NDArray[np.bool_], shape: tuple[int, ...], *axes: str
+    ) -> tuple[NDArray[np.bool_], Ints]:
+        """Those of `rows` that lie inside a grid, and their cells."""
+        inside = rows.copy()
+        for axis, size in zip(axes, shape, strict=True):
+            inside &= self.at[axis] < size
+        index = tuple(self.at[axis][inside] for axis in axes)
+        return inside, np.ravel_multi_index(index, shape)
+
+    def mates(
+        self, shape: tuple[int, ...], slowest: list[NDArray[np.float64]]
+    ) -> NDArray[np.float64] | None:
+        """Passes of the middle rank of each group (the lower of two); None where they do not
+        differ from those of the slowest."""
+        grid = np.full((2, self.slots, int(np.prod(shape))), np.nan)
+        inner = self.batch.microbatch >= 0
+        for at, op in enumerate(_COMPUTE):
+            rows = inner & (self.batch.op == op)
+            rows, cell = self._cells(rows, shape, "chunk", "dp", "step", "microbatch")
+            np.fmax.at(grid[at], (self.slot[rows], cell), self.batch.compute_ms[rows])
+        middle = quantile(grid, 0.5, axis=1)[:, 0].reshape(2, *shape)
+        apart = np.stack(slowest) > (1.0 + _SAME) * middle
+        return middle if np.count_nonzero(apart) > 0.25 * np.isfinite(middle).sum() else None
+
+    def work(self, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
+        """Tokens and sum of squared lengths of every microbatch; None unless most are known."""
+        rows = (self.batch.microbatch >= 0) & np.isin(self.batch.op, _COMPUTE)
+        known = rows & (self.batch.tokens >= 0) & (self.batch.sum_sq_len >= 0)
+        if not known.any() or known.sum() < 0.9 * rows.sum():
+            return None
+        work = np.full((2, *shape), np.nan)
+        index = tuple(self.at[axis][known] for axis in ("dp", "step", "microbatch"))
+        work[0][index] = self.batch.tokens[known]
+        work[1][index] = self.batch.sum_sq_len[known]
+        return work
+
+    def links(self, shape: tuple[int, ...]) -> NDArray[np.float64]:
+        """Mean transfer over each link; one without a microbatch counts for all of them."""
+        stages = shape[0]
+        rows = self.batch.op == Op.P2P
+        stage, peer = self.at["stage"][rows], self.peer_stage[rows]
+        peer = np.where(peer >= 0, peer, np.where(stage + 1 < stages, stage + 1, stage - 1))
+        wraps = np.abs(stage - peer) == stages - 1
+        link = np.where(wraps & (stages > 2), stages - 1, np.minimum(stage, peer))
+        dp, step, mb = (self.at[axis][rows] for axis in ("dp", "step", "microbatch"))
+        times = self.batch.compute_ms[rows]
+        one = _means(shape, times, (link, dp, step, mb), mb >= 0)
+        every = _means(shape[:3], times, (link, dp, step), mb < 0)
+        return np.where(np.isnan(one), every[..., None], one)
+
+
+def _means(
+    shape: tuple[int, ...], times: Floats, index: tuple[Ints, ...], rows: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    inside = rows.copy()
+    for axis, size in zip(index, shape, strict=True):
+        inside &= (axis >= 0) & (axis < size)
+    cell = np.ravel_multi_index(tuple(axis[inside] for axis in index), shape)
+    size = int(np.prod(shape))
+    count = np.bincount(cell, minlength=size)
+    total = np.bincount(cell, times[inside], size)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan).reshape(shape)
+
+
+def _newest(batches: Iterable[TelemetryBatch]) -> TelemetryBatch:
+    parts = list(batches)
+    newest = max((part.plan_version for part in parts), default=0)
+    return TelemetryBatch.concat([part for part in parts if part.plan_version == newest])
+
+
+def _find(ranks: Ints, wanted: Ints) -> Ints:
+    """Positions in the sorted `ranks`; -1 for those that are not there."""
+    found = np.minimum(np.searchsorted(ranks, wanted), ranks.size - 1)
+    return np.where(ranks[found] == wanted, found, -1)

@@ -1,0 +1,192 @@
+"""Steps replayed from microbatch records, in the order of the job's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Cause, Job, Layout, TelemetryBatch
+
+from ..arrays import mean, median, quantile
+from .causes import FAIR_COMMUNICATION, USUAL
+from .dense_records import DenseRecords
+from .effects import SETS, Effects, fair_costs, without_stalls
+from .known_slow import SlowDevice, known_factor
+from .localize import in_passes, place_of_most
+from .recording import Floats
+from .step_graph import StepGraph, StepSpans
+
+
+@dataclass(frozen=True, eq=False)
+class StepReplay:
+    """Some steps of a job, ready to be replayed with one cause removed. Milliseconds."""
+
+    cubes: DenseRecords
+    graph: StepGraph
+    effects: Effects
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        layout: Layout,
+        batches: Iterable[TelemetryBatch],
+        slow: Sequence[SlowDevice] = (),
+    ) -> StepReplay | None:
+        """Prepares records; None if there is no compute record. `slow` are devices of the layout
+        that are known to be slow."""
+        cubes = DenseRecords.of(job, layout, batches)
+        if cubes is None:
+            return None
+        whole = replace(
+            cubes,
+            passes=_complete(cubes.passes),
+            **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
+        )
+        graph = StepGraph.of(job, whole)
+        there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 tells nothing
+        known = None
+        if slow:
+            known = known_factor(
+                slow, cubes.steps, np.arange(layout.dp), stages=layout.pp, chunks=job.chunks
+            )
+        times = without_stalls(there)
+        return cls(whole, graph, Effects(times, cubes.work, cubes.mates, known))
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return int(self.cubes.passes.shape[3])
+
+    @cached_property
+    def step_ms(self) -> float:
+        """Mean step as it was."""
+        return self._mean_ms(self.cubes)
+
+    @cached_property
+    def lost_ms(self) -> dict[Cause, float]:
+        """Mean milliseconds per step that each cause costs; 0 or more."""
+        effects = self.effects
+        lost = fair_costs({gone: self._without_ms(effects.without(gone)) for gone in SETS})
+        lost[Cause.SEQUENCE_IMBALANCE] *= effects.shared_work
+        lost[Cause.COMMUNICATION] = self._communication()
+        lost[Cause.HOST] = self._lost(
+            passes=self._passes(effects.times),
+            data=np.zeros_like(self.cubes.data),
+            microbatch_data=np.zeros_like(self.cubes.microbatch_data),
+        )
+        return {cause: max(cost, 0.0) for cause, cost in lost.items()}
+
+    @cached_property
+    def _ideal(self) -> DenseRecords:
+        """Passes and optimizer at their mean, communication at its median, the host at nothing."""
+        cubes = self.cubes
+        passes = mean(cubes.passes, axis=(1, 2, 3, 4))
+        return replace(
+            cubes,
+            passes=np.broadcast_to(passes, cubes.passes.shape),
+            p2p=_level(cubes.p2p, 0.5),
+            collective=_level(cubes.collective, 0.5),
+            optimizer=np.full_like(cubes.optimizer, cubes.optimizer.mean()),
+            data=np.zeros_like(cubes.data),
+            microbatch_data=np.zeros_like(cubes.microbatch_data),
+        )
+
+    @cached_property
+    def ideal_ms(self) -> float:
+        """The step when everything takes what it takes on average, and the host nothing."""
+        return self._mean_ms(self._ideal)
+
+    def spans(self, *, ideal: bool) -> StepSpans:
+        """When everything ran, or would have run ideally.
+
+        Of few devices, the mean holds what a slow one adds: then it is that of equal devices.
+        """
+        if not ideal:
+            return self.graph.spans(self.cubes)
+        best = self._ideal
+        if self.step_ms - self.lost_ms[Cause.DEVICE] < self.ideal_ms:
+            passes = mean(self.effects.without([Cause.DEVICE]), axis=(1, 2, 3, 4))
+            best = replace(best, passes=np.broadcast_to(passes, self.cubes.passes.shape))
+        return self.graph.spans(best)
+
+    @cached_property
+    def where(self) -> dict[Cause, str]:
+        """Where each cause is at its worst."""
+        cubes, quick = self.cubes, self._quick
+        found = in_passes(self.effects, cubes.p2p.shape[0])
+        waste = {
+            "transfers between stages": (cubes.p2p - quick["p2p"]).sum(axis=3),
+            "collectives": cubes.collective - quick["collective"],
+        }
+        most = max(waste, key=lambda name: float(waste[name].sum()))
+        if waste[most].any():
+            place = place_of_most(waste[most].sum(axis=2))
+            found[Cause.COMMUNICATION] = f"most is in {most}{place}"
+        data = cubes.data.sum(axis=2)
+        for inner in (cubes.microbatch_data, self._held_up):
+            data = data + inner.sum(axis=(2, 3)).reshape(-1, *data.shape).sum(axis=0)
+        if place := place_of_most(data):
+            found[Cause.HOST] = f"most is on the ranks{place}"
+        return found
+
+    @cached_property
+    def _quick(self) -> dict[str, NDArray[np.float64]]:
+        """Communication as quick as it is in its better cases."""
+        cubes = self.cubes
+        return {
+            "p2p": np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
+            "collective": np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
+        }
+
+    @cached_property
+    def _held_up(self) -> NDArray[np.float64]:
+        """What held single passes up, [C, D, T, M]."""
+        late = self.cubes.passes - self._passes(self.effects.times)
+        return np.asarray(late.sum(axis=0), np.float64)
+
+    def _communication(self) -> float:
+        ideal = self._ideal
+        uneven = self._lost(**self._quick)
+        silent = replace(
+            ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
+        )
+        excess = self.ideal_ms - (1.0 + FAIR_COMMUNICATION) * self._mean_ms(silent)
+        return max(uneven, 0.0) + max(excess, 0.0)
+
+    def _lost(self, **other: Any) -> float:
+        return self.step_ms - self._mean_ms(replace(self.cubes, **other))
+
+    def _mean_ms(self, cubes: DenseRecords) -> float:
+        return float(self.graph.step_ms(cubes).mean())
+
+    def _without_ms(self, passes: Floats) -> float:
+        """Mean step with these passes."""
+        return self._mean_ms(replace(self.cubes, passes=self._passes(passes)))
+
+    def _passes(self, passes: Floats) -> NDArray[np.float64]:
+        """These passes; where none was recorded, as they were filled in."""
+        return np.where(np.isnan(passes), self.cubes.passes, passes)
+
+
+_OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")
+
+
+def _level(times: Floats, q: float) -> NDArray[np.float64]:
+    """Quantile over the cells in which something took time; 0 where nothing did."""
+    level = np.nan_to_num(quantile(np.where(times > 0, times, np.nan), q, tuple(range(times.ndim))))
+    return np.where(times > 0, level, 0.0)
+
+
+def _complete(passes: Floats) -> NDArray[np.float64]:
+    """Missing passes as their peers' at the same step, else as usual for the stage, else 0."""
+    for axes in ((2,), (2, 4), (2, 3, 4)):
+        if not np.isnan(passes).any():
+            break
+        passes = np.where(np.isnan(passes), median(passes, axes), passes)
+    return np.asarray(np.nan_to_num(passes), np.float64)

@@ -1,0 +1,287 @@
+"""Jobs that never ran, for tests, notebooks and benchmarks: seeded, with known faults.
+
+Documents of given lengths are packed into microbatches of a token budget. Times follow a cost
+that is not the detector's own model: attention runs less efficiently on short documents, every
+document costs something, and every launch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from detector.arrays import Floats, Ints
+from detector.rank_table import RankTable, rank_table_of, slots_of
+from resihp.contracts import Job, Op, TelemetryBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rank computes `factor` times as long in [from_step, until_step).
+
+    ramp_steps  steps over which it grows to the full factor (thermal onset)
+    period      on for so many steps, off for as many (0: always on)
+    """
+
+    rank: int
+    factor: float
+    from_step: int
+    until_step: int = 1 << 40
+    ramp_steps: int = 0
+    period: int = 0
+
+    def at(self, step: int) -> float:
+        """The factor in a step."""
+        if not self.from_step <= step < self.until_step:
+            return 1.0
+        if self.period and (step - self.from_step) // self.period % 2:
+            return 1.0
+        if step < self.from_step + self.ramp_steps:
+            done = (step - self.from_step + 1) / (self.ramp_steps + 1)
+            return 1.0 + (self.factor - 1.0) * done
+        return self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surge:
+    """The microbatches of one replica hold `factor` times the work from a step on.
+
+    longer  documents become longer, at as many tokens; else there are more of them
+    """
+
+    replica: int
+    factor: float
+    from_step: int
+    longer: bool = False
+
+
+def whole_replica(job: Job, replica: int, factor: float, from_step: int) -> tuple[Fault, ...]:
+    """All devices of a replica become slow at once, as in a hot rack."""
+    ranks = job.layout.replicas[replica].ranks
+    return tuple(Fault(rank=rank, factor=factor, from_step=from_step) for rank in ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """What makes equal work take unequal time; standard deviations of logs.
+
+    record   of single records
+    step     of a rank over a whole step
+    offset   of a rank for good
+    outliers share of records that are interrupted, by a factor of up to 1 + 2 `outlier_size`
+    hiccups  share of the steps of a rank that take up to five times as long (garbage collection)
+    """
+
+    record: float = 0.01
+    step: float = 0.002
+    offset: float = 0.007
+    outliers: float = 0.002
+    outlier_size: float = 0.5
+    hiccups: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Packed microbatches; arrays of equal length."""
+
+    tokens: Ints
+    sequences: Ints
+    sum_sq_len: Ints
+    max_len: Ints
+    ragged: Floats
+
+
+def pack(lengths: Ints, budget: int, count: int, rng: np.random.Generator) -> Work:
+    """`count` microbatches of documents drawn from `lengths`, each of `budget` tokens at most."""
+    rows = []
+    for _ in range(count):
+        documents: list[int] = []
+        left = budget
+        while left > budget // 50:
+            length = min(int(rng.choice(lengths)), left)
+            documents.append(length)
+            left -= length
+        sizes = np.array(documents, np.float64)
+        square = sizes**2
+        ragged = float((square / (1.0 + 256.0 / sizes)).sum())
+        rows.append((sizes.sum(), sizes.size, square.sum(), sizes.max(), ragged))
+    tokens, sequences, squares, longest, work = np.array(rows).T
+    whole = [column.astype(np.int64) for column in (tokens, sequences, squares, longest)]
+    return Work(
+        tokens=whole[0], sequences=whole[1], sum_sq_len=whole[2], max_len=whole[3], ragged=work
+    )
+
+
+def steps_of(
+    job: Job,
+    lengths: Sequence[int] | Ints,
+    *,
+    steps: int,
+    seed: int,
+    faults: Sequence[Fault] = (),
+    surges: Sequence[Surge] = (),
+    noise: Noise | None = None,
+    first_step: int = 0,
+    plan_version: int = 0,
+    with_lengths: bool = True,
+    coupled: bool = False,
+    waits: bool = True,
+) -> Iterator[TelemetryBatch]:
+    """One batch for each step of `job`, with the records of all ranks.
+
+    `coupled` reports the time of the slowest member of a tensor-parallel group for all of its
+    members, as timers around a whole forward pass do; the true slack is in `wait_ms`, which is
+    NaN without `waits`. Without `with_lengths` no record says what work it held.
+    """
+    noise = noise or Noise()
+    rng = np.random.default_rng(seed)
+    places = rank_table_of(job.layout)
+    # A device keeps its offset through changes of the layout, so it is drawn by rank.
+    drawn = np.random.default_rng(seed + 1).normal(0.0, 1.0, int(places.ranks.max()) + 1)
+    offsets = noise.offset * np.clip(drawn, -2.6, 2.6)  # real ones of 0.7% reach 1.8%
+    budget = job.tokens_per_microbatch or 8192
+    pool = np.asarray(lengths, np.int64)
+    for step in range(first_step, first_step + steps):
+        slower = offsets[places.ranks] + _slower(places, step, faults, noise, rng)
+        rows, work = _rows(job, places, pool, budget, rng)
+        work = _surged(job, work, [surge for surge in surges if surge.from_step <= step])
+        times = _times(places, rows, work) * np.exp(slower[rows["at"]])
+        _scatter(times, noise, rng)
+        slowest = _slowest(places, rows, times)
+        wait = slowest - times if waits else np.full(times.size, np.nan)
+        known = {name: getattr(work, name)[rows["work"]] for name in _COLUMNS}
+        yield TelemetryBatch(
+            rank=places.ranks[rows["at"]].astype(np.int32),
+            step=np.full(times.size, step),
+            microbatch=rows["microbatch"].astype(np.int32),
+            op=rows["op"].astype(np.uint8),
+            compute_ms=slowest if coupled else times,
+            wait_ms=wait,
+            plan_version=plan_version,
+            **(known if with_lengths else {}),
+        )
+
+
+_COLUMNS = ("tokens", "sequences", "sum_sq_len", "max_len")
+
+
+def _slower(
+    places: RankTable, step: int, faults: Sequence[Fault], noise: Noise, rng: np.random.Generator
+) -> Floats:
+    """How much longer each rank computes in a step (log), beside what it always does."""
+    slower = rng.normal(0.0, noise.step, places.size)
+    if noise.hiccups:
+        struck = rng.random(places.size) < noise.hiccups
+        slower += np.where(struck, np.log(rng.uniform(1.1, 5.0, places.size)), 0.0)
+    for fault in faults:
+        slower[places.ranks == fault.rank] += np.log(fault.at(step))
+    return slower
+
+
+def _rows(
+    job: Job, places: RankTable, pool: Ints, budget: int, rng: np.random.Generator
+) -> tuple[dict[str, Ints], Work]:
+    """Position, microbatch, op and packed work of every record of a step."""
+    work = pack(pool, budget, job.microbatches, rng)
+    start = np.concatenate([[0], np.cumsum(job.quotas)])
+    at, microbatch, op, packed = [], [], [], []
+    for replica, quota in enumerate(job.quotas):
+        members = np.flatnonzero(places.dp == replica)
+        grid = np.meshgrid(members, np.arange(quota), [0, 1], indexing="ij")
+        who, which, kind = (axis.reshape(-1) for axis in grid)
+        at.append(who)
+        microbatch.append(which)
+        op.append(np.where(kind == 0, int(Op.FORWARD), int(Op.BACKWARD)))
+        packed.append(start[replica] + which)
+    names = ("at", "microbatch", "op", "work")
+    columns = (np.concatenate(c).astype(np.int64) for c in (at, microbatch, op, packed))
+    return dict(zip(names, columns, strict=True)), work
+
+
+def _surged(job: Job, work: Work, surges: Sequence[Surge]) -> Work:
+    """The work of a step with that of some replicas multiplied."""
+    if not surges:
+        return work
+    columns = {name: column.astype(np.float64) for name, column in vars(work).items()}
+    start = np.concatenate([[0], np.cumsum(job.quotas)])
+    for surge in surges:
+        rows = slice(start[surge.replica], start[surge.replica + 1])
+        longer = ("sum_sq_len", "max_len", "ragged")
+        for name in longer if surge.longer else ("tokens", "sequences", "sum_sq_len", "ragged"):
+            columns[name][rows] *= surge.factor
+    ragged = columns.pop("ragged")
+    return Work(ragged=ragged, **{name: c.astype(np.int64) for name, c in columns.items()})
+
+
+def _times(places: RankTable, rows: dict[str, Ints], work: Work) -> Floats:
+    """True cost in ms of each record on a healthy device."""
+    at, which = rows["at"], rows["work"]
+    width = places.share[at] * places.layers[at]
+    per_layer = 2.0e-4 * work.tokens[which] + 6.0e-8 * work.ragged[which]
+    small = 0.02 * places.layers[at] + 0.004 * work.sequences[which] * places.layers[at]
+    head = places.last[at] * 4.0e-4 * work.tokens[which] * places.share[at]
+    times = per_layer * width + small + head
+    result: Floats = times * np.where(rows["op"] == int(Op.BACKWARD), 2.1, 1.0)
+    return result
+
+
+def _scatter(times: Floats, noise: Noise, rng: np.random.Generator) -> None:
+    """In place: each record takes a little more or less, a few of them far more."""
+    times *= np.exp(rng.normal(0.0, noise.record, times.size))
+    struck = rng.random(times.size) < noise.outliers
+    times[struck] *= 1.0 + noise.outlier_size * rng.random(int(struck.sum())) * 2.0
+
+
+def _slowest(places: RankTable, rows: dict[str, Ints], times: Floats) -> Floats:
+    """Time of the slowest member of the group of each record."""
+    key = (places.group[rows["at"]] << 24) | (rows["microbatch"] << 1)
+    key |= rows["op"] == int(Op.BACKWARD)
+    _, inverse = np.unique(key, return_inverse=True)
+    longest = np.zeros(int(inverse.max()) + 1)
+    np.maximum.at(longest, inverse, times)
+    return longest[inverse]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowGroup:
+    """The collectives of a group take `factor` times as long from a step on.
+
+    within_step  those of the step (among replicas); else those within microbatches
+    """
+
+    ranks: tuple[int, ...]
+    factor: float
+    from_step: int
+    within_step: bool = False
+
+
+def collectives(
+    job: Job, computed: TelemetryBatch, *, seed: int, slow: SlowGroup | None = None
+) -> TelemetryBatch:
+    """The collectives that belong to a step's compute records: one for each, in which the group
+    waits for its slowest member, and one of each rank for the step; times vary by 5%."""
+    step = int(computed.step[0])
+    rng = np.random.default_rng((seed, step))
+    places = rank_table_of(job.layout)
+    at = places.index(computed.rank.astype(np.int64))
+    group = (places.group[at] << 24) | (computed.microbatch.astype(np.int64) << 1) | computed.op
+    _, group = np.unique(group, return_inverse=True)
+    inner = (2.0 * rng.lognormal(0.0, 0.05, int(group.max()) + 1))[group]
+    place = np.unique(np.stack([places.pp, slots_of(places)]), axis=1, return_inverse=True)[1]
+    outer = (30.0 * rng.lognormal(0.0, 0.05, int(place.max()) + 1))[place.reshape(-1)]
+    if slow is not None and step >= slow.from_step:
+        times, ranks = (outer, places.ranks) if slow.within_step else (inner, computed.rank)
+        times[np.isin(ranks, slow.ranks)] *= slow.factor
+    wait = np.concatenate([np.nan_to_num(computed.wait_ms), rng.exponential(5.0, places.size)])
+    whole = np.full(places.size, -1)
+    return TelemetryBatch(
+        rank=np.concatenate([computed.rank, places.ranks]),
+        step=np.full(wait.size, step),
+        microbatch=np.concatenate([computed.microbatch, whole]),
+        op=np.full(wait.size, int(Op.COLLECTIVE)),
+        compute_ms=np.concatenate([inner, outer]),
+        wait_ms=wait,
+        plan_version=computed.plan_version,
+    )
