@@ -13,16 +13,16 @@ import torch
 from benchmarks._recovery_job import Diary
 from benchmarks._recovery_ours import TIMEOUTS
 from resihp.contracts import Layout, ModelShape, Op, Plan, even_quotas
-from resihp.elastic.engine import Setup
-from resihp.elastic.engine.pacing import Pacer
-from resihp.elastic.events import Hooks
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.plans import NoPlans
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.planning.sources import NoPlans
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import connect
+from resihp.elastic.state.events import Callbacks
+from resihp.elastic.step import Setup
+from resihp.elastic.step.pacing import Pacer
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=4, ffn=768, vocab=1024)
 LAYOUT = Layout.grid(dp=3, pp=2, tp=1, layers=4, units=4)  # replica d: ranks d and d + 3
@@ -77,7 +77,7 @@ def run_rank(rank: int, host: str, port: int, folder: Path, deterministic: bool)
         Plan(version=0, layout=LAYOUT, quotas=even_quotas(MICROBATCHES, 3)),
         Rendezvous(lambda: connect(host, port, "engine", TIMEOUTS), rank, LAYOUT.ranks, TIMEOUTS),
         WholeReplicas(),
-        hooks=Hooks(on_step=lambda reduced, ms, plan: diary.tell("step", reduced.step)),
+        hooks=Callbacks(on_step=lambda reduced, ms, plan: diary.tell("step", reduced.step)),
     )
     trainer.run(STEPS)
 

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks._recovery_job import MICROBATCHES, REPLICAS, STEPS, Diary, build_model
 from benchmarks._recovery_job import build_optimizer as optimizer_of
-from resihp.elastic.environment import Environment
-from resihp.elastic.instep.replicas import Replicas
-from resihp.elastic.instep.user_loop import Step
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.agreement import Report
-from resihp.elastic.membership.store import Timeouts
+from resihp.elastic.ddp.replicas import Replicas
+from resihp.elastic.ddp.step import Step
+from resihp.elastic.rendezvous.consensus import SurvivorReport
+from resihp.elastic.rendezvous.environment import Environment
+from resihp.elastic.rendezvous.store import Timeouts
+from resihp.testing.local_ranks import LocalRanks
 
 TIMEOUTS = Timeouts(poll=timedelta(milliseconds=50))
 
@@ -23,7 +23,7 @@ TIMEOUTS = Timeouts(poll=timedelta(milliseconds=50))
 class RollsBack(Replicas):
     """Keeps nothing of a step that has lost a replica, as most systems do."""
 
-    def _report(self, step: Step) -> Report:
+    def _report(self, step: Step) -> SurvivorReport:
         report = super()._report(step)
         nothing = (replace(held, finished=(), summed=False) for held in report.holdings)
         return replace(report, holdings=tuple(nothing))

@@ -16,19 +16,19 @@ from pathlib import Path
 import torch
 
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
-from resihp.elastic.engine import Reduced, Setup
-from resihp.elastic.events import Hooks, Switch
-from resihp.elastic.handoff.memory import Memory
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.state.events import Callbacks, LayoutChange
+from resihp.elastic.step import ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 
 LONGEST = ("pause_ms", "prepare_ms", "extra_bytes", "spilled_bytes")
 TOTAL = ("received_bytes", "handed_bytes")
-LIMIT = Memory()
+LIMIT = ReshardBudget()
 SWITCHES_BEFORE = 5
 TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 128, 4, 9, 8, 8
 SHAPES = {
@@ -118,13 +118,13 @@ def run_rank(
     paused_ms = 0.0
     watch = MemoryWatch()
 
-    def on_switch(switch: Switch) -> None:
+    def on_switch(switch: LayoutChange) -> None:
         nonlocal paused_ms
         paused_ms = switch.pause_ms
         seen = {name: getattr(switch, name) for name in ("step", *LONGEST, *TOTAL)}
         (folder / f"switch-{rank}.json").write_text(json.dumps(seen))
 
-    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+    def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
         nonlocal paused_ms
         steps.append((reduced.step, ms - paused_ms))
         paused_ms = 0.0
@@ -136,7 +136,7 @@ def run_rank(
         _plan(0, change.old),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         OnePlan(_plan(1, change.new, change.quotas), lambda: trainer.completed > 2),
-        hooks=Hooks(on_switch=on_switch, on_step=on_step),
+        hooks=Callbacks(on_switch=on_switch, on_step=on_step),
         memory=replace(LIMIT, attach=attach),
     )
     watch.start()

@@ -20,15 +20,15 @@ import torch
 
 from benchmarks._report import machine, print_table, write_json
 from resihp.contracts import Layout, ModelShape, Plan
-from resihp.elastic.engine import Reduced, Setup
-from resihp.elastic.events import Hooks
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.plans import NoPlans
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.planning.sources import NoPlans
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.elastic.state.events import Callbacks
+from resihp.elastic.step import ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=4, ffn=768, vocab=1024)
 LAYOUT = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
@@ -81,7 +81,7 @@ def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
     used: list[float] = []
     last = time.perf_counter()
 
-    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+    def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
         nonlocal last
         now = time.perf_counter()
         elastic.append((now - last) * 1e3)
@@ -93,7 +93,7 @@ def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
         Plan(version=0, layout=LAYOUT, quotas=(2, 2)),
         Rendezvous(lambda: connect(host, port, "cost", timeouts), rank, range(2), timeouts),
         NoPlans(),
-        hooks=Hooks(on_step=on_step),
+        hooks=Callbacks(on_step=on_step),
     )
     trainer.run(STEPS)
     engine = trainer.engine

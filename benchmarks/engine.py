@@ -26,13 +26,13 @@ import torch.distributed as dist
 from benchmarks._engine_plain import PlainTrainer
 from benchmarks._report import machine, print_table, write_json
 from resihp.contracts import Layout, ModelShape, Plan
-from resihp.elastic.engine import Engine, Setup
-from resihp.elastic.engine.shard import Shard, initial_shard
-from resihp.elastic.local import LocalRanks
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
-from resihp.elastic.worlds.comm import Network, WaitClock
-from resihp.elastic.worlds.world import build_world
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory, WaitClock
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.step import Engine, Setup
+from resihp.elastic.step.shard import Shard, initial_shard
+from resihp.testing.local_ranks import LocalRanks
 
 SHAPE = ModelShape(layers=6, hidden=256, heads=8, kv_heads=4, ffn=704, vocab=4096)
 TOKENS, MICROBATCHES, WARM_UP = 256, 4, 3
@@ -115,12 +115,12 @@ def timed(work: Callable[[int], float], step: int) -> tuple[float, float, float]
 def make_engine(rank: int, ranks: int, store: dist.Store) -> Engine:
     """The engine of one rank, with the model's initial values."""
     waited = WaitClock()
-    network = Network(
+    network = ProcessGroupFactory(
         store, rank, broken=lambda *_: None, timeout=timedelta(seconds=60), waited=waited
     )
     setup = Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW, **ADAMW), batch)
     layout = Layout.grid(dp=1, pp=1, tp=ranks, layers=SHAPE.layers)
-    world = build_world(network, layout, setup.model.parameters, name="engine")
+    world = build_layout_groups(network, layout, setup.model.parameters, name="engine")
     plan = Plan(version=0, layout=layout, quotas=(MICROBATCHES,))
     return Engine(setup, world, initial_shard(setup.model, setup.optimizer, world), plan, waited)
 

@@ -25,10 +25,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._report import machine, print_table, write_json
-from resihp.elastic.environment import Environment
-from resihp.elastic.instep.replicas import Replicas
-from resihp.elastic.instep.user_loop import Step
-from resihp.elastic.local import LocalRanks
+from resihp.elastic.ddp.replicas import Replicas
+from resihp.elastic.ddp.step import Step
+from resihp.elastic.rendezvous.environment import Environment
+from resihp.testing.local_ranks import LocalRanks
 
 WORLD, WIDTH, LAYERS, ROWS, SHARE = 2, 768, 12, 96, 2
 """Processes, then the model (7 million parameters), rows of a microbatch, microbatches of each."""

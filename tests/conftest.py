@@ -26,7 +26,7 @@ RUN_BY_RANKS = (
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     """The server that forks ranks has imported what they run: a thousand of them need not."""
-    local = sys.modules.get("resihp.elastic.local")
+    local = sys.modules.get("resihp.testing.local_ranks")
     if local is None:
         return  # no test of this session starts ranks
     forkserver.set_forkserver_preload([*local._PRELOAD, *RUN_BY_RANKS])

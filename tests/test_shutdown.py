@@ -36,7 +36,7 @@ LongEnd()
 """
 
 DISPOSING = """
-from resihp.elastic.handoff.disposal import dispose
+from resihp.elastic.process_groups.close import dispose
 
 class Group:
     is_idle = property(lambda self: in_torch())
@@ -47,8 +47,8 @@ assert begun.wait(30)
 
 ASKING = """
 from types import SimpleNamespace
-from resihp.elastic.membership.agent import PlanAgent
-from resihp.elastic.membership.plans import NoPlans
+from resihp.elastic.planning.publisher import PlanAgent
+from resihp.elastic.planning.sources import NoPlans
 
 store = SimpleNamespace(check=lambda keys: in_torch())
 link = SimpleNamespace(store=store)

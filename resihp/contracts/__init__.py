@@ -9,11 +9,11 @@ from .errors import (
     InfeasibleError,
     JobStoppedError,
     MiscountError,
+    PeerLostError,
     ResiHPError,
     ServiceError,
     StateLostError,
     TraceError,
-    WorldBrokenError,
 )
 from .faults import FaultRate, Protection
 from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
@@ -41,6 +41,7 @@ __all__ = [
     "MiscountError",
     "ModelShape",
     "Op",
+    "PeerLostError",
     "Place",
     "Plan",
     "Protection",
@@ -54,7 +55,6 @@ __all__ = [
     "TelemetryBatch",
     "TraceError",
     "Verdict",
-    "WorldBrokenError",
     "even_quotas",
     "from_json",
     "to_json",

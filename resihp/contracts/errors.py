@@ -49,7 +49,7 @@ class FencedOutError(ResiHPError):
     """The other ranks went on without this rank, which must not act for the job any more."""
 
 
-class WorldBrokenError(ResiHPError, RuntimeError):
+class PeerLostError(ResiHPError, RuntimeError):
     """A peer was lost or the process groups were aborted; a new layout is needed."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from resihp.client import Client
 from resihp.contracts import Plan, ServiceError, Status, Verdict, from_json
-from resihp.elastic.local import LocalRanks
+from resihp.testing.local_ranks import LocalRanks
 from service.launch import Sidecar
 
 from .checks import check

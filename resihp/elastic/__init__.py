@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .instep.replica_group import init_replica_group
-    from .instep.replicas import Replicas
-    from .start import train
+    from .ddp.init import init_replica_group
+    from .ddp.replicas import Replicas
+    from .training import train
 
 __all__ = ["Replicas", "init_replica_group", "train"]
 

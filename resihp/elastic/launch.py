@@ -21,8 +21,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from .environment import store_prefix
-from .membership.store import announce_death, host_store
+from .rendezvous.environment import store_prefix
+from .rendezvous.store import announce_death, host_store
 
 _log = logging.getLogger("resihp.launch")
 _RUN = "launch"

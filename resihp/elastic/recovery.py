@@ -9,16 +9,16 @@ from collections.abc import Callable
 from resihp.contracts import ContractError, InfeasibleError, Plan, StateLostError
 from resihp.layout import moves
 
-from .engine import Setup
-from .engine.account import holding
-from .engine.schedule import check_plan
-from .handoff.switching import Switching
-from .membership.agreement import Decision, Report
-from .membership.offers import Offer
-from .membership.plans import PlanSource
-from .membership.rendezvous import Rendezvous
-from .present import Present
-from .worlds.world import World
+from .planning.sources import PlanSource
+from .process_groups.layout_groups import LayoutGroups
+from .rendezvous.consensus import RecoveryDecision, SurvivorReport
+from .rendezvous.membership import Rendezvous
+from .rendezvous.proposals import Proposal
+from .reshard.coordinator import ReshardCoordinator
+from .state.runtime_state import RuntimeState
+from .step import Setup
+from .step.counts import holding
+from .step.schedule import check_plan
 
 _log = logging.getLogger("resihp.elastic")
 
@@ -32,10 +32,10 @@ class Recovery:
     def __init__(
         self,
         setup: Setup,
-        present: Present,
+        present: RuntimeState,
         rendezvous: Rendezvous,
         plans: PlanSource,
-        switching: Switching,
+        switching: ReshardCoordinator,
         complete: Callable[[int, float], None],
         *,
         can_restore: bool,
@@ -47,7 +47,7 @@ class Recovery:
     def recover(self, reason: str) -> None:
         """Agree with the survivors on what holds, and take on a world without the lost ranks.
 
-        Raises `WorldBrokenError` if another rank is lost on the way: call it again.
+        Raises `PeerLostError` if another rank is lost on the way: call it again.
         """
         rendezvous, switching, present = self._rendezvous, self._switching, self._present
         switching.paused_at = switching.paused_at or time.perf_counter()
@@ -58,9 +58,9 @@ class Recovery:
         lost = tuple(sorted(set(present.plan.layout.ranks) - set(decision.survivors)))
         if rendezvous.rank == decision.survivors[0]:
             self._publish(decision)
-        offer = rendezvous.await_offer(decision.next_epoch)
+        offer = rendezvous.await_offer(decision.next_generation)
         kept = () if offer.gone else decision.kept
-        switching.repair(decision.next_epoch, offer, lost, kept)
+        switching.repair(decision.next_generation, offer, lost, kept)
         switching.switch(lost, kept)
 
     def _leaves(self) -> list[str]:
@@ -68,46 +68,46 @@ class Recovery:
         left, present, doubt = [], self._present, self._switching.doubt
         if present.engine is not None:
             step = present.completed + present.engine.is_accumulated
-            left.append(passes(present.epoch, present.engine.world, step))
+            left.append(passes(present.generation, present.engine.world, step))
         if doubt is not None and doubt.world is not None:
             step = present.completed if doubt.rewound is None else doubt.rewound
-            left.append(passes(doubt.epoch, doubt.world, step))
+            left.append(passes(doubt.generation, doubt.world, step))
         return left
 
-    def _report(self) -> Report:
+    def _report(self) -> SurvivorReport:
         present = self._present
         pending, doubt = self._switching.pending, self._switching.doubt
-        holdings = [] if present.engine is None else [present.engine.holding(present.epoch)]
+        holdings = [] if present.engine is None else [present.engine.holding(present.generation)]
         if doubt is not None and doubt.world is not None:
             begun = doubt.rest.shares[doubt.world.place.dp].begun if doubt.rest else ()
             summed = self._switching.is_handed_over
-            holdings.append(holding(doubt.world, doubt.epoch, begun, summed=summed))
-        return Report(
-            epoch=present.epoch,
+            holdings.append(holding(doubt.world, doubt.generation, begun, summed=summed))
+        return SurvivorReport(
+            generation=present.generation,
             completed=present.completed,
             holdings=tuple(holdings),
             norm=present.norm,
-            doubt=doubt.epoch if doubt is not None else None,
+            doubt=doubt.generation if doubt is not None else None,
             rewound=doubt.rewound if doubt is not None else None,
-            seen=pending.target.epoch if pending is not None else present.epoch,
+            seen=pending.target.generation if pending is not None else present.generation,
             idle=present.engine is None,
         )
 
-    def _settle(self, decision: Decision) -> None:
+    def _settle(self, decision: RecoveryDecision) -> None:
         """Bring this rank to the state that was decided."""
         present, switching = self._present, self._switching
         doubt = switching.doubt
-        if doubt is not None and decision.epoch == doubt.epoch:
+        if doubt is not None and decision.generation == doubt.generation:
             switching.adopt(doubt)
             switching.paused_at = time.perf_counter()
-        switching.catch_up(decision.epoch)
+        switching.catch_up(decision.generation)
         if present.engine is not None and decision.completed > present.completed:
             assert decision.norm is not None
             self._complete(present.completed, decision.norm)
         present.completed = decision.completed
         switching.forget()
 
-    def _publish(self, decision: Decision) -> None:
+    def _publish(self, decision: RecoveryDecision) -> None:
         """Offer a plan for the survivors, or the reason why there is none."""
         present, gone = self._present, ""
         plan, lost = present.plan, set(present.plan.layout.ranks) - set(decision.survivors)
@@ -117,10 +117,10 @@ class Recovery:
             check_plan(plan, self._setup.model.parameters, present.plan.microbatches)
             gone = self._gone(plan, lost)
         except (ContractError, InfeasibleError, StateLostError) as error:
-            self._rendezvous.publish(decision.next_epoch, str(error))
+            self._rendezvous.publish(decision.next_generation, str(error))
             return
-        offer = Offer(plan, decision.survivors, gone=gone)
-        self._rendezvous.publish(decision.next_epoch, offer)
+        offer = Proposal(plan, decision.survivors, gone=gone)
+        self._rendezvous.publish(decision.next_generation, offer)
 
     def _gone(self, plan: Plan, lost: set[int]) -> str:
         """The state that nobody alive holds; raises `StateLostError` if it is lost for ever."""
@@ -134,6 +134,6 @@ class Recovery:
         return ""
 
 
-def passes(epoch: int, world: World, step: int) -> str:
+def passes(generation: int, world: LayoutGroups, step: int) -> str:
     """Names the passes of one step in the replica of `world` in which this rank stands."""
-    return f"{epoch}.{world.place.dp}.{step}"
+    return f"{generation}.{world.place.dp}.{step}"

@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from resihp.contracts import ContractError, FencedOutError, Plan, WorldBrokenError
+from resihp.contracts import ContractError, FencedOutError, PeerLostError, Plan
 
-from .checkpoints import Checkpoints
-from .checkpoints.contract import KeepsNothing
-from .engine import Engine, Setup
-from .engine.schedule import check_plan
-from .events import Hooks, Switch
-from .handoff.memory import Memory
-from .handoff.switching import Switching
-from .membership.agent import PlanAgent
-from .membership.phases import Phase, PhaseMachine
-from .membership.plans import PlanSource
-from .membership.rendezvous import Rendezvous
-from .membership.standbys import Standbys
-from .present import Present
+from .checkpointing import Checkpoints
+from .checkpointing.protocol import NoCheckpoints
+from .planning.publisher import PlanPublisher
+from .planning.sources import PlanSource
+from .process_groups.abortable import WaitClock
 from .recovery import Recovery, passes
-from .worlds.comm import WaitClock
+from .rendezvous.joiners import Joiners
+from .rendezvous.membership import Rendezvous
+from .reshard.buffers import ReshardBudget
+from .reshard.coordinator import ReshardCoordinator
+from .state.events import Callbacks, LayoutChange
+from .state.phases import Phase, PhaseMachine
+from .state.runtime_state import RuntimeState
+from .step import Engine, Setup
+from .step.schedule import check_plan
 
 
 class Trainer:
@@ -41,20 +41,20 @@ class Trainer:
         rendezvous: Rendezvous,
         plans: PlanSource,
         *,
-        hooks: Hooks | None = None,
+        hooks: Callbacks | None = None,
         checkpoints: Checkpoints | None = None,
-        memory: Memory | None = None,
+        memory: ReshardBudget | None = None,
     ) -> None:
         check_plan(plan, setup.model.parameters, plan.microbatches)
         self.setup, self.rank = setup, rendezvous.rank
-        self._present = Present(plan)
+        self._present = RuntimeState(plan)
         self._rendezvous, self._plans = rendezvous, plans
-        self._hooks = hooks or Hooks()
+        self._hooks = hooks or Callbacks()
         self._machine = PhaseMachine()
         self._steps = 0
         self._is_coming_in = self._leaves = False
-        self._keeper = checkpoints.keeper(setup, rendezvous) if checkpoints else KeepsNothing()
-        self._switching = Switching(
+        self._keeper = checkpoints.keeper(setup, rendezvous) if checkpoints else NoCheckpoints()
+        self._switching = ReshardCoordinator(
             setup,
             self._present,
             rendezvous,
@@ -62,7 +62,7 @@ class Trainer:
             self._enter,
             replace(self._hooks, on_switch=self._switched),
             self._keeper,
-            memory=memory or Memory(),
+            memory=memory or ReshardBudget(),
         )
         self._recovery = Recovery(
             setup,
@@ -73,7 +73,9 @@ class Trainer:
             self._complete,
             can_restore=self._keeper.can_restore,
         )
-        self._agent = PlanAgent(plans, rendezvous, self._present, self._is_settled, self._refusal)
+        self._agent = PlanPublisher(
+            plans, rendezvous, self._present, self._is_settled, self._refusal
+        )
 
     @property
     def plan(self) -> Plan:
@@ -81,9 +83,9 @@ class Trainer:
         return self._present.plan
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Counts the worlds taken on."""
-        return self._present.epoch
+        return self._present.generation
 
     @property
     def completed(self) -> int:
@@ -101,7 +103,7 @@ class Trainer:
         return self._switching.is_prepared
 
     def look_for_plan(self) -> None:
-        """Begin to prepare the next epoch's world if its plan has been published."""
+        """Begin to prepare the next generation's world if its plan has been published."""
         self._switching.look_for_plan()
 
     def run(self, steps: int) -> None:
@@ -128,13 +130,13 @@ class Trainer:
         """Wait for an invitation; whether one came before the job's end, or a warning."""
         self._switching.paused_at = None
         self._rendezvous.stay_out()
-        standbys = Standbys(self._rendezvous.link.store)
+        standbys = Joiners(self._rendezvous.link.store)
         number = standbys.announce(self.rank)
         invitation = standbys.await_invitation(self.rank, number, lambda: self._leaves)
         if invitation is None:
             return False
         self._rendezvous.come_in(invitation.recovery, invitation.alive)
-        self._present.epoch, self._present.plan = invitation.epoch, invitation.plan
+        self._present.generation, self._present.plan = invitation.generation, invitation.plan
         self._is_coming_in = True
         return True
 
@@ -168,7 +170,7 @@ class Trainer:
                     else:
                         self._advance()
                     broken = None
-                except WorldBrokenError as error:
+                except PeerLostError as error:
                     broken = str(error)
                 except FencedOutError:
                     # The others lost a rank while this one came in, and went on without it.
@@ -205,14 +207,14 @@ class Trainer:
         step, start = self.completed, time.perf_counter()
         self._enter(Phase.ACCUMULATING)
         world = self.engine.world
-        self._keeper.prepare(self.plan, self.epoch, self.engine.shard)
+        self._keeper.prepare(self.plan, self.generation, self.engine.shard)
         replica = self.plan.layout.replicas[world.place.dp]
-        with self._rendezvous.among(passes(self.epoch, world, step), replica.ranks):
+        with self._rendezvous.among(passes(self.generation, world, step), replica.ranks):
             self.engine.accumulate(step, lambda: self._rendezvous.is_broken)
         if not self.engine.is_accumulated:
-            raise WorldBrokenError("another replica is hurt")
+            raise PeerLostError("another replica is hurt")
         self._enter(Phase.REDUCING)
-        ready = self._switching.ready_epoch(step + 1)
+        ready = self._switching.ready_generation(step + 1)
         reduced = self.engine.reduce(step, ready, is_due=self._is_due(step))
         self._present.norm, plan = (step, reduced.norm), self.plan
         is_switching = self._switching.is_filling
@@ -247,7 +249,7 @@ class Trainer:
         self._hooks.on_idle()
         reason = self._rendezvous.broken((), 0.0)
         if reason is not None:
-            raise WorldBrokenError(reason)
+            raise PeerLostError(reason)
         if self._switching.follow():
             norm = self._switching.switch()
             if norm is not None and self.engine is not None:
@@ -255,7 +257,7 @@ class Trainer:
             if norm is not None:
                 self._complete(self.completed, norm)
 
-    def _switched(self, switch: Switch) -> None:
+    def _switched(self, switch: LayoutChange) -> None:
         self._is_coming_in = False
         self._hooks.on_switch(switch)
         self._agent.acknowledge(switch)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
-from resihp.elastic.local import LocalRanks
+from resihp.testing.local_ranks import LocalRanks
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 PATIENCE_S = 100

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, PeerMemory
 from resihp.checkpoint.restore import restore
 from resihp.contracts import CheckpointError, ContractError
-from resihp.elastic.local import LocalRanks
+from resihp.testing.local_ranks import LocalRanks
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 STEPS = 3

@@ -25,7 +25,7 @@ from resihp.checkpoint import (
     SharedStorage,
 )
 from resihp.checkpoint.restore import restore
-from resihp.elastic.local import LocalRanks
+from resihp.testing.local_ranks import LocalRanks
 from tests.checkpoint.helpers import SlowDisk, run_python
 
 WORLD, STEPS = 2, 3

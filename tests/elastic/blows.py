@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from resihp.elastic.instep import user_state
-from resihp.elastic.instep.replicas import Replicas
+from resihp.elastic.ddp import state_sync as user_state
+from resihp.elastic.ddp.replicas import Replicas
 
 # Methods that a process enters at certain points of a step.
 INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_enter"}
@@ -67,7 +67,7 @@ def strike_inside(replicas: Replicas, blows: list[Blow], folder: Path) -> None:
 
 def _strike_at_state(blow: Blow) -> None:
     """Kill when state is given, or taken, for the `count`-th time."""
-    place = "Giving._run" if blow.at == "give" else "empties"
+    place = "StateBroadcast._run" if blow.at == "give" else "empties"
     original, left = pkgutil.resolve_name(f"{user_state.__name__}:{place}"), [blow.count]
 
     def entered(*arguments: Any) -> Any:

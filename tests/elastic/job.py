@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
-from resihp.elastic.engine import Setup
-from resihp.elastic.events import Hooks
-from resihp.elastic.handoff.memory import Memory
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.phases import Phase
-from resihp.elastic.membership.plans import PlanSource
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.planning.sources import PlanSource
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.state.events import Callbacks
+from resihp.elastic.state.phases import Phase
+from resihp.elastic.step import Setup
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.held import held
 from tests.elastic.kept import await_kept, await_sent, kept_in, tear
 from tests.elastic.scripted import Scripted
@@ -134,7 +134,7 @@ class Case:
     awaited: int = 0
     counts: bool = False
     store_dies_at: int | None = None
-    memory: Memory = field(default=Memory(limit_bytes=16384))
+    memory: ReshardBudget = field(default=ReshardBudget(limit_bytes=16384))
     source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
     timeouts: Timeouts = TIMEOUTS
@@ -184,12 +184,12 @@ def run(case: Case, folder: Path, *, timeout_s: float = 60.0) -> Outcome:
         for line in path.read_text().splitlines() if path.exists() else []:
             event = json.loads(line)
             if "loss" in event:
-                known = losses.setdefault((event["epoch"], event["step"]), event["loss"])
+                known = losses.setdefault((event["generation"], event["step"]), event["loss"])
                 assert known == event["loss"], f"ranks disagree on step {event['step']}\n{logs}"
             else:
                 switches.append(event)
     shards = {int(p.stem.split("-")[1]): torch.load(p) for p in folder.glob("final-*.pt")}
-    newest = {step: losses[epoch, step] for epoch, step in sorted(losses)}
+    newest = {step: losses[generation, step] for generation, step in sorted(losses)}
     return Outcome(codes, newest, switches, shards, folder, logs)
 
 
@@ -232,7 +232,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         if phase is Phase.ACCUMULATING:
             await_plan(completed)
         if phase is Phase.STREAMING:
-            save(trainer, folder / f"before{trainer.epoch}-{rank}.pt")
+            save(trainer, folder / f"before{trainer.generation}-{rank}.pt")
         if phase is Phase.IDLE and case.joiner_dies and rank in case.joiners:
             os.kill(os.getpid(), signal.SIGKILL)
         for fault in case.faults:
@@ -251,11 +251,11 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
                 time.sleep(0.001)
 
     def on_switch(switch: Any) -> None:
-        save(trainer, folder / f"after{trainer.epoch}-{rank}.pt")
+        save(trainer, folder / f"after{trainer.generation}-{rank}.pt")
         event = {
             "rank": rank,
             "at": switch.step,
-            "epoch": trainer.epoch,
+            "generation": trainer.generation,
             "version": switch.plan.version,
             "digest": switch.plan.digest,
             "lost": switch.lost,
@@ -268,7 +268,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         events.write(json.dumps(event) + "\n")
 
     def on_step(reduced: Any, ms: float, current: Plan) -> None:
-        told = {"step": reduced.step, "epoch": trainer.epoch, "loss": reduced.loss}
+        told = {"step": reduced.step, "generation": trainer.generation, "loss": reduced.loss}
         events.write(json.dumps(told) + "\n")
         time.sleep(case.step_s)
         if case.in_memory and reduced.is_due and current is trainer.plan:
@@ -294,7 +294,9 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         plan(0, case.layout),
         rendezvous,
         case.source(folder) if case.source else Scripted(case.plans, case.welcome, case.rescues),
-        hooks=Hooks(on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch),
+        hooks=Callbacks(
+            on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch
+        ),
         checkpoints=kept_in(case.checkpoints, case.in_memory),
         memory=case.memory,
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 from resihp.checkpoint import EveryStep, LocalDisk, PeerMemory, SharedStorage
 from resihp.checkpoint.format.metadata import data_name
 from resihp.checkpoint.levels.checkpoint_folder import step_name
-from resihp.elastic.checkpoints import Checkpoints
-from resihp.elastic.checkpoints.keeper import CheckpointKeeper
+from resihp.elastic.checkpointing import Checkpoints
+from resihp.elastic.checkpointing.manager import CheckpointManager
 from resihp.elastic.trainer import Trainer
 
 
@@ -29,7 +29,7 @@ def kept_in(where: Path | str | None, in_memory: int) -> Checkpoints | None:
 def await_sent(trainer: Trainer, step: int) -> None:
     """Until a peer holds the checkpoint of `step`; where there is a peer that has not been lost."""
     keeper = trainer._keeper
-    assert isinstance(keeper, CheckpointKeeper)
+    assert isinstance(keeper, CheckpointManager)
     assert keeper._writer is not None
     counters = keeper._writer._saver.counters.levels.get(PeerMemory.name)
     deadline = time.monotonic() + 20

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from resihp.elastic.environment import Environment
-from resihp.elastic.instep.replica_group import init_replica_group
-from resihp.elastic.instep.replicas import Replicas
-from resihp.elastic.instep.user_loop import Step
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.store import Timeouts
+from resihp.elastic.ddp.init import init_replica_group
+from resihp.elastic.ddp.replicas import Replicas
+from resihp.elastic.ddp.step import Step
+from resihp.elastic.rendezvous.environment import Environment
+from resihp.elastic.rendezvous.store import Timeouts
+from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.blows import Blow, is_stopped, strike, strike_inside
 from tests.elastic.job import TIMEOUTS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from resihp.elastic.engine import Cursor
+from resihp.elastic.step import Cursor
 from resihp.elastic.trainer import Trainer
 from resihp.layout import Param
 

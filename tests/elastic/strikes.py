@@ -18,29 +18,29 @@ from unittest import mock
 import torch
 
 from resihp.contracts import Layout, Op, Plan, even_quotas
-from resihp.elastic.engine import Reduced, Setup
-from resihp.elastic.events import Hooks, Switch
-from resihp.elastic.handoff.memory import Memory
-from resihp.elastic.instep.ledger import indices
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.phases import Phase
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import connect
+from resihp.elastic.microbatches.ledger import indices
 from resihp.elastic.models import Llama, Packed
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import connect
+from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.state.events import Callbacks, LayoutChange
+from resihp.elastic.state.phases import Phase
+from resihp.elastic.step import ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
 from tests.elastic.snapshots import assemble, save
 from tests.elastic.survivors import Survivors
 
 # Functions of the runtime that a rank enters at certain points of a step.
 ENTERED = {
-    "bucket": "resihp.elastic.engine.reduction.BucketedReduction._start",
-    "reduction": "resihp.elastic.engine.ordered.OrderedReduction._sum",
-    "account": "resihp.elastic.engine.engine.account",
-    "vote": "resihp.elastic.engine.engine.squared_norms",
-    "clip": "resihp.elastic.engine.engine.clip",
+    "bucket": "resihp.elastic.step.gradient_allreduce.BucketedAllReduce._start",
+    "reduction": "resihp.elastic.step.gradient_allreduce.TreeAllReduce._sum",
+    "account": "resihp.elastic.step.engine.account",
+    "vote": "resihp.elastic.step.engine.squared_norms",
+    "clip": "resihp.elastic.step.engine.clip",
     "optimizer": "resihp.elastic.optim.Optimizer.set_rate",
-    "inheritance": "resihp.elastic.handoff.inherit.Succession._hand_over",
+    "inheritance": "resihp.elastic.reshard.gradient_migration.GradientMigration._hand_over",
 }
 
 
@@ -96,8 +96,8 @@ class Record:
     """What the ranks of a job wrote down.
 
     losses    by step
-    passes    backward passes by (step, epoch): microbatch -> ranks that ran it
-    kept      by (step, epoch): microbatches whose sums that epoch took over
+    passes    backward passes by (step, generation): microbatch -> ranks that ran it
+    kept      by (step, generation): microbatches whose sums that generation took over
     state     parameters and moments at the end; holders agree to the last bit
     """
 
@@ -115,23 +115,23 @@ class Record:
         """Ranks that did not end well."""
         return {rank for rank, code in self.exit_codes.items() if code != 0}
 
-    def epochs(self, step: int) -> list[int]:
+    def generations(self, step: int) -> list[int]:
         """The worlds that worked on a step, in order."""
         seen = {e for s, e in self.passes if s == step} | {e for s, e in self.kept if s == step}
         return sorted(seen)
 
     def counted(self, step: int) -> list[int]:
         """The microbatches that the completed step is made of: taken over, or computed last."""
-        last = self.epochs(step)[-1]
+        last = self.generations(step)[-1]
         return sorted([*self.kept.get((step, last), ()), *self.passes[step, last]])
 
     def redone(self, step: int) -> set[int]:
         """Microbatches of which some stage has run backward in more than one world."""
         times: dict[int, set[int]] = defaultdict(set)
-        for (at, epoch), ran in self.passes.items():
+        for (at, generation), ran in self.passes.items():
             for microbatch in ran if at == step else ():
-                times[microbatch].add(epoch)
-        return {microbatch for microbatch, epochs in times.items() if len(epochs) > 1}
+                times[microbatch].add(generation)
+        return {microbatch for microbatch, generations in times.items() if len(generations) > 1}
 
 
 def play(
@@ -180,7 +180,7 @@ def _kill_later(processes: LocalRanks, kills: Sequence[tuple[float, int]], folde
 
 
 def _take(record: Record, rank: int, event: dict[str, Any]) -> None:
-    where = (event["step"], event["epoch"])
+    where = (event["step"], event["generation"])
     if event["what"] == "pass":
         record.passes[where][event["microbatch"]].add(rank)
     elif event["what"] == "switch":
@@ -205,9 +205,8 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def write(what: str, step: int, **told: Any) -> None:
-        events.write(
-            json.dumps({"what": what, "step": step, "epoch": trainer.epoch, **told}) + "\n"
-        )
+        event = {"what": what, "step": step, "generation": trainer.generation, **told}
+        events.write(json.dumps(event) + "\n")
 
     def data(step: int, index: int) -> Packed:
         come_to("data", step)
@@ -227,13 +226,13 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         points = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.OPTIMIZER: "after"}
         come_to(points.get(seen["op"], ""), seen["step"])
 
-    def on_switch(switch: Switch) -> None:
+    def on_switch(switch: LayoutChange) -> None:
         write("switch", switch.step, kept=switch.kept)
 
     def on_phase(phase: Phase, completed: int) -> None:
         come_to(phase.value, completed)
 
-    def on_step(reduced: Reduced, ms: float, plan: Plan) -> None:
+    def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
         write("step", reduced.step, loss=reduced.loss)
         if trainer.plan.version and not set(job.joiners) <= set(trainer.plan.layout.ranks):
             _await(is_prepared)  # the job is not to end before they have come
@@ -242,7 +241,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         trainer.look_for_plan()
         return trainer.is_prepared or rendezvous.is_broken
 
-    hooks = Hooks(on_phase=on_phase, on_step=on_step, on_switch=on_switch)
+    hooks = Callbacks(on_phase=on_phase, on_step=on_step, on_switch=on_switch)
     quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
     rendezvous = Rendezvous(
         lambda: connect(host, port, "strikes", TIMEOUTS),
@@ -263,7 +262,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         rendezvous,
         Survivors(job.shrink),
         hooks=hooks,
-        memory=Memory(limit_bytes=16384),
+        memory=ReshardBudget(limit_bytes=16384),
     )
     for point, place in ENTERED.items():
         _watch(place, lambda point=point: come_to(point, trainer.completed))

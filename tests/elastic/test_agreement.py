@@ -5,69 +5,75 @@ from __future__ import annotations
 import pytest
 
 from resihp.contracts import StateLostError
-from resihp.elastic.instep.ledger import Holding, Kept
-from resihp.elastic.membership.agreement import Report, decide
+from resihp.elastic.microbatches.ledger import GradientHolding, SurvivingSum
+from resihp.elastic.rendezvous.consensus import SurvivorReport, decide
 
+report = SurvivorReport
 MICROBATCHES = 4
 
 
-def held(replica: int, *, epoch: int = 0, members: int = 1, summed: bool = False) -> Holding:
+def held(
+    replica: int, *, generation: int = 0, members: int = 1, summed: bool = False
+) -> GradientHolding:
     """One rank's gradients: the first two microbatches, or the last two."""
     finished = ((2 * replica, 2 * replica + 2),)
-    return Holding(epoch, replica, members, finished, summed)
+    return GradientHolding(generation, replica, members, finished, summed)
 
 
 def test_of_a_step_that_nobody_knows_to_be_whole_each_whole_replica_is_kept() -> None:
     reports = {
-        0: Report(epoch=0, completed=5, holdings=(held(0),), norm=(4, 1.0)),
-        1: Report(epoch=0, completed=5, holdings=(held(1, members=2),), norm=(4, 1.0)),
+        0: report(generation=0, completed=5, holdings=(held(0),), norm=(4, 1.0)),
+        1: report(generation=0, completed=5, holdings=(held(1, members=2),), norm=(4, 1.0)),
     }
     decision = decide(reports, MICROBATCHES)
-    assert (decision.completed, decision.survivors, decision.next_epoch) == (5, (0, 1), 1)
-    assert decision.kept == (Kept(0, ((0, 2),)),)
+    assert (decision.completed, decision.survivors, decision.next_generation) == (5, (0, 1), 1)
+    assert decision.kept == (SurvivingSum(0, ((0, 2),)),)
 
 
 def test_of_a_step_that_all_of_a_replica_have_summed_the_sum_is_kept() -> None:
     reports = {
-        0: Report(epoch=0, completed=5, holdings=(held(0, summed=True),), norm=(4, 1.0)),
-        1: Report(epoch=0, completed=5, holdings=(held(1, members=2),), norm=(4, 1.0)),
+        0: report(generation=0, completed=5, holdings=(held(0, summed=True),), norm=(4, 1.0)),
+        1: report(generation=0, completed=5, holdings=(held(1, members=2),), norm=(4, 1.0)),
     }
-    assert decide(reports, MICROBATCHES).kept == (Kept(0, ((0, 4),), total=True),)
+    assert decide(reports, MICROBATCHES).kept == (SurvivingSum(0, ((0, 4),), total=True),)
 
 
 def test_a_replica_whose_stages_have_finished_unequal_work_redoes_it() -> None:
-    ahead = Holding(0, 1, 2, ((2, 4),))
-    behind = Holding(0, 1, 2, ((2, 3),))
+    ahead = GradientHolding(0, 1, 2, ((2, 4),))
+    behind = GradientHolding(0, 1, 2, ((2, 3),))
     reports = {
-        0: Report(epoch=0, completed=5, holdings=(held(0),)),
-        1: Report(epoch=0, completed=5, holdings=(ahead,)),
-        2: Report(epoch=0, completed=5, holdings=(behind,)),
+        0: report(generation=0, completed=5, holdings=(held(0),)),
+        1: report(generation=0, completed=5, holdings=(ahead,)),
+        2: report(generation=0, completed=5, holdings=(behind,)),
     }
-    assert decide(reports, MICROBATCHES).kept == (Kept(0, ((0, 2),)),)
+    assert decide(reports, MICROBATCHES).kept == (SurvivingSum(0, ((0, 2),)),)
 
 
 def test_what_ranks_in_doubt_inherit_counts_if_their_world_holds() -> None:
     reports = {
-        0: Report(epoch=4, completed=5, holdings=(held(0, epoch=4, members=2),)),
-        1: Report(
-            epoch=3,
+        0: report(generation=4, completed=5, holdings=(held(0, generation=4, members=2),)),
+        1: report(
+            generation=3,
             completed=5,
             doubt=4,
-            holdings=(held(1, epoch=3), held(0, epoch=4, members=2)),
+            holdings=(held(1, generation=3), held(0, generation=4, members=2)),
         ),
     }
     decision = decide(reports, MICROBATCHES)
-    assert (decision.epoch, decision.kept) == (4, (Kept(0, ((0, 2),)),))
+    assert (decision.generation, decision.kept) == (4, (SurvivingSum(0, ((0, 2),)),))
 
 
 def test_a_step_that_one_rank_knows_to_be_whole_is_completed_by_all() -> None:
     reports = {
-        0: Report(epoch=2, completed=6, norm=(5, 0.25)),  # has made the update already
-        1: Report(
-            epoch=2, completed=5, holdings=(held(0, epoch=2, summed=True),), norm=(4, 1.0)
+        0: report(generation=2, completed=6, norm=(5, 0.25)),  # has made the update already
+        1: report(
+            generation=2, completed=5, holdings=(held(0, generation=2, summed=True),), norm=(4, 1.0)
         ),  # holds whole gradients
-        2: Report(
-            epoch=2, completed=5, holdings=(held(0, epoch=2, summed=True),), norm=(5, 0.25)
+        2: report(
+            generation=2,
+            completed=5,
+            holdings=(held(0, generation=2, summed=True),),
+            norm=(5, 0.25),
         ),  # was about to update
     }
     decision = decide(reports, MICROBATCHES)
@@ -76,8 +82,8 @@ def test_a_step_that_one_rank_knows_to_be_whole_is_completed_by_all() -> None:
 
 def test_a_rank_that_lacks_the_gradients_of_a_completed_step_is_an_error() -> None:
     reports = {
-        0: Report(epoch=0, completed=6, norm=(5, 0.25)),
-        1: Report(epoch=0, completed=5, norm=(4, 1.0)),
+        0: report(generation=0, completed=6, norm=(5, 0.25)),
+        1: report(generation=0, completed=5, norm=(4, 1.0)),
     }
     with pytest.raises(StateLostError, match="rank 1 cannot complete step 5"):
         decide(reports, MICROBATCHES)
@@ -85,31 +91,31 @@ def test_a_rank_that_lacks_the_gradients_of_a_completed_step_is_an_error() -> No
 
 def test_a_world_that_one_rank_has_taken_on_holds_for_those_in_doubt() -> None:
     reports = {
-        0: Report(epoch=4, completed=9, norm=(8, 1.0), seen=4),
-        1: Report(epoch=3, completed=9, norm=(8, 1.0), doubt=4, seen=4),
+        0: report(generation=4, completed=9, norm=(8, 1.0), seen=4),
+        1: report(generation=3, completed=9, norm=(8, 1.0), doubt=4, seen=4),
     }
-    assert decide(reports, MICROBATCHES).epoch == 4
-    assert decide(reports, MICROBATCHES).next_epoch == 5
+    assert decide(reports, MICROBATCHES).generation == 4
+    assert decide(reports, MICROBATCHES).next_generation == 5
 
 
 def test_a_world_that_everyone_doubts_is_given_up() -> None:
     reports = {
-        rank: Report(epoch=3, completed=9, norm=(8, 1.0), doubt=4, seen=4) for rank in (0, 1)
+        rank: report(generation=3, completed=9, norm=(8, 1.0), doubt=4, seen=4) for rank in (0, 1)
     }
-    assert decide(reports, MICROBATCHES).epoch == 3
-    assert decide(reports, MICROBATCHES).next_epoch == 5
+    assert decide(reports, MICROBATCHES).generation == 3
+    assert decide(reports, MICROBATCHES).next_generation == 5
 
 
 def test_a_rank_without_the_state_of_the_world_that_holds_is_an_error() -> None:
-    reports = {0: Report(epoch=4, completed=9), 1: Report(epoch=3, completed=9)}
-    with pytest.raises(StateLostError, match="rank 1 holds no state of epoch 4"):
+    reports = {0: report(generation=4, completed=9), 1: report(generation=3, completed=9)}
+    with pytest.raises(StateLostError, match="rank 1 holds no state of generation 4"):
         decide(reports, MICROBATCHES)
 
 
 def test_idle_ranks_follow_whatever_holds() -> None:
     reports = {
-        0: Report(epoch=4, completed=9, norm=(8, 1.0)),
-        7: Report(epoch=4, completed=3, idle=True),
+        0: report(generation=4, completed=9, norm=(8, 1.0)),
+        7: report(generation=4, completed=3, idle=True),
     }
     assert decide(reports, MICROBATCHES).survivors == (0, 7)
     assert decide(reports, MICROBATCHES).completed == 9
@@ -118,28 +124,28 @@ def test_idle_ranks_follow_whatever_holds() -> None:
 def test_a_world_that_has_gone_back_to_a_checkpoint_holds_with_its_own_steps() -> None:
     """Rank 0 has taken it on and is at step 6 again; rank 1 doubts it, and knows of step 9."""
     reports = {
-        0: Report(epoch=4, completed=6, holdings=(held(0, epoch=4, members=2),), seen=4),
-        1: Report(epoch=3, completed=9, norm=(9, 1.0), doubt=4, rewound=6, seen=4),
-        2: Report(epoch=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
+        0: report(generation=4, completed=6, holdings=(held(0, generation=4, members=2),), seen=4),
+        1: report(generation=3, completed=9, norm=(9, 1.0), doubt=4, rewound=6, seen=4),
+        2: report(generation=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
     }
     decision = decide(reports, MICROBATCHES)
-    assert (decision.epoch, decision.completed, decision.norm) == (4, 6, None)
+    assert (decision.generation, decision.completed, decision.norm) == (4, 6, None)
 
 
 def test_a_world_that_was_to_go_back_and_is_given_up_changes_no_step() -> None:
     """Rank 1 would have gone back to step 6; rank 0 had not come so far."""
     reports = {
-        0: Report(epoch=3, completed=9, norm=(8, 1.0), seen=4),
-        1: Report(epoch=3, completed=9, norm=(8, 1.0), doubt=4, rewound=6, seen=4),
-        2: Report(epoch=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
+        0: report(generation=3, completed=9, norm=(8, 1.0), seen=4),
+        1: report(generation=3, completed=9, norm=(8, 1.0), doubt=4, rewound=6, seen=4),
+        2: report(generation=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
     }
     decision = decide(reports, MICROBATCHES)
-    assert (decision.epoch, decision.completed) == (3, 9)
+    assert (decision.generation, decision.completed) == (3, 9)
 
 
 def test_the_decision_does_not_depend_on_who_asks() -> None:
     reports = {
-        rank: Report(epoch=1, completed=2, holdings=(held(rank, epoch=1),), norm=(1, 2.0))
+        rank: report(generation=1, completed=2, holdings=(held(rank, generation=1),), norm=(1, 2.0))
         for rank in range(5)
     }
     backwards = dict(sorted(reports.items(), reverse=True))
@@ -149,11 +155,11 @@ def test_the_decision_does_not_depend_on_who_asks() -> None:
 def test_newcomers_take_part_and_whoever_holds_no_state_is_told() -> None:
     """Rank 2 came in at the last recovery and has not got its state; rank 4 comes in now."""
     reports = {
-        0: Report(epoch=0, completed=5, holdings=(held(0),), newcomers=(4,)),
-        1: Report(epoch=0, completed=5, holdings=(held(1),)),
-        2: Report(epoch=0, completed=0, idle=True),
+        0: report(generation=0, completed=5, holdings=(held(0),), newcomers=(4,)),
+        1: report(generation=0, completed=5, holdings=(held(1),)),
+        2: report(generation=0, completed=0, idle=True),
     }
     decision = decide(reports, MICROBATCHES)
     assert (decision.completed, decision.survivors) == (5, (0, 1, 2, 4))
     assert decision.stateless == (2, 4)
-    assert decision.kept == (Kept(0, ((0, 2),)), Kept(1, ((2, 4),)))
+    assert decision.kept == (SurvivingSum(0, ((0, 2),)), SurvivingSum(1, ((2, 4),)))

@@ -30,9 +30,9 @@ def test_a_random_chain_keeps_parameters_moments_step_and_cursor(seed: int, tmp_
         outcome.logs
     )
     assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
-    for epoch in range(LENGTH):
-        before = full_state(tmp_path, f"before{epoch}")
-        after = full_state(tmp_path, f"after{epoch + 1}")
+    for generation in range(LENGTH):
+        before = full_state(tmp_path, f"before{generation}")
+        after = full_state(tmp_path, f"after{generation + 1}")
         assert before.keys() == after.keys()
         for key, tensors in before.items():
             assert all(a.equal(b) for a, b in zip(tensors, after[key], strict=True)), key

@@ -11,15 +11,15 @@ from torch.distributed import HashStore
 
 from resihp.checkpoint import EveryStep
 from resihp.contracts import Layout, Plan, Replica, Stage
-from resihp.elastic.checkpoints import Checkpoints
-from resihp.elastic.checkpoints.keeper import CheckpointKeeper
-from resihp.elastic.engine import IteratorData, Setup
-from resihp.elastic.engine.shard import Shard, initial_shard
-from resihp.elastic.membership.phases import Phase
+from resihp.elastic.checkpointing import Checkpoints
+from resihp.elastic.checkpointing.manager import CheckpointManager
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer, no_decay_on_vectors
-from resihp.elastic.worlds.comm import Network
-from resihp.elastic.worlds.world import build_world
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.state.phases import Phase
+from resihp.elastic.step import IteratorData, Setup
+from resihp.elastic.step.shard import Shard, initial_shard
 from tests.elastic.job import ALONE, MICROBATCHES, SHAPE, Case, Fault, Outcome, plan, run
 from tests.elastic.kept import level_at
 from tests.elastic.test_engine_data import Shuffled
@@ -200,8 +200,8 @@ def test_pieces_of_one_layout_fill_any_other(
     checkpoints = Checkpoints(lambda: [where], EveryStep())
     store = HashStore()
 
-    def keeper(rank: int) -> CheckpointKeeper:
-        return CheckpointKeeper(checkpoints, setup, rank, store)
+    def keeper(rank: int) -> CheckpointManager:
+        return CheckpointManager(checkpoints, setup, rank, store)
 
     trained = train(setup, Plan(version=0, layout=before, quotas=(3, 2)), STEPS)
     for rank, shard in trained.shards.items():
@@ -210,8 +210,8 @@ def test_pieces_of_one_layout_fill_any_other(
         saving.save(STEPS - 1, shard)
         saving.close(is_done=True)
 
-    def restored(network: Network) -> Shard:
-        world = build_world(network, after, setup.model.parameters, name="after")
+    def restored(network: ProcessGroupFactory) -> Shard:
+        world = build_layout_groups(network, after, setup.model.parameters, name="after")
         shard = initial_shard(setup.model, setup.optimizer, world)
         assert keeper(network.rank).resume(world.everyone, shard) == STEPS
         return shard

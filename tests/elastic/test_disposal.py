@@ -9,19 +9,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from resihp.elastic.handoff.disposal import dispose
-from resihp.elastic.worlds.comm import Group, Network, WaitClock
+from resihp.elastic.process_groups.abortable import (
+    AbortableProcessGroup,
+    ProcessGroupFactory,
+    WaitClock,
+)
+from resihp.elastic.process_groups.close import close_groups
 from tests.elastic.held import held
 
 PATIENCE_S = 30.0
 
 
-def groups(ranks: int) -> list[Group]:
+def groups(ranks: int) -> list[AbortableProcessGroup]:
     """One group, seen from each of its ranks; an exchange in it may last for ever."""
     store = dist.HashStore()
 
-    def one(rank: int) -> Group:
-        network = Network(
+    def one(rank: int) -> AbortableProcessGroup:
+        network = ProcessGroupFactory(
             store,
             rank,
             broken=lambda *_: None,
@@ -47,7 +51,7 @@ def test_a_group_that_is_referred_to_is_closed_all_the_same() -> None:
     for work in [end.start_all_reduce(torch.zeros(1)) for end in ends]:
         work.wait(timedelta(seconds=PATIENCE_S))  # so that their threads have begun, and have names
     assert held()["threads"]["pt_gloo_runloop"] == before.get("pt_gloo_runloop", 0) + 2
-    dispose(ends)
+    close_groups(ends)
     await_disposal()
     assert held()["threads"].get("pt_gloo_runloop", 0) == before.get("pt_gloo_runloop", 0)
     assert [end.ranks for end in ends] == [(0, 1)] * 2
@@ -63,7 +67,7 @@ def test_ranks_that_all_let_go_set_each_other_free() -> None:
     ]
     assert not pair[1].is_idle
     for ends in zip(trio, pair, strict=False):
-        dispose(ends)
-    dispose([trio[2]])
+        close_groups(ends)
+    close_groups([trio[2]])
     await_disposal()
     assert all(work.is_completed() for work in works)

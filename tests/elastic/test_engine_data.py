@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from resihp.contracts import Layout, Plan
-from resihp.elastic.engine import Cursor, IteratorData, Setup
-from resihp.elastic.engine.replicated import carry_over
-from resihp.elastic.engine.shard import initial_shard
 from resihp.elastic.models import Packed
 from resihp.elastic.optim import Optimizer
-from resihp.elastic.worlds.comm import Network
-from resihp.elastic.worlds.world import build_world
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.step import Cursor, IteratorData, Setup
+from resihp.elastic.step.replicated_state import carry_over
+from resihp.elastic.step.shard import initial_shard
 from tests.elastic.test_models import MODELS, OPTIMIZER, SHAPE, batch
 from tests.elastic.threads import on_ranks, train
 
@@ -68,7 +68,7 @@ def test_a_rank_that_comes_in_takes_over_step_scalars_and_cursor(optimizer: Opti
     sources = {rank: IteratorData(Shuffled(), MICROBATCHES) for rank in range(3)}
     setups = {rank: Setup(MODELS["llama"], optimizer, data) for rank, data in sources.items()}
 
-    def trained(network: Network) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def trained(network: ProcessGroupFactory) -> tuple[int, torch.Tensor, torch.Tensor]:
         setup, rank = setups[network.rank], network.rank
         group = network.group("transit", (0, 1, 2))
         shard = None
@@ -76,7 +76,7 @@ def test_a_rank_that_comes_in_takes_over_step_scalars_and_cursor(optimizer: Opti
             shard = run.shards[rank]
             for step in range(steps):
                 sources[rank].finish(step)
-        world = build_world(network, NEXT, setup.model.parameters, name="next")
+        world = build_layout_groups(network, NEXT, setup.model.parameters, name="next")
         new = initial_shard(setup.model, setup.optimizer, world)
         for param in new.tensors:
             new.reserve(param)

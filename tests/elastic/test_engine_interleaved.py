@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Job, Layout, Op, Plan, Replica, Schedule, Stage
-from resihp.elastic.engine import Setup
-from resihp.elastic.engine.schedule import check_schedule
-from resihp.elastic.membership.phases import Phase
+from resihp.elastic.state.phases import Phase
+from resihp.elastic.step import Setup
+from resihp.elastic.step.schedule import check_schedule
 from resihp.layout import moves
 from resihp.pipeline.orders import stage_order
 from scheduler import make_plan
@@ -128,10 +128,10 @@ def test_live_changes_between_interleaved_and_other_layouts(tmp_path: Path) -> N
     assert {1, 2, 3} < {s["version"] for s in outcome.switches}, outcome.logs
     for step in range(steps):
         assert outcome.losses[step] == pytest.approx(alone.losses[step], abs=2e-5), outcome.logs
-    for epoch in range(len(plans)):
-        after = outcome.full_state(f"after{epoch + 1}")
-        for key, tensors in outcome.full_state(f"before{epoch}").items():
-            assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {epoch + 1}"
+    for generation in range(len(plans)):
+        after = outcome.full_state(f"after{generation + 1}")
+        for key, tensors in outcome.full_state(f"before{generation}").items():
+            assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {generation + 1}"
 
 
 def test_the_scheduler_plans_an_interleaved_job_into_a_layout_that_runs() -> None:

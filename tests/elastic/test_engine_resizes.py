@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from resihp.contracts import Layout, Replica, Schedule, Stage
-from resihp.elastic.engine import IteratorData, Setup
 from resihp.elastic.models import Gpt2, Llama
 from resihp.elastic.optim import Optimizer, no_decay_on_vectors, warmup_cosine
+from resihp.elastic.step import IteratorData, Setup
 from tests.elastic.job import (
     ALONE,
     GRID,
@@ -60,11 +60,11 @@ def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> Non
     assert {s["version"] for s in outcome.switches} == {1, 2, 3}, outcome.logs
     for step in range(STEPS):
         assert outcome.losses[step] == pytest.approx(alone.losses[step], abs=2e-5), step
-    for epoch in range(len(plans)):
-        before = outcome.full_state(f"before{epoch}")
-        after = outcome.full_state(f"after{epoch + 1}")
+    for generation in range(len(plans)):
+        before = outcome.full_state(f"before{generation}")
+        after = outcome.full_state(f"after{generation + 1}")
         for key, tensors in before.items():
-            assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {epoch + 1}"
+            assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {generation + 1}"
     reference = {param.key: tensors for param, tensors in alone.state().items()}
     found = outcome.full_state()
     for key, tensors in reference.items():

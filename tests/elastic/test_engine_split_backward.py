@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from resihp.elastic.engine.split_backward import SplitBackward
+from resihp.elastic.step.split_backward import SplitBackward
 
 
 class Layers(nn.Module):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from resihp.contracts import Layout, Plan, Replica, Stage
-from resihp.elastic.engine import Engine, Setup
-from resihp.elastic.engine.shard import initial_shard
-from resihp.elastic.handoff.inherit import Succession, inherited
-from resihp.elastic.instep.ledger import Kept
-from resihp.elastic.worlds.comm import Network
-from resihp.elastic.worlds.world import build_world
+from resihp.elastic.microbatches.ledger import SurvivingSum
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.reshard.gradient_migration import GradientMigration, inherited
+from resihp.elastic.step import Engine, Setup
+from resihp.elastic.step.shard import initial_shard
 from tests.elastic.test_models import ALONE, MODELS, OPTIMIZER, batch
 from tests.elastic.threads import courier, on_ranks, train
 
@@ -37,23 +37,23 @@ def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: b
     quotas = (MICROBATCHES,) if layout.dp == 1 else (4, 1)
     after = Plan(version=1, layout=layout, quotas=quotas)
 
-    def run_rank(network: Network) -> tuple[float, float]:
+    def run_rank(network: ProcessGroupFactory) -> tuple[float, float]:
         parameters, waited = setup.model.parameters, network.waited
         everyone = network.group("transit", BEFORE.layout.ranks)
-        world = build_world(network, BEFORE.layout, parameters, name="before")
+        world = build_layout_groups(network, BEFORE.layout, parameters, name="before")
         shard = initial_shard(setup.model, setup.optimizer, world)
         engine = Engine(setup, world, shard, BEFORE, waited)
         engine.accumulate(0)
-        kept = Kept(0, ((0, 3),))
+        kept = SurvivingSum(0, ((0, 3),))
         if summed:
             engine.reduce(0, 0)
-            kept = Kept(0, ((0, MICROBATCHES),), total=True)
+            kept = SurvivingSum(0, ((0, MICROBATCHES),), total=True)
         carrier = courier(network, inherited(parameters, BEFORE, after, [kept]), "sums")
-        succession = Succession(setup, everyone, carrier, network.rank, BEFORE, after)
+        succession = GradientMigration(setup, everyone, carrier, network.rank, BEFORE, after)
         if network.rank not in layout.ranks:
             succession.settle([kept], engine, None)
             return found
-        world = build_world(network, layout, parameters, name="after")
+        world = build_layout_groups(network, layout, parameters, name="after")
         shard = initial_shard(setup.model, setup.optimizer, world)
         rest = succession.settle([kept], engine, shard)
         engine = Engine(setup, world, shard, after, waited, rest)

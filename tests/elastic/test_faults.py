@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resihp.elastic.membership.phases import Phase
+from resihp.elastic.state.phases import Phase
 from tests.elastic.job import ALONE, BRISK, GRID, SHIFTED, UNEVEN, Case, Fault, Outcome, plan, run
 
 STEPS = 6

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import Layout, Replica, Stage
-from resihp.elastic.handoff.memory import Memory
-from resihp.elastic.handoff.parcels import parcels
-from resihp.elastic.membership.phases import Phase
 from resihp.elastic.models import Llama
+from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.reshard.exchange import transfer_buckets
+from resihp.elastic.state.phases import Phase
 from resihp.layout import Move, Param, moves
 from tests.elastic.job import (
     ALONE,
@@ -61,7 +61,7 @@ def test_parcels_hold_every_row_once_and_stay_small(
     planned: list[Move], copies: int, most: int
 ) -> None:
     held: dict[tuple[str, int, int, int], list[int]] = defaultdict(list)
-    for parcel in parcels(planned, copies, most):
+    for parcel in transfer_buckets(planned, copies, most):
         pieces = parcel.pieces
         assert parcel.numel <= most or len(pieces) == 1
         assert len({(piece.move.source, piece.move.target) for piece in pieces}) == 1
@@ -158,7 +158,7 @@ def test_without_reading_all_of_it_travels_through_sockets(tmp_path: Path) -> No
     ranks, plans = tuple(range(8)), (plan(1, GRID, from_step=2), plan(2, SHIFTED, from_step=4))
     outcomes = []
     for attach in (True, False):
-        memory = Memory(limit_bytes=16384, attach=attach)
+        memory = ReshardBudget(limit_bytes=16384, attach=attach)
         case = Case(SMALL, STEPS, plans, ranks=ranks, memory=memory)
         outcomes.append(run(case, tmp_path / str(attach)))
         at = {(s["version"], s["at"]) for s in outcomes[-1].switches}

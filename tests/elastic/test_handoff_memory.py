@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Layout
-from resihp.elastic.engine import Setup
-from resihp.elastic.handoff.draft import Room
-from resihp.elastic.handoff.memory import Memory, Spill, coming, held_twice, refusal, to_spill
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.reshard.buffers import (
+    ReshardBudget,
+    ShardAllocator,
+    Spill,
+    coming,
+    held_twice,
+    refusal,
+    to_spill,
+)
+from resihp.elastic.step import Setup
 from resihp.layout import Param, Range, holdings
 from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, batch, plan, run
 
@@ -33,7 +40,7 @@ LINE = Param("layers.0.w", (8, 5), 0)
 def test_what_is_not_spilled_fits_the_limit(
     old: Layout, new: Layout, limit: int, rank: int
 ) -> None:
-    memory = Memory(limit_bytes=limit)
+    memory = ReshardBudget(limit_bytes=limit)
     before, after = (holdings(layout, PARAMETERS).get(rank, {}) for layout in (old, new))
     twice, sizes = held_twice(before, after, COPIES), coming(before, after)
     excess = memory.excess(twice)
@@ -61,9 +68,9 @@ def test_held_twice_is_the_lesser_of_what_goes_and_comes(
 
 
 def test_a_plan_is_refused_only_where_nothing_can_be_spilled(tmp_path: Path) -> None:
-    narrow, wide = Memory(1 << 12, None), Memory(1 << 30, None)
+    narrow, wide = ReshardBudget(1 << 12, None), ReshardBudget(1 << 30, None)
     assert refusal(wide, GRID, UNEVEN, PARAMETERS, COPIES) is None
-    assert refusal(Memory(1 << 12, tmp_path), GRID, UNEVEN, PARAMETERS, COPIES) is None
+    assert refusal(ReshardBudget(1 << 12, tmp_path), GRID, UNEVEN, PARAMETERS, COPIES) is None
     assert refusal(narrow, GRID, GRID, PARAMETERS, COPIES) is None
     why = refusal(narrow, GRID, UNEVEN, PARAMETERS, COPIES)
     assert why is not None
@@ -72,13 +79,13 @@ def test_a_plan_is_refused_only_where_nothing_can_be_spilled(tmp_path: Path) -> 
 
 def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="limit_bytes"):
-        Memory(0)
+        ReshardBudget(0)
     with pytest.raises(ContractError, match="spill"):
-        Memory(spill=tmp_path / "nowhere")
+        ReshardBudget(spill=tmp_path / "nowhere")
 
 
 def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None:
-    room = Room(Spill({LINE}), tmp_path)
+    room = ShardAllocator(Spill({LINE}), tmp_path)
     seen = room.allot(LINE, torch.empty(8, 5))
     assert not list(tmp_path.iterdir()), "the file has no name any more"
     (written,) = room.files[LINE]
@@ -93,7 +100,7 @@ def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None
 
 
 def test_gradients_can_be_in_a_file_too(tmp_path: Path) -> None:
-    room = Room(Spill((), {LINE}), tmp_path)
+    room = ShardAllocator(Spill((), {LINE}), tmp_path)
     gradient = room.gradient(LINE, torch.empty(8, 5))
     assert gradient.equal(torch.zeros(8, 5))
     assert room.bytes == 160
@@ -102,12 +109,14 @@ def test_gradients_can_be_in_a_file_too(tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_an_error_not_a_crash(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"large|space"):
-        Room(Spill({LINE}), tmp_path).allot(LINE, torch.empty(1, device="meta").expand(1 << 48))
+        ShardAllocator(Spill({LINE}), tmp_path).allot(
+            LINE, torch.empty(1, device="meta").expand(1 << 48)
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_where_staying_is_no_choice_memory_takes_the_place_of_a_full_disk(tmp_path: Path) -> None:
-    room = Room(Spill({LINE}), tmp_path / "gone", insists=True)
+    room = ShardAllocator(Spill({LINE}), tmp_path / "gone", insists=True)
     seen = room.allot(LINE, torch.empty(8, 5))
     moment = room.allot(LINE, torch.empty(8, 5))
     written = room.files[LINE]
@@ -134,7 +143,7 @@ def test_state_that_an_optimizer_makes_at_once_goes_to_files_too(tmp_path: Path)
 
 
 def test_a_job_goes_on_without_the_plan_that_it_refuses(tmp_path: Path) -> None:
-    memory = Memory(limit_bytes=1 << 13, spill=None)
+    memory = ReshardBudget(limit_bytes=1 << 13, spill=None)
     plans = (plan(1, UNEVEN, from_step=99), plan(2, GRID, quotas=(4, 2), from_step=2))
     outcome = run(Case(GRID, 6, plans, memory=memory), tmp_path)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
@@ -144,6 +153,6 @@ def test_a_job_goes_on_without_the_plan_that_it_refuses(tmp_path: Path) -> None:
 
 def test_a_change_within_the_limit_touches_no_file(tmp_path: Path) -> None:
     plans = (plan(1, UNEVEN, from_step=2),)
-    outcome = run(Case(GRID, 5, plans, memory=Memory(spill=None)), tmp_path)
+    outcome = run(Case(GRID, 5, plans, memory=ReshardBudget(spill=None)), tmp_path)
     assert {event["version"] for event in outcome.switches} == {1}, outcome.logs
     assert all(event["spilled"] == 0 for event in outcome.switches), outcome.logs

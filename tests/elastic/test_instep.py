@@ -116,7 +116,7 @@ def test_whole_replicas_do_not_let_the_rest_of_a_hurt_one_wait(
     job = Job(GROUPS, strikes=strikes, shrink=True, deterministic=deterministic, wary=(2, 3))
     record = play(job, tmp_path)
     assert_same_training(record, alone, {1})
-    _, last = record.epochs(AT)
+    _, last = record.generations(AT)
     assert record.kept[AT, last] == {3}, "what the whole replica had finished when it heard"
     ran = {rank: {m for m, by in record.passes[AT, last].items() if rank in by} for rank in (0, 2)}
     assert (len(ran[0]), len(ran[2])) == (3, 2)

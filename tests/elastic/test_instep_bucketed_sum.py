@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from resihp.contracts import ContractError
-from resihp.elastic.instep.bucketed_sum import BucketedSum
-from resihp.elastic.worlds.comm import Group
+from resihp.elastic.ddp.gradient_buckets import LoopAllReduce
+from resihp.elastic.process_groups.abortable import AbortableProcessGroup
 
 
 class Doubling:
@@ -39,8 +39,8 @@ def backward(net: nn.Module) -> None:
     net(torch.ones(2, 8)).square().sum().backward()
 
 
-def summing(net: nn.Module, group: Doubling, bucket_bytes: int) -> BucketedSum:
-    return BucketedSum(list(net.parameters()), cast(Group, group), bucket_bytes)
+def summing(net: nn.Module, group: Doubling, bucket_bytes: int) -> LoopAllReduce:
+    return LoopAllReduce(list(net.parameters()), cast(AbortableProcessGroup, group), bucket_bytes)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 160, 1 << 20])

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from resihp.contracts import Layout, Plan, Replica, Stage
-from resihp.elastic.engine import Engine, Setup
-from resihp.elastic.engine.shard import initial_shard
-from resihp.elastic.handoff.inherit import Succession, inherited
-from resihp.elastic.instep.ledger import Kept
-from resihp.elastic.instep.shares import full_shares, rest_shares
+from resihp.elastic.microbatches.assignment import full_assignments, remaining_assignments
+from resihp.elastic.microbatches.ledger import SurvivingSum
 from resihp.elastic.models import Llama, Model
-from resihp.elastic.worlds.comm import Network
-from resihp.elastic.worlds.world import build_world
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.reshard.gradient_migration import GradientMigration, inherited
+from resihp.elastic.step import Engine, Setup
+from resihp.elastic.step.shard import initial_shard
 from resihp.layout import Param, Range
 from tests.elastic.test_models import ALONE, OPTIMIZER, SHAPE, TIED, batch
 from tests.elastic.threads import courier, on_ranks
@@ -40,7 +40,7 @@ class Act:
 
     alive: tuple[int, ...]
     plan: Plan
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[SurvivingSum, ...] = ()
 
 
 def random_plan(chosen: random.Random, ranks: tuple[int, ...], *, widest: int) -> Plan:
@@ -62,26 +62,26 @@ def random_plan(chosen: random.Random, ranks: tuple[int, ...], *, widest: int) -
 def random_acts(chosen: random.Random, *, losses: int, widest: int) -> list[Act]:
     """A step that is begun under one plan and ended under another, after as many losses."""
     acts = [Act(RANKS, random_plan(chosen, RANKS, widest=widest))]
-    shares = full_shares(acts[0].plan)
+    shares = full_assignments(acts[0].plan)
     for _ in range(losses):
         before = acts[-1]
         dead = chosen.choice(before.plan.layout.ranks)
         alive = tuple(rank for rank in before.alive if rank != dead)
         kept = tuple(
-            Kept(index, share.whole)
+            SurvivingSum(index, share.whole)
             for index, share in enumerate(shares)
             if dead not in before.plan.layout.replicas[index].ranks and share.whole
         )
         plan = random_plan(chosen, alive, widest=widest)
         acts.append(Act(alive, plan, kept))
-        shares = rest_shares(plan, before.plan.layout, kept)
+        shares = remaining_assignments(plan, before.plan.layout, kept)
     return acts
 
 
 def play(setup: Setup, acts: list[Act]) -> list[Part]:
     """The summed gradients of the last act, as its ranks hold them."""
 
-    def run_rank(network: Network) -> Part | None:
+    def run_rank(network: ProcessGroupFactory) -> Part | None:
         engine, rank = None, network.rank
         for number, act in enumerate(acts):
             if rank not in act.alive:
@@ -89,14 +89,16 @@ def play(setup: Setup, acts: list[Act]) -> list[Part]:
             world = shard = rest = None
             if rank in act.plan.layout.ranks:
                 parameters = setup.model.parameters
-                world = build_world(network, act.plan.layout, parameters, name=f"world{number}")
+                world = build_layout_groups(
+                    network, act.plan.layout, parameters, name=f"world{number}"
+                )
                 shard = initial_shard(setup.model, setup.optimizer, world)
             if number:
                 transit = network.group(f"transit{number}", act.alive)
                 before = acts[number - 1].plan
                 sums = inherited(setup.model.parameters, before, act.plan, act.kept)
                 carrier = courier(network, sums, f"sums{number}")
-                succession = Succession(setup, transit, carrier, rank, before, act.plan)
+                succession = GradientMigration(setup, transit, carrier, rank, before, act.plan)
                 rest = succession.settle(act.kept, engine, shard)
             engine = None
             if world is not None and shard is not None:

@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import Layout, Plan
-from resihp.elastic.instep.ledger import Holding, Kept, indices, salvage, spans
-from resihp.elastic.instep.shares import divide, full_shares, rest_shares
-from resihp.elastic.instep.tree import Node, nodes, put
+from resihp.elastic.microbatches.assignment import divide, full_assignments, remaining_assignments
+from resihp.elastic.microbatches.ledger import (
+    GradientHolding,
+    SurvivingSum,
+    indices,
+    spans,
+    surviving_sums,
+)
+from resihp.elastic.microbatches.tree_sum import Node, nodes, put
 
 QUOTAS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
 
@@ -25,7 +31,7 @@ def test_spans_and_indices_are_inverse(microbatches: set[int]) -> None:
 
 @given(QUOTAS)
 def test_a_whole_step_is_shared_by_quotas(quotas: list[int]) -> None:
-    shares = full_shares(grid(quotas))
+    shares = full_assignments(grid(quotas))
     assert [len(share.todo) for share in shares] == quotas
     assert [i for share in shares for i in share.todo] == list(range(sum(quotas)))
 
@@ -37,14 +43,14 @@ def test_what_is_kept_and_what_is_redone_make_the_step(
     """Whichever replicas survive, and however the new plan divides the work."""
     old = grid(quotas)
     alive = data.draw(st.sets(st.sampled_from(range(len(quotas)))))
-    held = full_shares(old)
-    kept = [Kept(r, held[r].whole) for r in sorted(alive) if held[r].whole]
+    held = full_assignments(old)
+    kept = [SurvivingSum(r, held[r].whole) for r in sorted(alive) if held[r].whole]
     dp = data.draw(st.integers(1, 4))
     cuts = sorted(
         data.draw(st.lists(st.integers(0, old.microbatches), min_size=dp - 1, max_size=dp - 1))
     )
     new = [b - a for a, b in zip([0, *cuts], [*cuts, old.microbatches], strict=True)]
-    shares = rest_shares(grid(new, 1), old.layout, kept)
+    shares = remaining_assignments(grid(new, 1), old.layout, kept)
     counted = [i for share in shares for i in indices(share.whole)]
     assert sorted(counted) == list(range(old.microbatches))
     assert sorted(one.replica for share in shares for one in share.inherited) == [
@@ -96,8 +102,8 @@ def test_consecutive_leaves_are_few_nodes(leaves: int, data: st.DataObject) -> N
 
 REPORTS = st.lists(
     st.builds(
-        Holding,
-        epoch=st.just(0),
+        GradientHolding,
+        generation=st.just(0),
         replica=st.integers(0, 2),
         members=st.just(2),
         finished=st.sampled_from([(), ((0, 1),), ((0, 2),)]),
@@ -108,8 +114,10 @@ REPORTS = st.lists(
 
 
 @given(REPORTS)
-def test_only_sums_that_all_ranks_of_a_replica_agree_on_are_kept(holdings: list[Holding]) -> None:
-    for kept in salvage(holdings, 6):
+def test_only_sums_that_all_ranks_of_a_replica_agree_on_are_kept(
+    holdings: list[GradientHolding],
+) -> None:
+    for kept in surviving_sums(holdings, 6):
         held = [holding for holding in holdings if holding.replica == kept.replica]
         assert len(held) == 2
         if kept.total:
@@ -119,6 +127,6 @@ def test_only_sums_that_all_ranks_of_a_replica_agree_on_are_kept(holdings: list[
 
 
 @given(REPORTS)
-def test_a_sum_over_all_replicas_is_kept_alone(holdings: list[Holding]) -> None:
-    kept = salvage(holdings, 6)
+def test_a_sum_over_all_replicas_is_kept_alone(holdings: list[GradientHolding]) -> None:
+    kept = surviving_sums(holdings, 6)
     assert len(kept) <= 1 or not any(one.total for one in kept)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from resihp.elastic.instep.peers import connect_peers
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.ddp.groups import connect_replica_groups
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.testing.local_ranks import LocalRanks
 
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5))
 
@@ -28,7 +28,7 @@ def test_connections_to_the_store_are_used_again(tmp_path: Path) -> None:
         rendezvous.start()
         counts = []
         for _ in range(3):
-            peers = connect_peers(rendezvous, ((0,), (0,), (0,)), is_starting=True)
+            peers = connect_replica_groups(rendezvous, ((0,), (0,), (0,)), is_starting=True)
             assert len(peers.groups) == 3
             counts.append(len(opened))
         assert counts[0] == counts[-1]

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, FencedOutError, MiscountError, StateLostError
-from resihp.elastic.instep.account import read, written
-from resihp.elastic.instep.ledger import Kept, indices
-from resihp.elastic.instep.roster import Roster
-from resihp.elastic.instep.user_loop import Seat, Told
-from resihp.elastic.instep.user_state import empties, pack, unpack
-from resihp.elastic.membership.agreement import Decision
+from resihp.elastic.ddp.counts import read, written
+from resihp.elastic.ddp.membership import ReplicaMembership
+from resihp.elastic.ddp.state_sync import empties, pack, unpack
+from resihp.elastic.ddp.step import MicrobatchReport, ReplicaRank
+from resihp.elastic.microbatches.ledger import SurvivingSum, indices
+from resihp.elastic.rendezvous.consensus import RecoveryDecision
 
 
 def decision(
@@ -23,26 +23,26 @@ def decision(
     *,
     completed: int = 3,
     stateless: tuple[int, ...] = (),
-    kept: tuple[Kept, ...] = (),
-) -> Decision:
-    return Decision(survivors, 0, completed, 0.0, 1, kept, stateless)
+    kept: tuple[SurvivingSum, ...] = (),
+) -> RecoveryDecision:
+    return RecoveryDecision(survivors, 0, completed, 0.0, 1, kept, stateless)
 
 
 def test_a_replica_without_one_of_its_members_is_left_out() -> None:
-    roster = Roster(Seat(0, 3, members=2), 6, None)
+    roster = ReplicaMembership(ReplicaRank(0, 3, members=2), 6, None)
     roster.enter(decision((0, 1, 2, 4, 5)))
     assert roster.alive == [0, 2]
     assert [share.todo for share in roster.shares] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_a_process_whose_replica_is_left_out_ends() -> None:
-    roster = Roster(Seat(1, 3, members=2), 6, None)
+    roster = ReplicaMembership(ReplicaRank(1, 3, members=2), 6, None)
     with pytest.raises(FencedOutError, match="replica 1 has lost a member"):
         roster.enter(decision((0, 1, 2, 4, 5)))
 
 
 def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
-    roster = Roster(Seat(2, 3), 6, None)
+    roster = ReplicaMembership(ReplicaRank(2, 3), 6, None)
     roster.enter(decision((0, 2)))
     roster.enter(decision((0, 1, 2), stateless=(1,)))
     assert (roster.alive, roster.takers, roster.giver) == ([0, 1, 2], [1], 0)
@@ -52,7 +52,7 @@ def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
 
 
 def test_state_that_nobody_holds_stops_the_job_but_not_before_its_first_step() -> None:
-    roster = Roster(Seat(2, 3), 6, None)
+    roster = ReplicaMembership(ReplicaRank(2, 3), 6, None)
     with pytest.raises(StateLostError):
         roster.enter(decision((1, 2), stateless=(1, 2)))
     roster.enter(decision((1, 2), stateless=(1, 2), completed=0))
@@ -68,15 +68,15 @@ def test_each_microbatch_is_kept_or_redone_once(
     microbatches: int, worlds: list[set[int]], data: st.DataObject
 ) -> None:
     """Whoever is lost or comes, and whatever each replica of those before has finished."""
-    seen = Roster(Seat(0, 6), microbatches, None)
+    seen = ReplicaMembership(ReplicaRank(0, 6), microbatches, None)
     for world in worlds:
-        finished: list[Kept] = []
+        finished: list[SurvivingSum] = []
         for place, share in enumerate(seen.shares):
             done = data.draw(st.integers(0, len(share.todo)))
             mine = sorted({*indices(share.begun), *share.todo[:done]})
             spans = tuple((index, index + 1) for index in mine)
             if mine and seen.alive[place] in world:
-                finished.append(Kept(place, spans))
+                finished.append(SurvivingSum(place, spans))
         here = tuple(sorted(world | {0}))
         finished = [one for one in finished if seen.alive[one.replica] in here]
         seen.enter(
@@ -87,21 +87,26 @@ def test_each_microbatch_is_kept_or_redone_once(
 
 
 def test_losses_and_weights_of_all() -> None:
-    first = written({0: Told(torch.tensor(2.0), 3.0), 2: Told(4.0, 0.0)}, 3, 1)
-    second = written({1: Told(6.0, 5.0)}, 3, 1)
+    first = written(
+        {0: MicrobatchReport(torch.tensor(2.0), 3.0), 2: MicrobatchReport(4.0, 0.0)}, 3, 1
+    )
+    second = written({1: MicrobatchReport(6.0, 5.0)}, 3, 1)
     account = read(first + second)
     assert (account.losses, account.weight, account.loss) == ((2.0, 6.0, 4.0), 8.0, 1.5)
-    assert account.told()[1] == Told(6.0, 5.0)
+    assert account.told()[1] == MicrobatchReport(6.0, 5.0)
 
 
 def test_counts_that_cannot_be() -> None:
-    once, twice = written({0: Told(1.0)}, 1, 1), written({0: Told(1.0), 1: Told(1.0, 2.0)}, 2, 1)
+    once, twice = (
+        written({0: MicrobatchReport(1.0)}, 1, 1),
+        written({0: MicrobatchReport(1.0), 1: MicrobatchReport(1.0, 2.0)}, 2, 1),
+    )
     with pytest.raises(MiscountError):
         read(once + once)
     with pytest.raises(ContractError, match="or with none"):
         read(twice)
     with pytest.raises(ContractError, match="sum to 0"):
-        read(written({0: Told(1.0, 0.0)}, 1, 1))
+        read(written({0: MicrobatchReport(1.0, 0.0)}, 1, 1))
 
 
 TENSORS: list[torch.Tensor] = [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from resihp.elastic.instep.replicas import Replicas
+from resihp.elastic.ddp.replicas import Replicas
 from tests.elastic.blows import Blow
 from tests.elastic.job import BRISK
 from tests.elastic.loops import WIDTH, Loop, Trace, build_model, play

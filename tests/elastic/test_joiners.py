@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from resihp.contracts import Layout, Replica
-from resihp.elastic.membership.phases import Phase
+from resihp.elastic.state.phases import Phase
 from tests.elastic.job import ALONE, GRID, Case, Fault, Outcome, plan, run
 
 STEPS = 12

@@ -16,9 +16,9 @@ from resihp.contracts import (
     Stage,
     even_quotas,
 )
-from resihp.elastic.engine import Setup
 from resihp.elastic.models import Gpt2, Llama, Mixture, Model, Packed
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.step import Setup
 from tests.elastic.threads import Run, train
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=2, ffn=22, vocab=61)

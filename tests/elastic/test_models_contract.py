@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from resihp.contracts import ContractError, Layout
-from resihp.elastic.engine.shard import initial_shard
 from resihp.elastic.models import Llama, Part
 from resihp.elastic.optim import Optimizer
-from resihp.elastic.worlds.comm import Group
-from resihp.elastic.worlds.world import World
+from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from resihp.elastic.process_groups.layout_groups import LayoutGroups
+from resihp.elastic.step.shard import initial_shard
 from resihp.layout import Param, Parameters, Range
 from tests.elastic.test_models import SHAPE
 
@@ -27,7 +27,9 @@ class Odd(Llama):
         super().__init__(SHAPE)
         self.spoil = spoil
 
-    def build(self, part: Part, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def build(
+        self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         module = super().build(part, ranges, group)
         if part == "last":
             getattr(self, self.spoil)(module)
@@ -63,8 +65,8 @@ def test_a_part_that_is_not_as_the_model_says(spoil: str, message: str) -> None:
     layout = Layout.grid(dp=1, pp=1, tp=1, layers=4)
     place = layout.place_of(0)
     assert place is not None
-    group = Group(None, (0,), None)
-    world = World(layout, place, group, group, None, None)
+    group = AbortableProcessGroup(None, (0,), None)
+    world = LayoutGroups(layout, place, group, group, None, None)
     with pytest.raises(ContractError, match=message):
         initial_shard(Odd(spoil), OPTIMIZER, world)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from resihp.elastic.models.tensor_parallel import enter_parallel, leave_parallel
-from resihp.elastic.worlds.comm import Network
+from resihp.elastic.models.tensor_parallel import copy_to_tp_region, reduce_from_tp_region
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from tests.elastic.threads import on_ranks
 
 RANKS = (0, 1)
 
 
 def test_in_place_changes_no_number() -> None:
-    def run(network: Network) -> list[list[torch.Tensor]]:
+    def run(network: ProcessGroupFactory) -> list[list[torch.Tensor]]:
         group = network.group("tp", RANKS)
         found = []
         for in_place in (False, True):
             weight = torch.full((3, 2), network.rank + 1.0, requires_grad=True)
             x = torch.arange(8.0).view(4, 2).requires_grad_()
-            inside = enter_parallel(x, group, in_place=in_place)
-            left = leave_parallel(inside @ weight.T, group, in_place=in_place)
+            inside = copy_to_tp_region(x, group, in_place=in_place)
+            left = reduce_from_tp_region(inside @ weight.T, group, in_place=in_place)
             left.square().sum().backward()
             assert x.grad is not None
             assert weight.grad is not None
@@ -35,13 +35,13 @@ def test_in_place_changes_no_number() -> None:
 def test_without_the_promise_what_others_hold_is_left_alone() -> None:
     """The result of the operator and the gradient that another branch gets, too."""
 
-    def run(network: Network) -> None:
+    def run(network: ProcessGroupFactory) -> None:
         group = network.group("tp", RANKS)
         x, beside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         doubled = x * 2.0
-        assert leave_parallel(doubled, group).tolist() == [4.0, 4.0]
+        assert reduce_from_tp_region(doubled, group).tolist() == [4.0, 4.0]
         assert doubled.tolist() == [2.0, 2.0]
-        (enter_parallel(x, group) + beside).sum().backward()
+        (copy_to_tp_region(x, group) + beside).sum().backward()
         assert x.grad is not None
         assert beside.grad is not None
         assert (x.grad.tolist(), beside.grad.tolist()) == ([2.0, 2.0], [1.0, 1.0])
@@ -52,10 +52,10 @@ def test_without_the_promise_what_others_hold_is_left_alone() -> None:
 def test_a_broken_promise_is_an_error_not_a_wrong_gradient() -> None:
     """A tanh has saved its result, which the sum has overwritten."""
 
-    def run(network: Network) -> None:
+    def run(network: ProcessGroupFactory) -> None:
         group = network.group("tp", RANKS)
         x = torch.ones(2, requires_grad=True)
-        left = leave_parallel(x.tanh(), group, in_place=True)
+        left = reduce_from_tp_region(x.tanh(), group, in_place=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             left.sum().backward()
 
@@ -63,10 +63,10 @@ def test_a_broken_promise_is_an_error_not_a_wrong_gradient() -> None:
 
 
 def test_a_view_is_never_overwritten() -> None:
-    def run(network: Network) -> None:
+    def run(network: ProcessGroupFactory) -> None:
         group = network.group("tp", RANKS)
         whole = torch.ones(4, requires_grad=True) * 1.0
-        assert leave_parallel(whole[:2], group, in_place=True).tolist() == [2.0, 2.0]
+        assert reduce_from_tp_region(whole[:2], group, in_place=True).tolist() == [2.0, 2.0]
         assert whole.tolist() == [1.0] * 4
 
     on_ranks(RANKS, run)

@@ -15,13 +15,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.contracts import Layout, WorldBrokenError
-from resihp.elastic.handoff import attach
-from resihp.elastic.handoff.attach import IOV_MAX, Place, can_attach, read, slices
-from resihp.elastic.handoff.courier import Courier, Summed, pairs_of, state_view
-from resihp.elastic.handoff.neighbours import Neighbour, Source, introduce, is_readable, table_of
+from resihp.contracts import Layout, PeerLostError
 from resihp.elastic.models import Llama
-from resihp.elastic.worlds.comm import Network
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.reshard import shared_memory as attach
+from resihp.elastic.reshard.exchange import GradientParts, TensorExchange, pairs_of, state_view
+from resihp.elastic.reshard.shared_memory import (
+    IOV_MAX,
+    LocalPeer,
+    Place,
+    Source,
+    can_attach,
+    is_readable,
+    probe_peer_memory,
+    read,
+    slices,
+    table_of,
+)
 from resihp.layout import Move, Param, holdings, moves
 from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
 from tests.elastic.threads import on_ranks
@@ -52,8 +62,8 @@ class Holder:
     def source(self, token: tuple[int, int] = (7, 8)) -> Source:
         return Source(1, self.process.pid, self.token_address, token)
 
-    def neighbour(self) -> Neighbour:
-        return Neighbour(mock.Mock(), self.source(), is_read=False, token=torch.zeros(2))
+    def neighbour(self) -> LocalPeer:
+        return LocalPeer(mock.Mock(), self.source(), is_read=False, token=torch.zeros(2))
 
     def table(self) -> torch.Tensor:
         return torch.tensor([[self.address, 4]])
@@ -135,7 +145,7 @@ def test_a_holder_that_is_killed_in_mid_read_is_lost() -> None:
         reading = holder.neighbour().read([target], holder.table(), BYTES // 4, lambda: None)
         assert next(reading) == BYTES // 4
         holder.kill()
-        with pytest.raises(WorldBrokenError, match="lost rank 1"):
+        with pytest.raises(PeerLostError, match="lost rank 1"):
             next(reading)
 
 
@@ -143,7 +153,7 @@ def test_a_holder_that_is_killed_in_mid_read_is_lost() -> None:
 def test_a_holder_whose_memory_ends_is_lost() -> None:
     with a_holder() as holder:
         table = torch.tensor([[0, 4]])
-        with pytest.raises(WorldBrokenError, match="lost rank 1"):
+        with pytest.raises(PeerLostError, match="lost rank 1"):
             list(holder.neighbour().read([torch.ones(4)], table, BYTES, lambda: None))
 
 
@@ -157,7 +167,7 @@ def test_what_a_process_with_the_same_id_holds_is_not_taken() -> None:
         reading = holder.neighbour().read([target], holder.table(), BYTES, lambda: None)
         assert next(reading) == BYTES
         holder.forget()
-        with pytest.raises(WorldBrokenError, match="another process"):
+        with pytest.raises(PeerLostError, match="another process"):
             next(reading)
 
 
@@ -167,8 +177,8 @@ def test_reading_ends_between_two_slices_when_the_world_is_given_up() -> None:
         neighbour = holder.neighbour()
         reading = neighbour.read([torch.ones(8)], holder.table(), 16, lambda: None)
         next(reading)
-        neighbour.group.look.side_effect = WorldBrokenError("given up")  # type: ignore[attr-defined]
-        with pytest.raises(WorldBrokenError, match="given up"):
+        neighbour.group.look.side_effect = PeerLostError("given up")  # type: ignore[attr-defined]
+        with pytest.raises(PeerLostError, match="given up"):
             next(reading)
 
 
@@ -186,10 +196,10 @@ def test_a_foreign_process_is_not_read() -> None:
             holder.source().check()
 
 
-def meet(wanted: tuple[bool, bool]) -> dict[int, Neighbour]:
-    def work(network: Network) -> Neighbour:
+def meet(wanted: tuple[bool, bool]) -> dict[int, LocalPeer]:
+    def work(network: ProcessGroupFactory) -> LocalPeer:
         group = network.group("pair", (0, 1))
-        return introduce(group, network.rank, attach=wanted[network.rank])
+        return probe_peer_memory(group, network.rank, attach=wanted[network.rank])
 
     return on_ranks((0, 1), work)
 
@@ -236,16 +246,16 @@ def test_ranges_arrive_whoever_is_on_the_same_host(
     before, after = holdings(old, PARAMETERS), holdings(new, PARAMETERS)
     copies = 2
 
-    def work(network: Network) -> int:
+    def work(network: ProcessGroupFactory) -> int:
         rank, pairs = network.rank, {}
         for pair in pairs_of(planned, rank):
             group = network.group("pair", pair)
-            pairs[pair] = introduce(group, rank, attach=rank not in apart)
+            pairs[pair] = probe_peer_memory(group, rank, attach=rank not in apart)
         numbers: list[int] = []
-        courier = Courier(pairs, rank, buffer_bytes=4096, on_parcel=numbers.append)
+        courier = TensorExchange(pairs, rank, buffer_bytes=4096, on_parcel=numbers.append)
         held, due = (ranges.get(rank, {}) for ranges in (before, after))
         giver, taker = (
-            Summed(
+            GradientParts(
                 ranges, [{p: fill(p, span, copy) for p, span in ranges.items()} for copy in which]
             )
             for ranges, which in ((held, (1, 2)), (due, (0, 0)))

@@ -12,7 +12,6 @@ import torch
 from hypothesis import Phase, given, settings
 
 from resihp.contracts import ContractError, Layout, ModelShape
-from resihp.elastic.engine.shard import Shard, build_shard, initial_shard, rows
 from resihp.elastic.models import Gpt2, Llama, Mixture, Model
 from resihp.elastic.optim import (
     Optimizer,
@@ -21,8 +20,9 @@ from resihp.elastic.optim import (
     warmup,
     warmup_cosine,
 )
-from resihp.elastic.worlds.comm import Group
-from resihp.elastic.worlds.world import World
+from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from resihp.elastic.process_groups.layout_groups import LayoutGroups
+from resihp.elastic.step.shard import Shard, build_shard, initial_shard, rows
 from resihp.layout import Param, Range, moves
 from tests.test_layout import layouts
 
@@ -137,12 +137,12 @@ def test_rates_are_functions_of_the_step_alone() -> None:
         Optimizer(torch.optim.SGD, max_norm=0.0)
 
 
-def _world(layout: Layout, rank: int) -> World:
+def _world(layout: Layout, rank: int) -> LayoutGroups:
     """A world without connections: enough to hold a shard."""
     place = layout.place_of(rank)
     assert place is not None
-    group = Group(None, layout.stage_at(place).ranks, None)
-    return World(layout, place, group, group, None, None)
+    group = AbortableProcessGroup(None, layout.stage_at(place).ranks, None)
+    return LayoutGroups(layout, place, group, group, None, None)
 
 
 def _update(shards: dict[int, Shard], model: Model, optimizer: Optimizer, step: int) -> None:

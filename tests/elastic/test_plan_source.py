@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from resihp.contracts import Job, Plan, ServiceError
-from resihp.elastic.membership.plans import ServicePlans
+from resihp.elastic.planning.sources import ServicePlans
 from tests.elastic.job import GRID, MICROBATCHES, SHAPE
 
 JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from resihp.contracts import ContractError, Layout, Plan, Schedule
-from resihp.elastic.engine import Setup
-from resihp.elastic.engine.schedule import check_plan
 from resihp.elastic.models import Llama
-from resihp.elastic.worlds.comm import Group
+from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from resihp.elastic.step import Setup
+from resihp.elastic.step.schedule import check_plan
 from resihp.layout import Range
 from tests.elastic.job import (
     MICROBATCHES,
@@ -73,7 +73,9 @@ class Offering:
 class Uncut(Llama):
     """Has a layer that its author did not think of cutting."""
 
-    def build(self, part: str, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def build(
+        self, part: str, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         if len(group) > 1:
             raise NotImplementedError(f"{part} cannot be cut")
         return super().build(part, ranges, group)
@@ -101,7 +103,9 @@ class Hindered(Llama):
 
     is_hindered = True
 
-    def build(self, part: str, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def build(
+        self, part: str, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         if len(group) > 1 and self.is_hindered:
             self.is_hindered = False
             raise OSError("something else holds the device")

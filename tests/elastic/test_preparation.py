@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from resihp.contracts import Layout, Replica, WorldBrokenError
-from resihp.elastic.membership.meeting import meet
-from resihp.elastic.membership.phases import Phase
+from resihp.contracts import Layout, PeerLostError, Replica
+from resihp.elastic.rendezvous.barrier import meet
+from resihp.elastic.state.phases import Phase
 from tests.elastic.job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
 
 STEPS = 8
@@ -84,9 +84,9 @@ def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None
             timeout=timeout,
         )
 
-    with pytest.raises(WorldBrokenError, match="given up"):
+    with pytest.raises(PeerLostError, match="given up"):
         wait("given up", [], HOUR)
-    with pytest.raises(WorldBrokenError, match=r"ranks \[1\] are dead"):
+    with pytest.raises(PeerLostError, match=r"ranks \[1\] are dead"):
         wait(None, [1], HOUR)
-    with pytest.raises(WorldBrokenError, match="1 of 2 ranks came"):
+    with pytest.raises(PeerLostError, match="1 of 2 ranks came"):
         wait(None, [], timedelta(0))

@@ -16,9 +16,9 @@ import pytest
 
 from resihp.client import Client
 from resihp.contracts import Job, to_json
-from resihp.elastic.membership.phases import Phase
-from resihp.elastic.membership.plans import ServicePlans
-from resihp.elastic.membership.store import Timeouts
+from resihp.elastic.planning.sources import ServicePlans
+from resihp.elastic.rendezvous.store import Timeouts
+from resihp.elastic.state.phases import Phase
 from tests.elastic.job import (
     ALONE,
     GRID,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from resihp.contracts import Layout, Plan
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.store import Timeouts
+from resihp.elastic.rendezvous.store import Timeouts
+from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.chains import random_plan
 from tests.elastic.job import ALONE, GRID, UNEVEN, Case, plan, run, run_rank
 from tests.elastic.records import events, switches
@@ -102,8 +102,8 @@ def assert_exact(folder: Path) -> None:
     for switch in switches(folder, 0):
         if switch["lost"]:
             continue
-        before = full_state(folder, f"before{switch['epoch'] - 1}")
-        after = full_state(folder, f"after{switch['epoch']}")
+        before = full_state(folder, f"before{switch['generation'] - 1}")
+        after = full_state(folder, f"after{switch['generation']}")
         for key, tensors in before.items():
             assert all(a.equal(b) for a, b in zip(tensors, after[key], strict=True)), key
 
@@ -117,11 +117,12 @@ def undisturbed(layout: Layout, steps: int, folder: Path) -> list[float]:
 def assert_nothing_grew(folder: Path) -> None:
     """A rank holds the same in each world as in the same one many cycles before."""
     period = PERIOD * (RESIZES + 2)
-    epochs = [switch["epoch"] for switch in switches(folder, 0)]
+    generations = [switch["generation"] for switch in switches(folder, 0)]
     for rank in STEADY:
-        seen = {switch["epoch"]: switch for switch in switches(folder, rank)}
-        for early, late in zip(epochs[period : 2 * period], epochs[-period:], strict=True):
-            before, after, where = seen[early], seen[late], f"rank {rank}, epoch {late}"
+        seen = {switch["generation"]: switch for switch in switches(folder, rank)}
+        cycles = zip(generations[period : 2 * period], generations[-period:], strict=True)
+        for early, late in cycles:
+            before, after, where = seen[early], seen[late], f"rank {rank}, generation {late}"
             assert after["threads"] == before["threads"], where
             assert after["files"] == before["files"], where
             for what, most in ROOM.items():
@@ -145,4 +146,5 @@ def await_switch(
 def _have_noted(number: int, members: Collection[int], folder: Path) -> bool:
     own = switches(folder, 0)
     last = [switches(folder, rank)[-1:] for rank in members]
-    return len(own) == number and all(o and o[0]["epoch"] == own[-1]["epoch"] for o in last)
+    newest = own[-1:] and own[-1]["generation"]
+    return len(own) == number and all(o and o[0]["generation"] == newest for o in last)

@@ -36,9 +36,9 @@ def test_many_switches_leave_the_training_exact_and_nothing_behind(tmp_path: Pat
     alone = run(Case(ALONE, steps), tmp_path / "alone", timeout_s=600)
     for step, loss in outcome.losses.items():
         assert loss == pytest.approx(alone.losses[step], abs=1e-3)
-    for epoch in range(SWITCHES):
-        before = outcome.full_state(f"before{epoch}")
-        after = outcome.full_state(f"after{epoch + 1}")
+    for generation in range(SWITCHES):
+        before = outcome.full_state(f"before{generation}")
+        after = outcome.full_state(f"after{generation + 1}")
         for key, tensors in before.items():
             assert all(a.equal(b) for a, b in zip(tensors, after[key], strict=True)), key
     for rank in range(8):

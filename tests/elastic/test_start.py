@@ -15,7 +15,7 @@ import urllib3
 from resihp.checkpoint import LocalDisk
 from resihp.client import Client
 from resihp.contracts import ContractError
-from resihp.elastic.environment import Environment
+from resihp.elastic.rendezvous.environment import Environment
 from service.launch import Sidecar
 from tests.elastic.train_script import job_of
 

@@ -58,14 +58,14 @@ def test_a_chain_of_live_switches_is_exact(alone: Outcome, tmp_path: Path) -> No
     assert sorted({s["version"] for s in outcome.switches}) == [1, 2, 3, 4], outcome.logs
     assert all(s["extra"] <= 16384 for s in outcome.switches), "most of it went to files"
     assert any(s["spilled"] > 0 for s in outcome.switches)
-    for epoch in range(4):
+    for generation in range(4):
         before, after = (
-            outcome.full_state(f"before{epoch}"),
-            outcome.full_state(f"after{epoch + 1}"),
+            outcome.full_state(f"before{generation}"),
+            outcome.full_state(f"after{generation + 1}"),
         )
         for key, tensors in before.items():
             for tensor, moved in zip(tensors, after[key], strict=True):
-                assert torch.equal(tensor, moved), f"{key} changed in switch {epoch + 1}"
+                assert torch.equal(tensor, moved), f"{key} changed in switch {generation + 1}"
 
 
 def test_quotas_alone_change_without_moving_anything(alone: Outcome, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from resihp.contracts import ContractError, Plan
-from resihp.elastic.engine import Reduced, Setup
-from resihp.elastic.events import Hooks, Switch
 from resihp.elastic.models import Llama, Packed
+from resihp.elastic.monitoring import with_monitor
 from resihp.elastic.optim import Optimizer
-from resihp.elastic.watch import watched
+from resihp.elastic.state.events import Callbacks, LayoutChange
+from resihp.elastic.step import ReducedStep, Setup
 from tests.elastic.job import GRID, SHAPE, batch
 
 
-class Told:
+class MicrobatchReport:
     """A monitor that notes what it is told."""
 
     def __init__(self) -> None:
@@ -38,16 +38,16 @@ def setup_of(**more: Any) -> Setup:
 
 
 def test_a_monitor_and_hooks_are_both_called() -> None:
-    told, seen = Told(), []
-    given = Hooks(
+    told, seen = MicrobatchReport(), []
+    given = Callbacks(
         on_step=lambda reduced, ms, plan: seen.append("step"),
         on_switch=lambda switch: seen.append("switch"),
         on_idle=lambda: seen.append("idle"),
     )
-    setup, hooks = watched(setup_of(), given, told)
+    setup, hooks = with_monitor(setup_of(), given, told)
     plan = Plan(version=3, layout=GRID, quotas=(6,) * GRID.dp)
-    hooks.on_step(Reduced(step=0, loss=1.0, norm=1.0, ready=(0, 0)), 5.0, plan)
-    hooks.on_switch(Switch(plan=plan, step=1, pause_ms=1.0))
+    hooks.on_step(ReducedStep(step=0, loss=1.0, norm=1.0, ready=(0, 0)), 5.0, plan)
+    hooks.on_switch(LayoutChange(plan=plan, step=1, pause_ms=1.0))
     setup.record(op=0, step=1, microbatch=0, compute_ms=1.0, wait_ms=0.0)
     hooks.on_idle()
     assert told.calls == ["between steps", "record under 3", "idle"]
@@ -56,7 +56,7 @@ def test_a_monitor_and_hooks_are_both_called() -> None:
 
 def test_records_go_to_one_place() -> None:
     with pytest.raises(ContractError, match=r"Setup\.record"):
-        watched(setup_of(record=Told().record), Hooks(), Told())
+        with_monitor(setup_of(record=MicrobatchReport().record), Callbacks(), MicrobatchReport())
 
 
 @pytest.mark.parametrize(

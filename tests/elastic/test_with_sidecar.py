@@ -17,9 +17,9 @@ import urllib3
 
 from resihp.client import Client
 from resihp.contracts import Job, Plan
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.plans import ServicePlans
-from resihp.elastic.membership.store import Timeouts
+from resihp.elastic.planning.sources import ServicePlans
+from resihp.elastic.rendezvous.store import Timeouts
+from resihp.testing.local_ranks import LocalRanks
 from service.launch import Sidecar
 from tests.elastic.job import ALONE, GRID, MICROBATCHES, SHAPE, Case, run, run_rank
 from tests.elastic.records import events, switches

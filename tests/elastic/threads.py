@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from resihp.contracts import Plan
-from resihp.elastic.engine import Engine, Setup
-from resihp.elastic.engine.shard import Shard, initial_shard
-from resihp.elastic.handoff.courier import Courier, pairs_of
-from resihp.elastic.handoff.neighbours import introduce
-from resihp.elastic.worlds.comm import Network, WaitClock
-from resihp.elastic.worlds.world import build_world
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory, WaitClock
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.reshard.exchange import TensorExchange, pairs_of
+from resihp.elastic.reshard.shared_memory import probe_peer_memory
+from resihp.elastic.step import Engine, Setup
+from resihp.elastic.step.shard import Shard, initial_shard
 from resihp.layout import Move, Param
 
 LIMIT = timedelta(minutes=1)
@@ -45,8 +45,8 @@ class Run:
 def train(setup: Setup, plan: Plan, steps: int) -> Run:
     """Train `steps` steps, a thread for each rank of the plan."""
 
-    def run_rank(network: Network) -> tuple[Shard, list[float], list[float]]:
-        world = build_world(network, plan.layout, setup.model.parameters, name="world")
+    def run_rank(network: ProcessGroupFactory) -> tuple[Shard, list[float], list[float]]:
+        world = build_layout_groups(network, plan.layout, setup.model.parameters, name="world")
         shard = initial_shard(setup.model, setup.optimizer, world)
         engine = Engine(setup, world, shard, plan, network.waited)
         losses, norms = [], []
@@ -65,7 +65,7 @@ def train(setup: Setup, plan: Plan, steps: int) -> Run:
     return Run([*losses], [*norms], {rank: shard for rank, (shard, *_) in found.items()})
 
 
-def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, T]:
+def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -> dict[int, T]:
     """What `work` returns for each rank, given its network; the first error of any of them."""
     store, failed = dist.HashStore(), threading.Event()
 
@@ -73,7 +73,8 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, 
         return "another rank failed" if failed.is_set() or seconds > LIMIT.total_seconds() else None
 
     networks = {
-        rank: Network(store, rank, broken=gone, timeout=LIMIT, waited=WaitClock()) for rank in ranks
+        rank: ProcessGroupFactory(store, rank, broken=gone, timeout=LIMIT, waited=WaitClock())
+        for rank in ranks
     }
 
     def run_rank(rank: int) -> T:
@@ -94,7 +95,7 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[Network], T]) -> dict[int, 
     return {rank: future.result() for rank, future in futures.items()}
 
 
-def _close(network: Network) -> None:
+def _close(network: ProcessGroupFactory) -> None:
     """Let its groups go now: left to the garbage collector, hundreds go at once, in mid-test.
 
     gloo lets go of each connection at the next tick of its loop, up to 10 ms later.
@@ -103,11 +104,11 @@ def _close(network: Network) -> None:
         group.close()
 
 
-def courier(network: Network, planned: Sequence[Move], name: str) -> Courier:
+def courier(network: ProcessGroupFactory, planned: Sequence[Move], name: str) -> TensorExchange:
     """One rank's end of `planned` moves, with groups of their own and small buffers."""
     groups = {p: network.group(f"{name}/pair", p) for p in pairs_of(planned, network.rank)}
-    pairs = {p: introduce(group, network.rank, attach=True) for p, group in groups.items()}
-    return Courier(pairs, network.rank, buffer_bytes=4096, on_parcel=lambda number: None)
+    pairs = {p: probe_peer_memory(group, network.rank, attach=True) for p, group in groups.items()}
+    return TensorExchange(pairs, network.rank, buffer_bytes=4096, on_parcel=lambda number: None)
 
 
 def gathered(shards: dict[int, Shard]) -> State:

@@ -12,12 +12,12 @@ import torch
 
 from resihp.checkpoint import Every, LocalDisk
 from resihp.contracts import Job, Layout, Plan
-from resihp.elastic.checkpoints import Checkpoints
-from resihp.elastic.engine import Setup
-from resihp.elastic.events import Hooks
+from resihp.elastic.checkpointing import Checkpoints
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer
-from resihp.elastic.start import train
+from resihp.elastic.state.events import Callbacks
+from resihp.elastic.step import Setup
+from resihp.elastic.training import train
 from resihp.hooks import Monitor
 from tests.elastic.job import SHAPE, batch
 
@@ -50,7 +50,7 @@ def main() -> None:
     folder = Path(os.environ["CHECKPOINTS"]) if "CHECKPOINTS" in os.environ else None
     saved = Checkpoints(lambda: [LocalDisk(folder)], Every(10**6)) if folder else None
     trainer = train(
-        setup, job, steps, monitor=monitor, hooks=Hooks(on_step=on_step), checkpoints=saved
+        setup, job, steps, monitor=monitor, hooks=Callbacks(on_step=on_step), checkpoints=saved
     )
     told = f"rank {rank} completed {trainer.completed} in {trainer.plan.layout.dp} replicas"
     sys.stdout.write(told + "\n")

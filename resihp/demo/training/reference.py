@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from resihp.contracts import Plan
-from resihp.elastic.engine import Setup
-from resihp.elastic.events import Hooks
-from resihp.elastic.local import LocalRanks
-from resihp.elastic.membership.plans import NoPlans
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.planning.sources import NoPlans
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.elastic.state.events import Callbacks
+from resihp.elastic.step import Setup
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 
 from .settings import DemoSettings
 from .worker import EventLog, undisturbed
@@ -53,7 +53,7 @@ def run_alone(rank: int, host: str, port: int, settings: DemoSettings, path: Pat
         Plan(version=0, layout=job.layout, quotas=job.quotas),
         Rendezvous(lambda: connect(host, port, "reference", timeouts), rank, [rank], timeouts),
         NoPlans(),
-        hooks=Hooks(on_step=events.step),
+        hooks=Callbacks(on_step=events.step),
     ).run(settings.steps)
 
 

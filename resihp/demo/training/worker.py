@@ -15,12 +15,12 @@ import torch
 
 from resihp.client import Client
 from resihp.contracts import Op, Plan, to_json
-from resihp.elastic.engine import Reduced, Setup
-from resihp.elastic.engine.pacing import Pacer
-from resihp.elastic.events import Hooks, Switch
-from resihp.elastic.membership.plans import ServicePlans
-from resihp.elastic.membership.rendezvous import Rendezvous
-from resihp.elastic.membership.store import Timeouts, connect
+from resihp.elastic.planning.sources import ServicePlans
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.elastic.state.events import Callbacks, LayoutChange
+from resihp.elastic.step import ReducedStep, Setup
+from resihp.elastic.step.pacing import Pacer
 from resihp.elastic.trainer import Trainer
 from resihp.hooks import Monitor
 
@@ -47,7 +47,7 @@ def run_rank(
             _pacer(settings, rank),
         )
 
-        def on_switch(switch: Switch) -> None:
+        def on_switch(switch: LayoutChange) -> None:
             monitor.plan_version = switch.plan.version
             events.switch(switch)
 
@@ -58,7 +58,7 @@ def run_rank(
                 lambda: connect(host, port, job.name, timeouts), rank, job.layout.ranks, timeouts
             ),
             ServicePlans(Client(url), job, patience=timedelta(seconds=8)),
-            hooks=Hooks(on_step=events.step, on_switch=on_switch),
+            hooks=Callbacks(on_step=events.step, on_switch=on_switch),
         )
         trainer.run(settings.steps)
         log.close()
@@ -70,7 +70,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
-    def step(self, reduced: Reduced, step_ms: float, plan: Plan) -> None:
+    def step(self, reduced: ReducedStep, step_ms: float, plan: Plan) -> None:
         """A step was completed."""
         self._write(
             kind="step",
@@ -80,7 +80,7 @@ class EventLog:
             plan_version=plan.version,
         )
 
-    def switch(self, switch: Switch) -> None:
+    def switch(self, switch: LayoutChange) -> None:
         """A plan was taken on."""
         self._write(
             kind="switch",

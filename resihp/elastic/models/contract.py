@@ -23,7 +23,7 @@ from torch import nn
 from resihp.contracts import ContractError
 from resihp.layout import Parameters, Range
 
-from ..worlds.comm import Group
+from ..process_groups.abortable import AbortableProcessGroup
 
 Part = str
 """`"first"`, `"layers.N"` or `"last"`."""
@@ -77,7 +77,9 @@ class Model(Protocol):
         """Width of the activation [T, width] that crosses a stage boundary."""
         ...
 
-    def build(self, part: Part, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def build(
+        self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         """The module of one part with the given ranges (by parameter name), values unset.
 
         First part: `forward(packed) -> [T, width]`. Layers: `forward(hidden, packed) -> hidden`.

@@ -15,11 +15,11 @@ from torch.nn import functional
 from resihp.contracts import ContractError, ModelShape
 from resihp.layout import Param, Parameters, Range
 
-from ..worlds.comm import Group
+from ..process_groups.abortable import AbortableProcessGroup
 from .attention import attend
 from .contract import Packed, Part
 from .randomness import Dropout
-from .tensor_parallel import enter_parallel, leave_parallel
+from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 from .weights import empty, normal, positions, width
 
@@ -78,7 +78,9 @@ class Gpt2:
             (Param("last.norm", (D,)), Param("last.bias", (D,)), table),
         )
 
-    def build(self, part: Part, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def build(
+        self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         """The module of one part with the given ranges, values unset."""
         if part == "first":
             return Embedding(self, ranges["table"], group)
@@ -110,7 +112,7 @@ class Gpt2:
 class Embedding(VocabularyEmbedding):
     """Token and position embedding."""
 
-    def __init__(self, model: Gpt2, rows: Range, group: Group) -> None:
+    def __init__(self, model: Gpt2, rows: Range, group: AbortableProcessGroup) -> None:
         super().__init__(rows, model.width, group)
         self.positions = empty(model.context, model.width)
         self.drop = Dropout(model.dropout, model.seed, "first")
@@ -124,7 +126,9 @@ class Embedding(VocabularyEmbedding):
 class Block(nn.Module):
     """One layer with the heads and FFN columns of this rank."""
 
-    def __init__(self, model: Gpt2, part: Part, ranges: Mapping[str, Range], group: Group) -> None:
+    def __init__(
+        self, model: Gpt2, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> None:
         super().__init__()
         D, N, F = model.width, width(ranges["wq"]), width(ranges["w_in"])
         self.head_dim, self.group = model.shape.head_dim, group
@@ -148,7 +152,7 @@ class Block(nn.Module):
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document; the output's bias counts once in the group."""
-        x_TD = enter_parallel(x_TD, self.group, in_place=True)
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
         q_TNH, k_TNH, v_TNH = (
             functional.linear(x_TD, weight, bias).unflatten(-1, (-1, self.head_dim))
             for weight, bias in ((self.wq, self.bq), (self.wk, self.bk), (self.wv, self.bv))
@@ -158,14 +162,14 @@ class Block(nn.Module):
         else:
             out_TNH = attend(q_TNH, k_TNH, v_TNH, packed.seq_lens)
         out_TD = functional.linear(out_TNH.flatten(1), self.wo)
-        return leave_parallel(out_TD, self.group, in_place=True) + self.bo
+        return reduce_from_tp_region(out_TD, self.group, in_place=True) + self.bo
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Two matrices with a GELU (tanh form) between them."""
-        x_TD = enter_parallel(x_TD, self.group, in_place=True)
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
         h_TF = functional.gelu(functional.linear(x_TD, self.w_in, self.b_in), approximate="tanh")
         out_TD = functional.linear(h_TF, self.w_out)
-        return leave_parallel(out_TD, self.group, in_place=True) + self.b_out
+        return reduce_from_tp_region(out_TD, self.group, in_place=True) + self.b_out
 
     def _attend_dropping(
         self, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, packed: Packed
@@ -193,7 +197,7 @@ class Block(nn.Module):
 class Head(VocabularyHead):
     """Final norm, projection on the tied table, and the sum of the token losses."""
 
-    def __init__(self, rows: Range, hidden: int, group: Group) -> None:
+    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
         super().__init__(rows, hidden, group)
         self.norm, self.bias = empty(hidden), empty(hidden)
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 from resihp.contracts import ModelShape
 from resihp.layout import Param, Parameters, Range
 
-from ..worlds.comm import Group
+from ..process_groups.abortable import AbortableProcessGroup
 from .attention import attend
 from .contract import Packed, Part
-from .tensor_parallel import enter_parallel, leave_parallel
+from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 from .weights import empty, normal, positions, width
 
@@ -77,7 +77,9 @@ class Llama:
             ("w_down", (s.hidden, s.ffn), 1, 1),
         )
 
-    def build(self, part: Part, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def build(
+        self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         """The module of one part with the given ranges, values unset."""
         if part == "first":
             return VocabularyEmbedding(ranges["table"], self.shape.hidden, group)
@@ -85,7 +87,7 @@ class Llama:
             return Head(ranges["table"], self.shape.hidden, group)
         return self.layer(ranges, group)
 
-    def layer(self, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def layer(self, ranges: Mapping[str, Range], group: AbortableProcessGroup) -> nn.Module:
         """One decoder layer."""
         return DecoderLayer(self.shape, ranges, group)
 
@@ -116,7 +118,9 @@ class Llama:
 class DecoderLayer(nn.Module):
     """One decoder layer with the heads and FFN columns of this rank."""
 
-    def __init__(self, shape: ModelShape, ranges: Mapping[str, Range], group: Group) -> None:
+    def __init__(
+        self, shape: ModelShape, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> None:
         super().__init__()
         D, self.head_dim, self.group = shape.hidden, shape.head_dim, group
         self.attention_norm = empty(D)
@@ -140,7 +144,7 @@ class DecoderLayer(nn.Module):
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document."""
-        x_TD = enter_parallel(x_TD, self.group, in_place=True)
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
         cos, sin = _rotary(packed.seq_lens, self.head_dim)
         q_TNH = functional.linear(x_TD, self.wq).unflatten(-1, (-1, self.head_dim))
         k_TKH = functional.linear(x_TD, self.wk).unflatten(-1, (-1, self.head_dim))
@@ -148,20 +152,22 @@ class DecoderLayer(nn.Module):
         q_TNH, k_TKH = _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
         out_TNH = attend(q_TNH, k_TKH, v_TKH, packed.seq_lens)
         out_TD = functional.linear(out_TNH.flatten(1), self.wo)
-        return leave_parallel(out_TD, self.group, in_place=True)
+        return reduce_from_tp_region(out_TD, self.group, in_place=True)
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """SwiGLU."""
-        x_TD = enter_parallel(x_TD, self.group, in_place=True)
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
         h_TF = functional.silu(functional.linear(x_TD, self.w_gate))
         h_TF = h_TF * functional.linear(x_TD, self.w_up)
-        return leave_parallel(functional.linear(h_TF, self.w_down), self.group, in_place=True)
+        return reduce_from_tp_region(
+            functional.linear(h_TF, self.w_down), self.group, in_place=True
+        )
 
 
 class Head(VocabularyHead):
     """Final norm, vocabulary-sharded projection, and the sum of the token losses."""
 
-    def __init__(self, rows: Range, hidden: int, group: Group) -> None:
+    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
         super().__init__(rows, hidden, group)
         self.norm = empty(hidden)
 

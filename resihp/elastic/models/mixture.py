@@ -19,9 +19,9 @@ from torch.nn import functional
 from resihp.contracts import ContractError, ModelShape
 from resihp.layout import Range
 
-from ..worlds.comm import Group
+from ..process_groups.abortable import AbortableProcessGroup
 from .llama import DecoderLayer, Entry, Llama
-from .tensor_parallel import enter_parallel, leave_parallel
+from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .weights import empty, width
 
 
@@ -45,7 +45,7 @@ class Mixture(Llama):
             ("w_down", (E, s.hidden, s.ffn), 2, 1),
         )
 
-    def layer(self, ranges: Mapping[str, Range], group: Group) -> nn.Module:
+    def layer(self, ranges: Mapping[str, Range], group: AbortableProcessGroup) -> nn.Module:
         """One decoder layer."""
         return MixtureLayer(self, ranges, group)
 
@@ -57,7 +57,9 @@ class Mixture(Llama):
 class MixtureLayer(DecoderLayer):
     """One decoder layer with this rank's heads and its columns of every expert."""
 
-    def __init__(self, model: Mixture, ranges: Mapping[str, Range], group: Group) -> None:
+    def __init__(
+        self, model: Mixture, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> None:
         self.experts, self.top_k = model.experts, model.top_k
         super().__init__(model.shape, ranges, group)
 
@@ -70,8 +72,8 @@ class MixtureLayer(DecoderLayer):
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Each token goes to its `top_k` experts, weighted by a softmax over their scores."""
         scores_TK, chosen_TK = functional.linear(x_TD, self.router).float().topk(self.top_k)
-        gates_TK = enter_parallel(scores_TK.softmax(dim=-1), self.group)
-        x_TD = enter_parallel(x_TD, self.group)
+        gates_TK = copy_to_tp_region(scores_TK.softmax(dim=-1), self.group)
+        x_TD = copy_to_tp_region(x_TD, self.group)
         out_TD = torch.zeros_like(x_TD)
         weights = zip(self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
         for expert, (gate_FD, up_FD, down_DF) in enumerate(weights):
@@ -81,4 +83,4 @@ class MixtureLayer(DecoderLayer):
             y = functional.linear(h * functional.linear(picked, up_FD), down_DF)
             gated = (y * gates_TK[token, rank].unsqueeze(-1)).to(out_TD.dtype)
             out_TD = out_TD.index_add(0, token, gated)
-        return leave_parallel(out_TD, self.group)
+        return reduce_from_tp_region(out_TD, self.group)

@@ -6,12 +6,14 @@ from typing import Any, cast
 
 import torch
 
-from ..worlds.comm import Group
+from ..process_groups.abortable import AbortableProcessGroup
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: AbortableProcessGroup, in_place: bool
+    ) -> torch.Tensor:
         ctx.group, ctx.in_place = group, in_place
         return tensor.view_as(tensor)
 
@@ -24,7 +26,9 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: AbortableProcessGroup, in_place: bool
+    ) -> torch.Tensor:
         if in_place:
             ctx.mark_dirty(tensor)  # whoever has saved it for its backward pass finds that out
         else:
@@ -36,7 +40,9 @@ class _Leave(torch.autograd.Function):
         return grad, None, None
 
 
-def enter_parallel(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+def copy_to_tp_region(
+    tensor: torch.Tensor, group: AbortableProcessGroup, *, in_place: bool = False
+) -> torch.Tensor:
     """Into a sharded region: identity forward, sum of the gradients over the group backward.
 
     `in_place` promises that what uses the result makes a new tensor for its gradient, as a matrix
@@ -47,7 +53,9 @@ def enter_parallel(tensor: torch.Tensor, group: Group, *, in_place: bool = False
     return cast(torch.Tensor, _Enter.apply(tensor, group, in_place))  # type: ignore[no-untyped-call]
 
 
-def leave_parallel(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+def reduce_from_tp_region(
+    tensor: torch.Tensor, group: AbortableProcessGroup, *, in_place: bool = False
+) -> torch.Tensor:
     """Out of a sharded region: sum over the group forward, identity backward.
 
     Summed in float32 whatever the precision of the operators, as a single rank's matrix product

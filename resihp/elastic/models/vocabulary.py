@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from resihp.layout import Range
 
-from ..worlds.comm import Group
+from ..process_groups.abortable import AbortableProcessGroup
 from .contract import Packed
-from .tensor_parallel import enter_parallel, leave_parallel
+from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 
 
 class VocabularyEmbedding(nn.Module):
@@ -21,7 +21,7 @@ class VocabularyEmbedding(nn.Module):
     A small share of a small vocabulary may be no row at all.
     """
 
-    def __init__(self, rows: Range, hidden: int, group: Group) -> None:
+    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
         super().__init__()
         self.rows, self.group = rows, group
         self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
@@ -32,30 +32,32 @@ class VocabularyEmbedding(nn.Module):
             return functional.embedding(packed.tokens, self.table)
         if len(self.table) == 0:
             nothing_D = self.table.sum(dim=0)
-            return leave_parallel(nothing_D.expand(len(packed.tokens), -1).clone(), self.group)
+            return reduce_from_tp_region(
+                nothing_D.expand(len(packed.tokens), -1).clone(), self.group
+            )
         local, outside = _localise(packed.tokens, self.rows)
         embedded_TD = functional.embedding(local, self.table)
         own_TD = embedded_TD.masked_fill(outside.unsqueeze(-1), 0.0)
-        return leave_parallel(own_TD, self.group, in_place=True)
+        return reduce_from_tp_region(own_TD, self.group, in_place=True)
 
 
 class VocabularyHead(nn.Module):
     """Projection on the rows [start, stop) of a vocabulary, and the loss over all of it."""
 
-    def __init__(self, rows: Range, hidden: int, group: Group) -> None:
+    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
         super().__init__()
         self.rows, self.group = rows, group
         self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
 
     def loss(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets, of normalised activations."""
-        x_TD = enter_parallel(x_TD, self.group, in_place=True)
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
         logits_TV = functional.linear(x_TD, self.table)
         return sharded_cross_entropy(logits_TV.float(), packed.targets, self.rows, self.group)
 
 
 def sharded_cross_entropy(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, rows: Range, group: Group
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, rows: Range, group: AbortableProcessGroup
 ) -> torch.Tensor:
     """Sum over T of the cross entropy; targets of -100 do not count.
 
@@ -73,7 +75,11 @@ def sharded_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, rows: Range, group: Group
+        ctx: Any,
+        logits_TV: torch.Tensor,
+        targets_T: torch.Tensor,
+        rows: Range,
+        group: AbortableProcessGroup,
     ) -> torch.Tensor:
         peak_T = group.all_reduce_max(logits_TV.amax(dim=-1))
         exp_TV = (logits_TV - peak_T.unsqueeze(-1)).exp_()

@@ -1,13 +1,13 @@
 """Optimizers whose state can be cut by range, and learning rates as functions of the step."""
 
 from .optimizer import Optimizer, no_decay_on_vectors
+from .optimizer_state import OptimizerStateSpec
 from .rates import Rate, constant, warmup, warmup_cosine
-from .state_form import StateForm
 
 __all__ = [
     "Optimizer",
+    "OptimizerStateSpec",
     "Rate",
-    "StateForm",
     "constant",
     "no_decay_on_vectors",
     "warmup",

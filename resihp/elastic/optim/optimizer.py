@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from resihp.contracts import ContractError
 from resihp.layout import Param, Parameters
 
+from .optimizer_state import OptimizerStateSpec, find_state_form
 from .rates import Rate, constant
-from .state_form import StateForm, find_state_form
 
 Options = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Optimizer:
         self.rate, self.max_norm = rate, max_norm
         self._make, self._options = partial(kind, **keywords), options
         self._name = getattr(kind, "__name__", repr(kind))
-        self.form: StateForm = find_state_form(self._name, self._make)
+        self.form: OptimizerStateSpec = find_state_form(self._name, self._make)
         self._checked = {repr([])}
 
     @property

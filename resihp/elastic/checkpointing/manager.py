@@ -1,0 +1,231 @@
+"""Writes one rank's part of the checkpoints of one layout."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch.distributed as dist
+
+from resihp.checkpoint import Checkpointer, EveryStep, IndependentRank, Level, SavePolicy
+from resihp.checkpoint.policy import SaveTiming
+from resihp.checkpoint.restore import restore
+from resihp.contracts import Plan
+from resihp.layout import Param, Range, writers
+
+from ..process_groups.abortable import AbortableProcessGroup
+from ..step import Cursor, Setup
+from ..step.shard import Shard, scalar_table
+from .memory_replicas import MemoryReplicas
+from .restore_group import RestoreGroup
+from .settings import Checkpoints
+from .shards import all_pieces, pieces_of, scalars_piece
+
+
+class Writer:
+    """Writes the ranges `spans` of this rank's shard at the steps that it is told.
+
+    The first save of the layout finds everything planned and allocated. `policy` is asked on one
+    rank alone, so that `saver` has none of its own. `connect` tells its levels where peers are.
+    """
+
+    def __init__(
+        self,
+        saver: Checkpointer,
+        policy: SavePolicy,
+        setup: Setup,
+        plan: Plan,
+        spans: Sequence[tuple[Param, Range]],
+        shard: Shard,
+        connect: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self._saver, self._policy, self._setup, self._spans = saver, policy, setup, spans
+        self._is_owed = False
+        self._begun_s: float | None = None
+        self._cost_s: float | None = None
+        self._blocked_before_s = 0.0
+        pieces = pieces_of(shard, self._spans, setup.model.parameters)
+
+        def prepare() -> None:
+            connect()
+            saver.prepare(pieces)
+
+        self._ready = threading.Thread(
+            target=prepare, name="resihp-checkpoint-prepare", daemon=True
+        )
+        self._ready.start()
+
+    def is_due(self, step: int) -> bool:
+        """What the policy says; and again until it has been done."""
+        now, counters = time.monotonic(), self._saver.counters
+        times = [c.durable_s for c in counters.levels.values() if c.durable_s is not None]
+        since_s = None if self._begun_s is None else now - self._begun_s
+        moment = SaveTiming(step, since_s, self._cost_s, max(times, default=None))
+        self._is_owed = self._is_owed or self._policy.is_due(moment)
+        return self._is_owed
+
+    def save(self, step: int, shard: Shard) -> None:
+        """Begin to save the state after `step`."""
+        self._ready.join()
+        self._blocked_before_s = self._saver.counters.blocking_s
+        data = self._setup.data
+        extra = {
+            "plan": self.plan.version,
+            "cursor": data.state_dict() if isinstance(data, Cursor) else None,
+        }
+        self._begun_s = time.monotonic()
+        pieces = pieces_of(shard, self._spans, self._setup.model.parameters)
+        self._is_owed = not self._saver.save(step, pieces, extra)
+
+    def fence(self) -> None:
+        """Wait for copies."""
+        if self._begun_s is not None:
+            self._saver.fence()
+            self._cost_s = self._saver.counters.blocking_s - self._blocked_before_s
+
+    def wait(self, timeout_s: float) -> None:
+        """Until everything that was begun is written, at most so long."""
+        self._ready.join()
+        self._saver.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """As `wait`, and end all threads."""
+        self._ready.join()
+        self._saver.close(timeout_s)
+
+
+_log = logging.getLogger("resihp.elastic")
+_UNTIL_WRITTEN_S = 600.0
+_UNTIL_GIVEN_UP_S = 10.0
+
+
+class CheckpointManager:
+    """A `StateManager` on the levels of `Checkpoints`.
+
+    Each layout has a `Writer` of its own, as other ranks write other ranges, and begins a lineage
+    of checkpoints. `store` gives all ranks the same time of the job's start: it names the job, so
+    that files which an earlier start left unfinished are not taken for ours, and lineages are as
+    old as it and their layout's generation say, whatever the ranks' clocks do.
+    """
+
+    can_restore = True
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        setup: Setup,
+        rank: int,
+        store: dist.Store,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._checkpoints, self._setup, self._rank = checkpoints, setup, rank
+        self._job = store.compare_set("checkpoints", "", f"{time.time_ns()}-{rank}").decode()
+        self._started = int(self._job.split("-")[0])
+        self._writer: Writer | None = None
+        keep = checkpoints.in_memory
+        self._copies = MemoryReplicas(keep, rank, host, store) if keep else None
+
+    def prepare(self, plan: Plan, generation: int, shard: Shard) -> None:
+        """Plan and make buffers for a layout that is new, in the background."""
+        before = self._writer
+        if before is not None and before.plan.layout == plan.layout:
+            before.plan = plan
+            return
+        if before is not None:
+            closing = threading.Thread(target=before.close, args=(_UNTIL_WRITTEN_S,), daemon=True)
+            closing.name = "resihp-checkpoint-close"
+            closing.start()
+        levels, connect = self._levels_of(plan.layout.ranks)
+        checkpointer = Checkpointer(
+            levels,
+            EveryStep(),
+            ranks=IndependentRank(self._rank, plan.layout.ranks, f"{self._job}.{generation}"),
+            clock=lambda: self._started + generation,
+        )
+        spans = writers(plan.layout, self._setup.model.parameters)[self._rank]
+        policy = self._checkpoints.policy
+        self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard, connect)
+
+    def is_due(self, step: int) -> bool:
+        """What the policy says, and again until it has been done."""
+        return self._writer is not None and self._writer.is_due(step)
+
+    def save(self, step: int, shard: Shard) -> None:
+        """Begin to save the state after `step`."""
+        assert self._writer is not None, "prepared before the step"
+        self._writer.save(step, shard)
+
+    def fence(self) -> None:
+        """Wait for copies, never for storage."""
+        if self._writer is not None:
+            self._writer.fence()
+
+    def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
+        """Bring `shard` to the newest usable checkpoint, and the data's cursor along with it."""
+        if self._writer is not None:
+            self._writer.wait(_UNTIL_GIVEN_UP_S)  # nothing may come or go while it is read
+        ranks, setup = RestoreGroup(group, self._rank), self._setup
+        table = scalar_table(setup.model, setup.optimizer)
+        pieces = [] if shard is None else [*all_pieces(shard), *scalars_piece(table)]
+        with self._levels() as levels, self._others(ranks) as copies:
+            restored = restore([*copies, *levels], pieces, ranks)
+        _log.warning("went back to step %d, read from %s", restored.step, restored.level)
+        completed, self._started = restored.step + 1, max(self._started, restored.newest_born + 1)
+        if shard is not None:
+            shard.set_scalars(table, completed)
+        if isinstance(setup.data, Cursor):
+            setup.data.load_state_dict(cast(dict[str, object], restored.extra["cursor"]))
+        return completed
+
+    def resume(self, group: AbortableProcessGroup, shard: Shard) -> int:
+        """As `restore`; 0 where no rank sees a checkpoint."""
+        with self._levels() as levels:
+            has_any = any(level.steps() for level in levels)
+        is_there = any(RestoreGroup(group, self._rank).gather(has_any))
+        return self.restore(group, shard) if is_there else 0
+
+    def close(self, *, is_done: bool) -> None:
+        """End all threads; what was begun is given time to be written."""
+        if self._writer is not None:
+            self._writer.close(_UNTIL_WRITTEN_S if is_done else _UNTIL_GIVEN_UP_S)
+        if self._copies is not None:
+            self._copies.close()
+
+    def _levels_of(self, ranks: Sequence[int]) -> tuple[list[Level], Callable[[], None]]:
+        """Where the ranks of a layout save, nearest first, and what connects them."""
+        levels = list(self._checkpoints.levels())
+        copies = self._copies
+        if copies is None or (len(ranks) == 1 and levels):
+            return levels, lambda: None
+        own, peer = copies.levels()
+        if len(ranks) == 1:
+            return [own], lambda: None
+        return [own, peer, *levels], lambda: copies.connect(peer, ranks)
+
+    @contextmanager
+    def _others(self, ranks: RestoreGroup) -> Iterator[Sequence[Level]]:
+        """What the memory of the ranks holds together; a collective call."""
+        if self._copies is None:
+            yield ()
+            return
+        told = ranks.gather(self._copies.address)
+        reader = self._copies.reader(dict(zip(ranks.all, told, strict=True)))
+        try:
+            yield (reader,)
+        finally:
+            reader.close()
+
+    @contextmanager
+    def _levels(self) -> Iterator[Sequence[Level]]:
+        levels = self._checkpoints.levels()
+        try:
+            yield levels
+        finally:
+            for level in levels:
+                level.close()

@@ -1,0 +1,90 @@
+"""Checkpoints in the memory of the ranks: each rank's in its own and in one peer's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from resihp.checkpoint import HostMemory, Level, PeerMemory
+from resihp.checkpoint.levels.host_memory import ImageStore
+from resihp.checkpoint.levels.peer_server import Address, PeerServer
+
+_log = logging.getLogger("resihp.elastic")
+_SILENCE_S = 10.0
+"""Longest wait on a peer, which may have been lost."""
+
+
+class MemoryReplicas:
+    """What one rank holds, its own and others', through all layouts of a job.
+
+    A layout's writer sends to a peer of that layout; what was sent before stays until enough of the
+    new has come, so that a loss soon after a change finds something whole.
+
+    host   by which peers reach this rank
+    store  tells all ranks the same token, and each where the others listen
+    """
+
+    def __init__(self, keep: int, rank: int, host: str, store: dist.Store) -> None:
+        self._rank, self._store = rank, store
+        self._own = HostMemory(keep=keep)
+        secret = secrets.token_hex(16)
+        token = store.compare_set("checkpoints/token", "", secret).decode()
+        self._server = PeerServer(
+            ImageStore(keep), self._own.store, (host, 0), token, 1000 * _SILENCE_S
+        )
+        store.set(_key(rank), json.dumps(self._server.address))
+
+    @property
+    def address(self) -> Address:
+        """Where this rank listens."""
+        return self._server.address
+
+    def levels(self) -> tuple[HostMemory, PeerMemory]:
+        """For the writer of one layout; the second has to be told whom to send to."""
+        return self._own, self._peer()
+
+    def connect(self, peer: PeerMemory, ranks: Sequence[int]) -> None:
+        """Choose a peer among the ranks of a layout, one on another host where there is any."""
+        try:
+            told = {rank: json.loads(self._store.get(_key(rank))) for rank in ranks}
+        except dist.DistError as error:
+            _log.warning("the store does not tell where peers are; no copies there: %s", error)
+            return
+        addresses: dict[int, Address] = {rank: (host, port) for rank, (host, port) in told.items()}
+        peer.connect(self._rank, addresses, distance=distance(self._rank, addresses))
+
+    def reader(self, addresses: Mapping[int, Address]) -> Level:
+        """What these ranks, this one among them, hold together."""
+        reader = self._peer()
+        reader.connect(self._rank, addresses)
+        return reader
+
+    def close(self) -> None:
+        """Let everything go."""
+        self._server.close()
+        self._own.store.forget()
+
+    def _peer(self) -> PeerMemory:
+        silence = timedelta(seconds=_SILENCE_S)
+        return PeerMemory(self._own, server=self._server, timeout=silence)
+
+
+def distance(rank: int, addresses: Mapping[int, Address]) -> int:
+    """From a rank to the next one on another host; 1 where all are on the same.
+
+    >>> distance(1, {0: ("a", 1), 1: ("a", 2), 2: ("a", 3), 3: ("b", 1)})
+    2
+    """
+    ranks = sorted(addresses)
+    turned = ranks[ranks.index(rank) + 1 :] + ranks[: ranks.index(rank)]
+    hosts = [addresses[other][0] != addresses[rank][0] for other in turned]
+    return hosts.index(True) + 1 if True in hosts else 1
+
+
+def _key(rank: int) -> str:
+    return f"checkpoints/at/{rank}"

@@ -1,0 +1,64 @@
+"""A rank's state as pieces of named tensors, which any other layout can read.
+
+`model.KEY` is a parameter, `optimizer.KEY.NAME` its moment of that name, and `optimizer.scalars`
+[groups, names] what the optimizer keeps as one number for each group of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from resihp.checkpoint import ShardedTensorPiece
+from resihp.layout import Param, Parameters, Range
+
+from ..step.shard import Shard, rows
+
+SCALARS = "optimizer.scalars"
+
+
+def pieces_of(
+    shard: Shard, spans: Sequence[tuple[Param, Range]], parameters: Parameters
+) -> list[ShardedTensorPiece]:
+    """What `shard` holds of the ranges `spans`: views of it, but copies of the scalars.
+
+    The scalars of a group are where the first row of its first parameter is.
+    """
+    pieces = [piece for param, span in spans for piece in _pieces(shard, param, span)]
+    firsts = {param for param, span in spans if span[0] == 0}
+    table = shard.scalars()
+    for row, (_, params) in enumerate(shard.settings.groups(parameters)):
+        if params[0] in firsts and table.shape[1]:
+            values = table[row : row + 1]
+            pieces.append(ShardedTensorPiece(SCALARS, tuple(table.shape), (row, 0), values))
+    return pieces
+
+
+def all_pieces(shard: Shard) -> list[ShardedTensorPiece]:
+    """Everything that `shard` holds, but the scalars. Room for moments is made where there is none.
+
+    The pieces are views, so that whoever writes to them writes to the shard.
+    """
+    for param in shard.tensors:
+        shard.reserve(param)
+    return [piece for param, span in shard.ranges.items() for piece in _pieces(shard, param, span)]
+
+
+def scalars_piece(table: torch.Tensor) -> list[ShardedTensorPiece]:
+    """The whole table of scalars; nothing where the optimizer has none."""
+    if not table.shape[1]:
+        return []
+    return [ShardedTensorPiece(SCALARS, tuple(table.shape), (0, 0), table)]
+
+
+def _pieces(shard: Shard, param: Param, span: Range) -> Iterator[ShardedTensorPiece]:
+    if span[0] == span[1]:
+        return
+    offsets = [0] * len(param.shape)
+    offsets[param.dim or 0] = span[0]
+    moments = (f"optimizer.{param.key}.{name}" for name in shard.settings.form.moments)
+    names = (f"model.{param.key}", *moments)
+    for name, tensor in zip(names, shard.state(param), strict=True):
+        view = rows(tensor, param, span, shard.ranges[param][0])
+        yield ShardedTensorPiece(name, param.shape, tuple(offsets), view)

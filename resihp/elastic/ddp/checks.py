@@ -1,0 +1,95 @@
+"""What a loop must not bring along, because replicas would silently differ or block."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from resihp.contracts import ContractError
+
+from .step import ReplicaRank
+
+
+def check_model(model: nn.Module, seat: ReplicaRank) -> None:
+    """Raises `ContractError` that says what to change."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ContractError("model", "none of its parameters is trained")
+    for name, module in model.named_modules():
+        _check_module(f"model.{name}" if name else "model", module, seat)
+    for name, parameter in model.named_parameters():
+        _check_parameter(f"model.{name}", parameter, seat)
+
+
+def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises `ContractError` if one updates what is not summed over the replicas."""
+    known = set(map(id, model.parameters()))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if not known.issuperset(map(id, group["params"])):
+                raise ContractError(
+                    "optimizer",
+                    "it updates parameters that are not the model's: put all of them into one "
+                    "module, and make the optimizer behind fully_shard",
+                )
+
+
+def fingerprint(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """A number that is the same where the optimizers' settings are."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    plain = [
+        (name, float(value))
+        for group in groups
+        for name, value in sorted(group.items())
+        if isinstance(value, (int, float, torch.Tensor))
+    ]
+    return float(zlib.crc32(repr(plain).encode()))
+
+
+def _check_module(name: str, module: nn.Module, seat: ReplicaRank) -> None:
+    if isinstance(module, FullyShardedDataParallel):
+        raise ContractError(name, "FSDP1 keeps its gradients to itself: use fully_shard (FSDP2)")
+    if isinstance(module, DistributedDataParallel):
+        size = module.process_group.size()
+        if size > seat.members:
+            raise ContractError(name, _across(f"DDP over {size} processes", seat))
+        module.register_forward_pre_hook(_refuse_no_sync)
+    if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
+        raise ContractError(
+            name,
+            "its running statistics depend on which microbatches a replica computes: use "
+            "LayerNorm or GroupNorm, or track_running_stats=False, or freeze it with eval()",
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        raise ContractError(name, "sparse gradients cannot be summed here: use sparse=False")
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, seat: ReplicaRank) -> None:
+    if isinstance(parameter, DTensor) and (size := parameter.device_mesh.size()) > seat.members:
+        raise ContractError(name, _across(f"its mesh has {size} processes", seat))
+    if parameter.requires_grad and getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ContractError(
+            name, "a hook acts on its gradient before that is summed over the replicas"
+        )
+
+
+def _across(what: str, seat: ReplicaRank) -> str:
+    return (
+        f"{what}, but a replica has {seat.members}: within a replica the groups are torch's, "
+        "between replicas they are ours. Make one group or mesh per replica"
+    )
+
+
+def _refuse_no_sync(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, DistributedDataParallel)
+    if torch.is_grad_enabled() and not module.require_backward_grad_sync:
+        raise ContractError(
+            "no_sync", "each microbatch's gradients must be whole: a loss may come behind it"
+        )

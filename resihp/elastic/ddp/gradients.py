@@ -1,0 +1,134 @@
+"""The gradients of one step in one process of a user's loop: added up, summed, put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from resihp.contracts import ContractError
+
+from ..microbatches.assignment import Assignment
+from ..microbatches.ledger import indices
+from ..microbatches.tree_sum import Node, nodes, put
+from .gradient_buckets import LoopAllReduce, local_gradients
+from .groups import ReplicaGroups
+
+
+class LoopGradients:
+    """Local sums stay as they are until `use`. In a fixed order they are node sums, in fp32.
+
+    overlap     send buckets while the last backward pass still runs
+    parameters  those that are trained in this step
+    total       the sums over all replicas, once they are known
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        microbatches: int,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        ordered: bool,
+    ) -> None:
+        self._all = list(parameters)
+        self.parameters: list[torch.nn.Parameter] = []
+        if ordered and any(parameter.dtype == torch.float64 for parameter in self._all):
+            raise ContractError("deterministic", "sums are made in fp32: too few bits for float64")
+        self.total: list[torch.Tensor] | None = None
+        self._microbatches, self._bucket_bytes = microbatches, bucket_bytes
+        self._overlap, self._ordered = overlap and not ordered, ordered
+        self._held: dict[Node, list[torch.Tensor]] = {}
+        self._ahead: LoopAllReduce | None = None
+
+    def begin(self) -> None:
+        """Start a step from nothing."""
+        self.total, self._ahead, self._held = None, None, {}
+        self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
+        self._drop()
+
+    @contextmanager
+    def adding(self, microbatch: int, peers: ReplicaGroups, *, is_last: bool) -> Iterator[None]:
+        """Around the passes of one microbatch; after the last one sums travel to `peers`."""
+        before = [parameter.grad for parameter in self.parameters]
+        if is_last and self._overlap and len(peers.mirrors) > 1:
+            self._ahead = LoopAllReduce(self.parameters, peers.mirrors, self._bucket_bytes)
+            with self._ahead.during_last_backward():
+                yield
+        else:
+            yield
+        self._check(before)
+        if self._ordered:
+            leaf = [gradient.float() for gradient in local_gradients(self.parameters)]
+            self._drop()
+            put(self._held, (microbatch, microbatch + 1), leaf, self._microbatches, _added)
+
+    def sum_over(self, peers: ReplicaGroups, shares: Sequence[Assignment], index: int) -> None:
+        """Find `total`. This replica is the `index`-th; `shares` are those of all."""
+        if self._ordered:
+            leaves = self._microbatches
+            nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
+            own = [held for _, held in sorted(self._held.items(), key=lambda item: item[0])]
+            like = local_gradients(self.parameters)
+            self.total = peers.sum_nodes(own, like, nodes_of, index, leaves)
+            return
+        ahead = self._ahead or LoopAllReduce(self.parameters, peers.mirrors, self._bucket_bytes)
+        self.total = ahead.finish()
+
+    def use(self, weight: float | None) -> None:
+        """Put the sums, divided by `weight`, in place of this replica's own."""
+        assert self.total is not None, "only gradients that are whole everywhere may be used"
+        if weight is not None:
+            for total in self.total:
+                total.div_(weight)
+        self._put_in_place(self.total)
+
+    def keep(self, share: Assignment) -> None:
+        """After a loss: bring the local sums to what was decided that they are."""
+        self._ahead = None
+        if not share.inherited:
+            self._held.clear()
+            for gradient in local_gradients(self.parameters):
+                gradient.zero_()
+        elif share.inherited[0].total:
+            assert self.total is not None
+            self._held = {(0, self._microbatches): self.total}
+            self._put_in_place(self.total)
+        self.total = None
+
+    def _put_in_place(self, total: Sequence[torch.Tensor]) -> None:
+        for parameter, summed in zip(self.parameters, total, strict=True):
+            if isinstance(parameter.grad, DTensor):
+                parameter.grad.to_local().copy_(summed)
+            else:
+                parameter.grad = summed.to(parameter.dtype)
+
+    def _check(self, before: Sequence[torch.Tensor | None]) -> None:
+        """Raises `ContractError` if the loop did something else than add up gradients."""
+        after = [parameter.grad for parameter in self.parameters]
+        if all(gradient is None for gradient in after):
+            raise ContractError(
+                "step",
+                "no parameter has a gradient behind a microbatch: call backward() in the inner "
+                "loop, and leave FSDP2's set_requires_gradient_sync(True)",
+            )
+        if any(old is not None and old is not new for old, new in zip(before, after, strict=True)):
+            raise ContractError(
+                "step",
+                "gradients were zeroed or replaced within a step: that, clipping and the update "
+                "belong behind the inner loop",
+            )
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    """left + right, in the memory of `left`."""
+    for total, gradient in zip(left, right, strict=True):
+        total.add_(gradient)
+    return left

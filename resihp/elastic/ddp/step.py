@@ -1,0 +1,91 @@
+"""What a training loop of the user's sees: the place of its process, and one step at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from resihp.contracts import ContractError
+
+from ..rendezvous.environment import Environment
+
+
+@dataclass(frozen=True)
+class ReplicaRank:
+    """Where this process stands: `replica` of `replicas`, `index` of the `members` in it.
+
+    `joins`: the job is running already, and this process is a part of a replica that comes (back).
+    """
+
+    replica: int
+    replicas: int
+    index: int = 0
+    members: int = 1
+    joins: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.replica < self.replicas and 0 <= self.index < self.members):
+            raise ContractError("seat", f"there is no place {self}")
+
+    @classmethod
+    def of(cls, environment: Environment, members: int) -> ReplicaRank:
+        """Replicas of `members` consecutive ranks each. Raises `ContractError` if any are left."""
+        rank, size, joins = environment.rank, environment.world_size, environment.joins
+        size = max(size, rank - rank % members + members) if joins else size
+        if members < 1 or size % members:
+            raise ContractError("members", f"{size} processes are no replicas of {members} each")
+        return cls(rank // members, size // members, rank % members, members, joins)
+
+    @property
+    def rank(self) -> int:
+        """Number over all processes."""
+        return self.replica * self.members + self.index
+
+    def ranks(self, replica: int) -> range:
+        """The processes of a replica."""
+        return range(replica * self.members, (replica + 1) * self.members)
+
+
+@dataclass(frozen=True)
+class MicrobatchReport:
+    """What a process reports of one microbatch; its weight is None if it gave none."""
+
+    loss: torch.Tensor | float = 0.0
+    weight: float | None = None
+
+
+@dataclass
+class Step:
+    """One step: iterate over it, and do forward and backward of each microbatch it yields.
+
+    When the loop ends, the gradients are the sums over all microbatches of the step, on every
+    replica alike, and `loss` is the sum of what was reported. Where weights were reported, both
+    are divided by the sum of the weights, `weight`: with losses that are sums over tokens, and
+    numbers of tokens as weights, they are means over the tokens of the step.
+    """
+
+    number: int
+    microbatches: Iterator[int]
+    loss: float = math.nan
+    weight: float | None = None
+    done: dict[int, MicrobatchReport] = field(default_factory=dict)
+    _present: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.microbatches:
+            self._present = index
+            yield index
+        self._present = None
+
+    def report(self, loss: torch.Tensor | float, *, weight: float | None = None) -> None:
+        """Tell the loss of the microbatch that was yielded last. Does not wait for the device."""
+        if self._present is None:
+            raise ContractError("report", "no microbatch is being computed")
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ContractError("report", f"a loss is one number, not {tuple(loss.shape)}")
+            loss = loss.detach()
+        self.done[self._present] = MicrobatchReport(loss, weight)

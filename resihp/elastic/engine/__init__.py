@@ -1,7 +1,0 @@
-"""One rank's part of a training step: passes, exchanges, gradient sums, update."""
-
-from .data import Cursor, DataSource, IteratorData
-from .engine import Engine, Reduced
-from .setup import Recorder, Setup
-
-__all__ = ["Cursor", "DataSource", "Engine", "IteratorData", "Recorder", "Reduced", "Setup"]

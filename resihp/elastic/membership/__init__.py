@@ -1,1 +1,0 @@
-"""How ranks find each other, agree on plans, and settle what holds after a loss."""

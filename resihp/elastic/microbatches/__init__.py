@@ -1,0 +1,1 @@
+"""Microbatch accounting of a step: ledger, assignment after a loss, order of summation."""

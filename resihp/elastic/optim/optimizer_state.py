@@ -1,0 +1,141 @@
+"""What an optimizer keeps for a parameter, and whether that can be cut by range.
+
+Found by trial on two small tensors, whole and in pieces: an optimizer whose update of a piece is
+the piece of its update works element by element, so any range of it can live anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import ParamsT
+
+from resihp.contracts import ContractError
+
+Make = Callable[[ParamsT], torch.optim.Optimizer]
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class OptimizerStateSpec:
+    """What an optimizer keeps for each parameter.
+
+    moments  names of the tensors of the parameter's shape; they move along with it
+    scalars  names of what is one number, the same for all parameters of a group
+    rest     what is no moment (scalars and None), with values to be replaced
+    eager    whether all of it is there before the first update
+    """
+
+    moments: tuple[str, ...]
+    scalars: tuple[str, ...]
+    rest: Mapping[str, object] = field(compare=False)
+    eager: bool
+
+    def fill(
+        self,
+        state: dict[str, Any],
+        tensor: torch.Tensor,
+        device: torch.device,
+        allot: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
+    ) -> None:
+        """Make room in `state` for what is kept for `tensor`; scalars live on `device`.
+
+        `allot` gives zeros of a tensor's shape.
+        """
+        for name in self.moments:
+            state[name] = allot(tensor)
+        for name, value in self.rest.items():
+            state[name] = value
+            if isinstance(value, torch.Tensor):
+                state[name] = value.clone().to(device)
+
+
+def find_state_form(name: str, make: Make) -> OptimizerStateSpec:
+    """The form of the state of the optimizers that `make` makes.
+
+    Raises `ContractError` that says why the state of optimizer `name` cannot be cut by range.
+    """
+    matrix = _tried(name, make, (6, 4))
+    vector = _tried(name, make, (6,))
+    if matrix != vector:
+        raise _refusal(name, "it keeps other state for vectors than for matrices")
+    return matrix
+
+
+def _tried(name: str, make: Make, shape: tuple[int, ...]) -> OptimizerStateSpec:
+    whole, optimizer, eager = _run(name, make, shape, cuts=None)
+    form = _form(name, optimizer.state[whole[0]], shape, eager)
+    if set(optimizer.state) - set(whole):
+        raise _refusal(name, "it keeps state that belongs to no parameter")
+    for dim in range(len(shape)):
+        pieces, cut, _ = _run(name, make, shape, cuts=(dim, 1))
+        joined = torch.cat([piece.detach() for piece in pieces], dim)
+        kept = [torch.cat([cut.state[p][key] for p in pieces], dim) for key in form.moments]
+        held = [optimizer.state[whole[0]][key] for key in form.moments]
+        for ours, theirs in zip([joined, *kept], [whole[0].detach(), *held], strict=True):
+            if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6):
+                raise _refusal(name, f"elements along dimension {dim} depend on each other")
+    return form
+
+
+def _run(
+    name: str, make: Make, shape: tuple[int, ...], cuts: tuple[int, int] | None
+) -> tuple[Sequence[nn.Parameter], torch.optim.Optimizer, bool]:
+    """Some updates of a tensor, whole or cut at a row of a dimension; made-up gradients."""
+
+    def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+        if cuts is None:
+            return [tensor.clone()]
+        dim, row = cuts
+        return [p.clone() for p in tensor.split([row, shape[dim] - row], dim)]
+
+    numel = torch.Size(shape).numel()
+    params = [nn.Parameter(p) for p in pieces(torch.linspace(0.3, 1.7, numel).view(shape))]
+    try:
+        optimizer = make(params)
+        options = [_numbers(group) for group in optimizer.param_groups]
+        eager = bool(optimizer.state.get(params[0]))
+        for step in range(_STEPS):
+            grad = torch.linspace(-2.0, 3.0, numel).mul(step + 1.0).sin().view(shape)
+            for param, part in zip(params, pieces(grad), strict=True):
+                param.grad = part
+            optimizer.step()
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise _refusal(name, str(error).strip().splitlines()[0]) from error
+    if options != [_numbers(group) for group in optimizer.param_groups]:
+        raise _refusal(name, "it keeps state in its parameter groups")
+    return params, optimizer, eager
+
+
+def _form(
+    name: str, state: dict[str, Any], shape: tuple[int, ...], eager: bool
+) -> OptimizerStateSpec:
+    moments, scalars = [], []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+            moments.append(key)
+        elif isinstance(value, int | float) or _is_number(value):
+            scalars.append(key)
+        elif value is not None:
+            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise _refusal(name, f"its {key!r} ({found}) has not the parameter's shape")
+    if any(state[key].dtype != torch.float32 for key in moments):
+        raise _refusal(name, "it is not kept in float32")
+    rest = {key: value for key, value in state.items() if key not in moments}
+    return OptimizerStateSpec(tuple(sorted(moments)), tuple(sorted(scalars)), rest, eager)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _numbers(group: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in group.items() if isinstance(value, int | float)}
+
+
+def _refusal(name: str, why: str) -> ContractError:
+    return ContractError("optimizer", f"the state of {name} cannot be cut by range: {why}")

@@ -1,0 +1,1 @@
+"""Sources of plans (sidecar or in-process scheduler) and their publication to all ranks."""

@@ -1,0 +1,69 @@
+"""Adds up flat tensors of several ranks along the fixed tree, whoever holds which node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+
+from ..microbatches.tree_sum import Node, put
+from .abortable import AbortableProcessGroup
+
+
+def tree_allreduce(
+    group: AbortableProcessGroup,
+    index: int,
+    own: Sequence[torch.Tensor],
+    size: int,
+    nodes_of: Sequence[Sequence[Node]],
+    leaves: int,
+) -> torch.Tensor:
+    """The sum [size] of all leaves, the same bits on every rank. Collective over `group`.
+
+    index     this rank's place in the group
+    own       this rank's sums [size], one for each of its nodes
+    nodes_of  the nodes of each rank of the group, in its order; all ranks know them
+
+    Every rank adds up one slice of all nodes, then slices are shared: as many bytes as a ring
+    all-reduce where each rank holds one node, and for k nodes (k + 1) / 2 times as many.
+    """
+    width = -(-size // len(group))
+    slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
+    sent = [flat[part.start : part.stop] for part in slices for flat in own]
+    mine = len(slices[index])
+    received = torch.empty(mine * sum(map(len, nodes_of)))
+    group.all_to_all(
+        received,
+        torch.cat(sent) if sent else torch.empty(0),
+        [mine * len(held) for held in nodes_of],
+        [len(part) * len(own) for part in slices],
+    )
+    added = torch.zeros(width)
+    if mine:
+        added[:mine] = _added(nodes_of, received.split(mine), leaves)
+    return torch.cat(group.all_gather(added))[:size]
+
+
+def _added(
+    nodes_of: Sequence[Sequence[Node]], parts: Sequence[torch.Tensor], leaves: int
+) -> torch.Tensor:
+    """Node sums of one slice, rank after rank, added up along the tree.
+
+    The second copies of a tied parameter hold other parts of leaves that are there already: they
+    get a tree of their own, and the sums are added in the end. Where some replicas have one copy
+    only, the second tree has gaps.
+    """
+    trees: list[tuple[set[int], dict[Node, torch.Tensor]]] = []
+    left = iter(parts)
+    for nodes in nodes_of:
+        covered = {leaf for node in nodes for leaf in range(*node)}
+        free = [tree for tree in trees if tree[0].isdisjoint(covered)]
+        if not free:
+            free = [(set(), {})]
+            trees += free
+        seen, tree = free[0]
+        seen |= covered
+        for node in nodes:
+            put(tree, node, next(left), leaves, torch.Tensor.add_)
+    return reduce(torch.Tensor.add_, [tree[node] for _, tree in trees for node in sorted(tree)])

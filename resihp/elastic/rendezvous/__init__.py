@@ -1,0 +1,1 @@
+"""Rendezvous of ranks: store, heartbeats, consensus after a failure, joiners."""

@@ -1,0 +1,89 @@
+"""Who a process is and where it finds the others, in the variables that torchrun sets.
+
+`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`. The launcher's store is used where it has one
+(`TORCHELASTIC_USE_AGENT_STORE`); without one, rank 0 hosts it, and the job depends on that rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from resihp.contracts import ContractError
+
+from .membership import Rendezvous
+from .store import Timeouts, address_towards, connect, host_store
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Who this process is, and where the others are to be found.
+
+    prefix        of all keys in the store; another one for each restart
+    hosts_store   this process has to host the store itself
+    joins         the job is running already
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    prefix: str
+    hosts_store: bool
+    joins: bool
+
+    @classmethod
+    def read(cls, given: Mapping[str, str]) -> Environment:
+        """From environment variables. Raises `ContractError` that names the one that is wrong."""
+        rank = _number(given, "RANK")
+        is_hosted = given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "true")
+        run, restart = given.get("TORCHELASTIC_RUN_ID"), given.get("TORCHELASTIC_RESTART_COUNT")
+        joins = given.get("RESIHP_JOIN") == "1"
+        return cls(
+            rank=rank,
+            world_size=_number(given, "WORLD_SIZE"),
+            host=given.get("MASTER_ADDR", "127.0.0.1"),
+            port=_number(given, "MASTER_PORT"),
+            prefix=store_prefix(run or "none", restart or "0"),
+            hosts_store=rank == 0 and not is_hosted and not joins,
+            joins=joins,
+        )
+
+    def connect(self, timeouts: Timeouts) -> dist.Store:
+        """A connection of its own to the store; one thread must not block another's."""
+        return connect(self.host, self.port, self.prefix, timeouts)
+
+    def rendezvous(
+        self, members: Collection[int], timeouts: Timeouts, *, interface: str | None = None
+    ) -> Rendezvous:
+        """This process's view of the `members`; none where it joins a job that is running.
+
+        interface  address by which other hosts reach this one; default: the one towards the store
+        """
+        return Rendezvous(
+            lambda: self.connect(timeouts),
+            self.rank,
+            () if self.joins else members,
+            timeouts,
+            host=interface or address_towards(self.host, self.port),
+        )
+
+    def host_store(self, timeouts: Timeouts) -> dist.Store | None:
+        """The store, if this process has to host it; to be kept until the job has ended."""
+        if not self.hosts_store:
+            return None
+        return host_store(self.host, self.port, timeouts.connect)
+
+
+def store_prefix(run: str, restart: str) -> str:
+    """Under which the keys of one run stand, so that its launcher can tell who has died."""
+    return f"resihp/{run}/{restart}"
+
+
+def _number(given: Mapping[str, str], name: str) -> int:
+    value = given.get(name)
+    if value is None or not value.isdigit():
+        raise ContractError(name, f"must be a number, as torchrun sets it, not {value!r}")
+    return int(value)

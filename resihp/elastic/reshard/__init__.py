@@ -1,0 +1,1 @@
+"""Live resharding: build the next generation beside training, transfer state, commit."""

@@ -1,0 +1,31 @@
+"""What a process does before it takes a place: everything that is slow the first time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..models import Packed
+from ..process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
+from ..step import Setup
+from ..step.shard import part_ranges
+
+_TOKENS = 16
+
+
+def warm_up(setup: Setup, network: ProcessGroupFactory) -> None:
+    """One pass of one whole layer, and one update, on throw-away data; no other rank takes part."""
+    layer = setup.model.parameters.layers[0]
+    whole = {param: (0, param.size) for param in layer}
+    alone: AbortableProcessGroup = network.group("warm-up", [network.rank])
+    module = setup.model.build("layers.0", part_ranges(layer, whole), alone)
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    hidden = torch.zeros(_TOKENS, setup.model.width, requires_grad=True)
+    ids = torch.zeros(_TOKENS, dtype=torch.long)
+    module(hidden, Packed(ids, ids, (_TOKENS,))).sum().backward()
+    tensors = {param: nn.Parameter(torch.zeros(1)) for param in layer}
+    optimizer = setup.optimizer.build(setup.model.parameters, tensors)
+    for tensor in tensors.values():
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.step()

@@ -1,0 +1,7 @@
+"""One rank's part of a training step: passes, exchanges, gradient sums, update."""
+
+from .data import Cursor, DataSource, IteratorData
+from .engine import Engine, ReducedStep
+from .setup import Recorder, Setup
+
+__all__ = ["Cursor", "DataSource", "Engine", "IteratorData", "Recorder", "ReducedStep", "Setup"]

@@ -1,0 +1,247 @@
+"""One training step of one rank: pipeline passes, gradient sum, agreement, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from resihp.contracts import ContractError, Op, Plan, Schedule
+from resihp.pipeline.orders import Part, Pass
+
+from ..microbatches.assignment import full_assignments
+from ..microbatches.ledger import GradientHolding, SurvivingSum, indices
+from ..models import Packed
+from ..process_groups.abortable import WaitClock
+from ..process_groups.layout_groups import LayoutGroups
+from .counts import account, clip, holding, losses_of, norm_of, squared_norms
+from .data import Cursor
+from .gradient_accumulation import (
+    DeterministicGradientSum,
+    Gradients,
+    GradientSum,
+    Parts,
+    StepRemainder,
+)
+from .gradient_allreduce import BucketedAllReduce, Reduction, TreeAllReduce
+from .schedule import check_schedule, order_of
+from .setup import Setup
+from .shard import Shard
+from .stage_runner import StageRunner
+from .telemetry import Telemetry
+
+
+@dataclass(frozen=True)
+class ReducedStep:
+    """A step whose gradients are summed everywhere, so that every rank can make the update.
+
+    loss   mean over the tokens of the step
+    norm   of the whole gradient
+    ready  number of ranks ready for the next generation, and the sum of their generation numbers
+    is_due the state after this step is to be saved
+    """
+
+    step: int
+    loss: float
+    norm: float
+    ready: tuple[int, int]
+    is_due: bool = False
+
+
+class Engine:
+    """Runs steps of one rank in one world.
+
+    A step is `accumulate`, `reduce`, `update`. Until `update` the local sums stay as they are, so
+    whatever happens before it loses no other replica's work. Before it, `total` holds the whole
+    gradients, summed here or handed over by another world. `rest` is what remains of a step that
+    another world has begun; None: the next step is a whole one.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        world: LayoutGroups,
+        shard: Shard,
+        plan: Plan,
+        waited: WaitClock,
+        rest: StepRemainder | None = None,
+    ) -> None:
+        self.setup, self.world, self.shard, self.plan = setup, world, shard, plan
+        self._telemetry = Telemetry(setup.record, waited)
+        check_schedule(plan)
+        self._passes = StageRunner(
+            setup.model,
+            world,
+            shard,
+            split=plan.schedule is Schedule.ZERO_BUBBLE,
+            compute_dtype=setup.compute_dtype,
+        )
+        kind = DeterministicGradientSum if setup.deterministic else GradientSum
+        self._sums = kind(shard.tensors, plan.microbatches)
+        self.total: Gradients | None = None
+        self._losses: dict[int, float] = {}
+        self._start(rest or StepRemainder(full_assignments(plan)))
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether all passes of this rank in the present step are done."""
+        return self._sums.finished == self._share.whole
+
+    def holding(self, generation: int) -> GradientHolding:
+        """What this rank's gradients stand for now."""
+        summed = self.total is not None
+        return holding(self.world, generation, self._sums.finished, summed=summed)
+
+    def parts_of(self, kept: SurvivingSum) -> Parts:
+        """This rank's ranges of a sum that its replica holds."""
+        if kept.total:
+            assert self.total is not None
+            return [((0, self.plan.microbatches), self.total)]
+        return self._sums.parts()
+
+    def losses_of(self, kept: SurvivingSum) -> Mapping[int, float]:
+        """The losses that this rank knows of a kept sum's microbatches."""
+        if kept.total:
+            return self._losses
+        is_mine = self.world.place.dp == kept.replica and self.world.after is None
+        return self._sums.losses if is_mine else {}
+
+    def accumulate(self, step: int, is_broken: Callable[[], bool] = lambda: False) -> None:
+        """All passes of this rank's microbatches; no other replica takes part.
+
+        A replica of one stage leaves off between two microbatches when the world `is_broken`, if
+        a replica of several ranks is hurt that could share in what is left.
+        """
+        batches = self._load(step)
+        order = order_of(self.plan, self.world, len(batches))
+        last_of = {item.microbatch: item for item in order}
+        first_halves: dict[int, tuple[float, float]] = {}
+        for item in order:
+            packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
+            timing, loss_weight = self._telemetry.start(), self._loss_weight(packed)
+            with self._adding(item, index, is_last=item is order[-1]):
+                outgoing = self._passes.run(item, packed, loss_weight)
+            if item.op is Op.FORWARD and self.world.target(item.chunk) is None:
+                self._losses[index] = outgoing.item() * loss_weight
+            if item is last_of[item.microbatch]:
+                self._sums.finish(index, self._losses.pop(index, 0.0))
+            if self.setup.pacer is not None:
+                flops = self._passes.flops(item, packed)
+                self.setup.pacer.hold(flops, step, timing.compute_s)
+            self._passes.send(item, outgoing)
+            if item.part is Part.INPUT:
+                first_halves[index] = timing.stop_ms()
+                continue
+            timing.earlier = first_halves.pop(index, (0.0, 0.0))
+            self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
+            if self._may_leave_off() and item is not order[-1]:
+                told = torch.tensor([float(is_broken())])
+                if self.world.tp.all_reduce_max(told).item():
+                    break
+        self._passes.drain()
+
+    def reduce(self, step: int, ready_generation: int, *, is_due: bool = False) -> ReducedStep:
+        """Sum the gradients and agree that they are whole. Nothing is updated yet.
+
+        The last all-reduce is the point of no return: a rank that comes out of it knows that all
+        ranks hold whole gradients, so that the update of this step can always be completed.
+        `ready_generation` is the next generation that this rank has prepared, or 0; `is_due` asks
+        all ranks to save the state after this step.
+        """
+        timing, everyone = self._telemetry.start(), self.world.everyone
+        line = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
+        counting = everyone.start_all_reduce(line)  # on its way while the buckets are
+        total = self._reduction.finish()
+        squares = squared_norms(total, self.world, self.setup.model.parameters)
+        everyone.complete(counting)
+        self._losses, self.total = losses_of(line), total
+        votes = torch.tensor([ready_generation > 0, ready_generation, is_due], dtype=torch.float64)
+        summed = everyone.all_reduce(torch.cat((votes, squares)))
+        self._telemetry.record(Op.COLLECTIVE, step, timing)
+        ready = (round(float(summed[0])), round(float(summed[1])))
+        loss, norm = math.fsum(self._losses.values()), norm_of(summed[3:])
+        return ReducedStep(step, loss, norm, ready, bool(summed[2] > 0))
+
+    def update(self, norm: float, step: int) -> None:
+        """Clip the summed gradients and make the update. No communication."""
+        timing = self._telemetry.start()
+        optimizer, data = self.setup.optimizer, self.setup.data
+        assert self.total is not None, "only a gradient that is whole everywhere may be used"
+        for param, tensor in self.shard.tensors.items():
+            tensor.grad = self.total[param]
+        if optimizer.max_norm is not None:
+            clip(self.shard, norm, optimizer.max_norm)
+        optimizer.set_rate(self.shard.optimizer, step)
+        self.shard.optimizer.step()
+        if isinstance(data, Cursor):
+            data.finish(step)
+        self._start(StepRemainder(full_assignments(self.plan)))
+        self._telemetry.record(Op.OPTIMIZER, step, timing)
+
+    def release(self) -> None:
+        """Free the state; only the groups are left. What another shard shares lives on there."""
+        for module in self.shard.parts.values():
+            for owner in module.modules():
+                owner._parameters.clear()
+        self.shard.tensors.clear()
+        self.shard.optimizer.state.clear()
+        self.shard.optimizer.param_groups.clear()
+
+    @contextmanager
+    def _adding(self, item: Pass, microbatch: int, *, is_last: bool) -> Iterator[None]:
+        """Around a pass, which may add to the gradients."""
+        # A split pass may come back to a parameter, so nothing of it is sent before its end.
+        sends_ahead = is_last and item.part is Part.WHOLE
+        with (
+            self._sums.adding(microbatch) if item.op is Op.BACKWARD else nullcontext(),
+            self._reduction.during_last_pass(self._passes.params(item))
+            if sends_ahead
+            else nullcontext(),
+        ):
+            yield
+
+    def _may_leave_off(self) -> bool:
+        """Between two microbatches of a replica of one stage; a pipeline would have to drain.
+
+        Where each other replica is one rank, none is left of a hurt one, so nobody gains by it.
+        """
+        layout, dp = self.world.layout, self.world.place.dp
+        others = (len(r.ranks) for i, r in enumerate(layout.replicas) if i != dp)
+        is_alone = self.world.before is None and self.world.after is None
+        return is_alone and not self._passes.in_flight and any(ranks > 1 for ranks in others)
+
+    def _start(self, rest: StepRemainder) -> None:
+        """Begin a step, or what is left of one."""
+        self._share = rest.shares[self.world.place.dp]
+        self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
+        self.total, self._losses = None, {}
+        self._reduction: Reduction
+        if self.setup.deterministic:
+            held = [share.whole for share in rest.shares]
+            self._reduction = TreeAllReduce(
+                self.shard, self.world, self._sums, held, self.plan.microbatches
+            )
+        else:
+            self._reduction = BucketedAllReduce(
+                self.shard, self.world, self._sums, bucket_bytes=self.setup.bucket_bytes
+            )
+
+    def _load(self, step: int) -> list[Packed]:
+        timing = self._telemetry.start()
+        batches = [self._microbatch(step, index) for index in self._share.todo]
+        self._telemetry.record(Op.DATA, step, timing)
+        return batches
+
+    def _microbatch(self, step: int, index: int) -> Packed:
+        packed: object = self.setup.data(step, index)
+        if not isinstance(packed, Packed):
+            kind = type(packed).__name__
+            raise ContractError("data", f"must give resihp.elastic.models.Packed, not {kind}")
+        return replace(packed, step=step, index=index)
+
+    def _loss_weight(self, packed: Packed) -> float:
+        """The token budget is the same for all microbatches, so the mean is over all of them."""
+        return 1.0 / (len(packed.tokens) * self.plan.microbatches)

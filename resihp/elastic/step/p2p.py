@@ -1,0 +1,102 @@
+"""Boundary activations and their gradients between stages of any tensor-parallel degrees."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ..process_groups.abortable import AbortableProcessGroup
+from ..process_groups.layout_groups import P2PLink, StageBoundary
+
+
+class P2PQueue:
+    """Sends without waiting; keeps what is on its way until it has arrived."""
+
+    def __init__(self) -> None:
+        self._on_the_way: deque[tuple[AbortableProcessGroup, dist.Work, torch.Tensor]] = deque()
+
+    def post(self, group: AbortableProcessGroup, chunk: torch.Tensor, source: int) -> None:
+        """Send `chunk` from this rank (`source`) to the other end of `group`."""
+        while self._on_the_way and self._on_the_way[0][1].is_completed():
+            self._finish_oldest()
+        self._on_the_way.append((group, group.start_broadcast(chunk, source), chunk))
+
+    def drain(self) -> None:
+        """Wait until everything has arrived."""
+        while self._on_the_way:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        group, work, _ = self._on_the_way.popleft()
+        group.complete(work)
+
+
+def send_forward(box: P2PQueue, boundary: StageBoundary, hidden_TD: torch.Tensor) -> None:
+    """Send this rank's chunks of an activation to the next stage."""
+    for link in boundary.links:
+        chunk = _chunk(hidden_TD, link, boundary)
+        box.post(link.forward, chunk, link.transfer.source)
+
+
+def send_backward(box: P2PQueue, boundary: StageBoundary, grad_TD: torch.Tensor) -> None:
+    """Send this rank's chunks of an activation's gradient to the previous stage."""
+    for link in boundary.links:
+        box.post(link.backward, _chunk(grad_TD, link, boundary), link.transfer.target)
+
+
+def receive_forward(
+    boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
+) -> torch.Tensor:
+    """The activation [tokens, width] from the previous stage, gathered over the own group."""
+    works = [(link.forward, link.transfer.source) for link in boundary.links]
+    return _receive(works, boundary, tp, tokens, width)
+
+
+def receive_backward(
+    boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
+) -> torch.Tensor:
+    """The gradient [tokens, width] from the next stage, gathered over the own group."""
+    works = [(link.backward, link.transfer.target) for link in boundary.links]
+    return _receive(works, boundary, tp, tokens, width)
+
+
+def _receive(
+    works: list[tuple[AbortableProcessGroup, int]],
+    boundary: StageBoundary,
+    tp: AbortableProcessGroup,
+    tokens: int,
+    width: int,
+) -> torch.Tensor:
+    rows = _rows_per_chunk(tokens, boundary)
+    held = [_chunks_of(index, len(tp), boundary.chunks) for index in range(len(tp))]
+    own_CD = torch.empty(max(held) * rows, width)
+    parts = own_CD.split(rows)
+    for (group, source), part in zip(works, parts, strict=False):
+        group.broadcast(part, source)
+    if len(tp) == 1:
+        return own_CD[:tokens]
+    gathered = tp.all_gather(own_CD)
+    kept = [part[: count * rows] for part, count in zip(gathered, held, strict=True)]
+    return torch.cat(kept)[:tokens]
+
+
+def _chunks_of(index: int, degree: int, chunks: int) -> int:
+    """How many of `chunks` the rank `index` of a group of `degree` sends or receives."""
+    return sum(chunk * degree // chunks == index for chunk in range(chunks))
+
+
+def _rows_per_chunk(tokens: int, boundary: StageBoundary) -> int:
+    return -(-tokens // boundary.chunks)
+
+
+def _chunk(tensor_TD: torch.Tensor, link: P2PLink, boundary: StageBoundary) -> torch.Tensor:
+    """The rows of one chunk; the last ones are padded, so that all chunks are equally long."""
+    rows = _rows_per_chunk(len(tensor_TD), boundary)
+    start = link.transfer.chunk * rows
+    chunk = tensor_TD.detach()[start : start + rows]
+    if len(chunk) < rows:
+        chunk = functional.pad(chunk, (0, 0, 0, rows - len(chunk)))
+    return chunk.contiguous()

@@ -1,0 +1,59 @@
+"""What a user gives the runtime, and what stays the same in every world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from resihp.contracts import Op
+
+from ..models import Model
+from ..optim import Optimizer
+from .data import DataSource
+from .pacing import Pacer
+
+
+class Recorder(Protocol):
+    """Takes microbatch records; `resihp.hooks.Monitor.record` is one."""
+
+    def __call__(
+        self,
+        *,
+        op: Op,
+        step: int,
+        microbatch: int,
+        compute_ms: float,
+        wait_ms: float,
+        chunk: int = 0,
+        tokens: int = -1,
+        sequences: int = -1,
+        sum_sq_len: int = -1,
+        max_len: int = -1,
+    ) -> None: ...
+
+
+def record_nothing(**fields: Any) -> None:
+    """A recorder for those who do not watch."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same in every world.
+
+    compute_dtype  precision of the operators under torch's autocast, e.g. `torch.bfloat16`;
+                   parameters, gradients and sums between ranks stay float32. None: all float32
+    deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
+                   bit of the training; costs memory and some speed (`DeterministicGradientSum`)
+    bucket_bytes   how much of a gradient travels at once while backward still runs
+    """
+
+    model: Model
+    optimizer: Optimizer
+    data: DataSource
+    record: Recorder = record_nothing
+    pacer: Pacer | None = None
+    compute_dtype: torch.dtype | None = None
+    deterministic: bool = False
+    bucket_bytes: int = 25 << 20

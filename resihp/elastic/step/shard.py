@@ -1,0 +1,211 @@
+"""What one rank holds of the model: modules, parameters and their optimizer state, by range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from resihp.contracts import ContractError
+from resihp.layout import Param, Range
+
+from ..models import Model
+from ..optim import Optimizer
+from ..process_groups.layout_groups import LayoutGroups
+
+Allot = Callable[[Param, torch.Tensor], torch.Tensor]
+"""Gives zeros of the shape of a tensor that belongs to a parameter, in memory that was touched."""
+
+
+def zeros(param: Param, like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape of `like`."""
+    return torch.zeros_like(like)
+
+
+@dataclass
+class Shard:
+    """The parts of one stage that a rank holds.
+
+    parts       modules by part name, in the order in which they are run
+    ranges      range of each parameter held here
+    tensors     the parameter tensors themselves
+    optimizer   updates exactly these tensors, one group for each of `settings.groups`
+    """
+
+    parts: dict[str, nn.Module]
+    ranges: dict[Param, Range]
+    tensors: dict[Param, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    settings: Optimizer
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers held here."""
+        return sum(name.startswith("layers.") for name in self.parts)
+
+    def state(self, param: Param) -> tuple[torch.Tensor, ...]:
+        """The parameter and its moments; zeros where the optimizer has made none yet."""
+        tensor = self.tensors[param]
+        held = self.optimizer.state.get(tensor, {})
+        moments = (held.get(name) for name in self.settings.form.moments)
+        return (tensor.data, *(torch.zeros_like(tensor) if m is None else m for m in moments))
+
+    def reserve(self, param: Param, allot: Allot | None = None) -> None:
+        """Make room for the state of a parameter, to be filled from another rank.
+
+        `allot` gives the memory; None: that which the optimizer has made serves, if it has.
+        """
+        tensor, defaults = self.tensors[param], self.optimizer.defaults
+        held = self.optimizer.state[tensor]
+        if held:
+            if allot is not None:
+                held.update((name, allot(param, tensor)) for name in self.settings.form.moments)
+            return
+        on_device = defaults.get("fused") or defaults.get("capturable")
+        device = tensor.device if on_device else torch.device("cpu")
+        self.settings.form.fill(held, tensor, device, partial(allot or zeros, param))
+
+    def forget_updates(self) -> None:
+        """Let the optimizer begin: what it makes before its first update only, it has."""
+        if not self.settings.form.eager:
+            self.optimizer.state.clear()
+
+    def scalars(self) -> torch.Tensor:
+        """The optimizer's scalars [groups, names], -inf where nothing is held that would tell."""
+        names = self.settings.form.scalars
+        table = _no_scalars(len(self.optimizer.param_groups), len(names))
+        for row, group in zip(table, self.optimizer.param_groups, strict=True):
+            held = next((self.optimizer.state.get(t) for t in group["params"]), None)
+            if held:
+                row.copy_(torch.tensor([float(held[name]) for name in names], dtype=row.dtype))
+        return table
+
+    def set_scalars(self, table: torch.Tensor, completed: int) -> None:
+        """Take on the optimizer's scalars as they are after `completed` updates."""
+        if completed == 0:
+            self.forget_updates()
+            return
+        for row, group in zip(table.tolist(), self.optimizer.param_groups, strict=True):
+            for tensor in group["params"]:
+                held = self.optimizer.state[tensor]
+                for name, value in zip(self.settings.form.scalars, row, strict=True):
+                    if isinstance(held[name], torch.Tensor):
+                        held[name].fill_(value)
+                    else:
+                        held[name] = type(held[name])(value)
+
+
+def scalar_table(model: Model, settings: Optimizer) -> torch.Tensor:
+    """As `Shard.scalars`, of a rank that holds nothing."""
+    return _no_scalars(len(settings.groups(model.parameters)), len(settings.form.scalars))
+
+
+def _no_scalars(groups: int, names: int) -> torch.Tensor:
+    return torch.full((groups, names), -torch.inf, dtype=torch.float64)
+
+
+def initial_shard(model: Model, settings: Optimizer, world: LayoutGroups) -> Shard:
+    """This rank's shard of a world, with the model's initial values."""
+    shard = build_shard(model, settings, world, allot=None)
+    for param, tensor in shard.tensors.items():
+        initial = model.initial(param.key, param.shape)
+        tensor.data.copy_(rows(initial, param, shard.ranges[param]))
+    return shard
+
+
+def build_shard(
+    model: Model,
+    settings: Optimizer,
+    world: LayoutGroups,
+    *,
+    present: Shard | None = None,
+    allot: Allot | None = zeros,
+) -> Shard:
+    """This rank's shard of a world, its memory in place but its values still to come.
+
+    What `present` holds in the very same range is shared with it, not copied: neither changes
+    before one of the two is let go. `allot` gives the memory of all else; None: it stays where it
+    was made, and the optimizer begins. Raises `ContractError` for a part that is not as the model
+    says.
+    """
+    place, parameters = world.place, model.parameters
+    parts = parameters.parts(world.layout.replicas[place.dp], place.pp)
+    ranges = {
+        param: param.ranges(world.stage.shares)[place.tp]
+        for params in parts.values()
+        for param in params
+    }
+    modules: dict[str, nn.Module] = {}
+    tensors: dict[Param, nn.Parameter] = {}
+    if present is not None:
+        held = present.ranges.items() & ranges.items()
+        tensors = {param: present.tensors[param] for param, _ in held}
+    for part, params in parts.items():
+        spans = part_ranges(params, ranges)
+        modules[part] = model.build(part, spans, world.tp)
+        check_part(modules[part], part, params, ranges)
+        for param in params:
+            owner, name = _owner(modules[part], name_in_part(param))
+            tensors.setdefault(param, owner.get_parameter(name))
+            owner.register_parameter(name, tensors[param])
+    tensors = {param: tensors[param] for param in ranges}
+    optimizer = settings.build(parameters, tensors)
+    shard = Shard(modules, ranges, tensors, optimizer, settings)
+    for param, tensor in tensors.items():
+        if present is not None and present.tensors.get(param) is tensor:
+            shard.optimizer.state[tensor] = present.optimizer.state[tensor]
+        elif allot is not None:
+            tensor.data = allot(param, tensor.data)
+            shard.reserve(param, allot)
+    return shard
+
+
+def check_part(
+    module: nn.Module, part: str, params: tuple[Param, ...], ranges: Mapping[Param, Range]
+) -> None:
+    """Whether a model has built a part as it said. Raises `ContractError`."""
+    found = module.state_dict()
+    for param in params:
+        tensor = found.pop(name_in_part(param), None)
+        if tensor is None:
+            raise ContractError(part, f"has no parameter {name_in_part(param)!r}")
+        start, stop = ranges[param]
+        due = list(param.shape)
+        due[param.dim or 0] = stop - start
+        if list(tensor.shape) != due or tensor.dtype != torch.float32:
+            raise ContractError(
+                param.key, f"must be built as float32 {due}, not {tensor.dtype} {[*tensor.shape]}"
+            )
+    if found:
+        raise ContractError(part, f"holds {next(iter(found))!r}, which the model does not name")
+
+
+def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The submodule that owns the parameter at `path`, and its name there."""
+    parent, _, name = path.rpartition(".")
+    return module.get_submodule(parent), name
+
+
+def name_in_part(param: Param) -> str:
+    """The parameter's name in the modules that hold it: its key without the part before it."""
+    return param.key.removeprefix(f"{home(param)}.")
+
+
+def home(param: Param) -> str:
+    """The part that a parameter's key names; a tied one lives in the last part as well."""
+    if param.key.startswith("layers."):
+        return ".".join(param.key.split(".", 2)[:2])
+    return param.key.split(".", 1)[0]
+
+
+def part_ranges(params: tuple[Param, ...], ranges: Mapping[Param, Range]) -> dict[str, Range]:
+    """The ranges of one part's parameters, by parameter name."""
+    return {name_in_part(param): ranges[param] for param in params}
+
+
+def rows(tensor: torch.Tensor, param: Param, span: Range, origin: int = 0) -> torch.Tensor:
+    """The view of `tensor` on rows `span` of `param`, where the tensor begins at row `origin`."""
+    return tensor.narrow(param.dim or 0, span[0] - origin, span[1] - span[0])

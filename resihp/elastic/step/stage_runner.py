@@ -1,0 +1,156 @@
+"""Passes of one rank's stage: takes in what a pass needs, computes, sends on what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from resihp.contracts import Op
+from resihp.layout import Param
+from resihp.pipeline.orders import Part, Pass
+
+from ..models import Model, Packed
+from ..process_groups.layout_groups import LayoutGroups
+from . import p2p as exchange
+from .shard import Shard, part_ranges
+from .split_backward import SplitBackward
+
+
+@dataclass
+class _Running:
+    """A microbatch whose forward pass through a chunk has run and whose backward pass has not.
+
+    embedded  output of the first part where the backward pass is split behind it
+    entry     leaf at which the gradient of the chunk's input gathers
+    output    what the chunk made of it
+    """
+
+    embedded: torch.Tensor | None
+    entry: torch.Tensor
+    output: torch.Tensor
+    halves: SplitBackward | None = None
+
+
+class StageRunner:
+    """Runs the passes of one stage in one world; gradients add up in the shard's tensors.
+
+    `run` a pass, then `send` what it returned; `drain` when all passes of a step have run.
+    `split` says that backward passes come in halves. `compute_dtype` is the precision of torch's
+    autocast for the forward pass; None: none.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        world: LayoutGroups,
+        shard: Shard,
+        *,
+        split: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._world, self._parts = model, world, shard.parts
+        replica, index = world.layout.replicas[world.place.dp], world.place.pp
+        self._chunks = [
+            model.parameters.chunk_parts(replica, index, chunk) for chunk in range(replica.chunks)
+        ]
+        self._ranges = {
+            part: part_ranges(held, shard.ranges)
+            for parts in self._chunks
+            for part, held in parts.items()
+        }
+        # A pipeline of one stage has no bubble: its second half is the whole pass.
+        self._split = split and (world.before is not None or world.after is not None)
+        self._compute_dtype = compute_dtype
+        self._running: dict[tuple[int, int], _Running] = {}
+        self._box = exchange.P2PQueue()
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose passes have begun and not ended."""
+        return len(self._running)
+
+    def run(self, item: Pass, packed: Packed, loss_weight: float) -> torch.Tensor:
+        """One pass. Returns what the neighbour needs: activation or gradient of the input.
+
+        The last chunk of the model returns the sum of the token losses from a forward pass.
+        `loss_weight` is what one token's loss counts in the loss of the step.
+        """
+        key = (item.microbatch, item.chunk)
+        if item.op is Op.FORWARD:
+            self._running[key] = running = self._forward(item.chunk, packed)
+            return running.output.detach()
+        running = self._running[key]
+        if item.part is not Part.INPUT:
+            del self._running[key]
+        if not self._split:
+            return self._whole(item, running, packed, loss_weight)
+        if item.part is Part.INPUT:
+            running.halves = SplitBackward(running.entry, running.output)
+            return running.halves.run_input(self._gradient(item, running, packed, loss_weight))
+        assert running.halves is not None, "the input half comes first"
+        running.halves.run_weights()
+        if running.embedded is not None:
+            running.embedded.backward(running.entry.grad)
+        return running.entry
+
+    def send(self, item: Pass, outgoing: torch.Tensor) -> None:
+        """Send what `run` returned to the neighbour that needs it, without waiting."""
+        source, target = self._world.source(item.chunk), self._world.target(item.chunk)
+        if item.op is Op.FORWARD and target is not None:
+            exchange.send_forward(self._box, target, outgoing)
+        is_input = item.op is Op.BACKWARD and item.part is not Part.WEIGHT
+        if is_input and source is not None:
+            exchange.send_backward(self._box, source, outgoing)
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._box.drain()
+
+    def flops(self, item: Pass, packed: Packed) -> float:
+        """Floating-point operations of a pass; a backward pass takes twice a forward one."""
+        forward = sum(
+            self._model.flops(part, self._ranges[part], packed) for part in self._chunks[item.chunk]
+        )
+        return forward * (2.0 if item.op is Op.BACKWARD and item.part is Part.WHOLE else 1.0)
+
+    def params(self, item: Pass) -> set[Param]:
+        """The parameters to whose gradients a backward pass adds."""
+        return {param for held in self._chunks[item.chunk].values() for param in held}
+
+    def _forward(self, chunk: int, packed: Packed) -> _Running:
+        source, tokens = self._world.source(chunk), len(packed.tokens)
+        embedded, entry = None, torch.empty(0)
+        if source is not None:
+            entry = exchange.receive_forward(source, self._world.tp, tokens, self._model.width)
+            entry.requires_grad_()
+        hidden = entry
+        with torch.autocast(
+            entry.device.type, self._compute_dtype, enabled=self._compute_dtype is not None
+        ):
+            for name in self._chunks[chunk]:
+                module = self._parts[name]
+                if name != "first":
+                    hidden = module(hidden, packed)
+                    continue
+                hidden = module(packed)
+                if self._split:
+                    embedded, entry = hidden, hidden.detach().requires_grad_()
+                    hidden = entry
+        return _Running(embedded, entry, hidden.float())
+
+    def _whole(
+        self, item: Pass, running: _Running, packed: Packed, loss_weight: float
+    ) -> torch.Tensor:
+        if item.part is not Part.INPUT:
+            running.output.backward(self._gradient(item, running, packed, loss_weight))
+        return running.entry if running.entry.grad is None else running.entry.grad
+
+    def _gradient(
+        self, item: Pass, running: _Running, packed: Packed, loss_weight: float
+    ) -> torch.Tensor:
+        """Gradient of the step's loss by this chunk's output."""
+        target, tokens = self._world.target(item.chunk), len(packed.tokens)
+        if target is None:
+            return torch.full_like(running.output, loss_weight)
+        return exchange.receive_backward(target, self._world.tp, tokens, self._model.width)

@@ -1,0 +1,90 @@
+"""Train a model elastically: the one call of a training script, under torchrun or our launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from resihp.client import Client
+from resihp.contracts import ContractError, Job, Plan
+
+from .checkpointing import Checkpoints
+from .monitoring import TrainingMonitor, with_monitor
+from .planning.sources import LocalPlans, PlanSource, ServicePlans
+from .rendezvous.environment import Environment
+from .rendezvous.store import Timeouts
+from .reshard.buffers import ReshardBudget
+from .state.events import Callbacks
+from .step import Setup
+from .trainer import Trainer
+
+
+def train(
+    setup: Setup,
+    job: Job,
+    steps: int,
+    *,
+    url: str | None = None,
+    token: str | None = None,
+    monitor: TrainingMonitor | None = None,
+    hooks: Callbacks | None = None,
+    timeouts: Timeouts | None = None,
+    memory: ReshardBudget | None = None,
+    checkpoints: Checkpoints | None = None,
+    interface: str | None = None,
+) -> Trainer:
+    """Train until `steps` updates have been made; every process of the job calls this.
+
+    url, token   of the sidecar (default: `RESIHP_URL`, `RESIHP_TOKEN`); without a url the scheduler
+                 plans in-process
+    monitor      that tells the sidecar how long this rank computes, e.g. `resihp.Monitor(job=job)`;
+                 without one nobody finds slow devices
+    memory       that a change of layout may take
+    checkpoints  that the job writes, and goes back to where state is lost; default: none
+    interface    address by which other hosts reach this one; default: the one towards the store
+
+    On SIGTERM this rank hands over and returns. Raises as `Trainer.run` does, and `ContractError`
+    if the environment does not fit the job.
+    """
+    environment, timeouts = Environment.read(os.environ), timeouts or Timeouts()
+    working = set(job.layout.ranks)
+    if not environment.joins and not working <= set(range(environment.world_size)):
+        raise ContractError("WORLD_SIZE", f"the layout needs {len(working)} ranks")
+    server = environment.host_store(timeouts)
+    members = range(environment.world_size)
+    hooks = hooks or Callbacks()
+    if monitor is not None:
+        setup, hooks = with_monitor(setup, hooks, monitor)
+    first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
+    trainer = Trainer(
+        setup,
+        first,
+        environment.rendezvous(members, timeouts, interface=interface),
+        _plans(job, url, token, timeouts),
+        hooks=hooks,
+        checkpoints=checkpoints,
+        memory=memory,
+    )
+    _leave_on_sigterm(trainer)
+    (trainer.join if environment.joins else trainer.run)(steps)
+    del server  # not before the last step
+    return trainer
+
+
+def _plans(job: Job, url: str | None, token: str | None, timeouts: Timeouts) -> PlanSource:
+    """Of the sidecar that is named here or in the environment; else of the scheduler here."""
+    url = url or os.environ.get("RESIHP_URL")
+    if not url:
+        return LocalPlans(job)
+    client = Client(url, token or os.environ.get("RESIHP_TOKEN"))
+    return ServicePlans(client, job, patience=timeouts.plan)
+
+
+def _leave_on_sigterm(trainer: Trainer) -> None:
+    def told(number: int, frame: FrameType | None) -> None:
+        trainer.leave()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, told)

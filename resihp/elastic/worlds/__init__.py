@@ -1,1 +1,0 @@
-"""Process groups whose waits can be abandoned, and the set of them that a layout needs."""
