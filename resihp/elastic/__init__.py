@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["Replicas", "init_replica_group", "train"]
 
 _HOMES = {
-    "Replicas": ".instep.replicas",
-    "init_replica_group": ".instep.replica_group",
-    "train": ".start",
+    "Replicas": ".ddp.replicas",
+    "init_replica_group": ".ddp.init",
+    "train": ".training",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: importing one room must not load the others."""
+    """Load a public name on first use; importing one of them does not load the others."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)
