@@ -1,4 +1,4 @@
-"""How often a job meets faults, what protects it, and how long a change of layout has to pay."""
+"""Fault rate of a job, its protection, and the horizon over which a change of layout must pay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import ContractError
 
 @dataclass(frozen=True)
 class FaultRate:
-    """What has been seen of faults, with a prior as heavy as one fault (a gamma posterior).
+    """Posterior of the fault rate: a gamma distribution whose prior weighs as much as one fault.
 
     prior_mtbf_s  mean time between faults that one would guess beforehand
     observed_s    how long the job has run;  `faults` how many it has had
@@ -36,7 +36,7 @@ class FaultRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """How a job lives with faults.
+    """Protection of a job against faults.
 
     faults      how often they come
     interval_s  between checkpoints; 0: no work is done again after a fault

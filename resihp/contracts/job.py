@@ -1,4 +1,4 @@
-"""What is trained, on what, and how it is spread: all that detector and scheduler know of a job."""
+"""Description of a job: model, hardware and layout, as detector and scheduler need it."""
 
 from __future__ import annotations
 

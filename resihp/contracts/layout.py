@@ -1,4 +1,4 @@
-"""Which rank holds which part of the model: replicas of stages of tensor-parallel groups."""
+"""Layout of the model over ranks: replicas of pipeline stages of tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Layout:
         )
 
     def under(self, schedule: Schedule | None) -> Layout:
-        """This layout as part of a plan with that schedule, or of none."""
+        """Return this layout as part of a plan with that schedule, or of none."""
         if self.schedule is schedule:
             return self
         same = copy(self)
@@ -196,14 +196,14 @@ class Layout:
         return max(stage.tp for replica in self.replicas for stage in replica.stages)
 
     def places(self) -> Iterator[Place]:
-        """Where each working rank stands, in the order of `ranks`."""
+        """Coordinates of each working rank, in the order of `ranks`."""
         for dp, replica in enumerate(self.replicas):
             for pp, stage in enumerate(replica.stages):
                 for tp, rank in enumerate(stage.ranks):
                     yield Place(rank=rank, dp=dp, pp=pp, tp=tp)
 
     def place_of(self, rank: int) -> Place | None:
-        """Where `rank` stands; None if it does not work in this layout."""
+        """Coordinates of `rank`; None if it does not work in this layout."""
         return next((place for place in self.places() if place.rank == rank), None)
 
     def stage_at(self, place: Place) -> Stage:

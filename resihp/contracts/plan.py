@@ -1,4 +1,4 @@
-"""What a job is to look like from a step on."""
+"""Plan of a job: layout, quotas and schedule that hold from a step on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the predicted step time lies above the bound, as a fraction of the bound."""
+        """Excess of the predicted step time over the bound, as a fraction of the bound."""
         return self.step_ms / self.bound_ms - 1.0 if self.bound_ms > 0 else 0.0
 
     @property

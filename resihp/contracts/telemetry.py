@@ -14,7 +14,7 @@ from .errors import ContractError
 
 
 class Op(IntEnum):
-    """What a record timed."""
+    """Kind of work that a record timed."""
 
     FORWARD = 0
     BACKWARD = 1

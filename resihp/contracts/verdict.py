@@ -1,4 +1,4 @@
-"""What the detector says of a device, and why a job is slow."""
+"""Verdict on a device, and diagnosis of a slow job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Status(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a job is slower than it could be."""
+    """Cause of lost time in a job."""
 
     NONE = "none"
     DEVICE = "device"
@@ -37,7 +37,7 @@ def _check_slowdown(slowdown: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said of one rank.
+    """Verdict on one rank.
 
     slowdown    observed over expected compute time; 1.0 is healthy
     since_step  first step of the present state; None where it was so from the start
@@ -66,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Why a job is slow.
+    """Diagnosis of a job: the share of the lost time of each cause.
 
     slowdown     step time over the ideal step time
     root_cause   the cause with the largest share; NONE where too little time is lost to name one

@@ -101,7 +101,7 @@ class Graph:
         *,
         until: NDArray[np.intp] | None = None,
     ) -> Times:
-        """When the last operation of every case ends, [case], or the last of `until`; see `replay`.
+        """End of the last operation of every case, [case], or of the last of `until`; see `replay`.
 
         Works on a few cases at a time, which takes little memory and stays in the cache.
         """
@@ -137,7 +137,7 @@ class Graph:
 
 
 def _ready(start: Times, level: _Level) -> Times:
-    """When every operation of a level finds all members of its group started."""
+    """Time at which all members of its group have started, for every operation of a level."""
     if len(level.members) == 1 and not level.synced.size:
         return start
     ready = start[level.members[0]]

@@ -15,7 +15,7 @@ from resihp.contracts import ContractError, Job, Op, Schedule
 
 
 class Part(StrEnum):
-    """How much of a pass: all of it, or one half of a split backward."""
+    """Part of a pass: all of it, or one half of a split backward."""
 
     WHOLE = "whole"
     INPUT = "input"  # gradient of the stage's input, what the previous stage waits for
@@ -113,7 +113,7 @@ def _one_f_one_b(ahead: int, microbatches: int) -> Iterator[Pass]:
 
 
 def _zero_bubble(ahead: int, put_off: int, microbatches: int) -> Iterator[Pass]:
-    """As 1F1B; the weight half follows `put_off` input halves later."""
+    """Order of 1F1B in which the weight half follows `put_off` input halves later."""
     for index in range(microbatches + max(ahead, 0)):
         if index < microbatches:
             yield Pass(Op.FORWARD, index)

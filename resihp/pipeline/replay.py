@@ -29,7 +29,7 @@ class Replay:
 
     @property
     def span(self) -> float:
-        """When the last pass ends."""
+        """Time at which the last pass ends."""
         return max((float(end[-1]) for end in self.ends if end.size), default=0.0)
 
 
@@ -112,7 +112,7 @@ _Links = Sequence[Sequence[Sequence[float]]]
 
 
 def _needs(orders: Sequence[Order], links: _Links, *, blocking: bool) -> _Needs:
-    """What every pass waits for besides the one before it in its stage."""
+    """Dependencies of every pass on passes of other stages."""
     needs: _Needs = [[[] for _ in order] for order in orders]
     for stage, row in enumerate(_sources(orders)):
         for index, source in enumerate(row):
