@@ -20,13 +20,13 @@ from resihp.contracts import (
     to_json,
 )
 
-from .arrays import Ints, State
+from .arrays import Ints
 from .evidence.status import FAIL_SLOW, FAIL_STOP
 from .expectation.predictor import LearnedCorrection, Predictor
 from .heartbeat import HeartbeatTracker
 from .layout_state import LayoutState
 from .links_and_hosts import LinkVerdict
-from .persistence import pack, unpack
+from .persistence import Persistent, pack, unpack
 from .probation import Probation
 from .probes import ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .recent_steps import RecentSteps
@@ -39,7 +39,7 @@ _ALONE = (ProbeKind.GEMM, ProbeKind.MEMORY)
 _SILENCE = "its heartbeats have stopped"
 
 
-class Detector:
+class Detector(Persistent):
     """Judges every rank of one job from the records of its microbatches.
 
     Call `update` with each batch as it arrives; whole steps, single ranks, late, repeated and out
@@ -51,6 +51,20 @@ class Detector:
     predictor   a fitted `detector.Predictor` of an earlier job of the same model and device type;
                 without one the job trains its own
     """
+
+    _saved = (
+        "plan_version",
+        "counters",
+        "_probe_budget",
+        "_probation",
+        "_layout_state",
+        "_heartbeats",
+        "_notes",
+        "_recent",
+        "_ahead",
+    )
+    _notes: dict[int, tuple[str, ...]]
+    _ahead: deque[TelemetryBatch]
 
     def __init__(
         self,
@@ -70,9 +84,9 @@ class Detector:
         self._probe_budget = ProbeBudget(self.settings.probes_per_minute)
         self._probation = Probation(self.settings)
         self._pending: dict[int, Verdict] = {}
-        self._notes: dict[int, tuple[str, ...]] = {}
+        self._notes = {}
         self._recent = RecentSteps()
-        self._ahead: deque[TelemetryBatch] = deque(maxlen=_AHEAD)
+        self._ahead = deque(maxlen=_AHEAD)
 
     @property
     def predictor(self) -> Predictor | None:
@@ -220,22 +234,9 @@ class Detector:
 
     def save(self) -> bytes:
         """Everything the detector knows, for `restore`."""
-        return pack(
-            {
-                "plan_version": self.plan_version,
-                "counters": dict(self.counters),
-                "layout": to_json(self.job.layout),
-                "quotas": list(self.job.quotas),
-                "schedule": self.job.schedule.value,
-                "ration": self._probe_budget.state(),
-                "bench": self._probation.state(),
-                "epoch": self._layout_state.state(),
-                "heartbeats": self._heartbeats.state(),
-                "notes": {str(rank): list(note) for rank, note in self._notes.items()},
-                "recent": self._recent.state(),
-                "ahead": [_columns(batch) for batch in self._ahead],
-            }
-        )
+        job = self.job
+        moved = {"layout": job.layout, "quotas": job.quotas, "schedule": job.schedule}
+        return pack({**self.state(), "moved": to_json(moved)})
 
     @classmethod
     def restore(
@@ -246,25 +247,18 @@ class Detector:
         Raises `ContractError` for bytes that `save` did not write.
         """
         saved = unpack(state)
-        layout = from_json(Layout, saved["layout"], "layout")
-        quotas = tuple(saved["quotas"])
+        layout, quotas, schedule = (
+            saved["moved"][name] for name in ("layout", "quotas", "schedule")
+        )
         moved = replace(
             job,
-            layout=layout,
-            quotas=quotas,
+            layout=from_json(Layout, layout, "layout"),
+            quotas=tuple(quotas),
             microbatches=sum(quotas),
-            schedule=Schedule(saved["schedule"]),
+            schedule=Schedule(schedule),
         )
         detector = cls(moved, settings=settings)
-        detector._probe_budget.load(saved["ration"])
-        detector._probation.load(saved["bench"])
-        detector.plan_version = saved["plan_version"]
-        detector.counters = saved["counters"]
-        detector._layout_state.load(saved["epoch"])
-        detector._heartbeats.load(saved["heartbeats"])
-        detector._notes = {int(rank): tuple(note) for rank, note in saved["notes"].items()}
-        detector._recent.load(saved["recent"])
-        detector._ahead.extend(TelemetryBatch(**columns) for columns in saved["ahead"])
+        detector.load(saved)
         return detector
 
     def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
@@ -294,7 +288,3 @@ def _moved(job: Job, plan: Plan) -> Job:
         microbatches=plan.microbatches,
         schedule=plan.schedule,
     )
-
-
-def _columns(batch: TelemetryBatch) -> State:
-    return {**batch.columns(), "plan_version": batch.plan_version, "dropped": batch.dropped}

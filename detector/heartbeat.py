@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from .arrays import State
+from .persistence import Persistent
 
 _FADE = 0.007  # weight of a new gap in what is known of them
 _FADE_LONGEST = 0.002
@@ -59,7 +59,7 @@ class _Sender:
         return min((self.gaps * spread + _DOUBT) / (self.gaps + _DOUBT), _MOST_LOST)
 
 
-class HeartbeatTracker:
+class HeartbeatTracker(Persistent):
     """Arrival times of heartbeats. Times are seconds of any one monotonic clock.
 
     phi      a live rank counts as dead once in 10 ** phi beats, if beats are lost independently of
@@ -68,9 +68,12 @@ class HeartbeatTracker:
     limit_s  longest silence that is waited for only because there was one like it
     """
 
+    _saved = ("_senders", "_heard", "_excused")
+    _senders: dict[int, _Sender]
+
     def __init__(self, *, phi: float = 10.0, floor_s: float = 5.0, limit_s: float = 60.0) -> None:
         self.phi, self.floor_s, self.limit_s = phi, floor_s, limit_s
-        self._senders: dict[int, _Sender] = {}
+        self._senders = {}
         self._heard = -math.inf  # when anyone was
         self._excused = -math.inf  # silence before this is held against no one
 
@@ -127,22 +130,3 @@ class HeartbeatTracker:
         """Stops waiting for ranks that are gone."""
         for rank in ranks:
             self._senders.pop(rank, None)
-
-    def state(self) -> State:
-        """What `load` needs."""
-        senders = self._senders.values()
-        columns = {f.name: [getattr(s, f.name) for s in senders] for f in fields(_Sender)}
-        return {
-            "ranks": list(self._senders),
-            "heard": self._heard,
-            "excused": self._excused,
-            "senders": columns,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        rows = zip(*(state["senders"][f.name] for f in fields(_Sender)), strict=True)
-        self._senders = {
-            rank: _Sender(*row) for rank, row in zip(state["ranks"], rows, strict=True)
-        }
-        self._heard, self._excused = state["heard"], state["excused"]

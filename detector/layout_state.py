@@ -9,7 +9,7 @@ import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
 
-from .arrays import Bools, Floats, Ints, State
+from .arrays import Bools, Floats, Ints
 from .evidence.correlated_ranks import CorrelatedRanks
 from .evidence.intermittent import by_turns, lately
 from .evidence.rank_tests import RankTests
@@ -19,6 +19,7 @@ from .expectation.cross_stage import CrossStageModel
 from .expectation.length_model import LengthModel, knows_lengths
 from .expectation.predictor import LearnedCorrection
 from .links_and_hosts import CollectiveTest, HostTest, LinkTest, LinkVerdict
+from .persistence import Persistent
 from .probes import ProbeKind, ProbeResult, probe_evidence
 from .rank_table import rank_table_of
 from .residuals import StepResidual
@@ -27,8 +28,24 @@ from .step_assembler import StepAssembler
 from .verdict_text import REPLICA, SILENT, Annotations
 
 
-class LayoutState:
+class LayoutState(Persistent):
     """Intake, expectation, tests and statuses on one layout."""
+
+    _saved = (
+        "assembler",
+        "model",
+        "cross_stage",
+        "_by_lengths",
+        "correlated",
+        "replicas",
+        "hosts",
+        "links",
+        "collectives",
+        "tests",
+        "status_machine",
+        "annotations",
+        "last_step",
+    )
 
     def __init__(
         self, job: Job, settings: DetectorSettings, correction: LearnedCorrection | None = None
@@ -227,37 +244,3 @@ class LayoutState:
             getattr(after.status_table, name)[at[keep]] = getattr(self.status_table, name)[keep]
         after.status_table.carried[at[keep]] = True
         return after
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "assembler": self.assembler.state(),
-            "model": self.model.state(),
-            "references": self.cross_stage.state(),
-            "by_lengths": self._by_lengths,
-            "correlated": self.correlated.state(),
-            "replicas": self.replicas.state(),
-            "hosts": self.hosts.test.state(),
-            "links": self.links.state(),
-            "collectives": self.collectives.state(),
-            "tests": self.tests.state(),
-            "status_table": self.status_table.state(),
-            **self.annotations.state(),
-            "last_step": self.last_step,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.assembler.load(state["assembler"])
-        self.model.load(state["model"])
-        self.cross_stage.load(state["references"])
-        self._by_lengths = state["by_lengths"]
-        self.correlated.load(state["correlated"])
-        self.replicas.load(state["replicas"])
-        self.hosts.test.load(state["hosts"])
-        self.links.load(state["links"])
-        self.collectives.load(state["collectives"])
-        self.tests.load(state["tests"])
-        self.status_table.load(state["status_table"])
-        self.annotations.load(state)
-        self.last_step = state["last_step"]

@@ -9,8 +9,9 @@ import numpy as np
 
 from resihp.contracts import Op, Status, TelemetryBatch
 
-from .arrays import Bools, Ints, State, group_median
+from .arrays import Bools, Ints, group_median
 from .evidence.rank_tests import LevelTest
+from .persistence import Persistent, State
 from .rank_table import RankTable, slots_of
 from .settings import DetectorSettings
 
@@ -34,12 +35,14 @@ class LinkVerdict:
     evidence: tuple[str, ...] = ()
 
 
-class LinkTest:
+class LinkTest(Persistent):
     """Whether the transfers between two ranks take longer than those of the same stages.
 
     The links are those of the first two steps with point-to-point records; a link that shows up
     later makes the comparison start again with it.
     """
+
+    _saved = ("_keys", "_test")
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         self._places, self._settings = places, settings
@@ -112,14 +115,11 @@ class LinkTest:
         healthy = np.flatnonzero((self._classes == self._classes[here]) & ~test.slow)
         return (int(own[healthy[0]]), int(peer[healthy[0]])) if healthy.size else None
 
-    def state(self) -> State:
-        """What `load` needs."""
-        return {"keys": self._keys, "test": None if self._test is None else self._test.state()}
-
     def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        if state["test"] is not None:
-            self._begin(state["keys"]).load(state["test"])
+        """Restores what `state` returned."""
+        if state["_keys"].size:
+            self._begin(state["_keys"])
+        super().load(state)
 
 
 _LEAST_TENSOR, _LEAST_DATA = 1.25, 1.5
@@ -127,9 +127,11 @@ _LEAST_TENSOR, _LEAST_DATA = 1.25, 1.5
 _ERROR = 0.02
 
 
-class CollectiveGroupTest:
+class CollectiveGroupTest(Persistent):
     """Collectives of some groups, given by the group of each rank (-1 for none) and the class of
     each group."""
+
+    _saved = ("test",)
 
     def __init__(
         self, places: RankTable, groups: tuple[Ints, Ints], settings: DetectorSettings, least: float
@@ -168,9 +170,11 @@ class CollectiveGroupTest:
         )
 
 
-class CollectiveTest:
+class CollectiveTest(Persistent):
     """Tensor-parallel groups by the collectives within microbatches, data-parallel ones (the ranks
     of all replicas that hold the same shard) by those of the step."""
+
+    _saved = ("_tensor", "_data")
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         self._tensor = CollectiveGroupTest(places, _tensor_groups(places), settings, _LEAST_TENSOR)
@@ -192,15 +196,6 @@ class CollectiveTest:
     def verdicts(self) -> list[LinkVerdict]:
         """The slow groups, tensor-parallel ones first."""
         return [*self._tensor.verdicts(), *self._data.verdicts()]
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {"tensor": self._tensor.test.state(), "data": self._data.test.state()}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self._tensor.test.load(state["tensor"])
-        self._data.test.load(state["data"])
 
 
 def _tensor_groups(places: RankTable) -> tuple[Ints, Ints]:
@@ -228,8 +223,10 @@ def touching(links: Sequence[LinkVerdict], rank: int) -> list[LinkVerdict]:
     return [link for link in links if link.rank == rank or rank in link.group]
 
 
-class HostTest:
+class HostTest(Persistent):
     """Whether a rank's host keeps it waiting: data loading, garbage collection."""
+
+    _saved = ("test",)
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         self._places = places

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from resihp.contracts import Status, Verdict
 
-from .arrays import State
 from .evidence.sequential import log_ratio
+from .persistence import Persistent
 from .probes import PROBE_SPREAD, ProbeKind, ProbeResult
 from .settings import DetectorSettings
 
@@ -49,14 +49,18 @@ class _Place:
     words: str = "not measured since it left the layout"
 
 
-class Probation:
+class Probation(Persistent):
     """Who stands outside, and what is known of them."""
+
+    _saved = ("_places", "_times")
+    _places: dict[int, _Place]
+    _times: dict[int, int]
 
     def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings
         self._sure = math.log(settings.suspect_steps)
-        self._places: dict[int, _Place] = {}
-        self._times: dict[int, int] = {}
+        self._places = {}
+        self._times = {}
 
     def leave(self, rank: int, slowdown: float, since: int, step: int) -> None:
         """A device named slow leaves the layout."""
@@ -136,13 +140,3 @@ class Probation:
     def verdicts(self) -> list[Verdict]:
         """What is said of everyone here."""
         return [self.verdict(rank) for rank in self._places]
-
-    def state(self) -> State:
-        """What `load` needs."""
-        places = {str(rank): asdict(place) for rank, place in self._places.items()}
-        return {"places": places, "times": {str(r): n for r, n in self._times.items()}}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self._places = {int(rank): _Place(**place) for rank, place in state["places"].items()}
-        self._times = {int(rank): times for rank, times in state["times"].items()}

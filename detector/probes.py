@@ -15,8 +15,8 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
-from .arrays import State
 from .evidence.sequential import log_ratio
+from .persistence import Persistent
 
 _WAIT_S = 20.0
 PROBE_SPREAD = 0.03
@@ -74,13 +74,17 @@ class ProbeResult:
         )
 
 
-class ProbeBudget:
+class ProbeBudget(Persistent):
     """Which probes to ask for, at most `per_minute` of them, and no rank twice within seconds."""
+
+    _saved = ("_asked", "_last")
+    _asked: deque[float]
+    _last: dict[int, float]
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
-        self._asked: deque[float] = deque()
-        self._last: dict[int, float] = {}
+        self._asked = deque()
+        self._last = {}
 
     def allow(self, rank: int, kinds: int, now: float) -> bool:
         """Whether `kinds` probes of a rank may be asked for at `now` (seconds); counts them."""
@@ -93,15 +97,6 @@ class ProbeBudget:
         self._asked.extend([now] * kinds)
         self._last[rank] = now
         return True
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {"asked": list(self._asked), "last": list(self._last.items())}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self._asked = deque(state["asked"])
-        self._last = {int(rank): float(now) for rank, now in state["last"]}
 
 
 def probe_evidence(result: ProbeResult, slowdown: float) -> float:

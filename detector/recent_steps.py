@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Op, TelemetryBatch
 
-from .arrays import Ints, State
+from .persistence import Persistent
 from .rank_table import RankTable
 
 _FRAME = ("rank", "microbatch", "chunk", "op", "peer")
@@ -48,9 +47,9 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One step: `times` and `known` (whether work was told) over records, the work [2, M]."""
+    """One step, whose frame has the number `frame`: `times` and `known` (whether work was told) over records, the work [2, M]."""
 
-    frame: _Frame
+    frame: int
     number: int
     plan_version: int
     times: NDArray[np.float32]
@@ -58,93 +57,59 @@ class _Step:
     work: NDArray[np.int64]
 
     @classmethod
-    def of(cls, batch: TelemetryBatch, frame: _Frame) -> _Step:
+    def of(cls, batch: TelemetryBatch, number: int, frame: _Frame) -> _Step:
         told = (frame.work >= 0) & (batch.tokens >= 0) & (batch.sum_sq_len >= 0)
         work = np.full((2, int(frame.work.max(initial=-1)) + 1), -1, np.int64)
         work[:, frame.work[told]] = batch.tokens[told], batch.sum_sq_len[told]
         times = batch.compute_ms.astype(np.float32)
         known = np.packbits(told) if told.any() else np.empty(0, np.uint8)
-        return cls(frame, int(batch.step[0]), batch.plan_version, times, known, work)
+        return cls(number, int(batch.step[0]), batch.plan_version, times, known, work)
 
-    def batch(self) -> TelemetryBatch:
+    def batch(self, frame: _Frame) -> TelemetryBatch:
         work = np.full((2, self.times.size), -1, np.int64)
         if self.known.size:
             told = np.unpackbits(self.known, count=self.times.size).astype(bool)
-            work[:, told] = self.work[:, self.frame.work[told]]
+            work[:, told] = self.work[:, frame.work[told]]
         return TelemetryBatch(
             step=np.full(self.times.size, self.number, np.int64),
             compute_ms=self.times.astype(np.float64),
             tokens=work[0],
             sum_sq_len=work[1],
             plan_version=self.plan_version,
-            **self.frame.columns,  # type: ignore[arg-type]
+            **frame.columns,  # type: ignore[arg-type]
         )
 
 
-class RecentSteps:
+class RecentSteps(Persistent):
     """The last steps, at most `steps` of them with at most `records` records together."""
+
+    _saved = ("_frames", "_steps")
+    _frames: dict[int, _Frame]
+    _steps: deque[_Step]
 
     def __init__(self, steps: int = 64, records: int = 2_000_000) -> None:
         self._most_records = records
-        self._steps: deque[_Step] = deque(maxlen=steps)
+        self._frames = {}
+        self._steps = deque(maxlen=steps)
 
     def add(self, step: TelemetryBatch, places: RankTable) -> None:
         """Keeps a step of at least one record, in the order of its records."""
-        frame = self._steps[-1].frame if self._steps else None
-        if frame is None or not frame.fits(step):
-            frame = _Frame.of(step, places)
-        self._steps.append(_Step.of(step, frame))
-        while len(self._steps) > 1 and self._records() > self._most_records:
+        number = self._steps[-1].frame if self._steps else 0
+        if number not in self._frames or not self._frames[number].fits(step):
+            number += 1
+            self._frames[number] = _Frame.of(step, places)
+        self._steps.append(_Step.of(step, number, self._frames[number]))
+        while len(self._steps) > 1 and sum(s.times.size for s in self._steps) > self._most_records:
             self._steps.popleft()
-
-    def _records(self) -> int:
-        return sum(step.times.size for step in self._steps)
+        for old in range(min(self._frames), self._steps[0].frame):
+            del self._frames[old]
 
     def clear(self) -> None:
         """Forgets all steps."""
         self._steps.clear()
+        self._frames.clear()
 
     def batches(self) -> tuple[TelemetryBatch, ...]:
-        """The steps as records; times are rounded, and what the diagnosis needs not is unknown."""
-        return tuple(step.batch() for step in self._steps)
-
-    def state(self) -> State:
-        """What `load` needs."""
-        steps = list(self._steps)
-        fresh = [True, *(one.frame is not other.frame for one, other in pairwise(steps))]
-        return {
-            "frames": [
-                {**step.frame.columns, "work": step.frame.work}
-                for step, new in zip(steps, fresh, strict=False)
-                if new
-            ],
-            "steps": [
-                {
-                    "frame": at,
-                    "number": step.number,
-                    "plan_version": step.plan_version,
-                    "times": step.times,
-                    "known": step.known,
-                    "work": step.work,
-                }
-                for step, at in zip(steps, _positions(fresh), strict=False)
-            ],
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        frames = []
-        for saved in state["frames"]:
-            columns = dict(saved)
-            frames.append(_Frame(work=columns.pop("work"), columns=columns))
-        self._steps.clear()
-        for saved in state["steps"]:
-            fields = dict(saved)
-            frame = frames[fields.pop("frame")]
-            self._steps.append(_Step(frame=frame, **fields))
-
-
-def _positions(fresh: list[bool]) -> Ints:
-    """Which of the frames each step has."""
-    positions: Ints = np.cumsum(fresh, dtype=np.int64) - 1
-    return positions
+        """The steps as records; times are rounded, and columns that the diagnosis does not need
+        are unknown."""
+        return tuple(step.batch(self._frames[step.frame]) for step in self._steps)

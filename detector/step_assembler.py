@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from resihp.contracts import COLUMNS, Op, TelemetryBatch
 
-from .arrays import Bools, Ints, State
+from .arrays import Bools, Ints
+from .persistence import Persistent, State
 from .rank_table import RankTable
 from .settings import DetectorSettings
 
@@ -36,6 +37,12 @@ class _OpenStep:
             return np.empty(0, np.int64)
         return np.concatenate([self.keys[number] for number in numbers])
 
+    def join(self) -> None:
+        """Makes one part of all."""
+        if len(self.parts) > 1:
+            self.parts, self.keys = [TelemetryBatch.concat(self.parts)], [np.concatenate(self.keys)]
+            self.by_rank = {rank: [0] for rank in self.by_rank}
+
     def add(self, part: TelemetryBatch, keys: Ints, members: list[int]) -> None:
         """Stores records that were not there yet."""
         for rank in members:
@@ -44,7 +51,7 @@ class _OpenStep:
         self.keys.append(keys)
 
 
-class StepAssembler:
+class StepAssembler(Persistent):
     """Collects records until a step is whole, or will not become so.
 
     A step is whole when every rank that still reports has delivered as many compute records as
@@ -53,6 +60,22 @@ class StepAssembler:
     has moved on by `lag_steps` steps in as many messages. The outcome does not depend on how the
     records were cut into messages: they are put into one canonical order.
     """
+
+    _saved = (
+        "_open",
+        "_habit",
+        "_habit_known",
+        "_messages",
+        "_silent",
+        "_decided",
+        "_newest",
+        "_back",
+        "_back_at",
+        "_behind",
+        "counters",
+    )
+    _open: dict[int, _OpenStep]
+    _behind: deque[TelemetryBatch]
 
     def __init__(
         self, places: RankTable, quotas: tuple[int, ...], chunks: int, settings: DetectorSettings
@@ -63,14 +86,14 @@ class StepAssembler:
         self._contract = np.array(quotas, np.int64)[places.dp] * chunks * len(_COMPUTE)
         self._habit = self._contract.copy()
         self._habit_known = False
-        self._open: dict[int, _OpenStep] = {}
+        self._open = {}
         self._messages = np.zeros(places.size, np.int64)
         self._silent = np.zeros(places.size, np.int64)
         self._decided = -1
         self._newest = np.full(places.size, -1, np.int64)
         self._back = np.zeros(places.size, bool)
         self._back_at = np.full(places.size, -1, np.int64)
-        self._behind: deque[TelemetryBatch] = deque(maxlen=max(_BEHIND, 2 * places.size))
+        self._behind = deque(maxlen=max(_BEHIND, 2 * places.size))
         self.counters = {"foreign": 0, "late": 0, "repeated": 0}
 
     @property
@@ -180,49 +203,10 @@ class StepAssembler:
         return replace(whole, microbatch=number, compute_ms=times)
 
     def state(self) -> State:
-        """What `load` needs."""
-        opened = [
-            {
-                "step": step,
-                "columns": TelemetryBatch.concat(item.parts).columns() if item.parts else None,
-                "keys": np.concatenate(item.keys) if item.keys else np.empty(0, np.int64),
-                "counts": item.counts,
-                "opened_at": item.opened_at,
-            }
-            for step, item in self._open.items()
-        ]
-        return {
-            "open": opened,
-            "habit": self._habit,
-            "habit_known": self._habit_known,
-            "messages": self._messages,
-            "silent": self._silent,
-            "decided": self._decided,
-            "newest": self._newest,
-            "back": self._back,
-            "back_at": self._back_at,
-            "behind": [batch.columns() for batch in self._behind],
-            "counters": dict(self.counters),
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self._habit, self._habit_known = state["habit"], state["habit_known"]
-        self._messages, self._silent = state["messages"], state["silent"]
-        self._decided, self.counters = state["decided"], dict(state["counters"])
-        self._newest, self._back = state["newest"], state["back"]
-        self._back_at = state["back_at"]
-        self._behind.clear()
-        self._behind.extend(TelemetryBatch(**columns) for columns in state["behind"])
-        self._open = {}
-        for item in state["open"]:
-            columns = item["columns"]
-            parts = [] if columns is None else [TelemetryBatch(**columns)]
-            opened = _OpenStep(counts=item["counts"], opened_at=item["opened_at"])
-            for part in parts:
-                members = np.unique(self._places.index(part.rank.astype(np.int64))).tolist()
-                opened.add(part, item["keys"], members)
-            self._open[item["step"]] = opened
+        """The saved attributes, the parts of each open step joined."""
+        for opened in self._open.values():
+            opened.join()
+        return super().state()
 
 
 def _keys(part: TelemetryBatch, index: Ints) -> Ints:

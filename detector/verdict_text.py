@@ -9,7 +9,7 @@ import numpy as np
 
 from resihp.contracts import Status, Verdict
 
-from .arrays import Bools, Floats, Ints, State
+from .arrays import Bools, Floats, Ints
 from .evidence.status import (
     CODES,
     FAIL_SLOW,
@@ -20,6 +20,7 @@ from .evidence.status import (
     StatusTable,
 )
 from .links_and_hosts import LinkVerdict, touching
+from .persistence import Persistent
 from .probes import ProbeResult
 from .rank_table import RankTable
 
@@ -111,7 +112,7 @@ _EXPLAINED = (
 )
 
 
-class Annotations:
+class Annotations(Persistent):
     """Of the ranks on one layout, by their positions on it.
 
     notes      why a rank is inconclusive, or whom it waits for
@@ -119,10 +120,14 @@ class Annotations:
     explained  ranks whose excess more work for their replica would explain, over ranks
     """
 
+    _saved = ("notes", "observations", "explained")
+    notes: dict[int, tuple[str, ...]]
+    observations: dict[int, str]
+
     def __init__(self, places: RankTable) -> None:
         self._places = places
-        self.notes: dict[int, tuple[str, ...]] = {}
-        self.observations: dict[int, str] = {}
+        self.notes = {}
+        self.observations = {}
         self.explained = np.zeros(places.size, bool)
 
     @property
@@ -181,17 +186,3 @@ class Annotations:
             slow, of = status_table.slow_steps[at].tolist()
             observed.append(f"slow by turns: in {slow} of the last {of} steps")
         return (*self.notes.get(at, ()), *observed, *links)
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "notes": {str(at): list(note) for at, note in self.notes.items()},
-            "observations": {str(at): words for at, words in self.observations.items()},
-            "explained": self.explained,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.notes = {int(at): tuple(note) for at, note in state["notes"].items()}
-        self.observations = {int(at): words for at, words in state["observations"].items()}
-        self.explained = state["explained"]

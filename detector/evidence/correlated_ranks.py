@@ -13,7 +13,8 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ..arrays import Ints, State
+from ..arrays import Ints
+from ..persistence import Persistent
 from ..rank_table import RankTable
 from .rank_tests import TURNS, RankTests, StepEvidence
 
@@ -30,8 +31,10 @@ class CorrelatedEvidence:
     waits_for: Ints
 
 
-class CorrelatedRanks:
+class CorrelatedRanks(Persistent):
     """Remembers the waiting of the last steps, and settles who is to blame in a group."""
+
+    _saved = ("waits", "_count")
 
     def __init__(self, places: RankTable) -> None:
         self._places = places
@@ -124,14 +127,6 @@ class CorrelatedRanks:
             return int(members[order[0]])
         same_group = np.unique(self._places.group[members]).size == 1
         return None if same_group else -1
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {"waits": self.waits, "count": self._count}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.waits, self._count = state["waits"], state["count"]
 
 
 def _members(ids: Ints) -> list[Ints]:

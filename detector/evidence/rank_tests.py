@@ -7,7 +7,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints, State, column_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, column_median, mad_sigma
+from ..persistence import Persistent, State
 from ..rank_table import RankTable
 from ..residuals import StepResidual, common_change, noise_of
 from ..settings import DetectorSettings
@@ -77,8 +78,21 @@ class StepEvidence:
         return result
 
 
-class RankTests:
+class RankTests(Persistent):
     """Sequential tests of all ranks of one layout, and the window of residuals they rest on."""
+
+    _saved = (
+        "window",
+        "falls",
+        "steps",
+        "count",
+        "mean",
+        "past",
+        "noise",
+        "first",
+        "peer_test",
+        "past_test",
+    )
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         size = places.size
@@ -278,24 +292,13 @@ class RankTests:
         self.peer_test.reset(ranks)
         self.past_test.reset(ranks)
 
-    def state(self) -> State:
-        """What `load` needs."""
-        tests = {"peer": self.peer_test.log_sums, "own": self.past_test.log_sums}
-        return {**{name: getattr(self, name) for name in _KEPT}, **tests}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        for name in _KEPT:
-            setattr(self, name, state[name])
-        self.peer_test.log_sums, self.past_test.log_sums = state["peer"], state["own"]
-
 
 _STEPS = 3
 _QUIET = 3.0
 _MAJORITY = 3
 
 
-class LevelTest:
+class LevelTest(Persistent):
     """Which of several things, each with one number a step, have become slower than their like.
 
     classes   things of one class are compared with each other, if there are three or more of
@@ -303,6 +306,8 @@ class LevelTest:
     least     slowdown below which nothing is said
     error     standard error (log) of a number, at least
     """
+
+    _saved = ("tests", "slow", "factor", "since", "scale")
 
     def __init__(
         self, classes: Ints, settings: DetectorSettings, *, least: float, error: float
@@ -342,22 +347,11 @@ class LevelTest:
         self.factor = np.where(self.slow, np.exp(np.nan_to_num(level)), 1.0)
         return self.slow
 
-    def state(self) -> State | None:
-        """What `load` needs; None before the first step."""
-        if not self.tests.count:
-            return None
-        return {
-            "tests": self.tests.state(),
-            "slow": self.slow,
-            "factor": self.factor,
-            "scale": self.scale,
-            "since": self.since,
-        }
+    def state(self) -> State:
+        """The saved attributes; none before the first step."""
+        return super().state() if self.tests.count else {}
 
-    def load(self, state: State | None) -> None:
-        """Takes up what `state` returned."""
-        if state is None:
-            return
-        self.tests.load(state["tests"])
-        self.scale = state["scale"]
-        self.slow, self.factor, self.since = state["slow"], state["factor"], state["since"]
+    def load(self, state: State) -> None:
+        """Restores what `state` returned."""
+        if state:
+            super().load(state)

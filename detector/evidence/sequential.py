@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Bools, Floats
+from ..persistence import Persistent
 
 GRID = np.log(np.array([1.01, 1.02, 1.03, 1.045, 1.07, 1.1, 1.15, 1.22, 1.35, 1.6, 2.2, 4.0]))
 """Slowdowns (log) beyond the null that are tested for."""
@@ -32,8 +33,10 @@ def log_ratio(excess: Floats, scale: Floats, shift: Floats) -> Floats:
     return result
 
 
-class EDetector:
+class EDetector(Persistent):
     """Evidence of slowness for `size` ranks. `log_sums` has shape (grid, size)."""
+
+    _saved = ("log_sums",)
 
     def __init__(self, size: int) -> None:
         self.log_sums = np.full((GRID.size, size), -np.inf)

@@ -8,7 +8,8 @@ import numpy as np
 
 from resihp.contracts import Status
 
-from ..arrays import Bools, Floats, Ints, State
+from ..arrays import Bools, Floats, Ints
+from ..persistence import Persistent
 from ..settings import DetectorSettings
 from .intermittent import EDGE, first_slow_step
 from .rank_tests import TURNS, RankTests, StepEvidence
@@ -38,7 +39,7 @@ _PATIENCE = 32
 
 
 @dataclass
-class StatusTable:
+class StatusTable(Persistent):
     """What is currently said of every rank; arrays over ranks.
 
     since   step of the onset; -1 where it was so from the start
@@ -50,6 +51,23 @@ class StatusTable:
     began   step of its first slow spell, where several lie close together; -1 from the start
     fresh   step from which it was healthy again, -1 if it never was slow
     """
+
+    _saved = (
+        "status",
+        "since",
+        "factor",
+        "low",
+        "high",
+        "evidence",
+        "slow_run",
+        "well_run",
+        "carried",
+        "by_past",
+        "turns",
+        "slow_steps",
+        "began",
+        "fresh",
+    )
 
     size: int
     status: Ints = field(init=False)
@@ -80,17 +98,11 @@ class StatusTable:
         self.turns = np.zeros(self.size, bool)
         self.slow_steps = np.zeros((self.size, 2), np.int64)
 
-    def state(self) -> State:
-        """What `load` needs."""
-        return dict(vars(self))
 
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        vars(self).update(state)
-
-
-class StatusMachine:
+class StatusMachine(Persistent):
     """Holds the status of every rank and moves it by the evidence of each step."""
+
+    _saved = ("status_table",)
 
     def __init__(self, size: int, settings: DetectorSettings) -> None:
         self._settings = settings

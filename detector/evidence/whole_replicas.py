@@ -9,7 +9,8 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, State, group_median
+from ..arrays import Bools, Floats, Ints, group_median
+from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import FixedShare
 from ..settings import DetectorSettings
@@ -32,8 +33,10 @@ _MOST_ODDS = 4.5
 """Most that the level, or the pattern over the microbatches, may add to it: work has long tails."""
 
 
-class ReplicaTest:
+class ReplicaTest(Persistent):
     """Levels of the replicas, and how the residuals of their ranks go with the fixed share."""
+
+    _saved = ("test", "_reference", "_fixed", "_unsure", "_pattern", "_noise", "_raw", "_past")
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         self._places = places
@@ -160,27 +163,6 @@ class ReplicaTest:
         both, square = np.where(use[:, None], self._pattern, 0.0).sum(axis=0)
         square = np.maximum(square, 1e-12)
         return both / square, 1.5 * max(self._noise, 1e-4) / np.sqrt(square)
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "test": self.test.state(),
-            "reference": self._reference,
-            "fixed": self._fixed,
-            "unsure": self._unsure,
-            "pattern": self._pattern,
-            "noise": self._noise,
-            "raw": self._raw,
-            "past": self._past,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.test.load(state["test"])
-        self._reference, self._fixed = state["reference"], state["fixed"]
-        self._unsure = state["unsure"]
-        self._pattern, self._noise = state["pattern"], state["noise"]
-        self._raw, self._past = state["raw"], state["past"]
 
 
 def _odds(seen: Floats, error: Floats, needed: Floats) -> Floats:

@@ -16,7 +16,8 @@ import numpy as np
 
 from resihp.contracts import Job, Layout, Op, TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, State, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import FixedShare, StepResidual
 from .rank_levels import RankBaselines, RankLocations
@@ -58,12 +59,14 @@ def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
     return chosen
 
 
-class CrossStageModel:
+class CrossStageModel(Persistent):
     """Affine maps between ranks of a replica, learned as the steps come in.
 
     Attribute `misfits`: steps running in which whole classes were off, as when the model changes
     or documents become much longer: that is no matter of single devices.
     """
+
+    _saved = ("regression", "_own", "_locations", "_spread", "misfits")
 
     def __init__(self, job: Job, places: RankTable) -> None:
         self._job, self._places = job, places
@@ -220,24 +223,6 @@ class CrossStageModel:
             usual = np.abs(left) < 5.0 * scatter + (0.2 if not self._own.steps else 0.0)
             use_row = usual & trusted[rank] & trusted[self.references[rank, slot]]
             self.regression.learn(cell, terms, target, use_row.astype(np.float64))
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "regression": self.regression.state(),
-            "own": self._own.state(),
-            "locations": self._locations.state(),
-            "spread": self._spread,
-            "misfits": self.misfits,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.regression.load(state["regression"])
-        self._own.load(state["own"])
-        self._locations.load(state["locations"])
-        self._spread = state["spread"]
-        self.misfits = state["misfits"]
 
 
 def _fixed_share(

@@ -6,7 +6,8 @@ import numpy as np
 
 from resihp.contracts import Job, ModelShape, Op, TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, State, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import StepResidual
 from .predictor import LearnedCorrection
@@ -68,13 +69,15 @@ def _flops(model: ModelShape | None) -> tuple[float, float, float]:
     return 2.0 * model.layer_params, 2.0 * inner, 2.0 * model.embedding_params
 
 
-class LengthModel:
+class LengthModel(Persistent):
     """Expected compute times from lengths, learned as the steps come in.
 
     One small regression for each class of peers, chunk and op on the analytic terms. What a rank
     itself is slower or faster by is taken out of its records before anything is learned from them,
     so a slow device does not become the norm.
     """
+
+    _saved = ("correction", "regression", "_own", "_locations", "_spread")
 
     def __init__(self, job: Job, places: RankTable, correction: LearnedCorrection) -> None:
         self._job, self._places, self.correction = job, places, correction
@@ -178,21 +181,3 @@ class LengthModel:
             for cell in range(op, self._cells, 2):
                 self.regression.start_from(cell, older.regression, known)
         self._spread = older._spread
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "correction": self.correction.state(),
-            "regression": self.regression.state(),
-            "own": self._own.state(),
-            "locations": self._locations.state(),
-            "spread": self._spread,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.correction.load(state["correction"])
-        self.regression.load(state["regression"])
-        self._own.load(state["own"])
-        self._locations.load(state["locations"])
-        self._spread = state["spread"]

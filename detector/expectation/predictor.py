@@ -17,8 +17,8 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
-from ..arrays import Bools, Floats, Ints, State, group_median, mad_sigma
-from ..persistence import pack, unpack
+from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..persistence import Persistent, State, pack, unpack
 from ..settings import DetectorSettings
 from .regression import CellRegression
 
@@ -282,12 +282,14 @@ _WORSE = 1.1
 """Spread with the correction over spread without from which it no longer fits."""
 
 
-class LearnedCorrection:
+class LearnedCorrection(Persistent):
     """Multiplies analytic times by what the predictor learned; notices when it no longer fits.
 
     Attributes: `predictor` (None before the first training), `misfit` (set once the correction
     made records less regular than they are without it; it is then out of use until trained anew).
     """
+
+    _saved = ("misfit", "_rows", "_ratio", "_steps", "_trained", "_spreads")
 
     def __init__(self, settings: DetectorSettings, predictor: Predictor | None = None) -> None:
         self._settings = settings
@@ -349,20 +351,12 @@ class LearnedCorrection:
         self._spreads = np.zeros(2)
 
     def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "predictor": None if self.predictor is None else self.predictor.to_bytes(),
-            "misfit": self.misfit,
-            "rows": self._rows,
-            "ratio": self._ratio,
-            "counts": [self._steps, self._trained],
-            "spreads": self._spreads,
-        }
+        """The saved attributes, and the predictor in the form of `Predictor.to_bytes`."""
+        fitted = None if self.predictor is None else self.predictor.to_bytes()
+        return {**super().state(), "predictor": fitted}
 
     def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        data = state["predictor"]
-        self.predictor = None if data is None else Predictor.from_bytes(data)
-        self.misfit, self._rows, self._ratio = state["misfit"], state["rows"], state["ratio"]
-        self._steps, self._trained = state["counts"]
-        self._spreads = state["spreads"]
+        """Restores what `state` returned."""
+        super().load(state)
+        fitted = state["predictor"]
+        self.predictor = None if fitted is None else Predictor.from_bytes(fitted)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints, State, group_location, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, group_location, group_median, mad_sigma
+from ..persistence import Persistent
 
 _APART = 6.0
 """Standard deviations of a record between the two kinds from which they lie apart."""
@@ -19,12 +20,14 @@ _LEAST = 2
 """Records of each kind that must agree: a single one may have been interrupted."""
 
 
-class RankLocations:
+class RankLocations(Persistent):
     """Locates the residuals of `size` ranks, step after step.
 
     A rank with one record of each kind has no others to agree with: its kinds lie apart if they
     did so in the step before, by as much.
     """
+
+    _saved = ("_before",)
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -69,14 +72,6 @@ class RankLocations:
         """A step is over: what lay between the kinds in it is what did before the next."""
         self._before = self._between
 
-    def state(self) -> State:
-        """What `load` needs."""
-        return {"before": self._before}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self._before = state["before"]
-
 
 _ENOUGH = 4.0
 """Microbatches of a step from which a rank's level is told apart from their work by that step."""
@@ -85,12 +80,14 @@ _LEVEL_STEPS = 6
 """Steps in which the level of a class is still learned; after that only its shape is."""
 
 
-class RankBaselines:
+class RankBaselines(Persistent):
     """Levels (log) of the ranks of some classes.
 
     With many microbatches in a step, the step's own level is taken. With one, level and work
     cannot be told apart in a step, so the rank's level over the past steps is taken instead.
     """
+
+    _saved = ("usual", "_apart", "_trusted", "steps")
 
     def __init__(self, classes: Ints) -> None:
         self._classes = classes
@@ -140,20 +137,6 @@ class RankBaselines:
         stands = value - self._common(value, trusted)
         self._trusted[trusted] += 1.0
         self._apart[trusted] += ((stands - self._apart) / np.maximum(self._trusted, 1.0))[trusted]
-
-    def state(self) -> State:
-        """What `load` needs."""
-        return {
-            "usual": self.usual,
-            "apart": self._apart,
-            "trusted": self._trusted,
-            "steps": self.steps,
-        }
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self.usual, self.steps = state["usual"], state["steps"]
-        self._apart, self._trusted = state["apart"], state["trusted"]
 
 
 def _by_step(microbatches: Floats) -> Floats:

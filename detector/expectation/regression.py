@@ -11,10 +11,11 @@ from itertools import combinations
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints, State
+from ..arrays import Bools, Floats, Ints
+from ..persistence import Persistent
 
 
-class CellRegression:
+class CellRegression(Persistent):
     """`cells` independent regressions on `terms` terms.
 
     Term 0 is the fixed one. In a cell's own units a fixed coefficient of 1 is the typical time and
@@ -24,6 +25,8 @@ class CellRegression:
     ridge        shape (terms,): how strongly the prior holds, in equivalent records
     non_negative shape (terms,): terms whose coefficient may not be negative
     """
+
+    _saved = ("_unit", "_gram", "_moment", "theta", "_spread")
 
     def __init__(
         self, cells: int, prior: Floats, ridge: Floats, non_negative: Bools, fade: float = 0.98
@@ -125,16 +128,6 @@ class CellRegression:
         best = _least_squares(gram, moment, self._non_negative)
         self.theta[cells] = best * self._unit[cells]
         self._spread[cells] = np.linalg.inv(gram)
-
-    def state(self) -> State:
-        """What `load` needs."""
-        names = ("_unit", "_gram", "_moment", "theta", "_spread")
-        return {name.strip("_"): getattr(self, name) for name in names}
-
-    def load(self, state: State) -> None:
-        """Takes up what `state` returned."""
-        self._unit, self._gram, self._moment = state["unit"], state["gram"], state["moment"]
-        self.theta, self._spread = state["theta"], state["spread"]
 
 
 def _least_squares(gram: Floats, moment: Floats, non_negative: Bools) -> Floats:

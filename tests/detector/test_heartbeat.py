@@ -145,4 +145,4 @@ def test_the_state_is_exact() -> None:
         assert one.dead(float(now)) == other.dead(float(now))
     assert one.state() == other.state()
     other.forget([0, 4, 9])
-    assert other.state()["ranks"] == []
+    assert other.state()["_senders"] == {}

@@ -122,7 +122,7 @@ def test_a_restored_detector_continues_exactly(cut: int, with_lengths: bool) -> 
 
 
 def test_a_state_that_was_not_saved_by_us_is_refused() -> None:
-    with pytest.raises(ContractError, match="not a saved detector"):
+    with pytest.raises(ContractError, match="not a saved state"):
         Detector.restore(JOB, b"\x00nonsense")
 
 

@@ -5,7 +5,7 @@ import doctest
 import numpy as np
 import pytest
 
-from detector import arrays
+from detector import arrays, persistence
 from detector.evidence import sequential, status
 from detector.evidence.sequential import DEGREES, EDetector
 
@@ -44,7 +44,7 @@ def test_a_lasting_shift_is_found_soon() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [arrays, sequential, status],
+    [arrays, persistence, sequential, status],
     ids=lambda m: m.__name__,
 )
 def test_examples_in_the_documentation_hold(module: object) -> None:
