@@ -77,7 +77,7 @@ def run_rank(rank: int, host: str, port: int, folder: Path, deterministic: bool)
         Plan(version=0, layout=LAYOUT, quotas=even_quotas(MICROBATCHES, 3)),
         Rendezvous(lambda: connect(host, port, "engine", TIMEOUTS), rank, LAYOUT.ranks, TIMEOUTS),
         WholeReplicas(),
-        hooks=Callbacks(on_step=lambda reduced, ms, plan: diary.tell("step", reduced.step)),
+        callbacks=Callbacks(on_step=lambda reduced, ms, plan: diary.tell("step", reduced.step)),
     )
     trainer.run(STEPS)
 

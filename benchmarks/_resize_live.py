@@ -118,7 +118,7 @@ def run_rank(
     paused_ms = 0.0
     watch = MemoryWatch()
 
-    def on_switch(switch: LayoutChange) -> None:
+    def on_layout_change(switch: LayoutChange) -> None:
         nonlocal paused_ms
         paused_ms = switch.pause_ms
         seen = {name: getattr(switch, name) for name in ("step", *LONGEST, *TOTAL)}
@@ -136,7 +136,7 @@ def run_rank(
         _plan(0, change.old),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         OnePlan(_plan(1, change.new, change.quotas), lambda: trainer.completed > 2),
-        hooks=Callbacks(on_switch=on_switch, on_step=on_step),
+        callbacks=Callbacks(on_layout_change=on_layout_change, on_step=on_step),
         memory=replace(LIMIT, attach=attach),
     )
     watch.start()
@@ -213,7 +213,7 @@ def _plan(version: int, layout: Layout, quotas: tuple[int, ...] = ()) -> Plan:
 
 
 def _await_switch(trainer: Trainer) -> None:
-    """Hold the third step until the next world is ready, so that every run switches there."""
+    """Hold the third step until the next generation is ready, so that every run switches there."""
     deadline = time.monotonic() + 60
     while trainer.completed == 3 and not trainer.is_prepared and time.monotonic() < deadline:
         trainer.look_for_plan()

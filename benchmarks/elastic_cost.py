@@ -93,7 +93,7 @@ def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
         Plan(version=0, layout=LAYOUT, quotas=(2, 2)),
         Rendezvous(lambda: connect(host, port, "cost", timeouts), rank, range(2), timeouts),
         NoPlans(),
-        hooks=Callbacks(on_step=on_step),
+        callbacks=Callbacks(on_step=on_step),
     )
     trainer.run(STEPS)
     engine = trainer.engine

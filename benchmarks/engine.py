@@ -115,14 +115,14 @@ def timed(work: Callable[[int], float], step: int) -> tuple[float, float, float]
 def make_engine(rank: int, ranks: int, store: dist.Store) -> Engine:
     """The engine of one rank, with the model's initial values."""
     waited = WaitClock()
-    network = ProcessGroupFactory(
+    factory = ProcessGroupFactory(
         store, rank, broken=lambda *_: None, timeout=timedelta(seconds=60), waited=waited
     )
     setup = Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW, **ADAMW), batch)
     layout = Layout.grid(dp=1, pp=1, tp=ranks, layers=SHAPE.layers)
-    world = build_layout_groups(network, layout, setup.model.parameters, name="engine")
+    groups = build_layout_groups(factory, layout, setup.model.parameters, name="engine")
     plan = Plan(version=0, layout=layout, quotas=(MICROBATCHES,))
-    return Engine(setup, world, initial_shard(setup.model, setup.optimizer, world), plan, waited)
+    return Engine(setup, groups, initial_shard(setup.model, setup.optimizer, groups), plan, waited)
 
 
 def copy_values(shard: Shard, plain: PlainTrainer) -> None:

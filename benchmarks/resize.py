@@ -154,18 +154,18 @@ def restart_ms(numel: int) -> float:
         shutil.rmtree(folder)
 
 
-def _launch(what: str, world: int, folder: Path, numel: int) -> dict[str, float]:
+def _launch(what: str, groups: int, folder: Path, numel: int) -> dict[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [str(part) for part in (world, port, folder, numel)]
+    arguments = [str(part) for part in (groups, port, folder, numel)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks._resize_restart", what, str(rank), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        for rank in range(world)
+        for rank in range(groups)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     timing: dict[str, float] = json.loads(outputs[0].splitlines()[-1])

@@ -36,25 +36,25 @@ LongEnd()
 """
 
 DISPOSING = """
-from resihp.elastic.process_groups.close import dispose
+from resihp.elastic.process_groups.close import close_groups
 
 class Group:
     is_idle = property(lambda self: in_torch())
 
-dispose([Group()])
+close_groups([Group()])
 assert begun.wait(30)
 """
 
 ASKING = """
 from types import SimpleNamespace
-from resihp.elastic.planning.publisher import PlanAgent
+from resihp.elastic.planning.publisher import PlanPublisher
 from resihp.elastic.planning.sources import NoPlans
 
 store = SimpleNamespace(check=lambda keys: in_torch())
 link = SimpleNamespace(store=store)
 rendezvous = SimpleNamespace(link=link, rank=0, alive=(0,), recovery=0)
-present = SimpleNamespace(epoch=0, plan=SimpleNamespace(version=0), completed=0)
-agent = PlanAgent(NoPlans(), rendezvous, present, lambda: True, lambda plan: None)
+present = SimpleNamespace(generation=0, plan=SimpleNamespace(version=0), completed=0)
+agent = PlanPublisher(NoPlans(), rendezvous, present, lambda: True, lambda plan: None)
 agent.start()
 assert begun.wait(30)
 agent.close()

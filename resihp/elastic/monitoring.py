@@ -35,8 +35,11 @@ class TrainingMonitor(Protocol):
         ...
 
 
-def with_monitor(setup: Setup, hooks: Callbacks, watch: TrainingMonitor) -> tuple[Setup, Callbacks]:
-    """The same job with every rank's records under `watch`; the hooks given are called as before.
+def with_monitor(
+    setup: Setup, callbacks: Callbacks, watch: TrainingMonitor
+) -> tuple[Setup, Callbacks]:
+    """The same job with every rank's records under `watch`; the callbacks given are called as
+    before.
 
     Raises `ContractError` where the records go somewhere else already.
     """
@@ -44,16 +47,18 @@ def with_monitor(setup: Setup, hooks: Callbacks, watch: TrainingMonitor) -> tupl
         raise ContractError("monitor", "Setup.record takes the records already: give one of them")
 
     def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
-        hooks.on_step(reduced, ms, plan)
+        callbacks.on_step(reduced, ms, plan)
         watch.between_steps()
 
-    def on_switch(switch: LayoutChange) -> None:
+    def on_layout_change(switch: LayoutChange) -> None:
         watch.plan_version = switch.plan.version
-        hooks.on_switch(switch)
+        callbacks.on_layout_change(switch)
 
     def on_idle() -> None:
-        hooks.on_idle()
+        callbacks.on_idle()
         watch.while_idle()
 
-    observed = replace(hooks, on_step=on_step, on_switch=on_switch, on_idle=on_idle)
+    observed = replace(
+        callbacks, on_step=on_step, on_layout_change=on_layout_change, on_idle=on_idle
+    )
     return replace(setup, record=watch.record), observed

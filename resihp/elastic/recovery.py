@@ -1,4 +1,4 @@
-"""What a rank does when others are lost: agree, settle, and go on in a world without them."""
+"""What a rank does when others are lost: agree, settle, and go on in a generation without them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recovery:
         self._can_restore = can_restore
 
     def recover(self, reason: str) -> None:
-        """Agree with the survivors on what holds, and take on a world without the lost ranks.
+        """Agree with the survivors on what holds, and take on a generation without the lost ranks.
 
         Raises `PeerLostError` if another rank is lost on the way: call it again.
         """
@@ -68,20 +68,20 @@ class Recovery:
         left, present, doubt = [], self._present, self._switching.doubt
         if present.engine is not None:
             step = present.completed + present.engine.is_accumulated
-            left.append(passes(present.generation, present.engine.world, step))
-        if doubt is not None and doubt.world is not None:
+            left.append(passes(present.generation, present.engine.groups, step))
+        if doubt is not None and doubt.groups is not None:
             step = present.completed if doubt.rewound is None else doubt.rewound
-            left.append(passes(doubt.generation, doubt.world, step))
+            left.append(passes(doubt.generation, doubt.groups, step))
         return left
 
     def _report(self) -> SurvivorReport:
         present = self._present
         pending, doubt = self._switching.pending, self._switching.doubt
         holdings = [] if present.engine is None else [present.engine.holding(present.generation)]
-        if doubt is not None and doubt.world is not None:
-            begun = doubt.rest.shares[doubt.world.place.dp].begun if doubt.rest else ()
+        if doubt is not None and doubt.groups is not None:
+            begun = doubt.rest.shares[doubt.groups.place.dp].begun if doubt.rest else ()
             summed = self._switching.is_handed_over
-            holdings.append(holding(doubt.world, doubt.generation, begun, summed=summed))
+            holdings.append(holding(doubt.groups, doubt.generation, begun, summed=summed))
         return SurvivorReport(
             generation=present.generation,
             completed=present.completed,
@@ -134,6 +134,6 @@ class Recovery:
         return ""
 
 
-def passes(generation: int, world: LayoutGroups, step: int) -> str:
-    """Names the passes of one step in the replica of `world` in which this rank stands."""
-    return f"{generation}.{world.place.dp}.{step}"
+def passes(generation: int, groups: LayoutGroups, step: int) -> str:
+    """Names the passes of one step in the replica of `groups` in which this rank stands."""
+    return f"{generation}.{groups.place.dp}.{step}"

@@ -41,7 +41,7 @@ class Trainer:
         rendezvous: Rendezvous,
         plans: PlanSource,
         *,
-        hooks: Callbacks | None = None,
+        callbacks: Callbacks | None = None,
         checkpoints: Checkpoints | None = None,
         memory: ReshardBudget | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class Trainer:
         self.setup, self.rank = setup, rendezvous.rank
         self._present = RuntimeState(plan)
         self._rendezvous, self._plans = rendezvous, plans
-        self._hooks = hooks or Callbacks()
+        self._callbacks = callbacks or Callbacks()
         self._machine = PhaseMachine()
         self._steps = 0
         self._is_coming_in = self._leaves = False
@@ -60,7 +60,7 @@ class Trainer:
             rendezvous,
             WaitClock(),
             self._enter,
-            replace(self._hooks, on_switch=self._switched),
+            replace(self._callbacks, on_layout_change=self._switched),
             self._keeper,
             memory=memory or ReshardBudget(),
         )
@@ -79,12 +79,12 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the present world."""
+        """The plan of the present generation."""
         return self._present.plan
 
     @property
     def generation(self) -> int:
-        """Counts the worlds taken on."""
+        """Counts the generations taken on."""
         return self._present.generation
 
     @property
@@ -99,11 +99,11 @@ class Trainer:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the next world stands ready to be taken on."""
+        """Whether the next generation stands ready to be taken on."""
         return self._switching.is_prepared
 
     def look_for_plan(self) -> None:
-        """Begin to prepare the next generation's world if its plan has been published."""
+        """Begin to prepare the next generation's generation if its plan has been published."""
         self._switching.look_for_plan()
 
     def run(self, steps: int) -> None:
@@ -153,8 +153,8 @@ class Trainer:
     def _begin(self) -> None:
         self._switching.begin()
         if self.engine is not None:
-            world, shard = self.engine.world, self.engine.shard
-            self._present.completed = self._keeper.resume(world.everyone, shard)
+            groups, shard = self.engine.groups, self.engine.shard
+            self._present.completed = self._keeper.resume(groups.everyone, shard)
 
     def _live(self, begin: Callable[[], None]) -> None:
         steps, is_done = self._steps, False
@@ -206,10 +206,10 @@ class Trainer:
             return
         step, start = self.completed, time.perf_counter()
         self._enter(Phase.ACCUMULATING)
-        world = self.engine.world
+        groups = self.engine.groups
         self._keeper.prepare(self.plan, self.generation, self.engine.shard)
-        replica = self.plan.layout.replicas[world.place.dp]
-        with self._rendezvous.among(passes(self.generation, world, step), replica.ranks):
+        replica = self.plan.layout.replicas[groups.place.dp]
+        with self._rendezvous.among(passes(self.generation, groups, step), replica.ranks):
             self.engine.accumulate(step, lambda: self._rendezvous.is_broken)
         if not self.engine.is_accumulated:
             raise PeerLostError("another replica is hurt")
@@ -224,7 +224,7 @@ class Trainer:
         self._complete(step, reduced.norm)
         if reduced.is_due and not is_switching:  # ranks that have just come do not know of it
             self._keeper.save(step, self.engine.shard)
-        self._hooks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
+        self._callbacks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
         if self._switching.everyone_ready(reduced) and self.completed < self._steps:
             self._switching.proceed()
 
@@ -246,7 +246,7 @@ class Trainer:
         if self._machine.phase is not Phase.IDLE:
             self._enter(Phase.IDLE)
         self._rendezvous.wait_for_change()
-        self._hooks.on_idle()
+        self._callbacks.on_idle()
         reason = self._rendezvous.broken((), 0.0)
         if reason is not None:
             raise PeerLostError(reason)
@@ -259,7 +259,7 @@ class Trainer:
 
     def _switched(self, switch: LayoutChange) -> None:
         self._is_coming_in = False
-        self._hooks.on_switch(switch)
+        self._callbacks.on_layout_change(switch)
         self._agent.acknowledge(switch)
 
     def _refusal(self, plan: Plan) -> str | None:
@@ -275,4 +275,4 @@ class Trainer:
 
     def _enter(self, phase: Phase) -> None:
         self._machine.enter(phase)
-        self._hooks.on_phase(phase, self.completed)
+        self._callbacks.on_phase(phase, self.completed)

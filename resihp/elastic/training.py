@@ -29,7 +29,7 @@ def train(
     url: str | None = None,
     token: str | None = None,
     monitor: TrainingMonitor | None = None,
-    hooks: Callbacks | None = None,
+    callbacks: Callbacks | None = None,
     timeouts: Timeouts | None = None,
     memory: ReshardBudget | None = None,
     checkpoints: Checkpoints | None = None,
@@ -54,16 +54,16 @@ def train(
         raise ContractError("WORLD_SIZE", f"the layout needs {len(working)} ranks")
     server = environment.host_store(timeouts)
     members = range(environment.world_size)
-    hooks = hooks or Callbacks()
+    callbacks = callbacks or Callbacks()
     if monitor is not None:
-        setup, hooks = with_monitor(setup, hooks, monitor)
+        setup, callbacks = with_monitor(setup, callbacks, monitor)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     trainer = Trainer(
         setup,
         first,
         environment.rendezvous(members, timeouts, interface=interface),
         _plans(job, url, token, timeouts),
-        hooks=hooks,
+        callbacks=callbacks,
         checkpoints=checkpoints,
         memory=memory,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 30.0
-"""For worlds that are being let go; what is left then counts as held."""
+"""For generations that are being let go; what is left then counts as held."""
 
 _PASSING = "resihp-acknowledge"
 
@@ -21,7 +21,7 @@ _PASSING = "resihp-acknowledge"
 def held() -> dict[str, Any]:
     """Counts of threads and files by kind; memory in use and resident, in KiB.
 
-    Waits until the worlds that were let go are gone, so that it counts the present one alone.
+    Waits until the generations that were let go are gone, so that it counts the present one alone.
     """
     for thread in threading.enumerate():
         if thread.name == "resihp-dispose":

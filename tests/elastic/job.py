@@ -40,7 +40,7 @@ TOKENS = 33
 LAST = 4
 AHEAD = 2
 """Steps by which a plan is prepared at the latest before the one from which it holds: in the first
-all ranks learn that it is, during the second the next world is filled."""
+all ranks learn that it is, during the second the next generation is filled."""
 ALONE = Layout((Replica((Stage((0,), (0, 4), (4,)),)),))
 GRID = Layout.grid(dp=2, pp=2, tp=2, layers=4, units=4)
 UNEVEN = Layout(
@@ -142,8 +142,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What became of a job: losses by step (of the last world that made it), switches, exit codes,
-    and each rank's final shard."""
+    """What became of a job: losses by step (of the last generation that made it), switches, exit
+    codes, and each rank's final shard."""
 
     exit_codes: dict[int, int]
     losses: dict[int, float]
@@ -241,7 +241,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
                 with suppress(ProcessLookupError):  # a second time
                     os.kill(int(victim.read_text()), fault.signal)
 
-    def on_parcel(number: int) -> None:
+    def on_transfer(number: int) -> None:
         fault = case.parcel_fault
         if fault is not None and (fault.rank, fault.number) == (rank, number):
             victim = rank if fault.victim is None else fault.victim
@@ -250,7 +250,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             while fault.signal == signal.SIGKILL and is_running(process):
                 time.sleep(0.001)
 
-    def on_switch(switch: Any) -> None:
+    def on_layout_change(switch: Any) -> None:
         save(trainer, folder / f"after{trainer.generation}-{rank}.pt")
         event = {
             "rank": rank,
@@ -294,8 +294,11 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         plan(0, case.layout),
         rendezvous,
         case.source(folder) if case.source else Scripted(case.plans, case.welcome, case.rescues),
-        hooks=Callbacks(
-            on_phase=on_phase, on_step=on_step, on_parcel=on_parcel, on_switch=on_switch
+        callbacks=Callbacks(
+            on_phase=on_phase,
+            on_step=on_step,
+            on_transfer=on_transfer,
+            on_layout_change=on_layout_change,
         ),
         checkpoints=kept_in(case.checkpoints, case.in_memory),
         memory=case.memory,

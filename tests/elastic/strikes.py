@@ -116,7 +116,7 @@ class Record:
         return {rank for rank, code in self.exit_codes.items() if code != 0}
 
     def generations(self, step: int) -> list[int]:
-        """The worlds that worked on a step, in order."""
+        """The generations that worked on a step, in order."""
         seen = {e for s, e in self.passes if s == step} | {e for s, e in self.kept if s == step}
         return sorted(seen)
 
@@ -126,7 +126,7 @@ class Record:
         return sorted([*self.kept.get((step, last), ()), *self.passes[step, last]])
 
     def redone(self, step: int) -> set[int]:
-        """Microbatches of which some stage has run backward in more than one world."""
+        """Microbatches of which some stage has run backward in more than one generation."""
         times: dict[int, set[int]] = defaultdict(set)
         for (at, generation), ran in self.passes.items():
             for microbatch in ran if at == step else ():
@@ -226,7 +226,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         points = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.OPTIMIZER: "after"}
         come_to(points.get(seen["op"], ""), seen["step"])
 
-    def on_switch(switch: LayoutChange) -> None:
+    def on_layout_change(switch: LayoutChange) -> None:
         write("switch", switch.step, kept=switch.kept)
 
     def on_phase(phase: Phase, completed: int) -> None:
@@ -241,7 +241,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         trainer.look_for_plan()
         return trainer.is_prepared or rendezvous.is_broken
 
-    hooks = Callbacks(on_phase=on_phase, on_step=on_step, on_switch=on_switch)
+    hooks = Callbacks(on_phase=on_phase, on_step=on_step, on_layout_change=on_layout_change)
     quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
     rendezvous = Rendezvous(
         lambda: connect(host, port, "strikes", TIMEOUTS),
@@ -261,7 +261,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         Plan(version=0, layout=job.layout, quotas=quotas),
         rendezvous,
         Survivors(job.shrink),
-        hooks=hooks,
+        callbacks=hooks,
         memory=ReshardBudget(limit_bytes=16384),
     )
     for point, place in ENTERED.items():

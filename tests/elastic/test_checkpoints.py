@@ -210,10 +210,10 @@ def test_pieces_of_one_layout_fill_any_other(
         saving.save(STEPS - 1, shard)
         saving.close(is_done=True)
 
-    def restored(network: ProcessGroupFactory) -> Shard:
-        world = build_layout_groups(network, after, setup.model.parameters, name="after")
-        shard = initial_shard(setup.model, setup.optimizer, world)
-        assert keeper(network.rank).resume(world.everyone, shard) == STEPS
+    def restored(factory: ProcessGroupFactory) -> Shard:
+        groups = build_layout_groups(factory, after, setup.model.parameters, name="after")
+        shard = initial_shard(setup.model, setup.optimizer, groups)
+        assert keeper(factory.rank).resume(groups.everyone, shard) == STEPS
         return shard
 
     shards = on_ranks(after.ranks, restored)

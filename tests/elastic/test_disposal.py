@@ -1,4 +1,4 @@
-"""Old worlds are let go at once, whoever still refers to them and whatever is under way in them."""
+"""Groups of old generations are closed at once, whatever refers to them or is under way in them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def groups(ranks: int) -> list[AbortableProcessGroup]:
     store = dist.HashStore()
 
     def one(rank: int) -> AbortableProcessGroup:
-        network = ProcessGroupFactory(
+        factory = ProcessGroupFactory(
             store,
             rank,
             broken=lambda *_: None,
             timeout=timedelta(hours=1),
             waited=WaitClock(),
         )
-        return network.group("group", tuple(range(ranks)))
+        return factory.group("group", tuple(range(ranks)))
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))

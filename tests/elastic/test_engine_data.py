@@ -63,21 +63,21 @@ def test_microbatches_can_be_asked_for_again_until_the_step_is_finished() -> Non
 
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, Optimizer(torch.optim.NAdam, lr=1e-2)])
 def test_a_rank_that_comes_in_takes_over_step_scalars_and_cursor(optimizer: Optimizer) -> None:
-    """Ranks 0 and 1 have trained; rank 2 comes into the next world, and goes on like them."""
+    """Ranks 0 and 1 have trained; rank 2 comes into the next generation, and goes on like them."""
     steps, old = 2, Layout.grid(dp=2, pp=1, tp=1, layers=SHAPE.layers)
     sources = {rank: IteratorData(Shuffled(), MICROBATCHES) for rank in range(3)}
     setups = {rank: Setup(MODELS["llama"], optimizer, data) for rank, data in sources.items()}
 
-    def trained(network: ProcessGroupFactory) -> tuple[int, torch.Tensor, torch.Tensor]:
-        setup, rank = setups[network.rank], network.rank
-        group = network.group("transit", (0, 1, 2))
+    def trained(factory: ProcessGroupFactory) -> tuple[int, torch.Tensor, torch.Tensor]:
+        setup, rank = setups[factory.rank], factory.rank
+        group = factory.group("transit", (0, 1, 2))
         shard = None
         if rank < 2:
             shard = run.shards[rank]
             for step in range(steps):
                 sources[rank].finish(step)
-        world = build_layout_groups(network, NEXT, setup.model.parameters, name="next")
-        new = initial_shard(setup.model, setup.optimizer, world)
+        groups = build_layout_groups(factory, NEXT, setup.model.parameters, name="next")
+        new = initial_shard(setup.model, setup.optimizer, groups)
         for param in new.tensors:
             new.reserve(param)
         completed = carry_over(group, setup, steps if rank < 2 else 0, old=shard, new=new, source=0)

@@ -37,26 +37,26 @@ def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: b
     quotas = (MICROBATCHES,) if layout.dp == 1 else (4, 1)
     after = Plan(version=1, layout=layout, quotas=quotas)
 
-    def run_rank(network: ProcessGroupFactory) -> tuple[float, float]:
-        parameters, waited = setup.model.parameters, network.waited
-        everyone = network.group("transit", BEFORE.layout.ranks)
-        world = build_layout_groups(network, BEFORE.layout, parameters, name="before")
-        shard = initial_shard(setup.model, setup.optimizer, world)
-        engine = Engine(setup, world, shard, BEFORE, waited)
+    def run_rank(factory: ProcessGroupFactory) -> tuple[float, float]:
+        parameters, waited = setup.model.parameters, factory.waited
+        everyone = factory.group("transit", BEFORE.layout.ranks)
+        groups = build_layout_groups(factory, BEFORE.layout, parameters, name="before")
+        shard = initial_shard(setup.model, setup.optimizer, groups)
+        engine = Engine(setup, groups, shard, BEFORE, waited)
         engine.accumulate(0)
         kept = SurvivingSum(0, ((0, 3),))
         if summed:
             engine.reduce(0, 0)
             kept = SurvivingSum(0, ((0, MICROBATCHES),), total=True)
-        carrier = courier(network, inherited(parameters, BEFORE, after, [kept]), "sums")
-        succession = GradientMigration(setup, everyone, carrier, network.rank, BEFORE, after)
-        if network.rank not in layout.ranks:
+        carrier = courier(factory, inherited(parameters, BEFORE, after, [kept]), "sums")
+        succession = GradientMigration(setup, everyone, carrier, factory.rank, BEFORE, after)
+        if factory.rank not in layout.ranks:
             succession.settle([kept], engine, None)
             return found
-        world = build_layout_groups(network, layout, parameters, name="after")
-        shard = initial_shard(setup.model, setup.optimizer, world)
+        groups = build_layout_groups(factory, layout, parameters, name="after")
+        shard = initial_shard(setup.model, setup.optimizer, groups)
         rest = succession.settle([kept], engine, shard)
-        engine = Engine(setup, world, shard, after, waited, rest)
+        engine = Engine(setup, groups, shard, after, waited, rest)
         engine.accumulate(0)
         reduced = engine.reduce(0, 0)
         return reduced.loss, reduced.norm

@@ -1,4 +1,4 @@
-"""Ranks die or stop at every state of the state machine; the survivors end in one world."""
+"""Ranks die or stop at every state of the state machine; the survivors end in one generation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_killed_in_a_step(phase: Phase, rank: int, alone: Outcome, tmp_path: Pat
     ],
 )
 def test_killed_in_a_switch(phase: Phase, rank: int, alone: Outcome, tmp_path: Path) -> None:
-    """The switch keeps a replica whole whichever world holds, so the survivors can go on."""
+    """The switch keeps a replica whole whichever generation holds, so the survivors can go on."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     faults = tuple(Fault(rank, phase, completed) for completed in range(1, STEPS))
     outcome = run(Case(GRID, STEPS, plans, faults), tmp_path)

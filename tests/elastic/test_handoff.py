@@ -127,7 +127,7 @@ def test_killed_while_quotas_are_agreed_on(rank: int, alone: Outcome, tmp_path: 
 def test_lost_while_the_next_world_is_filled(
     rank: int, with_signal: int, attach: bool, alone: Outcome, tmp_path: Path
 ) -> None:
-    """A rank is lost in the background stream; the old world holds, without it."""
+    """A rank is lost in the background stream; the old generation holds, without it."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     stopped = frozenset({rank} if with_signal == signal.SIGSTOP else ())
     fault = ParcelFault(rank, 3, with_signal)

@@ -133,7 +133,7 @@ RECOVERY = {
     "while agreeing": "recovering",
     "while state moves": "streaming",
     "while sums move": "inheritance",
-    "in the vote for the new world": "voting",
+    "in the vote for the new generation": "voting",
 }
 
 

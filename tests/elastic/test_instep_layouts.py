@@ -81,28 +81,28 @@ def random_acts(chosen: random.Random, *, losses: int, widest: int) -> list[Act]
 def play(setup: Setup, acts: list[Act]) -> list[Part]:
     """The summed gradients of the last act, as its ranks hold them."""
 
-    def run_rank(network: ProcessGroupFactory) -> Part | None:
-        engine, rank = None, network.rank
+    def run_rank(factory: ProcessGroupFactory) -> Part | None:
+        engine, rank = None, factory.rank
         for number, act in enumerate(acts):
             if rank not in act.alive:
                 return None
-            world = shard = rest = None
+            groups = shard = rest = None
             if rank in act.plan.layout.ranks:
                 parameters = setup.model.parameters
-                world = build_layout_groups(
-                    network, act.plan.layout, parameters, name=f"world{number}"
+                groups = build_layout_groups(
+                    factory, act.plan.layout, parameters, name=f"generation{number}"
                 )
-                shard = initial_shard(setup.model, setup.optimizer, world)
+                shard = initial_shard(setup.model, setup.optimizer, groups)
             if number:
-                transit = network.group(f"transit{number}", act.alive)
+                transit = factory.group(f"transit{number}", act.alive)
                 before = acts[number - 1].plan
                 sums = inherited(setup.model.parameters, before, act.plan, act.kept)
-                carrier = courier(network, sums, f"sums{number}")
+                carrier = courier(factory, sums, f"sums{number}")
                 succession = GradientMigration(setup, transit, carrier, rank, before, act.plan)
                 rest = succession.settle(act.kept, engine, shard)
             engine = None
-            if world is not None and shard is not None:
-                engine = Engine(setup, world, shard, act.plan, network.waited, rest)
+            if groups is not None and shard is not None:
+                engine = Engine(setup, groups, shard, act.plan, factory.waited, rest)
                 engine.accumulate(0)
         if engine is None:
             return None

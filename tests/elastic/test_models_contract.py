@@ -66,9 +66,9 @@ def test_a_part_that_is_not_as_the_model_says(spoil: str, message: str) -> None:
     place = layout.place_of(0)
     assert place is not None
     group = AbortableProcessGroup(None, (0,), None)
-    world = LayoutGroups(layout, place, group, group, None, None)
+    groups = LayoutGroups(layout, place, group, group, None, None)
     with pytest.raises(ContractError, match=message):
-        initial_shard(Odd(spoil), OPTIMIZER, world)
+        initial_shard(Odd(spoil), OPTIMIZER, groups)
 
 
 def test_only_the_two_ends_may_be_tied_and_only_by_what_is_cut() -> None:

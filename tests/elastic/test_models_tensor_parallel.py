@@ -13,11 +13,11 @@ RANKS = (0, 1)
 
 
 def test_in_place_changes_no_number() -> None:
-    def run(network: ProcessGroupFactory) -> list[list[torch.Tensor]]:
-        group = network.group("tp", RANKS)
+    def run(factory: ProcessGroupFactory) -> list[list[torch.Tensor]]:
+        group = factory.group("tp", RANKS)
         found = []
         for in_place in (False, True):
-            weight = torch.full((3, 2), network.rank + 1.0, requires_grad=True)
+            weight = torch.full((3, 2), factory.rank + 1.0, requires_grad=True)
             x = torch.arange(8.0).view(4, 2).requires_grad_()
             inside = copy_to_tp_region(x, group, in_place=in_place)
             left = reduce_from_tp_region(inside @ weight.T, group, in_place=in_place)
@@ -35,8 +35,8 @@ def test_in_place_changes_no_number() -> None:
 def test_without_the_promise_what_others_hold_is_left_alone() -> None:
     """The result of the operator and the gradient that another branch gets, too."""
 
-    def run(network: ProcessGroupFactory) -> None:
-        group = network.group("tp", RANKS)
+    def run(factory: ProcessGroupFactory) -> None:
+        group = factory.group("tp", RANKS)
         x, beside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         doubled = x * 2.0
         assert reduce_from_tp_region(doubled, group).tolist() == [4.0, 4.0]
@@ -52,8 +52,8 @@ def test_without_the_promise_what_others_hold_is_left_alone() -> None:
 def test_a_broken_promise_is_an_error_not_a_wrong_gradient() -> None:
     """A tanh has saved its result, which the sum has overwritten."""
 
-    def run(network: ProcessGroupFactory) -> None:
-        group = network.group("tp", RANKS)
+    def run(factory: ProcessGroupFactory) -> None:
+        group = factory.group("tp", RANKS)
         x = torch.ones(2, requires_grad=True)
         left = reduce_from_tp_region(x.tanh(), group, in_place=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -63,8 +63,8 @@ def test_a_broken_promise_is_an_error_not_a_wrong_gradient() -> None:
 
 
 def test_a_view_is_never_overwritten() -> None:
-    def run(network: ProcessGroupFactory) -> None:
-        group = network.group("tp", RANKS)
+    def run(factory: ProcessGroupFactory) -> None:
+        group = factory.group("tp", RANKS)
         whole = torch.ones(4, requires_grad=True) * 1.0
         assert reduce_from_tp_region(whole[:2], group, in_place=True).tolist() == [2.0, 2.0]
         assert whole.tolist() == [1.0] * 4

@@ -177,7 +177,7 @@ def test_reading_ends_between_two_slices_when_the_world_is_given_up() -> None:
         neighbour = holder.neighbour()
         reading = neighbour.read([torch.ones(8)], holder.table(), 16, lambda: None)
         next(reading)
-        neighbour.group.look.side_effect = PeerLostError("given up")  # type: ignore[attr-defined]
+        neighbour.group.check_aborted.side_effect = PeerLostError("given up")  # type: ignore[attr-defined]
         with pytest.raises(PeerLostError, match="given up"):
             next(reading)
 
@@ -197,9 +197,9 @@ def test_a_foreign_process_is_not_read() -> None:
 
 
 def meet(wanted: tuple[bool, bool]) -> dict[int, LocalPeer]:
-    def work(network: ProcessGroupFactory) -> LocalPeer:
-        group = network.group("pair", (0, 1))
-        return probe_peer_memory(group, network.rank, attach=wanted[network.rank])
+    def work(factory: ProcessGroupFactory) -> LocalPeer:
+        group = factory.group("pair", (0, 1))
+        return probe_peer_memory(group, factory.rank, attach=wanted[factory.rank])
 
     return on_ranks((0, 1), work)
 
@@ -246,13 +246,13 @@ def test_ranges_arrive_whoever_is_on_the_same_host(
     before, after = holdings(old, PARAMETERS), holdings(new, PARAMETERS)
     copies = 2
 
-    def work(network: ProcessGroupFactory) -> int:
-        rank, pairs = network.rank, {}
+    def work(factory: ProcessGroupFactory) -> int:
+        rank, pairs = factory.rank, {}
         for pair in pairs_of(planned, rank):
-            group = network.group("pair", pair)
+            group = factory.group("pair", pair)
             pairs[pair] = probe_peer_memory(group, rank, attach=rank not in apart)
         numbers: list[int] = []
-        courier = TensorExchange(pairs, rank, buffer_bytes=4096, on_parcel=numbers.append)
+        courier = TensorExchange(pairs, rank, buffer_bytes=4096, on_transfer=numbers.append)
         held, due = (ranges.get(rank, {}) for ranges in (before, after))
         giver, taker = (
             GradientParts(
@@ -266,7 +266,7 @@ def test_ranges_arrive_whoever_is_on_the_same_host(
             for copy, part in enumerate(taker.parts):
                 found = part[move.param].narrow(move.param.dim or 0, start, move.stop - move.start)
                 assert found.equal(fill(move.param, (move.start, move.stop), copy + 1)), move
-        network.group("end", tuple(range(8))).all_reduce(torch.zeros(1))  # as a vote would
+        factory.group("end", tuple(range(8))).all_reduce(torch.zeros(1))  # as a vote would
         assert numbers == list(range(len(numbers)))
         return received
 

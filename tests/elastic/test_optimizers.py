@@ -73,8 +73,8 @@ def test_a_chain_of_resizes_and_updates_is_that_of_one_rank(
     model_name: str, optimizer_name: str, chain: list[Layout], at_first: int
 ) -> None:
     model, optimizer = MODELS[model_name], OPTIMIZERS[optimizer_name]
-    alone = {0: initial_shard(model, optimizer, _world(ALONE, 0))}
-    shards = {r: initial_shard(model, optimizer, _world(chain[0], r)) for r in chain[0].ranks}
+    alone = {0: initial_shard(model, optimizer, _groups(ALONE, 0))}
+    shards = {r: initial_shard(model, optimizer, _groups(chain[0], r)) for r in chain[0].ranks}
     step = 0
     for old, new in zip(chain, [*chain[1:], chain[0]], strict=True):
         for _ in range(at_first if step == 0 else 1):
@@ -97,7 +97,7 @@ def test_state_that_cannot_be_cut_is_refused_with_the_reason(kind: type) -> None
 def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:
     optimizer = Optimizer(torch.optim.AdamW, fused=True)
     with pytest.raises(ContractError, match="fused"):
-        initial_shard(MODELS["llama"], optimizer, _world(ALONE, 0))
+        initial_shard(MODELS["llama"], optimizer, _groups(ALONE, 0))
 
 
 def test_options_by_parameter_make_groups_that_all_ranks_agree_on() -> None:
@@ -107,7 +107,7 @@ def test_options_by_parameter_make_groups_that_all_ranks_agree_on() -> None:
     optimizer = Optimizer(torch.optim.AdamW, lr=0.1, rate=warmup(1), options=options)
     layout = Layout.grid(dp=1, pp=2, tp=1, layers=4)
     for rank, sizes in ((0, [1, 4, 14]), (1, [0, 5, 15])):
-        shard = initial_shard(MODELS["llama"], optimizer, _world(layout, rank))
+        shard = initial_shard(MODELS["llama"], optimizer, _groups(layout, rank))
         optimizer.set_rate(shard.optimizer, 0)
         groups = shard.optimizer.param_groups
         assert [len(group["params"]) for group in groups] == sizes
@@ -120,7 +120,7 @@ def test_options_that_change_what_is_kept_are_refused() -> None:
     some = {"layers.1.wq": {"momentum": 0.9}}
     optimizer = Optimizer(torch.optim.SGD, options=lambda param: some.get(param.key, {}))
     with pytest.raises(ContractError, match="change what SGD keeps"):
-        initial_shard(MODELS["llama"], optimizer, _world(ALONE, 0))
+        initial_shard(MODELS["llama"], optimizer, _groups(ALONE, 0))
 
 
 def test_rates_are_functions_of_the_step_alone() -> None:
@@ -137,8 +137,8 @@ def test_rates_are_functions_of_the_step_alone() -> None:
         Optimizer(torch.optim.SGD, max_norm=0.0)
 
 
-def _world(layout: Layout, rank: int) -> LayoutGroups:
-    """A world without connections: enough to hold a shard."""
+def _groups(layout: Layout, rank: int) -> LayoutGroups:
+    """A generation without connections: enough to hold a shard."""
     place = layout.place_of(rank)
     assert place is not None
     group = AbortableProcessGroup(None, layout.stage_at(place).ranks, None)
@@ -168,7 +168,7 @@ def _resize(
 ) -> dict[int, Shard]:
     """The shards of `new`, filled from those of `old` as the runtime does it, without the wire."""
     made = {
-        rank: build_shard(model, optimizer, _world(new, rank), present=shards.get(rank))
+        rank: build_shard(model, optimizer, _groups(new, rank), current=shards.get(rank))
         for rank in new.ranks
     }
     table = torch.stack([shard.scalars() for shard in shards.values()]).amax(0)

@@ -62,7 +62,7 @@ def test_ranks_meet_when_all_have_come() -> None:
     store, waits = dist.HashStore(), threading.Event()
 
     def come() -> None:
-        meet(store, "world", (0, 1), broken=waits.set, absent=lambda seconds: [], timeout=HOUR)
+        meet(store, "generation", (0, 1), broken=waits.set, absent=lambda seconds: [], timeout=HOUR)
 
     store.add("met/elsewhere", 2)
     with ThreadPoolExecutor(1) as pool:
@@ -77,7 +77,7 @@ def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None
     def wait(given_up: str | None, gone: list[int], timeout: timedelta) -> None:
         meet(
             dist.HashStore(),
-            "world",
+            "generation",
             (0, 1),
             broken=lambda: given_up,
             absent=lambda seconds: gone,

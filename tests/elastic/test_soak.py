@@ -115,7 +115,7 @@ def undisturbed(layout: Layout, steps: int, folder: Path) -> list[float]:
 
 
 def assert_nothing_grew(folder: Path) -> None:
-    """A rank holds the same in each world as in the same one many cycles before."""
+    """A rank holds the same in each generation as in the same one many cycles before."""
     period = PERIOD * (RESIZES + 2)
     generations = [switch["generation"] for switch in switches(folder, 0)]
     for rank in STEADY:

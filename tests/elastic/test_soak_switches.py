@@ -46,7 +46,7 @@ def test_many_switches_leave_the_training_exact_and_nothing_behind(tmp_path: Pat
 
 
 def assert_nothing_grew(seen: list[dict[str, Any]]) -> None:
-    """A rank holds the same threads and files in each world as in the same one a round before."""
+    """A rank holds the same threads and files in each generation as in that of the round before."""
     early, late = ({e["version"] % ROUND: e for e in part} for part in _last_rounds(seen))
     for place, event in late.items():
         for what in ("threads", "files"):

@@ -41,13 +41,13 @@ def test_a_monitor_and_hooks_are_both_called() -> None:
     told, seen = MicrobatchReport(), []
     given = Callbacks(
         on_step=lambda reduced, ms, plan: seen.append("step"),
-        on_switch=lambda switch: seen.append("switch"),
+        on_layout_change=lambda switch: seen.append("switch"),
         on_idle=lambda: seen.append("idle"),
     )
     setup, hooks = with_monitor(setup_of(), given, told)
     plan = Plan(version=3, layout=GRID, quotas=(6,) * GRID.dp)
     hooks.on_step(ReducedStep(step=0, loss=1.0, norm=1.0, ready=(0, 0)), 5.0, plan)
-    hooks.on_switch(LayoutChange(plan=plan, step=1, pause_ms=1.0))
+    hooks.on_layout_change(LayoutChange(plan=plan, step=1, pause_ms=1.0))
     setup.record(op=0, step=1, microbatch=0, compute_ms=1.0, wait_ms=0.0)
     hooks.on_idle()
     assert told.calls == ["between steps", "record under 3", "idle"]

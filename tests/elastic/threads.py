@@ -45,10 +45,12 @@ class Run:
 def train(setup: Setup, plan: Plan, steps: int) -> Run:
     """Train `steps` steps, a thread for each rank of the plan."""
 
-    def run_rank(network: ProcessGroupFactory) -> tuple[Shard, list[float], list[float]]:
-        world = build_layout_groups(network, plan.layout, setup.model.parameters, name="world")
-        shard = initial_shard(setup.model, setup.optimizer, world)
-        engine = Engine(setup, world, shard, plan, network.waited)
+    def run_rank(factory: ProcessGroupFactory) -> tuple[Shard, list[float], list[float]]:
+        groups = build_layout_groups(
+            factory, plan.layout, setup.model.parameters, name="generation"
+        )
+        shard = initial_shard(setup.model, setup.optimizer, groups)
+        engine = Engine(setup, groups, shard, plan, factory.waited)
         losses, norms = [], []
         for step in range(steps):
             engine.accumulate(step)
@@ -95,20 +97,20 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -
     return {rank: future.result() for rank, future in futures.items()}
 
 
-def _close(network: ProcessGroupFactory) -> None:
+def _close(factory: ProcessGroupFactory) -> None:
     """Let its groups go now: left to the garbage collector, hundreds go at once, in mid-test.
 
     gloo lets go of each connection at the next tick of its loop, up to 10 ms later.
     """
-    for group in network.groups:
+    for group in factory.groups:
         group.close()
 
 
-def courier(network: ProcessGroupFactory, planned: Sequence[Move], name: str) -> TensorExchange:
+def courier(factory: ProcessGroupFactory, planned: Sequence[Move], name: str) -> TensorExchange:
     """One rank's end of `planned` moves, with groups of their own and small buffers."""
-    groups = {p: network.group(f"{name}/pair", p) for p in pairs_of(planned, network.rank)}
-    pairs = {p: probe_peer_memory(group, network.rank, attach=True) for p, group in groups.items()}
-    return TensorExchange(pairs, network.rank, buffer_bytes=4096, on_parcel=lambda number: None)
+    groups = {p: factory.group(f"{name}/pair", p) for p in pairs_of(planned, factory.rank)}
+    pairs = {p: probe_peer_memory(group, factory.rank, attach=True) for p, group in groups.items()}
+    return TensorExchange(pairs, factory.rank, buffer_bytes=4096, on_transfer=lambda number: None)
 
 
 def gathered(shards: dict[int, Shard]) -> State:

@@ -50,7 +50,7 @@ def main() -> None:
     folder = Path(os.environ["CHECKPOINTS"]) if "CHECKPOINTS" in os.environ else None
     saved = Checkpoints(lambda: [LocalDisk(folder)], Every(10**6)) if folder else None
     trainer = train(
-        setup, job, steps, monitor=monitor, hooks=Callbacks(on_step=on_step), checkpoints=saved
+        setup, job, steps, monitor=monitor, callbacks=Callbacks(on_step=on_step), checkpoints=saved
     )
     told = f"rank {rank} completed {trainer.completed} in {trainer.plan.layout.dp} replicas"
     sys.stdout.write(told + "\n")

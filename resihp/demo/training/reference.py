@@ -53,7 +53,7 @@ def run_alone(rank: int, host: str, port: int, settings: DemoSettings, path: Pat
         Plan(version=0, layout=job.layout, quotas=job.quotas),
         Rendezvous(lambda: connect(host, port, "reference", timeouts), rank, [rank], timeouts),
         NoPlans(),
-        hooks=Callbacks(on_step=events.step),
+        callbacks=Callbacks(on_step=events.step),
     ).run(settings.steps)
 
 

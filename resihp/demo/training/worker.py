@@ -47,7 +47,7 @@ def run_rank(
             _pacer(settings, rank),
         )
 
-        def on_switch(switch: LayoutChange) -> None:
+        def on_layout_change(switch: LayoutChange) -> None:
             monitor.plan_version = switch.plan.version
             events.switch(switch)
 
@@ -58,7 +58,7 @@ def run_rank(
                 lambda: connect(host, port, job.name, timeouts), rank, job.layout.ranks, timeouts
             ),
             ServicePlans(Client(url), job, patience=timedelta(seconds=8)),
-            hooks=Callbacks(on_step=events.step, on_switch=on_switch),
+            callbacks=Callbacks(on_step=events.step, on_layout_change=on_layout_change),
         )
         trainer.run(settings.steps)
         log.close()

@@ -1,4 +1,4 @@
-"""The ranks of a world as those who restore a checkpoint together."""
+"""The ranks of a generation as those who restore a checkpoint together."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class LoopAllReduce:
         for bucket in self._started:
             assert bucket.work is not None
             assert bucket.flat is not None
-            self._group.complete(bucket.work)
+            self._group.wait(bucket.work)
             if self._seen(bucket) != bucket.read:
                 raise ContractError(
                     "overlap",

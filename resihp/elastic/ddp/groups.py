@@ -71,7 +71,7 @@ def connect_replica_groups(
     everyone, mirrors, state = members
     name = f"loop{rendezvous.recovery}"
     store = rendezvous.link.borrow()
-    network = ProcessGroupFactory(
+    factory = ProcessGroupFactory(
         store,
         rendezvous.rank,
         broken=rendezvous.broken,
@@ -83,9 +83,9 @@ def connect_replica_groups(
 
     def build() -> None:
         try:
-            first = network.group(f"{name}/everyone", everyone)
-            second = network.group(f"{name}/mirrors", mirrors)
-            third = network.group(f"{name}/state", state) if network.rank in state else None
+            first = factory.group(f"{name}/everyone", everyone)
+            second = factory.group(f"{name}/mirrors", mirrors)
+            third = factory.group(f"{name}/state", state) if factory.rank in state else None
             built.append(ReplicaGroups(first, second, third))
         except (RuntimeError, dist.DistError) as error:
             failed.append(str(error))  # without its traceback, which would keep what was built

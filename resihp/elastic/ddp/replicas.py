@@ -160,7 +160,7 @@ class Replicas:
         lines = written(step.done, self._microbatches, self.seat.members)
         counting = peers.everyone.start_all_reduce(lines)  # on its way while the sums are
         self._sums.sum_over(peers, self._roster.shares, self._roster.place)
-        peers.everyone.complete(counting)
+        peers.everyone.wait(counting)
         self._account = read(lines)
         if self._giving is not None:
             self._giving.finish()

@@ -57,7 +57,7 @@ class StateBroadcast:
             raise PeerLostError(self._broken)
 
     def abandon(self) -> None:
-        """Wait until the thread has seen that the world is broken."""
+        """Wait until the thread has seen that the generation is broken."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ from .ledger import Spans, SurvivingSum, indices, spans
 class Assignment:
     """One replica's part of a step.
 
-    inherited  gradient sums that it takes over from the world before, each exactly once
+    inherited  gradient sums that it takes over from the generation before, each exactly once
     todo       microbatches that it still has to compute, ascending
     """
 

@@ -17,9 +17,9 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class GradientHolding:
-    """What one rank's gradients of the step in progress stand for, in one world.
+    """What one rank's gradients of the step in progress stand for, in one generation.
 
-    generation     the world after whose layout they are cut
+    generation     the generation after whose layout they are cut
     replica   index of the rank's replica there
     members   number of ranks of that replica
     finished  microbatches in the rank's local sum
@@ -50,8 +50,9 @@ def surviving_sums(
 ) -> tuple[SurvivingSum, ...]:
     """The sums from which the survivors go on, each microbatch in at most one of them.
 
-    `holdings` are those of all survivors in the world that holds. Where one replica has the sum
-    over all of them, that is all there is to keep; otherwise each replica's own, if it is whole.
+    `holdings` are those of all survivors in the generation that holds. Where one replica has the
+    sum over all of them, that is all there is to keep; otherwise each replica's own, if it is
+    whole.
     """
     by_replica: Mapping[int, list[GradientHolding]] = defaultdict(list)
     for holding in holdings:

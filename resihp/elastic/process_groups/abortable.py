@@ -2,8 +2,8 @@
 
 A gloo group's `abort()` does not unblock its ranks, and a peer that was stopped (not killed)
 breaks no connection. So a rank never blocks inside the backend: it waits for the asynchronous work
-in short slices and looks between them whether the world has been given up. An abandoned group is
-dropped; the next world is built over store prefixes of its own.
+in short slices and looks between them whether the generation has been given up. An abandoned group
+is dropped; the next generation is built over store prefixes of its own.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class WaitClock:
 class ProcessGroupFactory:
     """Makes groups over one store and completes their work; `groups` are those that it made.
 
-    `broken` is asked between two slices of every wait: a reason why the world is to be given up,
-    or None. It gets the ranks that are waited for and for how many seconds already. `timeout` is
-    for one exchange, `connect` for building a group; the same where it is not given.
+    `broken` is asked between two slices of every wait: a reason why the generation is to be given
+    up, or None. It gets the ranks that are waited for and for how many seconds already. `timeout`
+    is for one exchange, `connect` for building a group; the same where it is not given.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class ProcessGroupFactory:
         other.waited = WaitClock()
         return other
 
-    def complete(self, work: dist.Work, ranks: Sequence[int]) -> None:
+    def wait(self, work: dist.Work, ranks: Sequence[int]) -> None:
         """Wait until `work` is done. Raises `PeerLostError` if it will never be."""
         start = time.perf_counter()
         with self.waited.blocked():
             while not _is_done(work, ranks):
-                self.look(ranks, time.perf_counter() - start)
+                self.check_aborted(ranks, time.perf_counter() - start)
 
-    def look(self, ranks: Sequence[int], waited_s: float) -> None:
-        """Raises `PeerLostError` if the world has been given up, or one of `ranks` is silent."""
+    def check_aborted(self, ranks: Sequence[int], waited_s: float) -> None:
+        """Raises `PeerLostError` if the job recovers or one of `ranks` is silent."""
         reason = self._broken(ranks, waited_s)
         if reason is not None:
             raise PeerLostError(reason)
@@ -122,10 +122,10 @@ class AbortableProcessGroup:
     """A set of ranks that communicate. All calls are collective; tensors must be contiguous."""
 
     def __init__(
-        self, network: ProcessGroupFactory, ranks: tuple[int, ...], backend: dist.ProcessGroup
+        self, factory: ProcessGroupFactory, ranks: tuple[int, ...], backend: dist.ProcessGroup
     ) -> None:
         self.ranks = ranks
-        self._network = network
+        self._factory = factory
         self._backend = backend
         self._under_way: list[dist.Work] = []
 
@@ -136,12 +136,12 @@ class AbortableProcessGroup:
         """Connect now, in a thread beside training, not at the first use."""
         if len(self.ranks) > 1:
             work = self.start_all_reduce(torch.zeros(1))
-            self._network.uncounted().complete(work, self.ranks)
+            self._factory.uncounted().wait(work, self.ranks)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the group, in place."""
         if len(self.ranks) > 1:
-            self.complete(self.start_all_reduce(tensor))
+            self.wait(self.start_all_reduce(tensor))
         return tensor
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,11 +149,11 @@ class AbortableProcessGroup:
         if len(self.ranks) > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            self.complete(self._begun(self._backend.allreduce([tensor], options)))
+            self.wait(self._begun(self._backend.allreduce([tensor], options)))
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """Begin to sum `tensor` in place; `complete` the work before using it."""
+        """Begin to sum `tensor` in place; `wait` for the work before using it."""
         return self._begun(self._backend.allreduce([tensor]))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -161,11 +161,11 @@ class AbortableProcessGroup:
         if len(self.ranks) == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.complete(self._begun(self._backend.allgather([parts], [tensor])))
+        self.wait(self._begun(self._backend.allgather([parts], [tensor])))
         return parts
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        """Begin to copy `tensor` from rank `source` to all; `complete` the work before use."""
+        """Begin to copy `tensor` from rank `source` to all; `wait` for the work before use."""
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(source)
         options.rootTensor = 0
@@ -174,7 +174,7 @@ class AbortableProcessGroup:
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy `tensor` from rank `source` to all, in place."""
         if len(self.ranks) > 1:
-            self.complete(self.start_broadcast(tensor, source))
+            self.wait(self.start_broadcast(tensor, source))
         return tensor
 
     def all_to_all(
@@ -183,16 +183,16 @@ class AbortableProcessGroup:
         """Exchange flat buffers: `out[i]` elements go to rank i, `into[i]` come from it."""
         options = dist.AllToAllOptions()
         work = self._backend.alltoall_base(received, sent, into, out, options)
-        self.complete(self._begun(work))
+        self.wait(self._begun(work))
 
-    def complete(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work) -> None:
         """Wait until `work` is done. Raises `PeerLostError` if it will never be."""
-        self._network.complete(work, self.ranks)
+        self._factory.wait(work, self.ranks)
         self._under_way = [other for other in self._under_way if other is not work]
 
-    def look(self) -> None:
+    def check_aborted(self) -> None:
         """Between two parts of long work without a wait; raises `PeerLostError` like a wait."""
-        self._network.look(self.ranks, 0.0)
+        self._factory.check_aborted(self.ranks, 0.0)
 
     @property
     def is_idle(self) -> bool:
@@ -205,7 +205,7 @@ class AbortableProcessGroup:
         If it is not idle, this blocks until its exchange has timed out.
         """
         self._under_way = []
-        del self._backend, self._network
+        del self._backend, self._factory
 
     def _begun(self, work: dist.Work) -> dist.Work:
         self._under_way = [other for other in self._under_way if not other.is_completed()]

@@ -1,4 +1,4 @@
-"""Lets go of the groups of old worlds, off the training thread."""
+"""Lets go of the groups of old generations, off the training thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def close_groups(groups: Iterable[AbortableProcessGroup]) -> None:
 
     In a thread, because closing connections takes longer than a switch; `groups` is iterated there
     and may block. A group that was given up may have an exchange under way. It ends when a peer
-    dies or closes its own end, so ranks that all let go of a world set each other free; only a
+    dies or closes its own end, so ranks that all let go of a generation set each other free; only a
     peer that was stopped is waited for until the exchange times out.
     """
     threading.Thread(target=_close, args=(groups,), name="resihp-dispose", daemon=True).start()

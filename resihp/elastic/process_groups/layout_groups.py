@@ -82,7 +82,7 @@ class LayoutGroups:
         return self.around if self.after is None and chunk + 1 < self.chunks else self.after
 
     @property
-    def groups(self) -> tuple[AbortableProcessGroup, ...]:
+    def all(self) -> tuple[AbortableProcessGroup, ...]:
         """All of them, in the order in which every rank builds its own."""
         sides = (s for s in (self.before, self.after, self.around) if s is not None)
         links = [link for side in sides for link in side.links]
@@ -92,7 +92,7 @@ class LayoutGroups:
 
 
 def build_layout_groups(
-    network: ProcessGroupFactory, layout: Layout, parameters: Parameters, *, name: str
+    factory: ProcessGroupFactory, layout: Layout, parameters: Parameters, *, name: str
 ) -> LayoutGroups:
     """Build this rank's groups for `layout`. Collective over the ranks of the layout.
 
@@ -100,36 +100,36 @@ def build_layout_groups(
     Building a group blocks until all of its ranks do so; every rank builds its groups in one
     global order (all, stage, boundaries along the pipeline, sums), so none waits in a circle.
     """
-    place = layout.place_of(network.rank)
-    assert place is not None, "only ranks of the layout build its world"
+    place = layout.place_of(factory.rank)
+    assert place is not None, "only ranks of the layout build its generation"
     stages = layout.replicas[place.dp].stages
     stage = stages[place.pp]
-    everyone = network.group(f"{name}/everyone", sorted(layout.ranks), threads=_WAITED_FOR)
-    tp = network.group(f"{name}/tp", stage.ranks, threads=_WAITED_FOR)
+    everyone = factory.group(f"{name}/everyone", sorted(layout.ranks), threads=_WAITED_FOR)
+    tp = factory.group(f"{name}/tp", stage.ranks, threads=_WAITED_FOR)
     before = after = around = None
     if place.pp > 0:
-        before = _boundary(network, name, stages[place.pp - 1], stage)
+        before = _boundary(factory, name, stages[place.pp - 1], stage)
     if place.pp + 1 < len(stages):
-        after = _boundary(network, name, stage, stages[place.pp + 1])
+        after = _boundary(factory, name, stage, stages[place.pp + 1])
     if len(stage.chunks) > 1 and stage in (stages[0], stages[-1]):
-        around = _boundary(network, f"{name}/around", stages[-1], stages[0])
+        around = _boundary(factory, f"{name}/around", stages[-1], stages[0])
     sums = tuple(
-        (reduction, network.group(f"{name}/sum", reduction.ranks))
+        (reduction, factory.group(f"{name}/sum", reduction.ranks))
         for reduction in gradient_reductions(layout, parameters)
-        if network.rank in reduction.ranks and len(reduction.ranks) > 1
+        if factory.rank in reduction.ranks and len(reduction.ranks) > 1
     )
     return LayoutGroups(layout, place, everyone, tp, before, after, around, sums)
 
 
 def _boundary(
-    network: ProcessGroupFactory, name: str, sender: Stage, receiver: Stage
+    factory: ProcessGroupFactory, name: str, sender: Stage, receiver: Stage
 ) -> StageBoundary:
     transfers = boundary_transfers(sender, receiver)
     links = []
     for transfer in transfers:
         ends = (transfer.source, transfer.target)
-        if network.rank in ends:
+        if factory.rank in ends:
             label = f"{name}/link{transfer.chunk}"
-            forward = network.group(f"{label}/forward", ends)
-            links.append(P2PLink(transfer, forward, network.group(f"{label}/backward", ends)))
+            forward = factory.group(f"{label}/forward", ends)
+            links.append(P2PLink(transfer, forward, factory.group(f"{label}/backward", ends)))
     return StageBoundary(len(transfers), tuple(links))

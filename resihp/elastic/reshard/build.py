@@ -1,4 +1,4 @@
-"""Builds the next world in the background, groups and memory, while the present one trains."""
+"""Builds the next generation in the background, groups and memory, while the present one trains."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ _log = logging.getLogger("resihp.elastic")
 
 @dataclass(frozen=True)
 class Generation:
-    """A world that is connected but not yet taken on.
+    """A generation that is connected but not yet taken on.
 
-    transit    all ranks of the old and the new world; they agree over it. None if the layout
-               stays the same: the old world's groups and shard then serve the new one
+    transit    all ranks of the old and the new generation; they agree over it. None if the layout
+               stays the same: the old generation's groups and shard then serve the new one
     pairs      the ranks with which this one exchanges state and sums; `planned` are the moves of
                the state
-    staying    members of the world once it is taken on
-    source     a rank that knows what all ranks of the old world hold alike
-    world      None for a rank that has no place in the new layout
+    staying    members of the generation once it is taken on
+    source     a rank that knows what all ranks of the old generation hold alike
+    generation      None for a rank that has no place in the new layout
     draft      what the rank will hold, its memory in place
-    cancelled  set when this world is given up
-    rest       of the step that the old world has begun; None between two steps
-    total      whole gradients of a step whose update the new world is to make
+    cancelled  set when this generation is given up
+    rest       of the step that the old generation has begun; None between two steps
+    total      whole gradients of a step whose update the new generation is to make
     rewound    steps completed in the checkpoint with which it begins; None: it goes on with the
-               state of the old world
+               state of the old generation
     """
 
     generation: int
@@ -71,7 +71,7 @@ class Generation:
     planned: tuple[Move, ...]
     staying: tuple[int, ...]
     source: int
-    world: LayoutGroups | None
+    groups: LayoutGroups | None
     draft: PendingShard | None
     cancelled: threading.Event
     rest: StepRemainder | None = None
@@ -85,21 +85,21 @@ class Generation:
 
     @property
     def passage(self) -> tuple[AbortableProcessGroup, ...]:
-        """The groups that lead from the old world to this one, of no use once it is taken on."""
+        """Groups between the old generation and this one, unused after the change."""
         pairs = (neighbour.group for neighbour in self.pairs.values())
         return () if self.transit is None else (self.transit, *pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSpec:
-    """The world to build.
+    """The generation to build.
 
     old           layout that holds the state now; None where no rank has it: at the start of a
                   job, and when some of it is gone
     lost          ranks of `old` that can send nothing any more
     participants  every rank that takes part in the switch
     staying       those that are members afterwards
-    is_repair     groups of the present world may be broken and are not used again
+    is_repair     groups of the present generation may be broken and are not used again
     name          unique to the attempt
     gone          state that nobody alive holds, named
     sums          moves of gradient sums that a loss left, to those who go on with them
@@ -123,17 +123,17 @@ class GenerationSpec:
 
     @property
     def source(self) -> int:
-        """The first rank that holds state of the old world."""
+        """The first rank that holds state of the old generation."""
         holders = self.plan.layout.ranks if self.old is None else self.old.ranks
         return min(set(holders) - set(self.lost))
 
 
 class GenerationBuild:
-    """Builds one world in a thread of its own; `result` is there when all ranks are connected.
+    """Builds one generation in a thread of its own; `result` is there when all ranks are connected.
 
     `network` makes one when all who take part have come, and gives up when the event is set;
-    `build` makes what this rank will hold in a world; `present` is what it holds now, if it has a
-    place; `attach` lets neighbours read each other's memory.
+    `build` makes what this rank will hold in a generation; `present` is what it holds now, if it
+    has a place; `attach` lets neighbours read each other's memory.
 
     `error` says why there will be no result. Where that is this rank's own doing, as when the model
     or the disk refuses, it is `fault` as well.
@@ -147,7 +147,7 @@ class GenerationBuild:
         self,
         target: GenerationSpec,
         parameters: Parameters,
-        network: Callable[[threading.Event], AbstractContextManager[ProcessGroupFactory]],
+        factory: Callable[[threading.Event], AbstractContextManager[ProcessGroupFactory]],
         build: Callable[[LayoutGroups], PendingShard],
         present: tuple[LayoutGroups, Shard] | None,
         *,
@@ -159,14 +159,14 @@ class GenerationBuild:
         self.fault: Exception | None = None
         self.took_s = 0.0
         self.cancelled = threading.Event()
-        self._parameters, self._make_network = parameters, network
+        self._parameters, self._make_network = parameters, factory
         self._build, self._present, self._attach = build, present, attach
-        self._network: ProcessGroupFactory | None = None
+        self._factory: ProcessGroupFactory | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
         start_thread(self._thread)
 
     def wait(self, broken: Callable[[Sequence[int], float], str | None]) -> Generation:
-        """The prepared world. Raises `fault` or `PeerLostError` if it will never be complete."""
+        """The generation. Raises `fault` or `PeerLostError` if it will never be complete."""
         waited = timedelta(0)
         slice_ = timedelta(milliseconds=20)
         while self._thread.is_alive():
@@ -178,19 +178,19 @@ class GenerationBuild:
         if self.fault is not None:
             raise self.fault
         if self.result is None:
-            raise PeerLostError(f"the next world could not be built: {self.error}")
+            raise PeerLostError(f"the next generation could not be built: {self.error}")
         return self.result
 
     def give_up(self) -> None:
-        """Nobody will take this world on; its groups are let go."""
+        """Nobody will take this generation on; its groups are let go."""
         self.cancelled.set()
         close_groups(self._built())
 
     def _built(self) -> Iterator[AbortableProcessGroup]:
-        """All groups that were built, also if the world was not completed; waits for the end."""
+        """All groups that were built, also by a failed build; waits for its end."""
         self._thread.join()
-        if self._network is not None:
-            yield from self._network.groups
+        if self._factory is not None:
+            yield from self._factory.groups
 
     def _run(self) -> None:
         start = time.perf_counter()
@@ -202,7 +202,7 @@ class GenerationBuild:
             if self.fault is None:
                 self._blame(error)
             self.error = str(error)
-        del self._build, self._present  # they hold the old world
+        del self._build, self._present  # they hold the old generation
         self.took_s = time.perf_counter() - start
 
     def _connect(self, target: GenerationSpec) -> Generation:
@@ -212,49 +212,49 @@ class GenerationBuild:
         """
         planned: tuple[Move, ...] = ()
         if target.keeps_layout:
-            world, shard = self._present or (None, None)
-            return self._prepared(None, {}, planned, world, PendingShard(shard) if shard else None)
+            groups, shard = self._present or (None, None)
+            return self._prepared(None, {}, planned, groups, PendingShard(shard) if shard else None)
         if target.old is not None:
             planned = moves(target.old, target.plan.layout, self._parameters, lost=target.lost)
-        with self._make_network(self.cancelled) as network:
-            self._network = network
-            return self._build_groups(network, target, planned)
+        with self._make_network(self.cancelled) as factory:
+            self._factory = factory
+            return self._build_groups(factory, target, planned)
 
     def _build_groups(
-        self, network: ProcessGroupFactory, target: GenerationSpec, planned: tuple[Move, ...]
+        self, factory: ProcessGroupFactory, target: GenerationSpec, planned: tuple[Move, ...]
     ) -> Generation:
         layout = target.plan.layout
-        beside = network.uncounted()  # they carry nothing that a pass waits for
+        beside = factory.uncounted()  # they carry nothing that a pass waits for
         transit = beside.group(f"{target.name}/transit", target.participants)
         pairs = [
             beside.group(f"{target.name}/pair", pair)
-            for pair in pairs_of((*planned, *target.sums), network.rank)
+            for pair in pairs_of((*planned, *target.sums), factory.rank)
         ]
-        world = draft = None
-        if network.rank in layout.ranks:
-            world = build_layout_groups(network, layout, self._parameters, name=target.name)
-            draft = self._drafted(world)
-        for group in (transit, *pairs, *(world.groups if world else ())):
+        groups = draft = None
+        if factory.rank in layout.ranks:
+            groups = build_layout_groups(factory, layout, self._parameters, name=target.name)
+            draft = self._drafted(groups)
+        for group in (transit, *pairs, *(groups.all if groups else ())):
             group.warm_up()
         attach = self._attach and self._is_in_host_memory(draft)
         neighbours = {
-            (low, high): probe_peer_memory(group, network.rank, attach=attach)
+            (low, high): probe_peer_memory(group, factory.rank, attach=attach)
             for group in pairs
             for low, high in [group.ranks]
         }
-        return self._prepared(transit, neighbours, planned, world, draft)
+        return self._prepared(transit, neighbours, planned, groups, draft)
 
-    def _drafted(self, world: LayoutGroups) -> PendingShard:
+    def _drafted(self, groups: LayoutGroups) -> PendingShard:
         """What this rank will hold; here the model's own code runs, and the disk is written."""
         try:
-            return self._build(world)
+            return self._build(groups)
         except Exception as error:
             self._blame(error)
             raise
 
     def _blame(self, error: Exception) -> None:
         """Tell what has failed here, with its traceback, which is not kept."""
-        _log.exception("the world of plan %d cannot be built here", self.target.plan.version)
+        _log.exception("the generation of plan %d cannot be built here", self.target.plan.version)
         self.fault = error.with_traceback(None)
 
     def _is_in_host_memory(self, draft: PendingShard | None) -> bool:
@@ -268,7 +268,7 @@ class GenerationBuild:
         transit: AbortableProcessGroup | None,
         pairs: dict[Pair, LocalPeer],
         planned: tuple[Move, ...],
-        world: LayoutGroups | None,
+        groups: LayoutGroups | None,
         draft: PendingShard | None,
     ) -> Generation:
         target = self.target
@@ -280,14 +280,14 @@ class GenerationBuild:
             planned,
             target.staying,
             target.source,
-            world,
+            groups,
             draft,
             self.cancelled,
         )
 
 
 class GenerationBuilder:
-    """Prepares worlds for one rank; `waited` counts the time that training waits in them."""
+    """Prepares generations for one rank; `waited` counts the time that training waits in them."""
 
     def __init__(
         self,
@@ -301,10 +301,10 @@ class GenerationBuilder:
         self._rendezvous, self._waited, self._memory = rendezvous, waited, memory
 
     def first(self) -> GenerationBuild:
-        """The world with which the job starts, filled with the model's initial values."""
+        """The generation with which the job starts, filled with the model's initial values."""
 
-        def build(world: LayoutGroups) -> PendingShard:
-            return PendingShard(initial_shard(self._setup.model, self._setup.optimizer, world))
+        def build(groups: LayoutGroups) -> PendingShard:
+            return PendingShard(initial_shard(self._setup.model, self._setup.optimizer, groups))
 
         offer = Proposal(self._present.plan, self._rendezvous.alive)
         return self._prepare(0, offer, build, old=None, lost=None)
@@ -316,47 +316,47 @@ class GenerationBuilder:
         lost: tuple[int, ...] | None = None,
         kept: Sequence[SurvivingSum] = (),
     ) -> GenerationBuild:
-        """The world of `offer`, its memory in place.
+        """The generation of `offer`, its memory in place.
 
         After a loss, `lost` can send nothing any more, and `kept` sums of the step move as well;
         otherwise it is None. Where state is gone, no rank sends any.
         """
         engine = self._present.engine
 
-        def build(world: LayoutGroups) -> PendingShard:
+        def build(groups: LayoutGroups) -> PendingShard:
             present = engine.shard if engine is not None else None
             if offer.gone:
                 model, optimizer = self._setup.model, self._setup.optimizer
-                return PendingShard(build_shard(model, optimizer, world, present=present))
-            return self._draft(world, present, is_repair=lost is not None)
+                return PendingShard(build_shard(model, optimizer, groups, current=present))
+            return self._draft(groups, present, is_repair=lost is not None)
 
         old = None if offer.gone else self._present.plan.layout
         sums = inherited(self._setup.model.parameters, self._present.plan, offer.plan, kept)
         return self._prepare(generation, offer, build, old=old, lost=lost, sums=sums)
 
     def _draft(
-        self, world: LayoutGroups, present: Shard | None, *, is_repair: bool
+        self, groups: LayoutGroups, present: Shard | None, *, is_repair: bool
     ) -> PendingShard:
         model, optimizer = self._setup.model, self._setup.optimizer
         old = present.ranges if present is not None else {}
-        new = holdings(world.layout, model.parameters)[self._rendezvous.rank]
+        new = holdings(groups.layout, model.parameters)[self._rendezvous.rank]
         excess = self._memory.excess(held_twice(old, new, optimizer.copies + 1))
         spilled = Spill()
         if self._memory.spill is not None:
             spilled = to_spill(coming(old, new), excess, optimizer.copies)
         room = ShardAllocator(spilled, self._memory.spill, insists=is_repair)
-        shard = build_shard(model, optimizer, world, present=present, allot=room.allot)
+        shard = build_shard(model, optimizer, groups, current=present, allot=room.allot)
         others = {} if is_repair else unshared(shard, present)
         gradients = {param: room.gradient(param, tensor) for param, tensor in others.items()}
         return PendingShard(shard, room, gradients)
 
     def engine(self, prepared: Generation) -> Engine:
-        """What runs steps in a world that is taken on."""
-        assert prepared.world is not None
+        """What runs steps in a generation that is taken on."""
+        assert prepared.groups is not None
         assert prepared.shard is not None
         engine = Engine(
             self._setup,
-            prepared.world,
+            prepared.groups,
             prepared.shard,
             prepared.plan,
             self._waited,
@@ -384,16 +384,16 @@ class GenerationBuilder:
             participants=offer.members,
             staying=offer.staying,
             is_repair=lost is not None,
-            name=f"world{self._rendezvous.recovery}.{generation}",
+            name=f"generation{self._rendezvous.recovery}.{generation}",
             gone=offer.gone,
         )
         engine = self._present.engine
-        present = (engine.world, engine.shard) if engine is not None else None
-        network = partial(self._network_of, target)
+        present = (engine.groups, engine.shard) if engine is not None else None
+        factory = partial(self._network_of, target)
         return GenerationBuild(
             target,
             self._setup.model.parameters,
-            network,
+            factory,
             build,
             present,
             attach=self._memory.attach,
@@ -414,13 +414,13 @@ class GenerationBuilder:
                 waited_s = min(waited_s, rendezvous.timeouts.connect.total_seconds())
             return rendezvous.absent(ranks, waited_s)
 
-        with self.network(cancelled) as network:
+        with self.factory(cancelled) as factory:
             store, timeout = rendezvous.link.store, rendezvous.timeouts.exchange
             meet(store, target.name, ranks, broken=broken, absent=absent, timeout=timeout)
-            yield network
+            yield factory
 
     @contextmanager
-    def network(self, cancelled: threading.Event) -> Iterator[ProcessGroupFactory]:
+    def factory(self, cancelled: threading.Event) -> Iterator[ProcessGroupFactory]:
         """What groups are made of; it gives up when the job does, or when `cancelled` is set."""
         rendezvous = self._rendezvous
         store = rendezvous.link.borrow()

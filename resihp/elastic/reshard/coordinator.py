@@ -28,12 +28,13 @@ from .warmup import warm_up
 
 
 class ReshardCoordinator:
-    """Takes a rank from its present world to the next one.
+    """Takes a rank from its present generation to the next one.
 
-    The next world is `pending` from its plan's appearance on. Once all ranks stand ready, a step
-    runs during which it is filled (`is_filling`), and it is taken on before that step's update.
-    It is in `doubt` from the vote on until this rank knows that all have taken it on. `paused_at`
-    (`time.perf_counter`) is when training stopped because a world broke; None while all is well.
+    The next generation is `pending` from its plan's appearance on. Once all ranks stand ready, a
+    step runs during which it is filled (`is_filling`), and it is taken on before that step's
+    update. It is in `doubt` from the vote on until this rank knows that all have taken it on.
+    `paused_at` (`time.perf_counter`) is when training stopped because a generation broke; None
+    while all is well.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ReshardCoordinator:
         rendezvous: Rendezvous,
         waited: WaitClock,
         enter: Callable[[Phase], None],
-        hooks: Callbacks,
+        callbacks: Callbacks,
         keeper: StateManager,
         *,
         memory: ReshardBudget,
@@ -53,48 +54,50 @@ class ReshardCoordinator:
         self.paused_at: float | None = None
         self._setup, self._present, self._rendezvous = setup, present, rendezvous
         self._builder = GenerationBuilder(setup, present, rendezvous, waited, memory)
-        self._enter, self._hooks, self._memory = enter, hooks, memory
-        self._carrier = Carrier(setup, present, rendezvous.rank, keeper, memory, hooks.on_parcel)
+        self._enter, self._callbacks, self._memory = enter, callbacks, memory
+        self._carrier = Carrier(
+            setup, present, rendezvous.rank, keeper, memory, callbacks.on_transfer
+        )
 
     # Before a switch.
 
     def warm_up(self) -> None:
         """Do beside the job what is slow the first time, before this rank takes a place."""
-        with self._builder.network(threading.Event()) as network:
-            warm_up(self._setup, network)
+        with self._builder.factory(threading.Event()) as factory:
+            warm_up(self._setup, factory)
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the next world stands ready to be taken on."""
+        """Whether the next generation stands ready to be taken on."""
         return self.pending is not None and self.pending.result is not None
 
     @property
     def is_filling(self) -> bool:
-        """Whether the next world is taken on before the update of the present step."""
+        """Whether the next generation is taken on before the update of the present step."""
         return self._carrier.is_filling
 
     @property
     def is_ending(self) -> bool:
-        """Whether nobody stays in the next world, which stands ready: the job ends."""
+        """Whether nobody stays in the next generation, which stands ready: the job ends."""
         pending = self.pending
         return pending is not None and pending.result is not None and not pending.target.staying
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether this rank could make the update of the present step in the doubtful world."""
+        """Whether this rank could make the update of the step in the generation in doubt."""
         doubt, engine = self.doubt, self._present.engine
         if doubt is None or doubt.transit is not None:
             return doubt is not None and doubt.total is not None
         return engine is not None and engine.total is not None
 
     def begin(self) -> None:
-        """Build the first world, fill it with the model's initial values, take it on."""
+        """Build the first generation, fill it with the model's initial values, take it on."""
         # Processes start at their own pace, so silence means nothing yet; connecting times out.
         first = self._builder.first()
         self.adopt(first.wait(lambda ranks, _: self._rendezvous.broken(ranks, 0.0)))
 
     def look_for_plan(self) -> None:
-        """Begin to prepare the next generation's world if its plan has been published.
+        """Begin to prepare the next generation's generation if its plan has been published.
 
         Raises `PeerLostError` if it could not be prepared.
         """
@@ -105,7 +108,7 @@ class ReshardCoordinator:
                 self.pending = self._builder.next(generation, offer)
         elif self.pending.error is not None:
             # Someone is not there. Those who are agree on it as after any other loss.
-            raise PeerLostError(f"the next world could not be built: {self.pending.error}")
+            raise PeerLostError(f"the next generation could not be built: {self.pending.error}")
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this job will not change to `plan`, if it will not."""
@@ -116,7 +119,7 @@ class ReshardCoordinator:
     def repair(
         self, generation: int, offer: Proposal, lost: tuple[int, ...], kept: Sequence[SurvivingSum]
     ) -> None:
-        """Begin to build a world in place of a broken one, to `switch` to it.
+        """Begin to build a generation in place of a broken one, to `switch` to it.
 
         `lost` can send nothing any more; `kept` are the gradient sums that they left.
         """
@@ -139,7 +142,7 @@ class ReshardCoordinator:
         return target.generation
 
     def everyone_ready(self, reduced: ReducedStep) -> bool:
-        """Whether all ranks of the present world said that they are ready for the next one."""
+        """Whether all ranks of the present generation said that they are ready for the next one."""
         ranks = len(self._present.plan.layout.ranks)
         agreed = reduced.ready == (ranks, ranks * (self._present.generation + 1))
         if not agreed:
@@ -147,7 +150,7 @@ class ReshardCoordinator:
         return agreed
 
     def proceed(self) -> None:
-        """Go on towards the next world, for which all ranks stand ready, after an update.
+        """Go on towards the next generation, for which all ranks stand ready, after an update.
 
         New quotas are taken on at once. Another layout is filled while the coming step runs.
         """
@@ -188,14 +191,14 @@ class ReshardCoordinator:
         kept: Sequence[SurvivingSum] | None = None,
         norm: float | None = None,
     ) -> float | None:
-        """Bring the state to the pending world and take it on: all ranks, or none.
+        """Bring the state to the pending generation and take it on: all ranks, or none.
 
         Collective over the ranks alive. After a loss, `lost` can send nothing any more and `kept`
         are the gradient sums of the step that they left. Otherwise the gradients of the present
         step are whole: they are handed over, `norm` is theirs, and it is returned on every rank,
-        for the update in the new world. Raises `PeerLostError` if a rank is lost on the way:
-        the survivors then agree on which world holds; and `StateLostError` on all ranks if state
-        is gone and no checkpoint can be used.
+        for the update in the new generation. Raises `PeerLostError` if a rank is lost on the way:
+        the survivors then agree on which generation holds; and `StateLostError` on all ranks if
+        state is gone and no checkpoint can be used.
         """
         assert self.pending is not None
         pending, prepared = self.pending, self.pending.wait(self._rendezvous.broken)
@@ -209,7 +212,7 @@ class ReshardCoordinator:
             prepared, carried = self._carrier.carry_over(prepared, kept)
         self._enter(Phase.VOTING)
         self.doubt = prepared
-        self._rendezvous.alive = pending.target.participants  # whichever world holds
+        self._rendezvous.alive = pending.target.participants  # whichever generation holds
         assert prepared.transit is not None
         vote = torch.tensor([-1.0, -1.0] if norm is None else [1.0, norm], dtype=torch.float64)
         is_owed, norm = prepared.transit.all_reduce_max(vote).tolist()
@@ -229,11 +232,11 @@ class ReshardCoordinator:
             kept=spans(index for one in kept or () for index in indices(one.finished)),
             is_rewound=prepared.rewound is not None,
         )
-        self._hooks.on_switch(switch)
+        self._callbacks.on_layout_change(switch)
         return norm if is_owed > 0 else None
 
     def adopt(self, prepared: Generation) -> None:
-        """Take on a world; only now is the old state let go."""
+        """Take on a generation; only now is the old state let go."""
         present = self._present
         present.generation, present.plan = prepared.generation, prepared.plan
         if prepared.rewound is not None:
@@ -246,16 +249,16 @@ class ReshardCoordinator:
         if prepared.transit is not None:
             unused = prepared.passage
             if old is not None:
-                unused += old.world.groups
+                unused += old.groups.all
                 old.release()
             close_groups(unused)
-        if prepared.world is not None:
+        if prepared.groups is not None:
             present.engine = self._builder.engine(prepared)
         self.pending = self.doubt = self.paused_at = None
         self._carrier.done()
 
     def forget(self) -> None:
-        """Let go of a next world that was given up."""
+        """Let go of a next generation that was given up."""
         self._carrier.stop()
         if self.pending is not None:
             self.pending.give_up()
@@ -268,7 +271,7 @@ class ReshardCoordinator:
         was_training = self._present.engine is not None
         self.adopt(prepared)
         pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
-        self._hooks.on_switch(
+        self._callbacks.on_layout_change(
             LayoutChange(
                 plan=prepared.plan,
                 step=self._present.completed,

@@ -100,7 +100,7 @@ class TensorExchange:
     A neighbour says where it holds what this rank lacks, and is read (`neighbours`). Between other
     two ranks parcels follow one another in the one order in which all ranks know them, and at most
     a window of them is under way at a rank: so none waits in a circle, and what is buffered stays
-    within `buffer_bytes`. Direct parcels are not buffered at all. `on_parcel` is called, with its
+    within `buffer_bytes`. Direct parcels are not buffered at all. `on_transfer` is called, with its
     number, before each parcel or slice of this rank.
     """
 
@@ -110,9 +110,9 @@ class TensorExchange:
         rank: int,
         *,
         buffer_bytes: int,
-        on_parcel: Callable[[int], None],
+        on_transfer: Callable[[int], None],
     ) -> None:
-        self._pairs, self._rank, self._on_parcel = pairs, rank, on_parcel
+        self._pairs, self._rank, self._on_transfer = pairs, rank, on_transfer
         self._most = max(1, buffer_bytes // _WINDOW // 4)
         self._buffers: list[torch.Tensor] = []
 
@@ -148,7 +148,7 @@ class TensorExchange:
         for parcel, buffer in zip(sent, cycle(self._room_for(sent)), strict=False):
             if len(under_way) == _WINDOW:
                 received += under_way.popleft()()
-            self._on_parcel(next(numbers))
+            self._on_transfer(next(numbers))
             begin = self._send if parcel.source == self._rank else self._receive
             under_way.append(begin(parcel, buffer, give if begin == self._send else take))
             received += next(own, 0)
@@ -182,11 +182,11 @@ class TensorExchange:
         """Copy what neighbours hold as soon as they have said where; the bytes of each slice."""
         for table in tables:
             neighbour = table.neighbour
-            neighbour.group.complete(table.work)
+            neighbour.group.wait(table.work)
             if table.source != self._rank:
                 targets = [take(piece) for piece in table.pieces]
                 yield from neighbour.read(
-                    targets, table.values, 4 * self._most, lambda: self._on_parcel(next(numbers))
+                    targets, table.values, 4 * self._most, lambda: self._on_transfer(next(numbers))
                 )
 
     def _room_for(self, sent: Sequence[TransferBucket]) -> list[torch.Tensor]:
@@ -209,7 +209,7 @@ class TensorExchange:
         work = self._start(parcel, flat)
 
         def end() -> int:
-            self._pairs[_ends(parcel)].group.complete(work)
+            self._pairs[_ends(parcel)].group.wait(work)
             return 0
 
         return end
@@ -222,7 +222,7 @@ class TensorExchange:
         work = self._start(parcel, flat)
 
         def end() -> int:
-            self._pairs[_ends(parcel)].group.complete(work)
+            self._pairs[_ends(parcel)].group.wait(work)
             if not is_direct:
                 for piece, part in _parts(parcel, flat):
                     view = take(piece)

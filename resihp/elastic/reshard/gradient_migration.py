@@ -2,7 +2,7 @@
 
 A replica's sum is as large as its parameters and cut as they are, so the same moves carry it: from
 the ranks of one replica of the old layout to those of one replica of the new one. What it was made
-from stays as it is until the new world is taken on.
+from stays as it is until the new generation is taken on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def inherited(
 
 @dataclass(frozen=True)
 class GradientMigration:
-    """One step's kept sums on their way from the world of one plan to that of the next.
+    """One step's kept sums on their way from the generation of one plan to that of the next.
 
     `group` holds every rank that is alive; all of them call `settle` with the same `kept`, for
     which `courier` can carry all moves that are `inherited`.

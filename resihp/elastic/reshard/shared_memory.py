@@ -173,7 +173,7 @@ class LocalPeer:
     ) -> Iterator[int]:
         """Fill `targets` from where the other's `table` says; yields the bytes of each slice.
 
-        Between two slices it looks whether the world has been given up. Raises `PeerLostError`
+        Between two slices it looks whether the generation has been given up. Raises `PeerLostError`
         if so, and if the other is lost.
         """
         assert self.source is not None
@@ -181,7 +181,7 @@ class LocalPeer:
             for target, (address, *strides) in zip(targets, table.tolist(), strict=True):
                 place = Place(address, tuple(strides[: target.dim()]))
                 for there, here in slices(target, place, most_bytes):
-                    self.group.look()
+                    self.group.check_aborted()
                     on_slice()
                     yield read(self.source.process, there, here)
             self.source.check()

@@ -1,4 +1,4 @@
-"""Fills the next world's shard while the present one trains."""
+"""Fills the next generation's shard while the present one trains."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class StateTransfer:
         completed: int,
         *,
         buffer_bytes: int,
-        on_parcel: Callable[[int], None],
+        on_transfer: Callable[[int], None],
     ) -> None:
         self.completed = completed
         self._received_bytes = self._handed_bytes = 0
         self._setup, self._prepared = setup, prepared
         self._old, self._new = old, prepared.draft
-        self._rank, self._buffer_bytes, self._on_parcel = rank, buffer_bytes, on_parcel
+        self._rank, self._buffer_bytes, self._on_transfer = rank, buffer_bytes, on_transfer
         self._courier: TensorExchange | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -79,7 +79,8 @@ class StateTransfer:
 
     def start(self) -> None:
         """Fill in the background; `wait` for it before the update."""
-        # A thread that is never started would keep this, and the world, until cycles are collected.
+        # A thread that is never started would keep this, and the generation, until cycles are
+        # collected.
         self._thread = threading.Thread(target=self._run, name="resihp-staging", daemon=True)
         self._thread.start()
 
@@ -97,7 +98,7 @@ class StateTransfer:
             self._thread.join()
 
     def fill(self) -> None:
-        """Bring parameters, moments and the count of updates to where the old world is."""
+        """Bring parameters, moments and the count of updates to where the old generation is."""
         old, new = self._old, self._new
         assert self._prepared.transit is not None
         self.completed = carry_over(
@@ -112,7 +113,7 @@ class StateTransfer:
             self._prepared.pairs,
             self._rank,
             buffer_bytes=self._buffer_bytes,
-            on_parcel=self._on_parcel,
+            on_transfer=self._on_transfer,
         )
         for param, span, origin in self._kept():
             assert old is not None
@@ -127,9 +128,9 @@ class StateTransfer:
         )
 
     def hand_over(self, total: Gradients | None) -> Gradients | None:
-        """Give the new holders the whole gradients of this step; the old world keeps its own.
+        """Give the new holders the whole gradients of this step; the old generation keeps its own.
 
-        `total` is what this rank has in the old world; returns what it has in the new one.
+        `total` is what this rank has in the old generation; returns what it has in the new one.
         """
         old, new = self._old, self._new
         gradients = new.gradients if new is not None else {}
@@ -183,7 +184,7 @@ def _copy(
 
 
 class Carrier:
-    """One rank's part of it; what is collective is so over the ranks of both worlds."""
+    """One rank's part of it; what is collective is so over the ranks of both generations."""
 
     def __init__(
         self,
@@ -192,10 +193,10 @@ class Carrier:
         rank: int,
         keeper: StateManager,
         memory: ReshardBudget,
-        on_parcel: Callable[[int], None],
+        on_transfer: Callable[[int], None],
     ) -> None:
         self._setup, self._present, self._rank = setup, present, rank
-        self._keeper, self._memory, self._on_parcel = keeper, memory, on_parcel
+        self._keeper, self._memory, self._on_transfer = keeper, memory, on_transfer
         self._staging: StateTransfer | None = None
 
     @property
@@ -204,7 +205,7 @@ class Carrier:
         return self._staging is not None
 
     def start(self, prepared: Generation) -> None:
-        """Begin to fill `prepared` while the present world makes a step."""
+        """Begin to fill `prepared` while the present generation makes a step."""
         self._staging = self._stage(prepared)
         self._staging.start()
 
@@ -215,13 +216,13 @@ class Carrier:
         self._staging = None
 
     def done(self) -> None:
-        """The world that was filled is taken on."""
+        """The generation that was filled is taken on."""
         self._staging = None
 
     def carry_over(
         self, prepared: Generation, kept: Sequence[SurvivingSum] | None
     ) -> tuple[Generation, Carried]:
-        """The state of the old world, and what there is of the present step's gradients."""
+        """The state of the old generation, and what there is of the present step's gradients."""
         staging = self._filled(prepared)
         self._present.completed = staging.completed
         if kept is not None:
@@ -236,9 +237,9 @@ class Carrier:
     def take_back(self, prepared: Generation, gone: str) -> Generation:
         """The state of the newest checkpoint, as `gone` is held by nobody.
 
-        What the old world still has of its own is lost. Tensors that both worlds share are
-        overwritten: where state is gone, no agreement that comes later can go on with the old
-        world.
+        What the old generation still has of its own is lost. Tensors that both generations share
+        are overwritten: where state is gone, no agreement that comes later can go on with the old
+        generation.
         """
         assert prepared.transit is not None
         try:
@@ -248,7 +249,7 @@ class Carrier:
         return replace(prepared, rewound=completed)
 
     def held_twice(self, prepared: Generation) -> int:
-        """Bytes in memory that this rank holds of both worlds, when nothing is let go yet."""
+        """Bytes in memory that this rank holds of both generations, when nothing is let go yet."""
         engine, draft = self._present.engine, prepared.draft
         if engine is None or draft is None:
             return 0
@@ -265,7 +266,7 @@ class Carrier:
             self._rank,
             self._present.completed,
             buffer_bytes=self._memory.buffer_bytes,
-            on_parcel=self._on_parcel,
+            on_transfer=self._on_transfer,
         )
 
     def _succession(

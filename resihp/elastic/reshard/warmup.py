@@ -13,11 +13,11 @@ from ..step.shard import part_ranges
 _TOKENS = 16
 
 
-def warm_up(setup: Setup, network: ProcessGroupFactory) -> None:
+def warm_up(setup: Setup, factory: ProcessGroupFactory) -> None:
     """One pass of one whole layer, and one update, on throw-away data; no other rank takes part."""
     layer = setup.model.parameters.layers[0]
     whole = {param: (0, param.size) for param in layer}
-    alone: AbortableProcessGroup = network.group("warm-up", [network.rank])
+    alone: AbortableProcessGroup = factory.group("warm-up", [factory.rank])
     module = setup.model.build("layers.0", part_ranges(layer, whole), alone)
     for parameter in module.parameters():
         nn.init.zeros_(parameter)

@@ -17,11 +17,11 @@ class LayoutChange:
     """A change of layout, as one rank saw it.
 
     step            the one in progress, or the next one between two steps
-    pause_ms        from whole gradients (or a loss) until the new world holds
-    prepare_ms      the building of the new world in the background
+    pause_ms        from whole gradients (or a loss) until the new generation holds
+    prepare_ms      the building of the new generation in the background
     received_bytes  of parameters and optimizer state
     handed_bytes    of gradients, in the pause
-    extra_bytes     held in memory for both worlds at once until the new one was taken on, and
+    extra_bytes     held in memory for both generations at once until the new one was taken on, and
                     buffers; at most the limit, but after a loss without a folder to spill to
     spilled_bytes   held in files instead
     kept            microbatches of `step` whose gradients stay; the others are computed from here
@@ -45,14 +45,14 @@ class LayoutChange:
 class Callbacks:
     """For progress displays and scripted faults.
 
-    Called by the training thread, but `on_parcel` by the one that fills the next world, before
-    each parcel that this rank sends or receives. `on_switch` comes before the update that the
-    new world makes, `on_idle` again and again while this rank has no work
+    Called by the training thread, but `on_transfer` by the one that fills the next generation,
+    before each parcel that this rank sends or receives. `on_layout_change` comes before the update
+    that the new generation makes, `on_idle` again and again while this rank has no work
     (`resihp.Monitor.while_idle`).
     """
 
     on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
     on_step: Callable[[ReducedStep, float, Plan], None] = field(default=lambda step, ms, plan: None)
-    on_parcel: Callable[[int], None] = field(default=lambda number: None)
-    on_switch: Callable[[LayoutChange], None] = field(default=lambda switch: None)
+    on_transfer: Callable[[int], None] = field(default=lambda number: None)
+    on_layout_change: Callable[[LayoutChange], None] = field(default=lambda switch: None)
     on_idle: Callable[[], None] = field(default=lambda: None)

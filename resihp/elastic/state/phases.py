@@ -14,7 +14,7 @@ class Phase(StrEnum):
     UPDATING = "updating"  # every rank holds whole gradients; the step will be completed
     IDLE = "idle"  # alive, no place in the present layout
     STREAMING = "streaming"  # state moves to the new layout; the old state is intact
-    VOTING = "voting"  # new state complete here; old or new world, whichever the others took
+    VOTING = "voting"  # new state complete here; old or new generation, whichever the others took
     RECOVERING = "recovering"  # a rank was lost; survivors agree on what holds
     STOPPED = "stopped"
 

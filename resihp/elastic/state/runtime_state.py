@@ -1,4 +1,4 @@
-"""Where a rank stands: the world it works in, its plan, and the steps behind it."""
+"""Where a rank stands: the generation it works in, its plan, and the steps behind it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..step import Engine
 class RuntimeState:
     """Changed by the training thread alone; others may read it.
 
-    plan       that of the world taken on
-    generation      counts the worlds; 0 is the first
+    plan       that of the generation taken on
+    generation      counts the generations; 0 is the first
     completed  steps whose update has been made
     norm       that of the last step for which it was learned, with that step
     engine     None while this rank has no place in the layout

@@ -17,7 +17,7 @@ from .shard import Shard
 
 
 def account(
-    finished: Spans, losses: Mapping[int, float], world: LayoutGroups, microbatches: int
+    finished: Spans, losses: Mapping[int, float], groups: LayoutGroups, microbatches: int
 ) -> torch.Tensor:
     """This rank's line of the step's account [2, microbatches], to be summed over all ranks.
 
@@ -25,10 +25,10 @@ def account(
     replica's ranks together count one for each microbatch that all of them have finished.
     """
     line = torch.zeros(2, microbatches, dtype=torch.float64)
-    replica = world.layout.replicas[world.place.dp]
+    replica = groups.layout.replicas[groups.place.dp]
     for index in indices(finished):
         line[1, index] = 1.0 / len(replica.ranks)
-    if world.after is None and world.place.tp == 0:
+    if groups.after is None and groups.place.tp == 0:
         for index, loss in losses.items():
             line[0, index] = loss
     return line
@@ -45,31 +45,31 @@ def losses_of(summed: torch.Tensor) -> dict[int, float]:
 
 
 def holding(
-    world: LayoutGroups, generation: int, finished: Spans, *, summed: bool = False
+    groups: LayoutGroups, generation: int, finished: Spans, *, summed: bool = False
 ) -> GradientHolding:
-    """What gradients of `finished` microbatches stand for on this rank of `world`."""
-    dp = world.place.dp
-    return GradientHolding(generation, dp, len(world.layout.replicas[dp].ranks), finished, summed)
+    """What gradients of `finished` microbatches stand for on this rank of `generation`."""
+    dp = groups.place.dp
+    return GradientHolding(generation, dp, len(groups.layout.replicas[dp].ranks), finished, summed)
 
 
 def squared_norms(
-    gradients: Gradients, world: LayoutGroups, parameters: Parameters
+    gradients: Gradients, groups: LayoutGroups, parameters: Parameters
 ) -> torch.Tensor:
     """This rank's squared gradient norms [parameters * degrees]; each element counts on one rank.
 
     One place for each parameter and shard, so that the sum over ranks adds nothing but zeros to
     any of them: the norm of the whole does not depend on how ranks are grouped.
     """
-    degrees = _degrees(world.layout)
+    degrees = _degrees(groups.layout)
     squares = torch.zeros(len(parameters.all), degrees, dtype=torch.float64)
-    if world.place.dp == 0:
+    if groups.place.dp == 0:
         places = {param: index for index, param in enumerate(parameters.all)}
         for param, gradient in gradients.items():
-            is_second_copy = world.place.pp > 0 and param in parameters.first  # it is tied
-            if not is_second_copy and (param.dim is not None or world.place.tp == 0):
+            is_second_copy = groups.place.pp > 0 and param in parameters.first  # it is tied
+            if not is_second_copy and (param.dim is not None or groups.place.tp == 0):
                 # Added up in float64 without a copy in float64.
                 norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                squares[places[param], world.place.tp] = norm.square()
+                squares[places[param], groups.place.tp] = norm.square()
     return squares.flatten()
 
 

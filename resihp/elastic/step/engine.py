@@ -52,29 +52,29 @@ class ReducedStep:
 
 
 class Engine:
-    """Runs steps of one rank in one world.
+    """Runs steps of one rank in one generation.
 
     A step is `accumulate`, `reduce`, `update`. Until `update` the local sums stay as they are, so
     whatever happens before it loses no other replica's work. Before it, `total` holds the whole
-    gradients, summed here or handed over by another world. `rest` is what remains of a step that
-    another world has begun; None: the next step is a whole one.
+    gradients, summed here or handed over by another generation. `rest` is what remains of a step
+    that another generation has begun; None: the next step is a whole one.
     """
 
     def __init__(
         self,
         setup: Setup,
-        world: LayoutGroups,
+        groups: LayoutGroups,
         shard: Shard,
         plan: Plan,
         waited: WaitClock,
         rest: StepRemainder | None = None,
     ) -> None:
-        self.setup, self.world, self.shard, self.plan = setup, world, shard, plan
+        self.setup, self.groups, self.shard, self.plan = setup, groups, shard, plan
         self._telemetry = Telemetry(setup.record, waited)
         check_schedule(plan)
         self._passes = StageRunner(
             setup.model,
-            world,
+            groups,
             shard,
             split=plan.schedule is Schedule.ZERO_BUBBLE,
             compute_dtype=setup.compute_dtype,
@@ -93,7 +93,7 @@ class Engine:
     def holding(self, generation: int) -> GradientHolding:
         """What this rank's gradients stand for now."""
         summed = self.total is not None
-        return holding(self.world, generation, self._sums.finished, summed=summed)
+        return holding(self.groups, generation, self._sums.finished, summed=summed)
 
     def parts_of(self, kept: SurvivingSum) -> Parts:
         """This rank's ranges of a sum that its replica holds."""
@@ -106,17 +106,17 @@ class Engine:
         """The losses that this rank knows of a kept sum's microbatches."""
         if kept.total:
             return self._losses
-        is_mine = self.world.place.dp == kept.replica and self.world.after is None
+        is_mine = self.groups.place.dp == kept.replica and self.groups.after is None
         return self._sums.losses if is_mine else {}
 
     def accumulate(self, step: int, is_broken: Callable[[], bool] = lambda: False) -> None:
         """All passes of this rank's microbatches; no other replica takes part.
 
-        A replica of one stage leaves off between two microbatches when the world `is_broken`, if
-        a replica of several ranks is hurt that could share in what is left.
+        A replica of one stage leaves off between two microbatches when the generation `is_broken`,
+        if a replica of several ranks is hurt that could share in what is left.
         """
         batches = self._load(step)
-        order = order_of(self.plan, self.world, len(batches))
+        order = order_of(self.plan, self.groups, len(batches))
         last_of = {item.microbatch: item for item in order}
         first_halves: dict[int, tuple[float, float]] = {}
         for item in order:
@@ -124,7 +124,7 @@ class Engine:
             timing, loss_weight = self._telemetry.start(), self._loss_weight(packed)
             with self._adding(item, index, is_last=item is order[-1]):
                 outgoing = self._passes.run(item, packed, loss_weight)
-            if item.op is Op.FORWARD and self.world.target(item.chunk) is None:
+            if item.op is Op.FORWARD and self.groups.target(item.chunk) is None:
                 self._losses[index] = outgoing.item() * loss_weight
             if item is last_of[item.microbatch]:
                 self._sums.finish(index, self._losses.pop(index, 0.0))
@@ -139,7 +139,7 @@ class Engine:
             self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
             if self._may_leave_off() and item is not order[-1]:
                 told = torch.tensor([float(is_broken())])
-                if self.world.tp.all_reduce_max(told).item():
+                if self.groups.tp.all_reduce_max(told).item():
                     break
         self._passes.drain()
 
@@ -151,12 +151,12 @@ class Engine:
         `ready_generation` is the next generation that this rank has prepared, or 0; `is_due` asks
         all ranks to save the state after this step.
         """
-        timing, everyone = self._telemetry.start(), self.world.everyone
-        line = account(self._sums.finished, self._sums.losses, self.world, self.plan.microbatches)
+        timing, everyone = self._telemetry.start(), self.groups.everyone
+        line = account(self._sums.finished, self._sums.losses, self.groups, self.plan.microbatches)
         counting = everyone.start_all_reduce(line)  # on its way while the buckets are
         total = self._reduction.finish()
-        squares = squared_norms(total, self.world, self.setup.model.parameters)
-        everyone.complete(counting)
+        squares = squared_norms(total, self.groups, self.setup.model.parameters)
+        everyone.wait(counting)
         self._losses, self.total = losses_of(line), total
         votes = torch.tensor([ready_generation > 0, ready_generation, is_due], dtype=torch.float64)
         summed = everyone.all_reduce(torch.cat((votes, squares)))
@@ -208,25 +208,25 @@ class Engine:
 
         Where each other replica is one rank, none is left of a hurt one, so nobody gains by it.
         """
-        layout, dp = self.world.layout, self.world.place.dp
+        layout, dp = self.groups.layout, self.groups.place.dp
         others = (len(r.ranks) for i, r in enumerate(layout.replicas) if i != dp)
-        is_alone = self.world.before is None and self.world.after is None
+        is_alone = self.groups.before is None and self.groups.after is None
         return is_alone and not self._passes.in_flight and any(ranks > 1 for ranks in others)
 
     def _start(self, rest: StepRemainder) -> None:
         """Begin a step, or what is left of one."""
-        self._share = rest.shares[self.world.place.dp]
+        self._share = rest.shares[self.groups.place.dp]
         self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
         self.total, self._losses = None, {}
         self._reduction: Reduction
         if self.setup.deterministic:
             held = [share.whole for share in rest.shares]
             self._reduction = TreeAllReduce(
-                self.shard, self.world, self._sums, held, self.plan.microbatches
+                self.shard, self.groups, self._sums, held, self.plan.microbatches
             )
         else:
             self._reduction = BucketedAllReduce(
-                self.shard, self.world, self._sums, bucket_bytes=self.setup.bucket_bytes
+                self.shard, self.groups, self._sums, bucket_bytes=self.setup.bucket_bytes
             )
 
     def _load(self, step: int) -> list[Packed]:

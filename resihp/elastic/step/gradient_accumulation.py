@@ -24,7 +24,7 @@ Parts = list[tuple[Node, Gradients]]
 
 @dataclass(frozen=True)
 class StepRemainder:
-    """With what one rank goes on in a step that another world has begun.
+    """With what one rank goes on in a step that another generation has begun.
 
     shares  of all replicas
     parts   sums that this rank's replica takes over, cut as its shard is

@@ -58,12 +58,12 @@ class BucketedAllReduce:
     """
 
     def __init__(
-        self, shard: Shard, world: LayoutGroups, sums: GradientSum, *, bucket_bytes: int
+        self, shard: Shard, groups: LayoutGroups, sums: GradientSum, *, bucket_bytes: int
     ) -> None:
-        self._shard, self._world, self._sums = shard, world, sums
+        self._shard, self._groups, self._sums = shard, groups, sums
         self._queues = [
             deque(_buckets(group, reduction.pieces[::-1], bucket_bytes))
-            for reduction, group in world.sums
+            for reduction, group in groups.sums
         ]
         self._started: list[_Bucket] = []
 
@@ -80,7 +80,7 @@ class BucketedAllReduce:
         try:
             yield
         finally:
-            for hook in hooks:  # the next world may share the tensors
+            for hook in hooks:  # the next generation may share the tensors
                 hook.remove()
 
     def finish(self) -> Gradients:
@@ -92,9 +92,9 @@ class BucketedAllReduce:
         total: Gradients = {}
         for bucket in self._started:
             assert bucket.work is not None
-            bucket.group.complete(bucket.work)
+            bucket.group.wait(bucket.work)
             self._unpack(bucket, total)
-        return completed(self._shard, self._world, total, local)
+        return completed(self._shard, self._groups, total, local)
 
     def _on_gradient(self, param: Param) -> Callable[[torch.Tensor], None]:
         def ready(tensor: torch.Tensor) -> None:
@@ -150,22 +150,22 @@ def unpack(shard: Shard, pieces: Iterable[Piece], flat: torch.Tensor, total: Gra
         rows(total[param], param, span, origin=shard.ranges[param][0]).copy_(part)
 
 
-def completed(shard: Shard, world: LayoutGroups, total: Gradients, local: Gradients) -> Gradients:
+def completed(shard: Shard, groups: LayoutGroups, total: Gradients, local: Gradients) -> Gradients:
     """`total` with what needs no sum: all in a single replica but tied parameters."""
-    if world.layout.dp > 1:
-        _share_unsplit(shard, world, total)
+    if groups.layout.dp > 1:
+        _share_unsplit(shard, groups, total)
     nothing = {p: torch.zeros_like(t) for p, t in shard.tensors.items() if t.numel() == 0}
     return nothing | local | total
 
 
-def _share_unsplit(shard: Shard, world: LayoutGroups, total: Gradients) -> None:
+def _share_unsplit(shard: Shard, groups: LayoutGroups, total: Gradients) -> None:
     """Take the sums of unsplit parameters from the stage's first rank, to the last bit."""
     unsplit = {param: tensor for param, tensor in shard.tensors.items() if param.dim is None}
-    if len(world.tp) == 1 or not unsplit:
+    if len(groups.tp) == 1 or not unsplit:
         return
     held = [total.get(param, torch.zeros_like(tensor)) for param, tensor in unsplit.items()]
     flat = torch.cat([tensor.reshape(-1) for tensor in held])
-    world.tp.broadcast(flat, world.stage.ranks[0])
+    groups.tp.broadcast(flat, groups.stage.ranks[0])
     parts = flat.split([tensor.numel() for tensor in held])
     for (param, tensor), part in zip(unsplit.items(), parts, strict=True):
         total[param] = part.view_as(tensor)
@@ -197,12 +197,12 @@ class TreeAllReduce:
     def __init__(
         self,
         shard: Shard,
-        world: LayoutGroups,
+        groups: LayoutGroups,
         sums: GradientSum,
         held: Sequence[Spans],
         microbatches: int,
     ) -> None:
-        self._shard, self._world, self._sums, self._leaves = shard, world, sums, microbatches
+        self._shard, self._groups, self._sums, self._leaves = shard, groups, sums, microbatches
         self._nodes = [nodes(indices(finished), microbatches) for finished in held]
 
     def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
@@ -212,10 +212,10 @@ class TreeAllReduce:
     def finish(self) -> Gradients:
         """Exchange and add up."""
         total: Gradients = {}
-        for summed, group in self._world.sums:
+        for summed, group in self._groups.sums:
             unpack(self._shard, summed.pieces, self._sum(summed, group), total)
-        local = self._sums.whole() if self._world.layout.dp == 1 else {}
-        return completed(self._shard, self._world, total, local)
+        local = self._sums.whole() if self._groups.layout.dp == 1 else {}
+        return completed(self._shard, self._groups, total, local)
 
     def _sum(self, summed: GradientReduction, group: AbortableProcessGroup) -> torch.Tensor:
         """The whole sum of the pieces of one group, flat."""
@@ -225,10 +225,10 @@ class TreeAllReduce:
         ]
         size = sum((stop - start) * param.row_numel for param, (start, stop) in summed.pieces)
         nodes_of = [self._nodes[self._replica(rank)] for rank in group.ranks]
-        index = group.ranks.index(self._world.place.rank)
+        index = group.ranks.index(self._groups.place.rank)
         return tree_allreduce(group, index, flats, size, nodes_of, self._leaves)
 
     def _replica(self, rank: int) -> int:
-        place = self._world.layout.place_of(rank)
+        place = self._groups.layout.place_of(rank)
         assert place is not None, "only ranks of the layout sum"
         return place.dp

@@ -31,7 +31,7 @@ class P2PQueue:
 
     def _finish_oldest(self) -> None:
         group, work, _ = self._on_the_way.popleft()
-        group.complete(work)
+        group.wait(work)
 
 
 def send_forward(box: P2PQueue, boundary: StageBoundary, hidden_TD: torch.Tensor) -> None:

@@ -9,15 +9,15 @@ from resihp.pipeline.orders import Pass, stage_order
 from ..process_groups.layout_groups import LayoutGroups
 
 
-def order_of(plan: Plan, world: LayoutGroups, microbatches: int) -> tuple[Pass, ...]:
+def order_of(plan: Plan, groups: LayoutGroups, microbatches: int) -> tuple[Pass, ...]:
     """The passes of this rank's stage over `microbatches`, which count from 0 in its share."""
-    place = world.place
+    place = groups.place
     return stage_order(
         plan.schedule,
         stage=place.pp,
-        stages=len(world.layout.replicas[place.dp].stages),
+        stages=len(groups.layout.replicas[place.dp].stages),
         microbatches=microbatches,
-        chunks=world.chunks,
+        chunks=groups.chunks,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a user gives the runtime, and what stays the same in every world."""
+"""What a user gives the runtime, and what stays the same in every generation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def record_nothing(**fields: Any) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same in every world.
+    """What stays the same in every generation.
 
     compute_dtype  precision of the operators under torch's autocast, e.g. `torch.bfloat16`;
                    parameters, gradients and sums between ranks stay float32. None: all float32

@@ -107,9 +107,9 @@ def _no_scalars(groups: int, names: int) -> torch.Tensor:
     return torch.full((groups, names), -torch.inf, dtype=torch.float64)
 
 
-def initial_shard(model: Model, settings: Optimizer, world: LayoutGroups) -> Shard:
-    """This rank's shard of a world, with the model's initial values."""
-    shard = build_shard(model, settings, world, allot=None)
+def initial_shard(model: Model, settings: Optimizer, groups: LayoutGroups) -> Shard:
+    """This rank's shard of a generation, with the model's initial values."""
+    shard = build_shard(model, settings, groups, allot=None)
     for param, tensor in shard.tensors.items():
         initial = model.initial(param.key, param.shape)
         tensor.data.copy_(rows(initial, param, shard.ranges[param]))
@@ -119,33 +119,33 @@ def initial_shard(model: Model, settings: Optimizer, world: LayoutGroups) -> Sha
 def build_shard(
     model: Model,
     settings: Optimizer,
-    world: LayoutGroups,
+    groups: LayoutGroups,
     *,
-    present: Shard | None = None,
+    current: Shard | None = None,
     allot: Allot | None = zeros,
 ) -> Shard:
-    """This rank's shard of a world, its memory in place but its values still to come.
+    """This rank's shard of a generation, its memory in place but its values still to come.
 
-    What `present` holds in the very same range is shared with it, not copied: neither changes
+    What `current` holds in the very same range is shared with it, not copied: neither changes
     before one of the two is let go. `allot` gives the memory of all else; None: it stays where it
     was made, and the optimizer begins. Raises `ContractError` for a part that is not as the model
     says.
     """
-    place, parameters = world.place, model.parameters
-    parts = parameters.parts(world.layout.replicas[place.dp], place.pp)
+    place, parameters = groups.place, model.parameters
+    parts = parameters.parts(groups.layout.replicas[place.dp], place.pp)
     ranges = {
-        param: param.ranges(world.stage.shares)[place.tp]
+        param: param.ranges(groups.stage.shares)[place.tp]
         for params in parts.values()
         for param in params
     }
     modules: dict[str, nn.Module] = {}
     tensors: dict[Param, nn.Parameter] = {}
-    if present is not None:
-        held = present.ranges.items() & ranges.items()
-        tensors = {param: present.tensors[param] for param, _ in held}
+    if current is not None:
+        held = current.ranges.items() & ranges.items()
+        tensors = {param: current.tensors[param] for param, _ in held}
     for part, params in parts.items():
         spans = part_ranges(params, ranges)
-        modules[part] = model.build(part, spans, world.tp)
+        modules[part] = model.build(part, spans, groups.tp)
         check_part(modules[part], part, params, ranges)
         for param in params:
             owner, name = _owner(modules[part], name_in_part(param))
@@ -155,8 +155,8 @@ def build_shard(
     optimizer = settings.build(parameters, tensors)
     shard = Shard(modules, ranges, tensors, optimizer, settings)
     for param, tensor in tensors.items():
-        if present is not None and present.tensors.get(param) is tensor:
-            shard.optimizer.state[tensor] = present.optimizer.state[tensor]
+        if current is not None and current.tensors.get(param) is tensor:
+            shard.optimizer.state[tensor] = current.optimizer.state[tensor]
         elif allot is not None:
             tensor.data = allot(param, tensor.data)
             shard.reserve(param, allot)

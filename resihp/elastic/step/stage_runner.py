@@ -33,7 +33,7 @@ class _Running:
 
 
 class StageRunner:
-    """Runs the passes of one stage in one world; gradients add up in the shard's tensors.
+    """Runs the passes of one stage in one generation; gradients add up in the shard's tensors.
 
     `run` a pass, then `send` what it returned; `drain` when all passes of a step have run.
     `split` says that backward passes come in halves. `compute_dtype` is the precision of torch's
@@ -43,14 +43,14 @@ class StageRunner:
     def __init__(
         self,
         model: Model,
-        world: LayoutGroups,
+        groups: LayoutGroups,
         shard: Shard,
         *,
         split: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._model, self._world, self._parts = model, world, shard.parts
-        replica, index = world.layout.replicas[world.place.dp], world.place.pp
+        self._model, self._groups, self._parts = model, groups, shard.parts
+        replica, index = groups.layout.replicas[groups.place.dp], groups.place.pp
         self._chunks = [
             model.parameters.chunk_parts(replica, index, chunk) for chunk in range(replica.chunks)
         ]
@@ -60,7 +60,7 @@ class StageRunner:
             for part, held in parts.items()
         }
         # A pipeline of one stage has no bubble: its second half is the whole pass.
-        self._split = split and (world.before is not None or world.after is not None)
+        self._split = split and (groups.before is not None or groups.after is not None)
         self._compute_dtype = compute_dtype
         self._running: dict[tuple[int, int], _Running] = {}
         self._box = exchange.P2PQueue()
@@ -96,7 +96,7 @@ class StageRunner:
 
     def send(self, item: Pass, outgoing: torch.Tensor) -> None:
         """Send what `run` returned to the neighbour that needs it, without waiting."""
-        source, target = self._world.source(item.chunk), self._world.target(item.chunk)
+        source, target = self._groups.source(item.chunk), self._groups.target(item.chunk)
         if item.op is Op.FORWARD and target is not None:
             exchange.send_forward(self._box, target, outgoing)
         is_input = item.op is Op.BACKWARD and item.part is not Part.WEIGHT
@@ -119,10 +119,10 @@ class StageRunner:
         return {param for held in self._chunks[item.chunk].values() for param in held}
 
     def _forward(self, chunk: int, packed: Packed) -> _Running:
-        source, tokens = self._world.source(chunk), len(packed.tokens)
+        source, tokens = self._groups.source(chunk), len(packed.tokens)
         embedded, entry = None, torch.empty(0)
         if source is not None:
-            entry = exchange.receive_forward(source, self._world.tp, tokens, self._model.width)
+            entry = exchange.receive_forward(source, self._groups.tp, tokens, self._model.width)
             entry.requires_grad_()
         hidden = entry
         with torch.autocast(
@@ -150,7 +150,7 @@ class StageRunner:
         self, item: Pass, running: _Running, packed: Packed, loss_weight: float
     ) -> torch.Tensor:
         """Gradient of the step's loss by this chunk's output."""
-        target, tokens = self._world.target(item.chunk), len(packed.tokens)
+        target, tokens = self._groups.target(item.chunk), len(packed.tokens)
         if target is None:
             return torch.full_like(running.output, loss_weight)
-        return exchange.receive_backward(target, self._world.tp, tokens, self._model.width)
+        return exchange.receive_backward(target, self._groups.tp, tokens, self._model.width)
