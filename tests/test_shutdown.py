@@ -51,8 +51,8 @@ from resihp.elastic.planning.publisher import PlanPublisher
 from resihp.elastic.planning.sources import NoPlans
 
 store = SimpleNamespace(check=lambda keys: in_torch())
-link = SimpleNamespace(store=store)
-rendezvous = SimpleNamespace(link=link, rank=0, alive=(0,), recovery=0)
+stores = SimpleNamespace(store=store)
+rendezvous = SimpleNamespace(stores=stores, rank=0, alive=(0,), recovery=0)
 present = SimpleNamespace(generation=0, plan=SimpleNamespace(version=0), completed=0)
 agent = PlanPublisher(NoPlans(), rendezvous, present, lambda: True, lambda plan: None)
 agent.start()

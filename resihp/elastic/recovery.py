@@ -11,9 +11,9 @@ from resihp.layout import moves
 
 from .planning.sources import PlanSource
 from .process_groups.layout_groups import LayoutGroups
-from .rendezvous.consensus import RecoveryDecision, SurvivorReport
+from .rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from .rendezvous.membership import Rendezvous
-from .rendezvous.proposals import Proposal
+from .rendezvous.proposals import Proposal, ProposalBoard
 from .reshard.coordinator import ReshardCoordinator
 from .state.runtime_state import RuntimeState
 from .step import Setup
@@ -42,6 +42,7 @@ class Recovery:
     ) -> None:
         self._setup, self._present, self._rendezvous = setup, present, rendezvous
         self._plans, self._switching, self._complete = plans, switching, complete
+        self._proposals = ProposalBoard(rendezvous)
         self._can_restore = can_restore
 
     def recover(self, reason: str) -> None:
@@ -52,14 +53,14 @@ class Recovery:
         rendezvous, switching, present = self._rendezvous, self._switching, self._present
         switching.paused_at = switching.paused_at or time.perf_counter()
         _log.warning("rank %d: %s", rendezvous.rank, reason)
-        rendezvous.call_recovery(reason, self._leaves())
-        decision = rendezvous.agree(self._report(), present.plan.microbatches)
+        rendezvous.request_recovery(reason, self._leaves())
+        decision = agree(rendezvous, self._report(), present.plan.microbatches)
         self._settle(decision)
         lost = tuple(sorted(set(present.plan.layout.ranks) - set(decision.survivors)))
         if rendezvous.rank == decision.survivors[0]:
             self._publish(decision)
-        offer = rendezvous.await_offer(decision.next_generation)
-        kept = () if offer.gone else decision.kept
+        offer = self._proposals.wait(decision.next_generation)
+        kept = () if offer.missing_state else decision.kept
         switching.repair(decision.next_generation, offer, lost, kept)
         switching.switch(lost, kept)
 
@@ -87,7 +88,7 @@ class Recovery:
             completed=present.completed,
             holdings=tuple(holdings),
             norm=present.norm,
-            doubt=doubt.generation if doubt is not None else None,
+            in_doubt=doubt.generation if doubt is not None else None,
             rewound=doubt.rewound if doubt is not None else None,
             seen=pending.target.generation if pending is not None else present.generation,
             idle=present.engine is None,
@@ -117,10 +118,10 @@ class Recovery:
             check_plan(plan, self._setup.model.parameters, present.plan.microbatches)
             gone = self._gone(plan, lost)
         except (ContractError, InfeasibleError, StateLostError) as error:
-            self._rendezvous.publish(decision.next_generation, str(error))
+            self._proposals.publish(decision.next_generation, str(error))
             return
-        offer = Proposal(plan, decision.survivors, gone=gone)
-        self._rendezvous.publish(decision.next_generation, offer)
+        offer = Proposal(plan, decision.survivors, missing_state=gone)
+        self._proposals.publish(decision.next_generation, offer)
 
     def _gone(self, plan: Plan, lost: set[int]) -> str:
         """The state that nobody alive holds; raises `StateLostError` if it is lost for ever."""

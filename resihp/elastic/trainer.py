@@ -129,13 +129,13 @@ class Trainer:
     def _come_in(self) -> bool:
         """Wait for an invitation; whether one came before the job's end, or a warning."""
         self._switching.paused_at = None
-        self._rendezvous.stay_out()
-        standbys = Joiners(self._rendezvous.link.store)
+        self._rendezvous.withdraw()
+        standbys = Joiners(self._rendezvous.stores.store)
         number = standbys.announce(self.rank)
         invitation = standbys.await_invitation(self.rank, number, lambda: self._leaves)
         if invitation is None:
             return False
-        self._rendezvous.come_in(invitation.recovery, invitation.alive)
+        self._rendezvous.enter(invitation.recovery, invitation.alive)
         self._present.generation, self._present.plan = invitation.generation, invitation.plan
         self._is_coming_in = True
         return True
@@ -195,7 +195,7 @@ class Trainer:
         if self.rank not in self._rendezvous.alive:
             return True
         if self.engine is None:
-            return self._rendezvous.finished()
+            return self._rendezvous.is_finished()
         return self.completed >= steps
 
     # One step.
@@ -209,7 +209,7 @@ class Trainer:
         groups = self.engine.groups
         self._keeper.prepare(self.plan, self.generation, self.engine.shard)
         replica = self.plan.layout.replicas[groups.place.dp]
-        with self._rendezvous.among(passes(self.generation, groups, step), replica.ranks):
+        with self._rendezvous.failure_scope(passes(self.generation, groups, step), replica.ranks):
             self.engine.accumulate(step, lambda: self._rendezvous.is_broken)
         if not self.engine.is_accumulated:
             raise PeerLostError("another replica is hurt")

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from resihp.contracts import Layout, PeerLostError, Replica
-from resihp.elastic.rendezvous.barrier import meet
+from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.barrier import barrier
 from resihp.elastic.state.phases import Phase
 from tests.elastic.job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
 
@@ -62,9 +63,11 @@ def test_ranks_meet_when_all_have_come() -> None:
     store, waits = dist.HashStore(), threading.Event()
 
     def come() -> None:
-        meet(store, "generation", (0, 1), broken=waits.set, absent=lambda seconds: [], timeout=HOUR)
+        barrier(
+            store, "generation", (0, 1), broken=waits.set, absent=lambda seconds: [], timeout=HOUR
+        )
 
-    store.add("met/elsewhere", 2)
+    store.add(keys.arrivals("elsewhere"), 2)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(come)
         assert waits.wait(PATIENCE_S)
@@ -75,7 +78,7 @@ def test_ranks_meet_when_all_have_come() -> None:
 
 def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None:
     def wait(given_up: str | None, gone: list[int], timeout: timedelta) -> None:
-        meet(
+        barrier(
             dist.HashStore(),
             "generation",
             (0, 1),
@@ -88,5 +91,5 @@ def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None
         wait("given up", [], HOUR)
     with pytest.raises(PeerLostError, match=r"ranks \[1\] are dead"):
         wait(None, [1], HOUR)
-    with pytest.raises(PeerLostError, match="1 of 2 ranks came"):
+    with pytest.raises(PeerLostError, match="1 of 2 ranks arrived"):
         wait(None, [], timedelta(0))

@@ -18,6 +18,7 @@ from resihp.contracts import Plan
 from resihp.layout import Param, Range, writers
 
 from ..process_groups.abortable import AbortableProcessGroup
+from ..rendezvous import keys
 from ..step import Cursor, Setup
 from ..step.shard import Shard, scalar_table
 from .memory_replicas import MemoryReplicas
@@ -125,7 +126,7 @@ class CheckpointManager:
         host: str = "127.0.0.1",
     ) -> None:
         self._checkpoints, self._setup, self._rank = checkpoints, setup, rank
-        self._job = store.compare_set("checkpoints", "", f"{time.time_ns()}-{rank}").decode()
+        self._job = store.compare_set(keys.CHECKPOINTS, "", f"{time.time_ns()}-{rank}").decode()
         self._started = int(self._job.split("-")[0])
         self._writer: Writer | None = None
         keep = checkpoints.in_memory

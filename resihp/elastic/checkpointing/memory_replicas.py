@@ -14,6 +14,8 @@ from resihp.checkpoint import HostMemory, Level, PeerMemory
 from resihp.checkpoint.levels.host_memory import ImageStore
 from resihp.checkpoint.levels.peer_server import Address, PeerServer
 
+from ..rendezvous import keys
+
 _log = logging.getLogger("resihp.elastic")
 _SILENCE_S = 10.0
 """Longest wait on a peer, which may have been lost."""
@@ -33,11 +35,11 @@ class MemoryReplicas:
         self._rank, self._store = rank, store
         self._own = HostMemory(keep=keep)
         secret = secrets.token_hex(16)
-        token = store.compare_set("checkpoints/token", "", secret).decode()
+        token = store.compare_set(keys.CHECKPOINT_TOKEN, "", secret).decode()
         self._server = PeerServer(
             ImageStore(keep), self._own.store, (host, 0), token, 1000 * _SILENCE_S
         )
-        store.set(_key(rank), json.dumps(self._server.address))
+        store.set(keys.checkpoint_server(rank), json.dumps(self._server.address))
 
     @property
     def address(self) -> Address:
@@ -51,7 +53,9 @@ class MemoryReplicas:
     def connect(self, peer: PeerMemory, ranks: Sequence[int]) -> None:
         """Choose a peer among the ranks of a layout, one on another host where there is any."""
         try:
-            told = {rank: json.loads(self._store.get(_key(rank))) for rank in ranks}
+            told = {
+                rank: json.loads(self._store.get(keys.checkpoint_server(rank))) for rank in ranks
+            }
         except dist.DistError as error:
             _log.warning("the store does not tell where peers are; no copies there: %s", error)
             return
@@ -84,7 +88,3 @@ def distance(rank: int, addresses: Mapping[int, Address]) -> int:
     turned = ranks[ranks.index(rank) + 1 :] + ranks[: ranks.index(rank)]
     hosts = [addresses[other][0] != addresses[rank][0] for other in turned]
     return hosts.index(True) + 1 if True in hosts else 1
-
-
-def _key(rank: int) -> str:
-    return f"checkpoints/at/{rank}"

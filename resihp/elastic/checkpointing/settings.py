@@ -40,5 +40,5 @@ class Checkpoints:
         """What writes and reads them for one rank."""
         from .manager import CheckpointManager  # an extra that jobs without checkpoints do without
 
-        store = rendezvous.link.store
+        store = rendezvous.stores.store
         return CheckpointManager(self, setup, rendezvous.rank, store, host=rendezvous.host)

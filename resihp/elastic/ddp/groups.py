@@ -70,7 +70,7 @@ def connect_replica_groups(
     failed: list[str] = []
     everyone, mirrors, state = members
     name = f"loop{rendezvous.recovery}"
-    store = rendezvous.link.borrow()
+    store = rendezvous.stores.borrow()
     factory = ProcessGroupFactory(
         store,
         rendezvous.rank,
@@ -90,7 +90,7 @@ def connect_replica_groups(
         except (RuntimeError, dist.DistError) as error:
             failed.append(str(error))  # without its traceback, which would keep what was built
         finally:
-            rendezvous.link.give_back(store)
+            rendezvous.stores.give_back(store)
 
     thread = threading.Thread(target=build, name="resihp-peers", daemon=True)
     thread.start()

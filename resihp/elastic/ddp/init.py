@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from resihp.contracts import ContractError
 
+from ..rendezvous import keys
 from ..rendezvous.environment import Environment
 from ..rendezvous.store import Timeouts
 from .step import ReplicaRank
@@ -35,10 +36,12 @@ def init_replica_group(
         raise ContractError("store", "no launcher hosts it, and the groups of replicas need it now")
     seat = ReplicaRank.of(environment, members)
     store = environment.connect(Timeouts())
-    life = store.add(f"group/{seat.rank}", 1)  # a replica that comes back finds old keys there
+    life = store.add(
+        keys.replica_group_starts(seat.rank), 1
+    )  # a replica that comes back finds old keys there
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"group/{seat.replica}/{life}", store),
+        store=dist.PrefixStore(keys.replica_group_prefix(seat.replica, life), store),
         rank=seat.index,
         world_size=members,
         timeout=timeout,

@@ -19,7 +19,7 @@ from resihp.contracts import (
 )
 
 from ..microbatches.assignment import Assignment, full_assignments, remaining_assignments
-from ..rendezvous.consensus import RecoveryDecision
+from ..rendezvous.consensus import RecoveryDecision, past_decision
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
 from .step import ReplicaRank
@@ -125,32 +125,32 @@ class ReplicaJoin:
 
     def __init__(self, rendezvous: Rendezvous, seat: ReplicaRank) -> None:
         self._rendezvous, self._seat = rendezvous, seat
-        self._standbys = Joiners(rendezvous.link.borrow())
+        self._joiners = Joiners(rendezvous.stores.borrow())
         self._is_shut = False
         self.plan: Plan | None = None
 
-    def come_in(self) -> RecoveryDecision | None:
+    def enter(self) -> RecoveryDecision | None:
         """Wait outside, then take part; what was decided. None if the job ends before.
 
         `plan` is then that of those who were there before.
         """
         rank = self._seat.rank
-        invitation = self._standbys.await_invitation(
-            rank, self._standbys.announce(rank), lambda: False
+        invitation = self._joiners.await_invitation(
+            rank, self._joiners.announce(rank), lambda: False
         )
         if invitation is None:
             return None
         self.plan = invitation.plan
-        self._rendezvous.come_in(invitation.recovery, invitation.alive)
-        return self._rendezvous.decided(invitation.recovery - 1)
+        self._rendezvous.enter(invitation.recovery, invitation.alive)
+        return past_decision(self._rendezvous, invitation.recovery - 1)
 
     def waiting(self, alive: Sequence[int]) -> tuple[int, ...]:
         """Replicas that could come in now; none for all processes but the first."""
         rendezvous = self._rendezvous
-        if self._is_shut or rendezvous.link.is_cut_off or rendezvous.rank != rendezvous.alive[0]:
+        if self._is_shut or rendezvous.stores.is_cut_off or rendezvous.rank != rendezvous.alive[0]:
             return ()
         try:
-            ranks = self._standbys.waiting()
+            ranks = self._joiners.waiting()
         except dist.DistError as error:
             self._is_shut = True
             _log.error("the store is gone; no replica can come in any more: %s", error)
@@ -160,10 +160,10 @@ class ReplicaJoin:
 
     def invite(self, ranks: Sequence[int], plan: Plan) -> None:
         """Tell `ranks` that the others count them in."""
-        waiting = self._standbys.waiting()
+        waiting = self._joiners.waiting()
         new = [rank for rank in ranks if rank in waiting]
-        self._standbys.welcome(new)
+        self._joiners.reset(new)
         rendezvous = self._rendezvous
         for rank in new:
             invitation = Invitation(rendezvous.recovery, 0, plan, rendezvous.alive)
-            self._standbys.invite(rank, waiting[rank], invitation)
+            self._joiners.invite(rank, waiting[rank], invitation)

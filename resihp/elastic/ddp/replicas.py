@@ -17,7 +17,7 @@ from resihp.contracts import ContractError, PeerLostError
 
 from ..microbatches.ledger import GradientHolding, spans
 from ..process_groups.close import close_groups
-from ..rendezvous.consensus import RecoveryDecision, SurvivorReport
+from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
 from ..rendezvous.store import Timeouts
 from .checks import check_model, check_optimizers, fingerprint
@@ -198,12 +198,12 @@ class Replicas:
     def _recover(self, reason: str, step: Step) -> None:
         """Agree with the survivors on what is kept, and share out the rest."""
         self.recoveries += 1
-        self._rendezvous.call_recovery(reason)
+        self._rendezvous.request_recovery(reason)
         if self._giving is not None:
             self._giving.abandon()
             self._giving = None
         replicas = [self.seat.ranks(replica) for replica in self.alive]
-        decision = self._rendezvous.agree(self._report(step), self._microbatches, bound=replicas)
+        decision = agree(self._rendezvous, self._report(step), self._microbatches, bound=replicas)
         if decision.completed > self.completed:
             self._complete(step)
         self._enter(decision)
@@ -224,7 +224,7 @@ class Replicas:
             completed=self.completed,
             holdings=(held,),
             norm=self._committed,
-            newcomers=self._roster.ranks(self._door.waiting(self.alive)),
+            joiners=self._roster.ranks(self._door.waiting(self.alive)),
         )
 
     def _enter(self, decision: RecoveryDecision) -> None:
@@ -249,7 +249,7 @@ class Replicas:
 
     def _take_place(self) -> bool:
         """At the beginning. False: the job has ended before it let this newcomer in."""
-        decision = self._door.come_in() if self.seat.joins else None
+        decision = self._door.enter() if self.seat.joins else None
         if self.seat.joins and decision is None:
             return False
         try:

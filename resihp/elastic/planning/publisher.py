@@ -1,10 +1,10 @@
-"""Talks to the plan source off the training thread."""
+"""Publication of plans: asks the plan source in a thread and proposes its plans to all ranks."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -14,21 +14,25 @@ from resihp.contracts import InfeasibleError, Plan
 
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
-from ..rendezvous.proposals import Proposal
+from ..rendezvous.proposals import Proposal, ProposalBoard
 from ..state.events import LayoutChange
 from ..state.runtime_state import RuntimeState
 from .sources import PlanSource
 
 _log = logging.getLogger("resihp.elastic")
-_TURN_S = 0.1
+_POLL_S = 0.1
 _PATIENCE_S = 1.0
+"""Longest wait for the source, and pause after a plan that cannot be used."""
 
 
 class PlanPublisher:
-    """On the first rank alive, publishes each new plan once the one before is taken on.
+    """On the first rank alive, proposes a new plan once the previous proposal is committed.
 
-    A plan comes from the source; or because a rank is to leave, or because a standby could help.
-    `is_settled` is False while the layout is changing; a plan that was made before is then stale.
+    A new plan has one of three reasons: ranks are to leave, joiners have announced themselves, or
+    the source has a newer plan. Every rank runs a publisher; those of the other ranks only wait.
+
+    is_settled  False while the layout is changing; a plan made before is then dropped
+    refusal     why the job cannot run a plan, or None
     """
 
     def __init__(
@@ -41,142 +45,162 @@ class PlanPublisher:
     ) -> None:
         self._plans, self._rendezvous = plans, rendezvous
         self._present, self._is_settled, self._refusal = present, is_settled, refusal
-        self._tried = self._refused = -1
-        self._offered: set[tuple[int, int, int]] = set()
-        self._wants_to_leave = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="resihp-agent", daemon=True)
+        self._proposals = ProposalBoard(rendezvous)
+        self._joiners = Joiners(rendezvous.stores.store)
+        self._failed_once: int | None = None  # version whose proposal was given up once
+        self._refused = -1
+        self._planned_for: set[tuple[int, int, int]] = set()
+        self._is_leaving = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resihp-plans", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask for plans."""
+        """Start to ask for plans."""
         start_thread(self._thread)
 
     def close(self) -> None:
-        """Stop; a question that is under way is abandoned."""
-        self._over.set()
+        """Stop; a pending request is abandoned."""
+        self._closed.set()
 
     def leave(self) -> None:
-        """This rank has been told to leave. Safe in a signal handler."""
-        self._wants_to_leave = True
+        """Announce that this rank is to leave. Safe in a signal handler."""
+        self._is_leaving = True
 
-    def acknowledge(self, switch: LayoutChange) -> None:
-        """Tell the source that a plan holds, without waiting for it."""
+    def acknowledge(self, change: LayoutChange) -> None:
+        """Report a committed plan to the source, without waiting for it."""
         threading.Thread(
             target=self._plans.applied,
-            args=(switch.plan, self._rendezvous.rank, switch.step, switch.pause_ms),
+            args=(change.plan, self._rendezvous.rank, change.step, change.pause_ms),
             name="resihp-acknowledge",
             daemon=True,
         ).start()
 
+    # The loop.
+
     def _run(self) -> None:
         try:
-            self._serve(Joiners(self._rendezvous.link.store))
+            self._publish_plans()
         except dist.DistError as error:
             _log.info("no new plans without the store: %s", error)
 
-    def _serve(self, standbys: Joiners) -> None:
-        published, offered = (-1, -1), None
-        while not self._over.is_set():
-            if self._wants_to_leave:
-                standbys.leave(self._rendezvous.rank)
-                self._wants_to_leave = False
-            turn = (self._rendezvous.recovery, self._present.generation)
+    def _publish_plans(self) -> None:
+        published: tuple[int, int] | None = None
+        proposal: Proposal | None = None
+        while not self._closed.is_set():
+            if self._is_leaving:
+                self._joiners.leave(self._rendezvous.rank)
+                self._is_leaving = False
+            generation = self._current_generation()
             is_first = self._rendezvous.alive[:1] == (self._rendezvous.rank,)
-            if not is_first or turn == published or not self._is_settled():
-                self._over.wait(_TURN_S)
+            if not is_first or generation == published or not self._is_settled():
+                self._closed.wait(_POLL_S)
                 continue
-            if offered is not None and self._has_failed(offered, published):
-                self._failed(offered.plan, self._rendezvous.broke(published[0]))
-            offered = None
-            offer = self._next(standbys)
-            still = (
-                self._rendezvous.recovery,
-                self._present.generation,
-            ) == turn and self._is_settled()
-            if offer is not None and still and not self._over.is_set():
-                self._publish(offer, standbys)
-                published, offered = turn, offer
+            if proposal is not None and published is not None:
+                self._check_failed(proposal, published[0])
+            proposal = self._next_proposal()
+            is_current = generation == self._current_generation() and self._is_settled()
+            if proposal is None or not is_current or self._closed.is_set():
+                proposal = None
+                continue
+            self._publish(proposal)
+            published = generation
 
-    def _has_failed(self, offer: Proposal, turn: tuple[int, int]) -> bool:
-        """Whether an offer was given up although nobody was lost."""
-        was_given_up = self._rendezvous.recovery > turn[0]
-        is_held = self._present.plan.version == offer.plan.version
-        are_there = set(offer.members) <= set(self._rendezvous.alive)
-        return was_given_up and are_there and not is_held
+    def _current_generation(self) -> tuple[int, int]:
+        return self._rendezvous.recovery, self._present.generation
 
-    def _failed(self, plan: Plan, why: str) -> None:
-        """A slow network may have been the reason, once; what the model refuses fails again."""
-        if plan.version == self._tried:
-            self._refuse(plan, f"its world could not be taken on: {why}")
-        self._tried = plan.version
+    def _publish(self, proposal: Proposal) -> None:
+        """Publish the proposal, and invite the joiners in it."""
+        present, rendezvous = self._present, self._rendezvous
+        waiting = self._joiners.waiting()
+        new = sorted(set(proposal.members) - set(rendezvous.alive))
+        self._joiners.reset(new)
+        self._proposals.publish(present.generation + 1, proposal)
+        invitation = Invitation(
+            rendezvous.recovery, present.generation, present.plan, proposal.members
+        )
+        for rank in new:
+            self._joiners.invite(rank, waiting.get(rank, 0), invitation)
 
-    def _next(self, standbys: Joiners) -> Proposal | None:
-        """What to do next, if anything."""
+    # The next plan.
+
+    def _next_proposal(self) -> Proposal | None:
+        """The next proposal, or None after a wait of at most `_PATIENCE_S`."""
         current, alive = self._present.plan, self._rendezvous.alive
-        told = standbys.leaving()
-        leaving = tuple(rank for rank in alive if rank in told)
-        waiting = standbys.waiting()
-        plan: Plan | None = None
+        requested = self._joiners.leaving()
+        leaving = tuple(rank for rank in alive if rank in requested)
         if leaving == alive:
-            _log.warning("all ranks have been told to leave: the job ends")
+            _log.warning("all ranks are to leave: the job ends")
             return Proposal(replace(current, version=current.version + 1), alive, leaving)
-        if leaving:
-            plan = self._without(leaving)
-        elif offered := self._new_among(waiting):
-            self._offered |= offered
-            plan = self._plans.joined(current, tuple(waiting), self._present.completed)
-        plan = plan or self._newer(max(current.version, self._refused))
+        waiting = self._joiners.waiting()
+        plan = self._plan_without(leaving) if leaving else self._plan_with(waiting)
+        plan = plan or self._newer_plan(max(current.version, self._refused))
         if plan is None or self._refuses(plan, {*alive, *waiting}):
             return None
         members = set(alive) | (set(plan.layout.ranks) & set(waiting))
         leaving = tuple(rank for rank in leaving if rank not in plan.layout.ranks)
         return Proposal(plan, tuple(sorted(members)), leaving)
 
-    def _newer(self, after: int) -> Plan | None:
-        """The source's next plan. One that is not newer is passed over: it has been taken on."""
-        plan = self._plans.wait(after, _PATIENCE_S)
-        if plan is not None and plan.version <= after:
-            self._over.wait(_TURN_S)
-            return None
-        return plan
-
-    def _refuses(self, plan: Plan, there: Collection[int]) -> bool:
-        """Whether the plan asks too much; its source is told, and not asked for it again."""
-        missing = sorted(set(plan.layout.ranks) - set(there))
-        why = f"ranks {missing} are not there" if missing else self._refusal(plan)
-        if why is not None:
-            self._refuse(plan, why)
-        return why is not None
-
-    def _refuse(self, plan: Plan, why: str) -> None:
-        self._refused = plan.version
-        _log.warning("plan %d is refused: %s", plan.version, why)
-        self._plans.refused(plan, self._rendezvous.rank, why)
-        self._over.wait(_PATIENCE_S)
-
-    def _new_among(self, waiting: dict[int, int]) -> set[tuple[int, int, int]]:
-        """Standbys that have not been thought of yet, or not since the last loss."""
-        now = {(self._rendezvous.recovery, rank, number) for rank, number in waiting.items()}
-        return now - self._offered
-
-    def _without(self, leaving: tuple[int, ...]) -> Plan | None:
+    def _plan_without(self, leaving: tuple[int, ...]) -> Plan | None:
+        """A plan that does not use the `leaving` ranks, or None if there is none."""
         current = self._present.plan
         if not set(leaving) & set(current.layout.ranks):
             return replace(current, version=current.version + 1)
-        stay = tuple(rank for rank in self._rendezvous.alive if rank not in leaving)
+        staying = tuple(rank for rank in self._rendezvous.alive if rank not in leaving)
         try:
-            return self._plans.after_loss(current, stay, self._present.completed)
+            return self._plans.after_loss(current, staying, self._present.completed)
         except InfeasibleError as error:
-            _log.warning("ranks %s are to leave, but no plan does without them: %s", leaving, error)
-            self._over.wait(_PATIENCE_S)
+            _log.warning(
+                "ranks %s are to leave, but no plan works without them: %s", leaving, error
+            )
+            self._closed.wait(_PATIENCE_S)
             return None
 
-    def _publish(self, offer: Proposal, standbys: Joiners) -> None:
-        present, rendezvous = self._present, self._rendezvous
-        alive = tuple(sorted(set(offer.members)))
-        invitation = Invitation(rendezvous.recovery, present.generation, present.plan, alive)
-        waiting, new = standbys.waiting(), sorted(set(offer.members) - set(rendezvous.alive))
-        standbys.welcome(new)
-        rendezvous.publish(present.generation + 1, offer)
-        for rank in new:
-            standbys.invite(rank, waiting.get(rank, 0), invitation)
+    def _plan_with(self, waiting: Mapping[int, int]) -> Plan | None:
+        """A plan for joiners that announced themselves since the last one; None if it has no use
+        for them. After a recovery all joiners count as new."""
+        recovery = self._rendezvous.recovery
+        announced = {(recovery, rank, number) for rank, number in waiting.items()}
+        if announced <= self._planned_for:
+            return None
+        self._planned_for |= announced
+        return self._plans.joined(self._present.plan, tuple(waiting), self._present.completed)
+
+    def _newer_plan(self, after: int) -> Plan | None:
+        """The source's next plan, or None. Plans up to version `after` are skipped."""
+        plan = self._plans.wait(after, _PATIENCE_S)
+        if plan is not None and plan.version <= after:
+            self._closed.wait(_POLL_S)
+            return None
+        return plan
+
+    # Refused plans.
+
+    def _refuses(self, plan: Plan, available: Collection[int]) -> bool:
+        """True if the job cannot run the plan; the source then learns why."""
+        missing = sorted(set(plan.layout.ranks) - set(available))
+        reason = f"ranks {missing} are not there" if missing else self._refusal(plan)
+        if reason is not None:
+            self._refuse(plan, reason)
+        return reason is not None
+
+    def _check_failed(self, proposal: Proposal, recovery: int) -> None:
+        """Refuse a plan whose proposal was given up twice although no rank was lost.
+
+        The first time a slow network may be the reason; what the model refuses fails again.
+        """
+        plan = proposal.plan
+        is_given_up = self._rendezvous.recovery > recovery
+        is_committed = self._present.plan.version == plan.version
+        are_all_alive = set(proposal.members) <= set(self._rendezvous.alive)
+        if is_committed or not is_given_up or not are_all_alive:
+            return
+        if plan.version == self._failed_once:
+            reason = self._rendezvous.recovery_reason(recovery)
+            self._refuse(plan, f"its generation could not be built: {reason}")
+        self._failed_once = plan.version
+
+    def _refuse(self, plan: Plan, reason: str) -> None:
+        self._refused = plan.version
+        _log.warning("plan %d is refused: %s", plan.version, reason)
+        self._plans.refused(plan, self._rendezvous.rank, reason)
+        self._closed.wait(_PATIENCE_S)

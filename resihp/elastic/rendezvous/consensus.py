@@ -1,62 +1,69 @@
-"""What survivors decide after a loss, as a pure function of what each of them reports."""
+"""Consensus of the survivors of a failure.
+
+Every survivor publishes a `SurvivorReport` in the store. `decide` is a pure function of all
+reports; the first survivor to apply it publishes the `RecoveryDecision`, which holds for all.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-import torch.distributed as dist
-
-from resihp.contracts import StateLostError, from_json
+from resihp.contracts import FencedOutError, StateLostError, from_json
 
 from ..microbatches.ledger import GradientHolding, SurvivingSum, surviving_sums
-from .heartbeats import Heartbeats
+from . import keys
+from .membership import Rendezvous
 
 
 @dataclass(frozen=True)
 class SurvivorReport:
-    """What one survivor knows.
+    """State of one survivor.
 
-    generation      world whose state it holds
-    completed  steps whose update it has made
-    holdings   what its gradients of step `completed` stand for: in `generation`, and in `doubt`
-    norm       last known gradient norm, with its step; None before the first
-    doubt      generation whose complete state it also holds; others may have committed it
-    rewound    steps completed in `doubt` where that began from a checkpoint; None: as `completed`
-    seen       highest generation of which it has heard
-    idle       it has no place in its world and so holds no state
-    newcomers  ranks that wait to come in and that it lets in now
+    generation  committed generation
+    completed   steps whose update it has made
+    holdings    contents of its gradients of step `completed`: in `generation`, and in `in_doubt`
+    norm        (step, gradient norm) of the last step whose norm is known; None before the first
+    in_doubt    generation whose complete state it also holds; others may have committed it
+    rewound     steps completed in `in_doubt` if that starts from a checkpoint; None: `completed`
+    seen        highest generation known to it
+    idle        it has no place in the layout and so holds no state
+    joiners     ranks that become members in this recovery
     """
 
     generation: int
     completed: int
     holdings: tuple[GradientHolding, ...] = ()
     norm: tuple[int, float] | None = None
-    doubt: int | None = None
+    in_doubt: int | None = None
     rewound: int | None = None
     seen: int = 0
     idle: bool = False
-    newcomers: tuple[int, ...] = ()
+    joiners: tuple[int, ...] = ()
 
     def holding(self, generation: int) -> GradientHolding | None:
-        """What its gradients stand for in the world of `generation`."""
+        """Contents of its gradients in `generation`, or None."""
         return next((held for held in self.holdings if held.generation == generation), None)
 
     def within(self, generation: int) -> SurvivorReport:
-        """The report as it reads if `generation` is the committed one."""
-        if generation != self.doubt or self.rewound is None:
+        """The report under the assumption that `generation` is committed."""
+        if generation != self.in_doubt or self.rewound is None:
             return self
         return replace(self, completed=self.rewound, norm=None)
 
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """The outcome: adopt `generation`, complete step `completed - 1`, build `next_generation`.
+    """Outcome of a recovery: commit `generation`, complete step `completed - 1`.
 
-    There they go on with the sums `kept` of step `completed`, and redo what is in none of them.
-    `survivors` are all who take part, newcomers among them; `stateless` those who hold no state.
+    survivors        members from now on, joiners included
+    norm             gradient norm of step `completed - 1`; None if no report has it
+    next_generation  generation to build
+    kept             gradient sums of step `completed` that it continues with; microbatches in none
+                     of them are computed again
+    stateless        survivors that hold no state
     """
 
     survivors: tuple[int, ...]
@@ -71,12 +78,12 @@ class RecoveryDecision:
 def decide(
     reports: Mapping[int, SurvivorReport], microbatches: int, dead: Collection[int] = ()
 ) -> RecoveryDecision:
-    """The one well-defined state from which the survivors go on.
+    """The state from which all survivors continue.
 
-    A world that anyone has committed holds, because all others have its complete state. A step
-    that anyone knows to be whole is completed, because all others hold its gradients; otherwise
-    what replicas have of its `microbatches` is kept, and the rest is redone. Raises
-    `StateLostError` if the reports contradict that.
+    A generation that one rank has committed is committed by all: they hold its complete state. A
+    step whose gradient norm one rank knows is completed by all: they hold its gradients. Otherwise
+    the gradient sums that replicas hold of its `microbatches` are kept, and the rest is computed
+    again. Raises `StateLostError` if the reports contradict that.
     """
     alive = {rank: report for rank, report in reports.items() if rank not in dead}
     generation = max(report.generation for report in alive.values())
@@ -86,9 +93,9 @@ def decide(
     completed = max([known + 1, *(report.completed for report in alive.values())])
     norm = next((value for step, value in norms if step == completed - 1), None)
     for rank, report in sorted(alive.items()):
-        if report.idle and report.doubt != generation:
+        if report.idle and report.in_doubt != generation:
             continue
-        if generation not in (report.generation, report.doubt):
+        if generation not in (report.generation, report.in_doubt):
             raise StateLostError(f"rank {rank} holds no state of generation {generation}")
         behind = completed - report.completed
         held = report.holding(generation)
@@ -99,59 +106,81 @@ def decide(
     present = [report for report in alive.values() if report.completed == completed]
     held_now = [held for report in present if (held := report.holding(generation)) is not None]
     kept = surviving_sums(held_now, microbatches)
-    newcomers = {rank for report in alive.values() for rank in report.newcomers} - set(reports)
-    stateless = newcomers | {rank for rank, report in alive.items() if report.idle}
-    survivors = tuple(sorted({*alive, *newcomers}))
+    joiners = {rank for report in alive.values() for rank in report.joiners} - set(reports)
+    stateless = joiners | {rank for rank, report in alive.items() if report.idle}
+    survivors = tuple(sorted({*alive, *joiners}))
     return RecoveryDecision(
         survivors, generation, completed, norm, seen + 1, kept, stateless=tuple(sorted(stateless))
     )
 
 
+def agree(
+    rendezvous: Rendezvous,
+    report: SurvivorReport,
+    microbatches: int,
+    *,
+    bound: Collection[Collection[int]] = (),
+) -> RecoveryDecision:
+    """Agree with all survivors on a decision. Raises `FencedOutError` if it excludes this rank.
+
+    Every rank that is alive calls this once for a recovery, possibly late, when its replica has
+    finished its share. Ranks that are dead or silent are not waited for, nor are the other ranks
+    of their set in `bound`, which cannot continue without them.
+    """
+    store, recovery = rendezvous.stores.store, rendezvous.recovery
+    key = keys.decision(recovery)
+    store.set(keys.report(recovery, rendezvous.rank), json.dumps(asdict(report)))
+    reports = _collect_reports(rendezvous, bound)
+    if not store.check([key]):
+        store.compare_set(key, "", json.dumps(asdict(decide(reports, microbatches))))
+    decision = past_decision(rendezvous, recovery)
+    if rendezvous.rank not in decision.survivors:
+        raise FencedOutError(f"rank {rendezvous.rank} was given up by the other ranks")
+    rendezvous.recovered(decision.survivors)
+    return decision
+
+
+def past_decision(rendezvous: Rendezvous, recovery: int) -> RecoveryDecision:
+    """Decision of a recovery that is over."""
+    return read_decision(rendezvous.stores.store.get(keys.decision(recovery)))
+
+
 def read_report(raw: bytes) -> SurvivorReport:
-    """A report as it stands in the store."""
+    """Decode a report."""
     document = json.loads(raw)
     if document["norm"] is not None:
         document["norm"] = tuple(document["norm"])
     holdings = tuple(from_json(GradientHolding, held) for held in document["holdings"])
-    newcomers = tuple(document["newcomers"])
-    return SurvivorReport(**{**document, "holdings": holdings, "newcomers": newcomers})
+    joiners = tuple(document["joiners"])
+    return SurvivorReport(**{**document, "holdings": holdings, "joiners": joiners})
 
 
 def read_decision(raw: bytes) -> RecoveryDecision:
-    """A decision as it stands in the store."""
+    """Decode a decision."""
     document = json.loads(raw)
     kept = tuple(from_json(SurvivingSum, one) for one in document["kept"])
     ranks = {name: tuple(document[name]) for name in ("survivors", "stateless")}
     return RecoveryDecision(**{**document, **ranks, "kept": kept})
 
 
-def collect_reports(
-    store: dist.Store,
-    heartbeats: Heartbeats,
-    ranks: Collection[int],
-    *,
-    prefix: str,
-    decided: str,
-    bound: Collection[Collection[int]] = (),
+def _collect_reports(
+    rendezvous: Rendezvous, bound: Collection[Collection[int]]
 ) -> dict[int, SurvivorReport]:
-    """The reports `prefix/R` of all `ranks` that are alive; the key `decided` ends the wait.
-
-    Of a set of `bound` ranks none can go on without the others: when one of them is lost, the
-    others, who may be stuck in an exchange with it, are not waited for either.
-    """
-    start = next_look = time.monotonic()
-    missing, reports = set(ranks), dict[int, SurvivorReport]()
-    while missing and not store.check([decided]):
+    """Reports of all ranks that are alive; ends early once a decision is in the store."""
+    store, recovery = rendezvous.stores.store, rendezvous.recovery
+    start = next_read = time.monotonic()
+    missing, reports = set(rendezvous.alive), dict[int, SurvivorReport]()
+    while missing and not store.check([keys.decision(recovery)]):
         lost = set[int]()
         for rank in sorted(missing):
-            if store.check([f"{prefix}/{rank}"]):
-                reports[rank] = read_report(store.get(f"{prefix}/{rank}"))
+            if store.check([keys.report(recovery, rank)]):
+                reports[rank] = read_report(store.get(keys.report(recovery, rank)))
                 missing.discard(rank)
-            elif store.check([f"dead/{rank}"]):
+            elif store.check([keys.dead(rank)]):
                 lost.add(rank)
-        if missing and (now := time.monotonic()) >= next_look:
-            next_look = now + heartbeats.look_s
-            lost |= set(heartbeats.silent(missing, now - start))
+        if missing and (now := time.monotonic()) >= next_read:
+            next_read = now + rendezvous.heartbeats.interval_s
+            lost |= set(rendezvous.heartbeats.silent(missing, now - start))
         missing -= lost.union(*(them for them in bound if lost & set(them)))
         time.sleep(0.005 if missing else 0.0)
     return reports

@@ -1,7 +1,7 @@
-"""Who a process is and where it finds the others, in the variables that torchrun sets.
+"""Environment of a process of the job: the variables that torchrun sets.
 
-`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`. The launcher's store is used where it has one
-(`TORCHELASTIC_USE_AGENT_STORE`); without one, rank 0 hosts it, and the job depends on that rank.
+`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`. `TORCHELASTIC_USE_AGENT_STORE` says that the
+launcher hosts the store; otherwise rank 0 hosts it, and the job depends on that rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .store import Timeouts, address_towards, connect, host_store
 
 @dataclass(frozen=True)
 class Environment:
-    """Who this process is, and where the others are to be found.
+    """Rank of this process, and address of the store.
 
-    prefix        of all keys in the store; another one for each restart
-    hosts_store   this process has to host the store itself
-    joins         the job is running already
+    prefix       of all keys in the store; differs between restarts
+    hosts_store  this process has to host the store
+    joins        this process joins a running job
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Environment:
 
     @classmethod
     def read(cls, given: Mapping[str, str]) -> Environment:
-        """From environment variables. Raises `ContractError` that names the one that is wrong."""
+        """Read environment variables. Raises `ContractError` with the name of an invalid one."""
         rank = _number(given, "RANK")
         is_hosted = given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "true")
         run, restart = given.get("TORCHELASTIC_RUN_ID"), given.get("TORCHELASTIC_RESTART_COUNT")
@@ -52,15 +52,16 @@ class Environment:
         )
 
     def connect(self, timeouts: Timeouts) -> dist.Store:
-        """A connection of its own to the store; one thread must not block another's."""
+        """Open a connection to the store."""
         return connect(self.host, self.port, self.prefix, timeouts)
 
     def rendezvous(
         self, members: Collection[int], timeouts: Timeouts, *, interface: str | None = None
     ) -> Rendezvous:
-        """This process's view of the `members`; none where it joins a job that is running.
+        """This process's view of the `members`; without members if it joins a running job.
 
-        interface  address by which other hosts reach this one; default: the one towards the store
+        interface  address by which other hosts reach this one; default: that of its route to the
+                   store
         """
         return Rendezvous(
             lambda: self.connect(timeouts),
@@ -71,14 +72,14 @@ class Environment:
         )
 
     def host_store(self, timeouts: Timeouts) -> dist.Store | None:
-        """The store, if this process has to host it; to be kept until the job has ended."""
+        """The store, if this process has to host it; keep it until the job has ended."""
         if not self.hosts_store:
             return None
         return host_store(self.host, self.port, timeouts.connect)
 
 
 def store_prefix(run: str, restart: str) -> str:
-    """Under which the keys of one run stand, so that its launcher can tell who has died."""
+    """Prefix of all keys of one run; the launcher writes death notices below it."""
     return f"resihp/{run}/{restart}"
 
 

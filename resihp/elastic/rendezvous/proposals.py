@@ -1,44 +1,97 @@
-"""What the first rank offers all others to take on next."""
+"""Proposals for the next generation, published in the store by the first rank alive."""
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 
-from resihp.contracts import Plan, from_json, to_json
+from resihp.contracts import JobStoppedError, PeerLostError, Plan, from_json, to_json
+
+from . import keys
+from .membership import Rendezvous
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The plan of the next world, and who takes part in the switch to it.
+    """Plan of the next generation, and the ranks that take part in the change to it.
 
-    members  all who are alive, and standbys that come in
-    leaving  those of them that leave for good when it is taken on
-    gone     state that nobody alive holds, named; all of it then comes from the newest checkpoint
+    members         all ranks alive, and joiners that become members
+    leaving         those of them that leave the job when the plan is committed
+    missing_state   names the state that no rank alive holds; "" if there is none. All state then
+                    comes from the newest checkpoint
     """
 
     plan: Plan
     members: tuple[int, ...]
     leaving: tuple[int, ...] = ()
-    gone: str = ""
+    missing_state: str = ""
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """Who is a member of the next world."""
+        """Members of the next generation."""
         return tuple(rank for rank in self.members if rank not in self.leaving)
 
 
-def write_offer(offer: Proposal | str) -> str:
-    """As it stands in the store; a string is the reason why there is none and the job stops."""
-    if isinstance(offer, str):
-        return json.dumps({"stop": offer})
-    return json.dumps({**vars(offer), "plan": to_json(offer.plan)})
+class ProposalBoard:
+    """Reads and writes the proposals of a job."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous, self._stores = rendezvous, rendezvous.stores
+
+    def publish(self, generation: int, proposal: Proposal | str) -> None:
+        """Publish the proposal of `generation`, or a reason to stop. The first writer wins."""
+        key = keys.proposal(self._rendezvous.recovery, generation)
+        self._stores.store.compare_set(key, "", write_proposal(proposal))
+        self._stores.store.add(keys.SIGNAL, 1)
+
+    def read(self, generation: int, *, recoveries_ago: int = 0) -> Proposal | None:
+        """The proposal of `generation`, or None. Raises `JobStoppedError` if the job stops."""
+        key = keys.proposal(self._rendezvous.recovery - recoveries_ago, generation)
+        if not self._stores.ask(lambda: self._stores.store.check([key]), False):
+            return None
+        proposal = read_proposal(self._stores.store.get(key))
+        if isinstance(proposal, str):
+            raise JobStoppedError(proposal)
+        return proposal
+
+    def wait(self, generation: int) -> Proposal:
+        """Wait for the proposal of `generation`. Raises `PeerLostError` if a rank is lost."""
+        start = time.monotonic()
+        while (proposal := self.read(generation)) is None:
+            waited_s = time.monotonic() - start
+            reason = self._rendezvous.broken(self._rendezvous.alive[:1], waited_s)
+            if reason is not None:
+                raise PeerLostError(reason)
+            time.sleep(0.01)
+        return proposal
+
+    def start_reshard(self, generation: int) -> None:
+        """Announce to idle ranks that the change to `generation` starts."""
+        self._stores.store.set(keys.reshard_started(self._rendezvous.recovery, generation), "1")
+        self._stores.store.add(keys.SIGNAL, 1)
+
+    def reshard_started(self, generation: int) -> bool:
+        """True once `start_reshard(generation)` has been called by a rank."""
+        key = keys.reshard_started(self._rendezvous.recovery, generation)
+        return bool(self._stores.store.check([key]))
 
 
-def read_offer(raw: bytes) -> Proposal | str:
-    """What `write_offer` wrote."""
-    told = json.loads(raw)
-    if "stop" in told:
-        return str(told["stop"])
-    plan = from_json(Plan, told["plan"])
-    return Proposal(plan, tuple(told["members"]), tuple(told["leaving"]), told["gone"])
+def write_proposal(proposal: Proposal | str) -> str:
+    """The proposal as JSON; a string is a reason to stop the job."""
+    if isinstance(proposal, str):
+        return json.dumps({"stop": proposal})
+    return json.dumps({**vars(proposal), "plan": to_json(proposal.plan)})
+
+
+def read_proposal(raw: bytes) -> Proposal | str:
+    """Inverse of `write_proposal`."""
+    document = json.loads(raw)
+    if "stop" in document:
+        return str(document["stop"])
+    return Proposal(
+        from_json(Plan, document["plan"]),
+        tuple(document["members"]),
+        tuple(document["leaving"]),
+        document["missing_state"],
+    )

@@ -1,4 +1,4 @@
-"""The store through which ranks find each other; a process of its own hosts it, no rank."""
+"""Connections to the job's store (`torch.distributed.TCPStore`), and the time-outs of a job."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from . import keys
+
+_log = logging.getLogger("resihp.elastic")
+Answer = TypeVar("Answer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a rank waits for others.
+    """Time-outs of a rank that waits for others.
 
-    heartbeat  a rank that is waited for and does not beat for so long is given up
-    connect    to build the groups of a new world
-    exchange   the longest that one exchange between healthy ranks may last
-    plan       for the service's plan after a loss, before planning locally
-    poll       between two looks at the store
+    heartbeat  silence after which a rank counts as lost
+    connect    for the process groups of a new generation
+    exchange   upper limit of one exchange between healthy ranks
+    plan       for the sidecar's plan after a loss, before planning in-process
+    poll       interval at which a rank reads the store and sends a heartbeat
     """
 
     heartbeat: timedelta = timedelta(seconds=5)
@@ -35,11 +40,10 @@ class Timeouts:
 
 
 def host_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Host the store in this process, at `host` and a free port where `port` is 0.
+    """Host the store in this process, at `host` and at a free port if `port` is 0.
 
-    It listens on the addresses of one family. torch's own socket takes both, and its server then
-    asks the name server who `::ffff:127.0.0.1` is, for each connection; every rank waits when the
-    answer is late, seconds when it is lost.
+    It listens on one address family. torch's own socket listens on both, and its server then looks
+    up the name of `::ffff:127.0.0.1` for each connection; a slow name server delays every rank.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN)
@@ -54,20 +58,20 @@ def host_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
-    """A connection of its own to the store; one thread must not block another's."""
+    """Open a connection to the store; a blocking call of one thread blocks its connection."""
     store = dist.TCPStore(host, port, is_master=False, timeout=timeouts.connect)
     return dist.PrefixStore(job, store)
 
 
 def announce_death(store: dist.Store, rank: int) -> None:
-    """Tell the survivors that a process is known to have ended (its launcher calls this)."""
-    store.add(f"deaths/{rank}", 1)
-    store.set(f"dead/{rank}", "1")
-    store.add("signal", 1)
+    """Announce that the process of `rank` has ended; its launcher calls this."""
+    store.add(keys.deaths(rank), 1)
+    store.set(keys.dead(rank), "1")
+    store.add(keys.SIGNAL, 1)
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the network over which it reaches `host`; sends nothing.
+    """This machine's address on its route to `host`; sends nothing.
 
     >>> address_towards("127.0.0.1", 29500)
     '127.0.0.1'
@@ -78,15 +82,12 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-_log = logging.getLogger("resihp.elastic")
-Answer = TypeVar("Answer")
-
-
 class StorePool:
-    """Few connections, which are used again: making one is slow where names are looked up.
+    """Pool of connections to the store; opening one is slow where names are looked up.
 
-    `store` is for questions that are answered at once, from any thread; `is_cut_off` once it has
-    not answered. `open` makes a further connection, `borrow` takes one that is free.
+    store       for requests that are answered at once, from any thread
+    is_cut_off  True once the store has not answered; it is not asked again
+    open        opens a further connection
     """
 
     def __init__(self, open_store: Callable[[], dist.Store]) -> None:
@@ -96,28 +97,28 @@ class StorePool:
         self._spare: list[dist.Store] = []
 
     def borrow(self) -> dist.Store:
-        """A connection for a thread that may block in it."""
+        """Take a free connection, or open one, for requests that may block."""
         try:
             return self._spare.pop()
         except IndexError:
             return self.open()
 
     def give_back(self, store: dist.Store) -> None:
-        """A connection of `borrow` in which no thread can be blocked any more."""
+        """Return a connection taken with `borrow` on which no request is pending."""
         self._spare.append(store)
 
-    def ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """The store's answer; `otherwise`, now and ever after, if it is gone."""
+    def ask(self, request: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """The store's answer to `request`; `otherwise` if the store is gone."""
         if self.is_cut_off:
             return otherwise
         try:
-            return question()
+            return request()
         except dist.DistError as error:
             self.cut_off(error)
             return otherwise
 
     def cut_off(self, error: Exception) -> None:
-        """Note that the store is gone, and say so once."""
+        """Record that the store is gone, and log it once."""
         if not self.is_cut_off:
             self.is_cut_off = True
-            _log.error("the store is gone; training goes on, but cannot change: %s", error)
+            _log.error("the store is gone; training goes on, its layout cannot change: %s", error)

@@ -21,7 +21,7 @@ from ..microbatches.ledger import SurvivingSum
 from ..process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory, WaitClock
 from ..process_groups.close import close_groups
 from ..process_groups.layout_groups import LayoutGroups, build_layout_groups
-from ..rendezvous.barrier import meet
+from ..rendezvous.barrier import barrier
 from ..rendezvous.membership import Rendezvous
 from ..rendezvous.proposals import Proposal
 from ..state.runtime_state import RuntimeState
@@ -325,12 +325,12 @@ class GenerationBuilder:
 
         def build(groups: LayoutGroups) -> PendingShard:
             present = engine.shard if engine is not None else None
-            if offer.gone:
+            if offer.missing_state:
                 model, optimizer = self._setup.model, self._setup.optimizer
                 return PendingShard(build_shard(model, optimizer, groups, current=present))
             return self._draft(groups, present, is_repair=lost is not None)
 
-        old = None if offer.gone else self._present.plan.layout
+        old = None if offer.missing_state else self._present.plan.layout
         sums = inherited(self._setup.model.parameters, self._present.plan, offer.plan, kept)
         return self._prepare(generation, offer, build, old=old, lost=lost, sums=sums)
 
@@ -385,7 +385,7 @@ class GenerationBuilder:
             staying=offer.staying,
             is_repair=lost is not None,
             name=f"generation{self._rendezvous.recovery}.{generation}",
-            gone=offer.gone,
+            gone=offer.missing_state,
         )
         engine = self._present.engine
         present = (engine.groups, engine.shard) if engine is not None else None
@@ -415,15 +415,15 @@ class GenerationBuilder:
             return rendezvous.absent(ranks, waited_s)
 
         with self.factory(cancelled) as factory:
-            store, timeout = rendezvous.link.store, rendezvous.timeouts.exchange
-            meet(store, target.name, ranks, broken=broken, absent=absent, timeout=timeout)
+            store, timeout = rendezvous.stores.store, rendezvous.timeouts.exchange
+            barrier(store, target.name, ranks, broken=broken, absent=absent, timeout=timeout)
             yield factory
 
     @contextmanager
     def factory(self, cancelled: threading.Event) -> Iterator[ProcessGroupFactory]:
         """What groups are made of; it gives up when the job does, or when `cancelled` is set."""
         rendezvous = self._rendezvous
-        store = rendezvous.link.borrow()
+        store = rendezvous.stores.borrow()
 
         def broken(ranks: Sequence[int], waited_s: float) -> str | None:
             return "given up" if cancelled.is_set() else rendezvous.broken(ranks, waited_s)
@@ -438,4 +438,4 @@ class GenerationBuilder:
             host=rendezvous.host,
         )
         # Only now: an attempt that failed may have left a thread that is blocked in it.
-        rendezvous.link.give_back(store)
+        rendezvous.stores.give_back(store)

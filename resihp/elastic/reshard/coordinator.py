@@ -16,7 +16,7 @@ from ..microbatches.ledger import SurvivingSum, indices, spans
 from ..process_groups.abortable import WaitClock
 from ..process_groups.close import close_groups
 from ..rendezvous.membership import Rendezvous
-from ..rendezvous.proposals import Proposal
+from ..rendezvous.proposals import Proposal, ProposalBoard
 from ..state.events import Callbacks, LayoutChange
 from ..state.phases import Phase
 from ..state.runtime_state import RuntimeState
@@ -53,6 +53,7 @@ class ReshardCoordinator:
         self.doubt: Generation | None = None
         self.paused_at: float | None = None
         self._setup, self._present, self._rendezvous = setup, present, rendezvous
+        self._proposals = ProposalBoard(rendezvous)
         self._builder = GenerationBuilder(setup, present, rendezvous, waited, memory)
         self._enter, self._callbacks, self._memory = enter, callbacks, memory
         self._carrier = Carrier(
@@ -103,7 +104,7 @@ class ReshardCoordinator:
         """
         if self.pending is None:
             generation = self._present.generation + 1
-            offer = self._rendezvous.published(generation)
+            offer = self._proposals.read(generation)
             if offer is not None:
                 self.pending = self._builder.next(generation, offer)
         elif self.pending.error is not None:
@@ -127,7 +128,7 @@ class ReshardCoordinator:
 
     def ready_generation(self, next_step: int) -> int:
         """The generation that this rank could fill during `next_step`; 0 if there is none."""
-        if self.is_filling or self._rendezvous.link.is_cut_off:
+        if self.is_filling or self._rendezvous.stores.is_cut_off:
             return 0
         self.look_for_plan()
         if self.pending is None or self.pending.result is None:
@@ -158,7 +159,7 @@ class ReshardCoordinator:
         prepared = self.pending.result
         assert prepared is not None
         if self._rendezvous.rank == min(self._present.plan.layout.ranks):
-            self._rendezvous.go(prepared.generation)
+            self._proposals.start_reshard(prepared.generation)
         if prepared.transit is None:
             self._requota(prepared)
         else:
@@ -167,7 +168,9 @@ class ReshardCoordinator:
     def follow(self) -> bool:
         """On an idle rank: keep up with the others; whether it is to take part in a switch now."""
         self.look_for_plan()
-        if not self.is_prepared or not self._rendezvous.may_go(self._present.generation + 1):
+        if not self.is_prepared or not self._proposals.reshard_started(
+            self._present.generation + 1
+        ):
             return False
         assert self.pending is not None
         assert self.pending.result is not None
@@ -179,7 +182,7 @@ class ReshardCoordinator:
     def catch_up(self, generation: int) -> None:
         """Read the plans up to `generation` that this idle rank missed before a recovery."""
         while self._present.engine is None and self._present.generation < generation:
-            offer = self._rendezvous.published(self._present.generation + 1, recoveries_ago=1)
+            offer = self._proposals.read(self._present.generation + 1, recoveries_ago=1)
             assert offer is not None, "what others have taken on was published"
             self._present.generation, self._present.plan = self._present.generation + 1, offer.plan
 

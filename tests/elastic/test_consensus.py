@@ -55,7 +55,7 @@ def test_what_ranks_in_doubt_inherit_counts_if_their_world_holds() -> None:
         1: report(
             generation=3,
             completed=5,
-            doubt=4,
+            in_doubt=4,
             holdings=(held(1, generation=3), held(0, generation=4, members=2)),
         ),
     }
@@ -92,7 +92,7 @@ def test_a_rank_that_lacks_the_gradients_of_a_completed_step_is_an_error() -> No
 def test_a_world_that_one_rank_has_taken_on_holds_for_those_in_doubt() -> None:
     reports = {
         0: report(generation=4, completed=9, norm=(8, 1.0), seen=4),
-        1: report(generation=3, completed=9, norm=(8, 1.0), doubt=4, seen=4),
+        1: report(generation=3, completed=9, norm=(8, 1.0), in_doubt=4, seen=4),
     }
     assert decide(reports, MICROBATCHES).generation == 4
     assert decide(reports, MICROBATCHES).next_generation == 5
@@ -100,7 +100,8 @@ def test_a_world_that_one_rank_has_taken_on_holds_for_those_in_doubt() -> None:
 
 def test_a_world_that_everyone_doubts_is_given_up() -> None:
     reports = {
-        rank: report(generation=3, completed=9, norm=(8, 1.0), doubt=4, seen=4) for rank in (0, 1)
+        rank: report(generation=3, completed=9, norm=(8, 1.0), in_doubt=4, seen=4)
+        for rank in (0, 1)
     }
     assert decide(reports, MICROBATCHES).generation == 3
     assert decide(reports, MICROBATCHES).next_generation == 5
@@ -125,8 +126,8 @@ def test_a_world_that_has_gone_back_to_a_checkpoint_holds_with_its_own_steps() -
     """Rank 0 has taken it on and is at step 6 again; rank 1 doubts it, and knows of step 9."""
     reports = {
         0: report(generation=4, completed=6, holdings=(held(0, generation=4, members=2),), seen=4),
-        1: report(generation=3, completed=9, norm=(9, 1.0), doubt=4, rewound=6, seen=4),
-        2: report(generation=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
+        1: report(generation=3, completed=9, norm=(9, 1.0), in_doubt=4, rewound=6, seen=4),
+        2: report(generation=3, completed=0, in_doubt=4, rewound=6, seen=4, idle=True),
     }
     decision = decide(reports, MICROBATCHES)
     assert (decision.generation, decision.completed, decision.norm) == (4, 6, None)
@@ -136,8 +137,8 @@ def test_a_world_that_was_to_go_back_and_is_given_up_changes_no_step() -> None:
     """Rank 1 would have gone back to step 6; rank 0 had not come so far."""
     reports = {
         0: report(generation=3, completed=9, norm=(8, 1.0), seen=4),
-        1: report(generation=3, completed=9, norm=(8, 1.0), doubt=4, rewound=6, seen=4),
-        2: report(generation=3, completed=0, doubt=4, rewound=6, seen=4, idle=True),
+        1: report(generation=3, completed=9, norm=(8, 1.0), in_doubt=4, rewound=6, seen=4),
+        2: report(generation=3, completed=0, in_doubt=4, rewound=6, seen=4, idle=True),
     }
     decision = decide(reports, MICROBATCHES)
     assert (decision.generation, decision.completed) == (3, 9)
@@ -155,7 +156,7 @@ def test_the_decision_does_not_depend_on_who_asks() -> None:
 def test_newcomers_take_part_and_whoever_holds_no_state_is_told() -> None:
     """Rank 2 came in at the last recovery and has not got its state; rank 4 comes in now."""
     reports = {
-        0: report(generation=0, completed=5, holdings=(held(0),), newcomers=(4,)),
+        0: report(generation=0, completed=5, holdings=(held(0),), joiners=(4,)),
         1: report(generation=0, completed=5, holdings=(held(1),)),
         2: report(generation=0, completed=0, idle=True),
     }

@@ -1,0 +1,108 @@
+"""Names of all keys in a job's store, relative to the prefix of the run.
+
+Every change of another key that a waiting rank must notice is followed by an increment of `SIGNAL`:
+a rank polls that one key, and reads others only after it has changed.
+"""
+
+from __future__ import annotations
+
+SIGNAL = "signal"
+"""Counter of changes."""
+FINISHED = "finished"
+"""Set by the first rank that has completed the last step; ends idle ranks and joiners."""
+ENDED = "ended"
+"""Counter of ranks of the last generation that have completed the last step."""
+ANNOUNCEMENTS = "announcements"
+"""List of `RANK:NUMBER:DEATHS`, one entry for each time that a joiner announced itself."""
+LEAVING = "leaving"
+"""List of ranks that are to leave the job."""
+CHECKPOINTS = "checkpoints"
+"""Identity of the job in its checkpoints; the first writer sets it."""
+CHECKPOINT_TOKEN = "checkpoint-token"
+"""Secret of the connections between memory replicas of checkpoints; the first writer sets it."""
+
+# One rank.
+
+
+def heartbeat(rank: int) -> str:
+    """Number of heartbeats of `rank` since it became a member."""
+    return f"heartbeat/{rank}"
+
+
+def dead(rank: int) -> str:
+    """Set by the launcher once the process of `rank` has ended."""
+    return f"dead/{rank}"
+
+
+def deaths(rank: int) -> str:
+    """Counter of ended processes of `rank`; separates announcements of successive processes."""
+    return f"deaths/{rank}"
+
+
+def announced(rank: int) -> str:
+    """Counter of announcements of `rank` as a joiner."""
+    return f"announced/{rank}"
+
+
+def invitation(rank: int, number: int) -> str:
+    """Answer to announcement `number` of `rank`."""
+    return f"invitation/{rank}/{number}"
+
+
+def checkpoint_server(rank: int) -> str:
+    """Address at which `rank` serves memory replicas of checkpoints."""
+    return f"checkpoint-server/{rank}"
+
+
+# Generations; `recovery` is the number of recoveries before.
+
+
+def proposal(recovery: int, generation: int) -> str:
+    """Proposed plan of `generation`; the first writer sets it."""
+    return f"proposal/{recovery}/{generation}"
+
+
+def reshard_started(recovery: int, generation: int) -> str:
+    """Set when the working ranks start the change to `generation`; idle ranks then follow."""
+    return f"reshard-started/{recovery}/{generation}"
+
+
+def arrivals(barrier: str) -> str:
+    """Counter of ranks that have arrived at a barrier."""
+    return f"arrivals/{barrier}"
+
+
+# Recoveries.
+
+
+def broken(recovery: int) -> str:
+    """Reason for recovery number `recovery`; the first writer sets it."""
+    return f"broken/{recovery}"
+
+
+def abandoned(recovery: int, work: str) -> str:
+    """Set by a rank that gives up `work`, which the other ranks of its replica cannot finish."""
+    return f"abandoned/{recovery}/{work}"
+
+
+def report(recovery: int, rank: int) -> str:
+    """`SurvivorReport` of `rank`."""
+    return f"report/{recovery}/{rank}"
+
+
+def decision(recovery: int) -> str:
+    """`RecoveryDecision`; the first writer sets it."""
+    return f"decision/{recovery}"
+
+
+# Process groups; `AbortableProcessGroup` uses its own name as prefix.
+
+
+def replica_group_starts(rank: int) -> str:
+    """Counter of the default process groups that `rank` has created."""
+    return f"replica-group-starts/{rank}"
+
+
+def replica_group_prefix(replica: int, start: int) -> str:
+    """Prefix of the addresses of a replica's default process group."""
+    return f"replica-group/{replica}/{start}"
