@@ -7,10 +7,17 @@ import sys
 from multiprocessing import forkserver
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # torch asks the name server for the name of each peer that it connects to, and waits for seconds
 # where an answer is lost. No test needs a name server: those that tests start do not ask one.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+# The speed of the machine decides nothing, and every run draws the same examples.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 RUN_BY_RANKS = (
     "resihp.demo.training.worker",

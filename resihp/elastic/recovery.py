@@ -17,7 +17,6 @@ from .rendezvous.proposals import Proposal, ProposalBoard
 from .reshard.coordinator import ReshardCoordinator
 from .state.runtime_state import RuntimeState
 from .step import Setup
-from .step.counts import holding
 from .step.schedule import check_plan
 
 _log = logging.getLogger("resihp.elastic")
@@ -82,7 +81,7 @@ class Recovery:
         if doubt is not None and doubt.groups is not None:
             begun = doubt.rest.shares[doubt.groups.place.dp].begun if doubt.rest else ()
             summed = self._switching.is_handed_over
-            holdings.append(holding(doubt.groups, doubt.generation, begun, summed=summed))
+            holdings.append(doubt.groups.holding(doubt.generation, begun, summed=summed))
         return SurvivorReport(
             generation=present.generation,
             completed=present.completed,

@@ -34,8 +34,8 @@ from tests.elastic.survivors import Survivors
 
 # Functions of the runtime that a rank enters at certain points of a step.
 ENTERED = {
-    "bucket": "resihp.elastic.step.gradient_allreduce.BucketedAllReduce._start",
-    "reduction": "resihp.elastic.step.gradient_allreduce.TreeAllReduce._sum",
+    "bucket": "resihp.elastic.process_groups.bucketed_allreduce.BucketedAllReduce._start",
+    "reduction": "resihp.elastic.step.gradient_allreduce.DeterministicAllReduce._sum",
     "account": "resihp.elastic.step.engine.account",
     "vote": "resihp.elastic.step.engine.squared_norms",
     "clip": "resihp.elastic.step.engine.clip",

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from resihp.contracts import ContractError
-from resihp.elastic.ddp.gradient_buckets import LoopAllReduce
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from resihp.elastic.process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
 
 
 class Doubling:
@@ -26,7 +26,7 @@ class Doubling:
         self.sizes.append(flat.numel())
         return flat.mul_(2)
 
-    def complete(self, work: Any) -> None:
+    def wait(self, work: Any) -> None:
         pass
 
 
@@ -39,8 +39,14 @@ def backward(net: nn.Module) -> None:
     net(torch.ones(2, 8)).square().sum().backward()
 
 
-def summing(net: nn.Module, group: Doubling, bucket_bytes: int) -> LoopAllReduce:
-    return LoopAllReduce(list(net.parameters()), cast(AbortableProcessGroup, group), bucket_bytes)
+def summing(net: nn.Module, group: Doubling, bucket_bytes: int) -> BucketedAllReduce:
+    slices = [GradientSlice(parameter) for parameter in reversed(list(net.parameters()))]
+    return BucketedAllReduce([(cast(AbortableProcessGroup, group), slices)], bucket_bytes)
+
+
+def finish(bucketed: BucketedAllReduce) -> list[torch.Tensor]:
+    """The sums in the order of the model's parameters."""
+    return [total for _, total in bucketed.finish()][::-1]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 160, 1 << 20])
@@ -48,10 +54,10 @@ def test_last_layers_travel_first_and_local_gradients_stay(bucket_bytes: int) ->
     net, group = model(), Doubling()
     backward(net)
     bucketed = summing(net, group, bucket_bytes)
-    with bucketed.during_last_backward():
+    with bucketed.overlapped():
         backward(net)
     sent = list(group.sizes)
-    total = bucketed.finish()
+    total = finish(bucketed)
     assert group.sizes == sent, "all of it has travelled while backward ran"
     assert group.sizes[0] == (4 if bucket_bytes == 1 else 36 if bucket_bytes == 160 else 180)
     for parameter, summed in zip(net.parameters(), total, strict=True):
@@ -62,10 +68,10 @@ def test_last_layers_travel_first_and_local_gradients_stay(bucket_bytes: int) ->
 def test_parameters_without_a_gradient_count_as_zeros() -> None:
     net, group = model(), Doubling()
     bucketed = summing(net, group, 1 << 20)
-    with bucketed.during_last_backward():
+    with bucketed.overlapped():
         net[0](torch.ones(2, 8)).sum().backward()
     assert not group.sizes, "the others may still get theirs"
-    total = bucketed.finish()
+    total = finish(bucketed)
     assert not total[-1].any()
     assert total[0].any()
 
@@ -74,8 +80,8 @@ def test_a_gradient_that_changes_after_it_was_sent() -> None:
     """A second backward pass, or a loop that scales gradients by itself."""
     net, group = model(), Doubling()
     bucketed = summing(net, group, 1 << 20)
-    with bucketed.during_last_backward():
+    with bucketed.overlapped():
         backward(net)
         backward(net)
     with pytest.raises(ContractError, match="overlap=False"):
-        bucketed.finish()
+        finish(bucketed)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, FencedOutError, MiscountError, StateLostError
-from resihp.elastic.ddp.counts import read, written
 from resihp.elastic.ddp.membership import ReplicaMembership
 from resihp.elastic.ddp.state_sync import empties, pack, unpack
-from resihp.elastic.ddp.step import MicrobatchReport, ReplicaRank
+from resihp.elastic.ddp.step import ReplicaRank
+from resihp.elastic.microbatches.counts import MicrobatchReport, count_rows, read_counts
 from resihp.elastic.microbatches.ledger import SurvivingSum, indices
 from resihp.elastic.rendezvous.consensus import RecoveryDecision
 
@@ -87,26 +87,25 @@ def test_each_microbatch_is_kept_or_redone_once(
 
 
 def test_losses_and_weights_of_all() -> None:
-    first = written(
-        {0: MicrobatchReport(torch.tensor(2.0), 3.0), 2: MicrobatchReport(4.0, 0.0)}, 3, 1
-    )
-    second = written({1: MicrobatchReport(6.0, 5.0)}, 3, 1)
-    account = read(first + second)
+    reports = {0: MicrobatchReport(torch.tensor(2.0), 3.0), 2: MicrobatchReport(4.0, 0.0)}
+    first = count_rows(reports, 3, members=1)
+    second = count_rows({1: MicrobatchReport(6.0, 5.0)}, 3, members=1)
+    account = read_counts(first + second)
     assert (account.losses, account.weight, account.loss) == ((2.0, 6.0, 4.0), 8.0, 1.5)
-    assert account.told()[1] == MicrobatchReport(6.0, 5.0)
+    assert account.reports()[1] == MicrobatchReport(6.0, 5.0)
 
 
 def test_counts_that_cannot_be() -> None:
     once, twice = (
-        written({0: MicrobatchReport(1.0)}, 1, 1),
-        written({0: MicrobatchReport(1.0), 1: MicrobatchReport(1.0, 2.0)}, 2, 1),
+        count_rows({0: MicrobatchReport(1.0)}, 1, members=1),
+        count_rows({0: MicrobatchReport(1.0), 1: MicrobatchReport(1.0, 2.0)}, 2, members=1),
     )
     with pytest.raises(MiscountError):
-        read(once + once)
+        read_counts(once + once)
     with pytest.raises(ContractError, match="or with none"):
-        read(twice)
+        read_counts(twice)
     with pytest.raises(ContractError, match="sum to 0"):
-        read(written({0: MicrobatchReport(1.0, 0.0)}, 1, 1))
+        read_counts(count_rows({0: MicrobatchReport(1.0, 0.0)}, 1, members=1))
 
 
 TENSORS: list[torch.Tensor] = [

@@ -13,7 +13,7 @@ from resihp.contracts import ContractError
 from ..microbatches.assignment import Assignment
 from ..microbatches.ledger import indices
 from ..microbatches.tree_sum import Node, nodes, put
-from .gradient_buckets import LoopAllReduce, local_gradients
+from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
 from .groups import ReplicaGroups
 
 
@@ -42,7 +42,7 @@ class LoopGradients:
         self._microbatches, self._bucket_bytes = microbatches, bucket_bytes
         self._overlap, self._ordered = overlap and not ordered, ordered
         self._held: dict[Node, list[torch.Tensor]] = {}
-        self._ahead: LoopAllReduce | None = None
+        self._ahead: BucketedAllReduce | None = None
 
     def begin(self) -> None:
         """Start a step from nothing."""
@@ -55,14 +55,14 @@ class LoopGradients:
         """Around the passes of one microbatch; after the last one sums travel to `peers`."""
         before = [parameter.grad for parameter in self.parameters]
         if is_last and self._overlap and len(peers.mirrors) > 1:
-            self._ahead = LoopAllReduce(self.parameters, peers.mirrors, self._bucket_bytes)
-            with self._ahead.during_last_backward():
+            self._ahead = self._all_reduce(peers)
+            with self._ahead.overlapped():
                 yield
         else:
             yield
         self._check(before)
         if self._ordered:
-            leaf = [gradient.float() for gradient in local_gradients(self.parameters)]
+            leaf = [gradient.float() for gradient in self._local()]
             self._drop()
             put(self._held, (microbatch, microbatch + 1), leaf, self._microbatches, _added)
 
@@ -72,11 +72,15 @@ class LoopGradients:
             leaves = self._microbatches
             nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
             own = [held for _, held in sorted(self._held.items(), key=lambda item: item[0])]
-            like = local_gradients(self.parameters)
+            like = self._local()
             self.total = peers.sum_nodes(own, like, nodes_of, index, leaves)
             return
-        ahead = self._ahead or LoopAllReduce(self.parameters, peers.mirrors, self._bucket_bytes)
-        self.total = ahead.finish()
+        if len(peers.mirrors) == 1:
+            self.total = self._local()
+            return
+        ahead = self._ahead or self._all_reduce(peers)
+        summed = dict(ahead.finish())
+        self.total = [summed[one] for one in reversed(summed)]
 
     def use(self, weight: float | None) -> None:
         """Put the sums, divided by `weight`, in place of this replica's own."""
@@ -91,13 +95,21 @@ class LoopGradients:
         self._ahead = None
         if not share.inherited:
             self._held.clear()
-            for gradient in local_gradients(self.parameters):
+            for gradient in self._local():
                 gradient.zero_()
         elif share.inherited[0].total:
             assert self.total is not None
             self._held = {(0, self._microbatches): self.total}
             self._put_in_place(self.total)
         self.total = None
+
+    def _all_reduce(self, peers: ReplicaGroups) -> BucketedAllReduce:
+        slices = [GradientSlice(parameter) for parameter in reversed(self.parameters)]
+        return BucketedAllReduce([(peers.mirrors, slices)], self._bucket_bytes)
+
+    def _local(self) -> list[torch.Tensor]:
+        """This process's part of each gradient; zeros where nothing was computed."""
+        return [GradientSlice(parameter).read() for parameter in self.parameters]
 
     def _put_in_place(self, total: Sequence[torch.Tensor]) -> None:
         for parameter, summed in zip(self.parameters, total, strict=True):

@@ -15,18 +15,18 @@ import torch
 
 from resihp.contracts import ContractError, PeerLostError
 
+from ..microbatches.counts import MicrobatchReport, StepCounts, count_rows, read_counts
 from ..microbatches.ledger import GradientHolding, spans
 from ..process_groups.close import close_groups
 from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
 from ..rendezvous.store import Timeouts
 from .checks import check_model, check_optimizers, fingerprint
-from .counts import StepCounts, read, written
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
 from .membership import Quotas, ReplicaJoin, ReplicaMembership
 from .state_sync import StateBroadcast, Stateful, take
-from .step import MicrobatchReport, ReplicaRank, Step
+from .step import ReplicaRank, Step
 
 
 class Replicas:
@@ -157,11 +157,11 @@ class Replicas:
         """Sum out of place; the last exchange tells all that all hold whole sums."""
         peers, self._account = self._peers, None
         assert peers is not None
-        lines = written(step.done, self._microbatches, self.seat.members)
-        counting = peers.everyone.start_all_reduce(lines)  # on its way while the sums are
+        counted = count_rows(step.done, self._microbatches, members=self.seat.members)
+        counting = peers.everyone.start_all_reduce(counted)  # on its way while the sums are
         self._sums.sum_over(peers, self._roster.shares, self._roster.place)
         peers.everyone.wait(counting)
-        self._account = read(lines)
+        self._account = read_counts(counted)
         if self._giving is not None:
             self._giving.finish()
         self._vote(peers)
@@ -242,7 +242,7 @@ class Replicas:
             step.done.clear()
         elif share.inherited[0].total:
             assert self._account is not None
-            step.done.update(self._account.told())
+            step.done.update(self._account.reports())
         self._sums.keep(share)
 
     # Worlds.

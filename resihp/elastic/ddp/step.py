@@ -10,6 +10,7 @@ import torch
 
 from resihp.contracts import ContractError
 
+from ..microbatches.counts import MicrobatchReport
 from ..rendezvous.environment import Environment
 
 
@@ -47,14 +48,6 @@ class ReplicaRank:
     def ranks(self, replica: int) -> range:
         """The processes of a replica."""
         return range(replica * self.members, (replica + 1) * self.members)
-
-
-@dataclass(frozen=True)
-class MicrobatchReport:
-    """What a process reports of one microbatch; its weight is None if it gave none."""
-
-    loss: torch.Tensor | float = 0.0
-    weight: float | None = None
 
 
 @dataclass

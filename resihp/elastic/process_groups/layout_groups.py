@@ -13,6 +13,7 @@ from resihp.layout import (
     gradient_reductions,
 )
 
+from ..microbatches.ledger import GradientHolding, Spans
 from .abortable import AbortableProcessGroup, ProcessGroupFactory
 
 _WAITED_FOR = 2
@@ -80,6 +81,11 @@ class LayoutGroups:
     def target(self, chunk: int) -> StageBoundary | None:
         """Where the output of a model chunk goes to; None for the last of the model."""
         return self.around if self.after is None and chunk + 1 < self.chunks else self.after
+
+    def holding(self, generation: int, finished: Spans, *, summed: bool) -> GradientHolding:
+        """Describe gradients of `finished` microbatches that this rank holds."""
+        members = len(self.layout.replicas[self.place.dp].ranks)
+        return GradientHolding(generation, self.place.dp, members, finished, summed)
 
     @property
     def all(self) -> tuple[AbortableProcessGroup, ...]:

@@ -13,11 +13,11 @@ from resihp.contracts import ContractError, Op, Plan, Schedule
 from resihp.pipeline.orders import Part, Pass
 
 from ..microbatches.assignment import full_assignments
+from ..microbatches.counts import MicrobatchReport, count_rows, read_counts
 from ..microbatches.ledger import GradientHolding, SurvivingSum, indices
 from ..models import Packed
 from ..process_groups.abortable import WaitClock
 from ..process_groups.layout_groups import LayoutGroups
-from .counts import account, clip, holding, losses_of, norm_of, squared_norms
 from .data import Cursor
 from .gradient_accumulation import (
     DeterministicGradientSum,
@@ -26,7 +26,8 @@ from .gradient_accumulation import (
     Parts,
     StepRemainder,
 )
-from .gradient_allreduce import BucketedAllReduce, Reduction, TreeAllReduce
+from .gradient_allreduce import DeterministicAllReduce, GradientAllReduce, OverlappedAllReduce
+from .gradient_norm import clip, norm_of, squared_norms
 from .schedule import check_schedule, order_of
 from .setup import Setup
 from .shard import Shard
@@ -93,7 +94,7 @@ class Engine:
     def holding(self, generation: int) -> GradientHolding:
         """What this rank's gradients stand for now."""
         summed = self.total is not None
-        return holding(self.groups, generation, self._sums.finished, summed=summed)
+        return self.groups.holding(generation, self._sums.finished, summed=summed)
 
     def parts_of(self, kept: SurvivingSum) -> Parts:
         """This rank's ranges of a sum that its replica holds."""
@@ -152,12 +153,12 @@ class Engine:
         all ranks to save the state after this step.
         """
         timing, everyone = self._telemetry.start(), self.groups.everyone
-        line = account(self._sums.finished, self._sums.losses, self.groups, self.plan.microbatches)
-        counting = everyone.start_all_reduce(line)  # on its way while the buckets are
+        counted = self._counts()
+        counting = everyone.start_all_reduce(counted)  # on its way while the buckets are
         total = self._reduction.finish()
         squares = squared_norms(total, self.groups, self.setup.model.parameters)
         everyone.wait(counting)
-        self._losses, self.total = losses_of(line), total
+        self._losses, self.total = dict(enumerate(read_counts(counted).losses)), total
         votes = torch.tensor([ready_generation > 0, ready_generation, is_due], dtype=torch.float64)
         summed = everyone.all_reduce(torch.cat((votes, squares)))
         self._telemetry.record(Op.COLLECTIVE, step, timing)
@@ -203,6 +204,17 @@ class Engine:
         ):
             yield
 
+    def _counts(self) -> torch.Tensor:
+        """Rows of this rank in the counts of the step; one rank of the last stage gives losses."""
+        groups, losses = self.groups, self._sums.losses
+        gives_loss = groups.after is None and groups.place.tp == 0
+        reports = {
+            index: MicrobatchReport(losses[index] if gives_loss else 0.0)
+            for index in indices(self._sums.finished)
+        }
+        members = len(groups.layout.replicas[groups.place.dp].ranks)
+        return count_rows(reports, self.plan.microbatches, members=members, loss_members=1)
+
     def _may_leave_off(self) -> bool:
         """Between two microbatches of a replica of one stage; a pipeline would have to drain.
 
@@ -218,14 +230,14 @@ class Engine:
         self._share = rest.shares[self.groups.place.dp]
         self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
         self.total, self._losses = None, {}
-        self._reduction: Reduction
+        self._reduction: GradientAllReduce
         if self.setup.deterministic:
             held = [share.whole for share in rest.shares]
-            self._reduction = TreeAllReduce(
+            self._reduction = DeterministicAllReduce(
                 self.shard, self.groups, self._sums, held, self.plan.microbatches
             )
         else:
-            self._reduction = BucketedAllReduce(
+            self._reduction = OverlappedAllReduce(
                 self.shard, self.groups, self._sums, bucket_bytes=self.setup.bucket_bytes
             )
 
