@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from resihp.contracts import ContractError
 
 from ..errors import UnknownJobError
-from ..store.http_store import dumps
+from ..store.documents import dumps
 from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs/{job}/events", tags=["events"])

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from resihp.contracts import ContractError, Job, Plan, TelemetryBatch, from_json, to_json
 from resihp.contracts.codec import WireFormat, decode, encode
 
-from ..store.messages import MessageKind
+from ..store.documents import MessageKind
 from . import bodies
 from .context import AppContext, Ctx
 

@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from ..errors import TooManyWatchersError
-from ..store.keys import NEWS
+from ..store.schema import NEWS
 
 
 class Notifier:

@@ -10,8 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from resihp.contracts import ContractError
 
 from ..errors import PlanMismatchError
-from ..store.http_store import dumps, plan_of
-from ..store.messages import MessageKind
+from ..store.documents import MessageKind, dumps, plan_from_json
 from . import bodies
 from .context import AppContext, Ctx
 
@@ -74,7 +73,7 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
 async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
     """The plan that all ranks work by, which the job made while the sidecar was away."""
     told = await bodies.read(request, bodies.OwnPlan)
-    known, plan = await ctx.store.job(job), plan_of(told.plan)
+    known, plan = await ctx.store.job(job), plan_from_json(told.plan)
     if plan.version != version:
         raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")
     if plan.microbatches != known.microbatches:

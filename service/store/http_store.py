@@ -1,4 +1,4 @@
-"""What the HTTP side reads from Redis and writes to it."""
+"""Asynchronous access to Redis for the HTTP routes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from resihp.contracts import Job, Plan, from_json, to_json
 
 from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
 from ..settings import Settings
-from .keys import GENERATIONS, GROUP, JOBS, NEWS, JobKeys
-from .lua_scripts import INGEST, REGISTER
-from .messages import MessageKind
+from .documents import MessageKind, dumps, loads, plan_json
+from .schema import GENERATIONS, GROUP, INGEST, JOBS, NEWS, REGISTER, JobKeys
 
-_REMEMBER_S = 600  # for how long a retried message is recognised
+_REMEMBER_S = 600  # time for which a retried message is recognised
 
 
 class HttpStore:
-    """Asynchronous access for the routes. Raises the errors of `service.errors`."""
+    """Reads and writes of the routes. Raises the errors of `service.errors`."""
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
-        # redis-py types every answer as a union of its two clients; ours are typed here.
+        # redis-py types each answer as a union over its two clients; the methods below are typed.
         self._redis: Any = redis
         self._settings = settings
         self._ingest = self._redis.register_script(INGEST)
         self._register = self._redis.register_script(REGISTER)
 
     async def ping(self) -> None:
-        """Raises a `redis.RedisError` when Redis does not answer."""
+        """Check that Redis answers. Raises `redis.RedisError`."""
         await self._redis.ping()
 
     async def register(self, job: Job, plan: Plan) -> bool:
-        """Register a job; a different job of that name is reset. False: nothing changed."""
+        """Register a job; False if it was registered before with equal content.
+
+        Other content under the same name resets the job. Raises `TooManyJobsError`.
+        """
         keys = JobKeys(job.name)
         first = [keys.meta, keys.messages, keys.plans, keys.events]
         rest = [key for key in keys.owned() if key not in first]
@@ -51,7 +53,7 @@ class HttpStore:
         return bool(answer)
 
     async def delete(self, name: str) -> None:
-        """Forget a job and everything that is known of it."""
+        """Remove a job with all its data. Raises `UnknownJobError`."""
         async with self._redis.pipeline() as pipe:
             pipe.srem(JOBS, name).delete(*JobKeys(name).owned()).publish(NEWS, name)
             removed, *_ = await pipe.execute()
@@ -63,28 +65,28 @@ class HttpStore:
         return sorted(name.decode() for name in await self._redis.smembers(JOBS))
 
     async def job(self, name: str) -> Job:
-        """A registered job."""
+        """The registered job. Raises `UnknownJobError`."""
         document = await self._redis.hget(JobKeys(name).meta, "job")
         if document is None:
             raise UnknownJobError(name)
         return from_json(Job, json.loads(document))
 
     async def require(self, name: str) -> int:
-        """Version of the newest plan of a job; raises if the job is not registered."""
+        """Version of the newest plan of a job. Raises `UnknownJobError`."""
         version = await self._redis.hget(JobKeys(name).meta, "plan")
         if version is None:
             raise UnknownJobError(name)
         return int(version)
 
     async def plan(self, name: str, version: int) -> dict[str, Any]:
-        """A plan as JSON, with its gap."""
+        """A plan as JSON, with its gap. Raises `UnknownPlanError`."""
         document = await self._redis.hget(JobKeys(name).plans, str(version))
         if document is None:
             raise UnknownPlanError(name, version)
-        return _loads(document)
+        return loads(document)
 
     async def digest(self, name: str, version: int) -> str | None:
-        """That of a plan of the worker's; None for the first plan. Raises where there is none."""
+        """Digest of a plan; None for plan 0. Raises `UnknownPlanError`."""
         keys = JobKeys(name)
         async with self._redis.pipeline() as pipe:
             pipe.hexists(keys.plans, str(version)).hget(keys.digests, str(version))
@@ -94,17 +96,17 @@ class HttpStore:
         return digest.decode() if digest is not None else None
 
     async def status(self, name: str) -> dict[str, Any]:
-        """Verdicts, diagnosis, planning and last step, as the worker saved them last."""
+        """Status documents by name (verdicts, diagnosis, planning, last_step), as last saved."""
         fields = await self._redis.hgetall(JobKeys(name).status)
         return {key.decode(): json.loads(value) for key, value in fields.items()}
 
     async def probes(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        """What each rank, by its number as a string, is asked to measure."""
-        orders = await self._redis.hget(JobKeys(name).status, "probes")
-        return _loads(orders) if orders else {}
+        """Requested probes by rank (decimal string)."""
+        requests = await self._redis.hget(JobKeys(name).status, "probes")
+        return loads(requests) if requests else {}
 
     async def backlog(self, name: str) -> int:
-        """Messages that no saved state contains yet."""
+        """Number of messages that no saved state contains yet."""
         return int(await self._redis.xlen(JobKeys(name).messages))
 
     async def counts(self, name: str) -> dict[str, int]:
@@ -113,7 +115,7 @@ class HttpStore:
         return {key.decode(): int(value) for key, value in fields.items()}
 
     async def oldest(self, name: str) -> float | None:
-        """Arrival of the oldest unapplied message, in seconds of the wall clock."""
+        """Arrival of the oldest message in the backlog, as a Unix time in seconds."""
         items = await self._redis.xrange(JobKeys(name).messages, count=1)
         return int(items[0][0].split(b"-")[0]) / 1e3 if items else None
 
@@ -127,9 +129,12 @@ class HttpStore:
         dropped: int = 0,
         retry_key: str | None = None,
     ) -> bool:
-        """Append a message to the job's stream. False: it was received before under `retry_key`."""
+        """Append a message to the job's stream; False if `retry_key` was received before.
+
+        Raises `UnknownJobError` and `BacklogFullError`.
+        """
         keys = JobKeys(name)
-        # Telemetry leaves room for the few messages on which recovery depends.
+        # Telemetry may fill half of the space, so that reports of failures always find room.
         room = 1 if kind is MessageKind.TELEMETRY else 2
         answer = await self._ingest(
             keys=[keys.meta, keys.messages, keys.counts, keys.seen(retry_key or "")],
@@ -147,13 +152,13 @@ class HttpStore:
     async def events(
         self, name: str, after: str, *, count: int = 500, steps: bool = False
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Events (or step summaries) after a stream id: (id, document), oldest first."""
+        """Events, or step summaries, after a stream id: (id, document), oldest first."""
         key = JobKeys(name).steps if steps else JobKeys(name).events
         items = await self._redis.xrange(key, min=f"({after}", count=count)
         return [(identity.decode(), _event(identity, fields)) for identity, fields in items]
 
     async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
-        """The newest step summaries of steps above `after`, oldest first."""
+        """The newest summaries of steps above `after`, oldest first."""
         found: list[dict[str, Any]] = []
         newest = "+"
         while len(found) < limit:
@@ -167,30 +172,10 @@ class HttpStore:
         return found[::-1]
 
     async def last_event(self, name: str, *, steps: bool = False) -> str:
-        """Id of the newest event; "0-0" where there is none."""
+        """Id of the newest event or step summary; "0-0" without one."""
         key = JobKeys(name).steps if steps else JobKeys(name).events
         items = await self._redis.xrevrange(key, count=1)
         return items[0][0].decode() if items else "0-0"
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan as it is stored and answered: its fields, and the gap to its bound."""
-    return {**to_json(plan), "gap": plan.gap}
-
-
-def plan_of(document: dict[str, Any]) -> Plan:
-    """The plan in a document of `plan_json`. Raises `ContractError`."""
-    return from_json(Plan, {name: v for name, v in document.items() if name != "gap"})
-
-
-def dumps(document: Any) -> str:
-    """Compact JSON with sorted keys, so that equal documents are equal strings."""
-    return json.dumps(document, separators=(",", ":"), sort_keys=True, allow_nan=False)
-
-
-def _loads(document: bytes) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(document)
-    return content
 
 
 def _event(identity: bytes, fields: dict[bytes, bytes]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a worker reads from Redis and commits to it. Blocking; used from the worker's threads."""
+"""Blocking access to Redis for one worker: leases, message streams and commits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import redis
 from resihp.contracts import Job, Plan, from_json
 
 from ..errors import LeaseLostError
-from .http_store import dumps, plan_json, plan_of
-from .keys import FENCES, GROUP, JOBS, NEWS, PREDICTORS, WORKERS, JobKeys
-from .lua_scripts import ACQUIRE, RENEW
-from .messages import JobMessage, message_of, order
+from .documents import (
+    Commit,
+    JobMessage,
+    dumps,
+    loads,
+    message_of,
+    plan_from_json,
+    plan_json,
+    stream_order,
+)
+from .schema import ACQUIRE, FENCES, GROUP, JOBS, NEWS, PREDICTORS, RENEW, WORKERS, JobKeys
 
 
 @dataclass(frozen=True)
@@ -31,23 +38,8 @@ class Lease:
     generation: bytes
 
 
-@dataclass(frozen=True)
-class Commit:
-    """All that changes at once when a state is saved."""
-
-    applied: list[str]
-    applied_bytes: int
-    state: Mapping[str, bytes]
-    status: Mapping[str, Any]
-    events: list[tuple[str, dict[str, Any]]]
-    steps: list[dict[str, Any]]
-    plans: list[Plan]
-    newest: int
-    counts: Mapping[str, int]
-
-
 class WorkerStore:
-    """Blocking access for one worker, which is known by `name` in Redis."""
+    """Reads and writes of one worker, whose unique name in Redis is `name`."""
 
     def __init__(self, url: str, name: str, *, keep_events: int, keep_steps: int) -> None:
         self.name = name
@@ -62,21 +54,21 @@ class WorkerStore:
         self._redis.close()
 
     def jobs(self) -> list[str]:
-        """Names of all jobs."""
+        """Names of all jobs, sorted."""
         return sorted(name.decode() for name in self._redis.smembers(JOBS))
 
-    def workers(self, now_s: float, *, ttl_s: float) -> int:
-        """Say that this worker lives, and count those that do."""
+    def count_workers(self, now_s: float, *, ttl_s: float) -> int:
+        """Number of workers alive in the last `ttl_s`, with this one, which is at `now_s`."""
         with self._redis.pipeline() as pipe:
             pipe.zadd(WORKERS, {self.name: now_s}).zremrangebyscore(WORKERS, 0, now_s - ttl_s)
             return int(pipe.zcard(WORKERS).execute()[-1])
 
     def leave(self) -> None:
-        """Take this worker off the list."""
+        """Remove this worker from the list of workers."""
         self._redis.zrem(WORKERS, self.name)
 
     def acquire(self, job: str, *, ttl_s: float) -> Lease | None:
-        """The lease of a job; None while another worker holds it or if the job is gone."""
+        """The lease of a job; None while another worker holds it or if the job does not exist."""
         keys = JobKeys(job)
         args: list[str | int] = [self.name, int(ttl_s * 1e3)]
         token = self._acquire(keys=[keys.lease, FENCES], args=args)
@@ -86,12 +78,12 @@ class WorkerStore:
         return Lease(job, token, generation)
 
     def renew(self, lease: Lease, *, ttl_s: float) -> bool:
-        """Hold a lease for longer; 0 gives it back. False: it was lost."""
+        """Extend a lease, or release it with 0 s; False if it was lost."""
         key = JobKeys(lease.job).lease
         return bool(self._renew(keys=[key], args=[lease.token, int(ttl_s * 1e3)]))
 
     def load(self, job: str) -> tuple[Job, Plan, dict[str, bytes]] | None:
-        """The job, its first plan and its saved state (empty if there is none yet)."""
+        """A job, its plan 0 and its saved state (empty if never saved); None if deleted."""
         keys = JobKeys(job)
         with self._redis.pipeline() as pipe:
             pipe.hget(keys.meta, "job").hget(keys.plans, "0").hgetall(keys.state)
@@ -99,32 +91,32 @@ class WorkerStore:
         if document is None or plan is None:
             return None
         saved = {name.decode(): value for name, value in state.items()}
-        return from_json(Job, json.loads(document)), plan_of(json.loads(plan)), saved
+        return from_json(Job, json.loads(document)), plan_from_json(loads(plan)), saved
 
     def predictor(self, kind: str) -> bytes | None:
-        """What jobs of a kind taught about the cost of work; None if there was none yet."""
+        """The predictor stored for jobs of a kind; None if there is none yet."""
         stored: bytes | None = self._redis.hget(PREDICTORS, kind)
         return stored
 
     def keep_predictor(self, kind: str, predictor: bytes) -> None:
-        """Store it for the next job of that kind."""
+        """Store a predictor for the next job of that kind."""
         self._redis.hset(PREDICTORS, kind, predictor)
 
     def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
-        """Entries that some worker took and that no saved state contains, in order."""
+        """Messages after `applied` that a worker has read and no saved state contains, in order."""
         key, start = JobKeys(lease.job).messages, "0-0"
         while True:
             start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
             for identity, fields in items:
-                if fields and order(identity.decode()) > order(applied):
+                if fields and stream_order(identity.decode()) > stream_order(applied):
                     yield message_of((identity, fields))
-                else:  # it is in the saved state: its taker died between commit and XACK
+                else:  # in the saved state: its reader died between the commit and XACK
                     self._redis.xack(key, GROUP, identity)
             if start in (b"0-0", "0-0"):
                 break
-        self._forget_other_consumers(key)
+        self._remove_idle_consumers(key)
 
-    def _forget_other_consumers(self, key: str) -> None:
+    def _remove_idle_consumers(self, key: str) -> None:
         for consumer in self._redis.xinfo_consumers(key, GROUP):
             if consumer["name"].decode() != self.name and not consumer["pending"]:
                 self._redis.xgroup_delconsumer(key, GROUP, consumer["name"])
@@ -132,7 +124,7 @@ class WorkerStore:
     def read(
         self, leases: Mapping[str, Lease], *, count: int, block_ms: int
     ) -> Iterator[tuple[str, JobMessage]]:
-        """New entries of the jobs held: (job, entry), each job's in order."""
+        """New messages of the leased jobs as (job, message), in order within each job."""
         streams = {JobKeys(job).messages: ">" for job in leases}
         names = {JobKeys(job).messages.encode(): job for job in leases}
         answer = self._redis.xreadgroup(GROUP, self.name, streams, count=count, block=block_ms)
@@ -141,12 +133,17 @@ class WorkerStore:
                 yield names[key], message_of(item)
 
     def commit(self, lease: Lease, commit: Commit) -> None:
-        """Save a state and publish what led to it, all or nothing. Raises `LeaseLostError`."""
+        """Save a state and publish the changes that led to it, in one transaction.
+
+        Raises `LeaseLostError`; nothing was written then.
+        """
         self._fenced(lease, lambda pipe, keys: self._queue(pipe, keys, commit))
 
     def publish(self, lease: Lease, status: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
-        """Show what a later commit will save, and note how far, so that whoever replays the
-        entries does not show it again. Raises `LeaseLostError`."""
+        """Show steps and status before the commit that saves them. Raises `LeaseLostError`.
+
+        Records the newest step shown, so that a replay of the messages does not show it again.
+        """
 
         def queue(pipe: Any, keys: JobKeys) -> None:
             pipe.hset(keys.state, "published_step", steps[-1]["step"])
@@ -158,10 +155,8 @@ class WorkerStore:
         keys = JobKeys(lease.job)
         with self._redis.pipeline() as pipe:
             pipe.watch(keys.lease, keys.meta)
-            if (
-                pipe.get(keys.lease) != lease.token
-                or pipe.hget(keys.meta, "generation") != lease.generation
-            ):
+            generation = pipe.hget(keys.meta, "generation")
+            if pipe.get(keys.lease) != lease.token or generation != lease.generation:
                 raise LeaseLostError(lease.job)
             pipe.multi()
             queue(pipe, keys)
@@ -172,21 +167,23 @@ class WorkerStore:
                 raise LeaseLostError(lease.job) from None
 
     def _queue(self, pipe: Any, keys: JobKeys, commit: Commit) -> None:
+        changes = commit.changes
         pipe.hset(keys.state, mapping=dict(commit.state))
-        self._queue_status(pipe, keys, commit.status, commit.steps)
-        for plan in commit.plans:
+        self._queue_status(pipe, keys, commit.status, changes.steps)
+        for plan in changes.plans:
             pipe.hset(keys.plans, str(plan.version), dumps(plan_json(plan)))
             pipe.hset(keys.digests, str(plan.version), plan.digest)
         pipe.hset(keys.meta, "plan", commit.newest)
-        for kind, document in commit.events:
+        for kind, document in changes.events:
             fields = {"kind": kind, "body": dumps(document)}
             pipe.xadd(keys.events, fields, maxlen=self._keep_events, approximate=True)
-        for name, value in commit.counts.items():
+        for name, value in changes.counts().items():
             pipe.hincrby(keys.counts, name, value)
-        if commit.applied:
-            pipe.xack(keys.messages, GROUP, *commit.applied)
-            pipe.hincrby(keys.counts, "backlog_bytes", -commit.applied_bytes)
-            milliseconds, sequence = order(commit.applied[-1])
+        if changes.applied:
+            pipe.hset(keys.state, "applied", changes.applied[-1])
+            pipe.xack(keys.messages, GROUP, *changes.applied)
+            pipe.hincrby(keys.counts, "backlog_bytes", -changes.applied_bytes)
+            milliseconds, sequence = stream_order(changes.applied[-1])
             pipe.xtrim(keys.messages, minid=f"{milliseconds}-{sequence + 1}", approximate=False)
 
     def _queue_status(

@@ -1,4 +1,4 @@
-"""The pure parts that a worker drives, as it sees them."""
+"""Interfaces of the detector and the scheduler to a worker, and their implementations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from detector import ProbeRequest, ProbeResult
 from resihp.contracts import Diagnosis, Job, Plan, TelemetryBatch, Verdict
-from scheduler.switching_rule import ReplanDecision, SkiRental
+from scheduler import ReplanDecision, SkiRental
 
 
 class DetectorLike(Protocol):
@@ -29,13 +29,13 @@ class DetectorLike(Protocol):
 
 
 class FittedPredictor(Protocol):
-    """What a detector learned about the cost of work (`detector.Predictor`)."""
+    """A fitted cost predictor (`detector.Predictor`)."""
 
     def to_bytes(self) -> bytes: ...
 
 
 class Replan(Protocol):
-    """`scheduler.replan`: what to change now, and what once it pays."""
+    """Signature of `scheduler.replan`."""
 
     def __call__(
         self,
@@ -52,11 +52,11 @@ class Replan(Protocol):
 
 @dataclass(frozen=True)
 class Adapters:
-    """How a worker makes its detectors and plans; tests put small fakes here.
+    """Factories of detectors, and the planner; tests inject fakes.
 
-    with_predictor  a detector that starts with a stored predictor; raises `ContractError` for one
-                    that it cannot read. None: nothing is reused
-    predictor_of    what a detector has learned so far; the same object until it learns anew
+    with_predictor  makes a detector with a stored predictor; raises `ContractError` for an
+                    unreadable one. None: predictors are not reused
+    predictor_of    the fitted predictor of a detector; the same object until the next fit
     """
 
     detector: Callable[[Job], DetectorLike]
@@ -67,7 +67,7 @@ class Adapters:
 
 
 def load_adapters() -> Adapters:
-    """The real detector and scheduler. Imports LightGBM, so it is called when a worker starts."""
+    """The real detector and scheduler. Imports LightGBM; called when a worker starts."""
     from detector import Detector, Predictor
     from scheduler import replan
 

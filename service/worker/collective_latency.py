@@ -1,36 +1,41 @@
-"""How long ranks of tensor-parallel groups take to meet, where nothing else lets them wait."""
+"""Latency of tensor-parallel collectives, from passes that wait for no other pipeline stage."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from statistics import median
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import fmean, median
 
 import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
 
+LeastWaits = dict[int, dict[int, dict[int, float]]]
+"""Shortest wait of any rank per layer in ms, by step, group and microbatch."""
 
+
+@dataclass
 class CollectiveLatency:
-    """Time of the collectives of one layer in one direction, step by step.
+    """Latency of the collectives of one layer in one direction, step by step.
 
-    The forwards of a replica's first layers and the backwards of its last ones wait for no other
-    stage, so that what they wait is for the ranks of their group. The rank that waits least in a
-    pass came last: what even that one waited is what the collectives took, and not the lateness of
-    others.
+    The forward passes of a replica's first layers and the backward passes of its last ones depend
+    on no other stage, so that their ranks wait only for each other. The rank with the shortest
+    wait in a pass arrived last: its wait is the latency of the collectives without the lateness
+    of other ranks.
     """
 
-    def __init__(self, job: Job) -> None:
+    job: Job
+    least_ms: LeastWaits = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._groups = {
             (rank, op, chunk): (number, layers)
-            for number, (ranks, op, chunk, layers) in enumerate(_without_neighbours(job))
+            for number, (ranks, op, chunk, layers) in enumerate(_independent_passes(self.job))
             for rank in ranks
         }
-        self._least: dict[int, dict[tuple[int, int], float]] = {}  # by step; group, microbatch
 
     def add(self, batch: TelemetryBatch) -> None:
-        """What the ranks waited in their passes."""
+        """Add the waits of a batch."""
         rows = np.isin(batch.op, (Op.FORWARD, Op.BACKWARD)) & ~np.isnan(batch.wait_ms)
         columns = (
             batch.step, batch.rank, batch.op, batch.chunk, batch.microbatch, batch.wait_ms
@@ -40,34 +45,17 @@ class CollectiveLatency:
         ):
             if (rank, op, chunk) in self._groups:
                 number, layers = self._groups[rank, op, chunk]
-                least = self._least.setdefault(step, {})
-                each = wait_ms / layers
-                least[number, microbatch] = min(least.get((number, microbatch), each), each)
+                least = self.least_ms.setdefault(step, {}).setdefault(number, {})
+                least[microbatch] = min(least.get(microbatch, np.inf), wait_ms / layers)
 
     def take(self, step: int) -> float | None:
-        """Of a step that is complete: the middle of all groups; None where nothing was measured."""
-        by_group: dict[int, list[float]] = defaultdict(list)
-        for (number, _), each in self._least.pop(step, {}).items():
-            by_group[number].append(each)
-        return median(sum(each) / len(each) for each in by_group.values()) if by_group else None
-
-    def save(self) -> list[Any]:
-        """Plain values from which `restore` fills an equal one."""
-        return [
-            [step, number, microbatch, each]
-            for step, least in self._least.items()
-            for (number, microbatch), each in least.items()
-        ]
-
-    def restore(self, saved: list[Any]) -> None:
-        """What was saved."""
-        for step, number, microbatch, each in saved:
-            self._least.setdefault(step, {})[number, microbatch] = each
+        """Median over the groups for a complete step; None where nothing was measured."""
+        groups = self.least_ms.pop(step, {})
+        return median(fmean(waits.values()) for waits in groups.values()) if groups else None
 
 
-def _without_neighbours(job: Job) -> Iterator[tuple[tuple[int, ...], Op, int, int]]:
-    """Groups of several ranks, the kind of pass and the model chunk in which they wait for nobody
-    else, and its layers."""
+def _independent_passes(job: Job) -> Iterator[tuple[tuple[int, ...], Op, int, int]]:
+    """(ranks, op, chunk, layers) of each group of several ranks with such a pass."""
     for replica in job.layout.replicas:
         ends = (
             (replica.stages[0], Op.FORWARD, 0),

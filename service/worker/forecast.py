@@ -1,26 +1,33 @@
-"""What a step should take under a plan, in the milliseconds of this job's own devices."""
+"""Expected step times of plans, in milliseconds of the job's own devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from resihp.contracts import Job, Op, Plan, TelemetryBatch
+from resihp.contracts import Job, Plan, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
-from .collective_latency import CollectiveLatency
+from .collective_latency import CollectiveLatency, LeastWaits
+from .step_times import StepTime
 
-_WARM_UP = 2
-_ENOUGH = 6  # healthy steps from which on the costs are fitted
-_BASELINE = 12  # and up to which they are
-_PARTS = (Op.FORWARD, Op.BACKWARD)
+_WARM_UP_STEPS = 2
+_ENOUGH_STEPS = 6  # healthy steps from which on the costs are fitted
+_BASELINE_STEPS = 12  # and up to which they are
 
 
-class _Fit(NamedTuple):
-    """Of one step or the middle of several; ratios are measured over modelled computing."""
+@dataclass(frozen=True)
+class HealthyStep:
+    """One healthy step, or the median of several.
+
+    step_ms           observed step time
+    forward, backward measured over modelled computing time
+    besides_ms        time outside forward and backward passes
+    collective_ms     latency of tensor-parallel collectives; None where not measured
+    """
 
     step_ms: float
     forward: float
@@ -29,81 +36,83 @@ class _Fit(NamedTuple):
     collective_ms: float | None = None
 
 
-def _ratios(took: Sequence[float], due: tuple[float, float]) -> tuple[float, float]:
-    """Measured over modelled computing, forward and backward.
+@dataclass
+class ForecastState:
+    """Plain values from which a `Forecast` is made again.
 
-    A loop that times one kind of pass alone, or both in one block, has one ratio for the two.
+    steps          the first healthy steps under plan 0
+    least_waits    of the collectives in steps that are still open
+    last_unfitted  version of the newest plan made before the costs were fitted
     """
-    if min(took[:2]) > 0.0:
-        return took[0] / due[0], took[1] / due[1]
-    both = sum(took[:2]) / sum(due)
-    return both, both
+
+    steps: tuple[HealthyStep, ...] = ()
+    least_waits: LeastWaits = field(default_factory=dict)
+    last_unfitted: int = 0
 
 
 class Forecast:
     """The job's cost model, fitted to its first healthy steps.
 
-    Costs that a job was registered with are rarely exact, and often there are none. Three things
-    are fitted after the warm-up, under the layout that the job started with and as long as no
-    device is known to be slow: what the devices compute, over what the model says; what a step
-    takes beside its microbatches; and what is left of it, of which collectives get no more than
-    they were seen to take (`calibrated`). So plans are weighed,
-    predicted and bounded in milliseconds of this job.
+    Registered costs are rarely exact and often missing. After the warm-up, under plan 0 and as long
+    as no device is known to be slow, three things are fitted: the devices' computing time over the
+    modelled one; the time of a step outside its microbatches; and the remainder, of which at most
+    the measured latency is attributed to collectives (`scheduler.calibration.calibrated`). Plans
+    are then compared, predicted and bounded in milliseconds of this job.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, state: ForecastState | None = None) -> None:
         self.job = job
+        self.state = state or ForecastState()
         self._registered = job
         self._expected = compute_ms(job)
-        self._spent: dict[int, dict[int, list[float]]] = {}  # by step and rank: `_PARTS`, the rest
-        self._collective_latency = CollectiveLatency(job)
-        self._steps: list[_Fit] = []
+        self._collectives = CollectiveLatency(job, self.state.least_waits)
         self._fitted = False
-        self._last_unfitted = 0  # newest plan that was made before
+        self._fit_if_enough()
 
     def add(self, batch: TelemetryBatch) -> None:
-        """What the ranks computed, as long as the baseline is being taken."""
-        if batch.plan_version or self._is_complete():
-            return
-        self._collective_latency.add(batch)
-        spent_ms = batch.compute_ms + np.nan_to_num(batch.wait_ms, nan=0.0)
-        for part, times in enumerate((batch.compute_ms, batch.compute_ms, spent_ms)):
-            rows = batch.op == _PARTS[part] if part < 2 else ~np.isin(batch.op, _PARTS)
-            pairs = np.stack([batch.step[rows], batch.rank[rows]], axis=1)
-            keys, index = np.unique(pairs, axis=0, return_inverse=True)
-            sums = np.bincount(index.ravel(), times[rows], minlength=len(keys))
-            for (step, rank), total in zip(keys.tolist(), sums.tolist(), strict=True):
-                ranks = self._spent.setdefault(step, {})
-                ranks.setdefault(rank, [0.0, 0.0, 0.0])[part] += total
+        """Add records of plan 0 while the baseline is incomplete."""
+        if batch.plan_version == 0 and not self._is_complete():
+            self._collectives.add(batch)
 
-    def learn(self, plan: Plan, step: int, observed_ms: float, *, healthy: bool) -> None:
-        """A step is complete; it counts if it is one of the first and all devices are healthy."""
-        ranks, collective_ms = self._spent.pop(step, {}), self._collective_latency.take(step)
+    def learn(self, plan: Plan, step: StepTime, *, healthy: bool) -> None:
+        """Add a complete step to the baseline if all devices were healthy in it."""
+        collective_ms = self._collectives.take(step.step)
         if plan.version or not healthy or self._is_complete():
             return
-        ratios = [
-            _ratios(ranks[rank], expected)
-            for rank, expected in self._expected.items()
-            if rank in ranks and min(expected) > 0.0
-        ]
+        ratios = list(self._ratios(step))
         if not ratios:
             return
         forward, backward = np.median(ratios, axis=0).tolist()
-        besides_ms = min(besides for *_, besides in ranks.values())  # of the last to arrive
-        self._steps.append(_Fit(observed_ms, forward, backward, besides_ms, collective_ms))
-        if len(self._steps) >= _WARM_UP + _ENOUGH:
-            self._calibrate()
+        besides_ms = min(other for *_, other in step.ranks.values())  # of the last rank to arrive
+        observed = HealthyStep(step.observed_ms, forward, backward, besides_ms, collective_ms)
+        self.state.steps = (*self.state.steps, observed)
+        self._fit_if_enough()
+
+    def _ratios(self, step: StepTime) -> Iterator[tuple[float, float]]:
+        """Measured over modelled computing time of each rank, forward and backward.
+
+        A loop that times only one kind of pass, or both as one, has a single ratio for the two.
+        """
+        for rank, (due_forward, due_backward) in self._expected.items():
+            if rank not in step.ranks or min(due_forward, due_backward) <= 0.0:
+                continue
+            forward, backward, *_ = step.ranks[rank]
+            if min(forward, backward) > 0.0:
+                yield forward / due_forward, backward / due_backward
+            else:
+                both = (forward + backward) / (due_forward + due_backward)
+                yield both, both
 
     def _is_complete(self) -> bool:
-        return len(self._steps) >= _WARM_UP + _BASELINE
+        return len(self.state.steps) >= _WARM_UP_STEPS + _BASELINE_STEPS
 
-    def _baseline(self) -> list[_Fit]:
-        return self._steps[_WARM_UP:]
+    def _baseline(self) -> tuple[HealthyStep, ...]:
+        return self.state.steps[_WARM_UP_STEPS:]
 
-    def _fit(self) -> _Fit:
+    def _median(self) -> HealthyStep:
         steps = self._baseline()
         known = [step.collective_ms for step in steps if step.collective_ms is not None]
-        return _Fit(
+        return HealthyStep(
             median(step.step_ms for step in steps),
             median(step.forward for step in steps),
             median(step.backward for step in steps),
@@ -111,57 +120,31 @@ class Forecast:
             median(known) if known else None,
         )
 
-    def _calibrate(self) -> None:
-        fit = self._fit()
+    def _fit_if_enough(self) -> None:
+        if len(self._baseline()) < _ENOUGH_STEPS:
+            return
+        fit = self._median()
         if min(fit.step_ms, fit.forward, fit.backward) > 0.0:
-            self.job = calibrated(self._registered, **fit._asdict())
+            self.job = calibrated(self._registered, **asdict(fit))
             self._fitted = True
 
-    def made(self, plan: Plan) -> float | None:
-        """Expected step time of a plan that was made just now."""
+    def for_new_plan(self, plan: Plan) -> float | None:
+        """Expected step time of a plan made just now; None before the costs are fitted."""
         if not self._fitted:
-            self._last_unfitted = plan.version
+            self.state.last_unfitted = plan.version
         return self.predict(plan)
 
-    def told(self) -> str | None:
-        """What predictions rest on, in a sentence; None before they rest on anything."""
+    def predict(self, plan: Plan) -> float | None:
+        """Expected step time; None for a plan made before the costs were fitted."""
+        if not self._fitted or 0 < plan.version <= self.state.last_unfitted:
+            return None
+        return plan.step_ms if plan.version else self._median().step_ms
+
+    def basis(self) -> str | None:
+        """The basis of the predictions in a sentence; None before the costs are fitted."""
         if not self._fitted:
             return None
-        middle_ms = self._fit().step_ms
-        apart = median(abs(step.step_ms / middle_ms - 1.0) for step in self._baseline())
+        median_ms = self._median().step_ms
+        spread = median(abs(step.step_ms / median_ms - 1.0) for step in self._baseline())
         count = len(self._baseline())
-        return f"times are fitted to {count} healthy steps, half of them within {apart:.1%}"
-
-    def predict(self, plan: Plan) -> float | None:
-        """Expected step time; None for a plan made before anything was known."""
-        if not self._fitted or 0 < plan.version <= self._last_unfitted:
-            return None
-        return plan.step_ms if plan.version else self._fit().step_ms
-
-    def save(self) -> dict[str, Any]:
-        """Plain values from which `restore` makes an equal one."""
-        spent = {
-            str(step): {str(rank): parts for rank, parts in ranks.items()}
-            for step, ranks in self._spent.items()
-        }
-        return {
-            "steps": self._steps,
-            "spent": spent,
-            "collective_latency": self._collective_latency.save(),
-            "unfitted": self._last_unfitted,
-        }
-
-    @classmethod
-    def restore(cls, job: Job, saved: dict[str, Any]) -> Forecast:
-        """The forecast that was saved."""
-        forecast = cls(job)
-        forecast._steps = [_Fit(*step) for step in saved["steps"]]
-        forecast._spent = {
-            int(step): {int(rank): list(parts) for rank, parts in ranks.items()}
-            for step, ranks in saved["spent"].items()
-        }
-        forecast._collective_latency.restore(saved.get("collective_latency", []))
-        forecast._last_unfitted = saved["unfitted"]
-        if len(forecast._steps) >= _WARM_UP + _ENOUGH:
-            forecast._calibrate()
-        return forecast
+        return f"times are fitted to {count} healthy steps, half of them within {spread:.1%}"

@@ -1,4 +1,4 @@
-"""The worker: takes jobs by lease, feeds their sessions, commits what comes out."""
+"""The worker loop: acquires jobs by lease, feeds their sessions, commits the changes."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ import redis
 from ..errors import LeaseLostError
 from ..logs import logger
 from ..settings import Settings
-from ..store.worker_store import Commit, Lease, WorkerStore
+from ..store.documents import Commit, PendingChanges
+from ..store.worker_store import Lease, WorkerStore
 from .adapters import Adapters
-from .outbox import Outbox
-from .planning import Planner
+from .planner import Planner
 from .predictor_cache import cache_key
-from .session import Session
+from .session import JobSession
 
 log = logger("resihp.worker")
 
-_BATCH = 16  # entries taken at a time: bounds memory, and how long a heartbeat waits
+_BATCH = 16  # messages read at a time: bounds memory, and the delay of a heartbeat
 _BLOCK_MS = 100
-_LONGEST_TICK_S = 1.0  # a worker that was held up does not blame the ranks for it
+_LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
 _DIAGNOSE_EVERY_S = 2.0
-# Saving may take this share of a worker's time at most: a costly state is saved less often.
+# Saving takes at most this share of a worker's time: a costly state is saved less often.
 _SAVE_SHARE = 0.1
-# Nor may it write more than this to the append-only file; what is not saved can be replayed.
+# Limit of the growth of the append-only file; a state that is not saved can be replayed.
 _SAVE_BYTES_PER_S = 4e6
 _URGENT = frozenset({"verdict", "plan", "planning", "plan_applied"})
 
 
 @dataclass
 class _OwnedJob:
-    """A job that this worker owns."""
+    """A job whose lease this worker holds; times are those of the monotonic clock."""
 
     lease: Lease
-    session: Session
-    committed_s: float
+    session: JobSession
+    committed_s: float = field(default_factory=time.monotonic)
     save_cost_s: float = 0.0
     saved_bytes: int = 0
     published_s: float = float("-inf")
@@ -50,14 +50,43 @@ class _OwnedJob:
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
 
-    def diagnosis_is_due(self, now_s: float) -> bool:
-        """Whether there are steps that the last diagnosis, of some time ago, does not know."""
-        is_old = now_s - self.diagnosed_s > _DIAGNOSE_EVERY_S
+    def diagnosis_is_due(self) -> bool:
+        """True if the last diagnosis is old and there are newer steps."""
+        is_old = time.monotonic() - self.diagnosed_s > _DIAGNOSE_EVERY_S
         return is_old and self.session.last_step > self.diagnosed_step
+
+    def commit_is_due(self, every_s: float) -> bool:
+        """True if the changes are urgent, or old enough for the cost of saving the state."""
+        changes, since_s = self.session.changes, time.monotonic() - self.committed_s
+        if changes.plans or any(kind in _URGENT for kind, _ in changes.events):
+            return True
+        least_s = max(every_s, self.save_cost_s / _SAVE_SHARE, self.saved_bytes / _SAVE_BYTES_PER_S)
+        return since_s >= least_s and bool(
+            changes.applied or changes.events or self.diagnosis_is_due()
+        )
+
+    def tick(self, *, drained: bool) -> None:
+        """Advance the session's clock if all its messages are applied."""
+        now_s = time.monotonic()
+        elapsed_s, self.ticked_s = now_s - self.ticked_s, now_s
+        if drained:
+            self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
+
+    def commit(self) -> Commit:
+        """The pending changes with the state after them; the session collects anew."""
+        changes, self.session.changes = self.session.changes, PendingChanges()
+        state = self.session.save()
+        self.saved_bytes = sum(map(len, state.values()))
+        status = self.session.status()
+        if self.diagnosis_is_due():
+            if (diagnosis := self.session.diagnosis()) is not None:
+                status["diagnosis"] = diagnosis
+            self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
+        return Commit(changes, state, status, newest=self.session.planning.newest.version)
 
 
 class Worker:
-    """Works until `stop` is set; run it in a thread or as the main of a process."""
+    """Works until `stop` is set; runs in a thread or as the main loop of a process."""
 
     def __init__(self, url: str, settings: Settings, adapters: Adapters) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -67,26 +96,26 @@ class Worker:
         self._store = WorkerStore(
             url, self.name, keep_events=settings.keep_events, keep_steps=settings.keep_steps
         )
-        self._held: dict[str, _OwnedJob] = {}
-        self._broken: dict[str, bytes] = {}
+        self._owned: dict[str, _OwnedJob] = {}
+        self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop`; then commit, give the leases back and close."""
+        """Work until `stop`; then commit, release the leases and close."""
         log.info("worker started", worker=self.name)
-        keeper = threading.Thread(target=self._keep_leases, args=(stop,), name="leases")
+        keeper = threading.Thread(target=self._renew_leases, args=(stop,), name="leases")
         keeper.start()
         while not stop.is_set():
             try:
                 self._round(stop)
             except redis.RedisError as error:
-                log.warning("redis is away, starting from the saved state", error=str(error))
-                self._held.clear()
+                log.warning("redis unavailable, resuming from the saved state", error=str(error))
+                self._owned.clear()
                 stop.wait(0.5)
-            except Exception:  # the boundary: whatever one job does, the others are served on
-                log.exception("unexpected error, starting from the saved state")
-                self._held.clear()
+            except Exception:  # an error in one job must not end the service of the others
+                log.exception("unexpected error, resuming from the saved state")
+                self._owned.clear()
                 stop.wait(1.0)
         keeper.join()
         self._leave()
@@ -97,181 +126,132 @@ class Worker:
         if now_s - self._balanced_s > min(1.0, self._settings.lease_s / 4):
             self._balance()
             self._balanced_s = now_s
-        if not self._held:
+        if not self._owned:
             stop.wait(_BLOCK_MS / 1e3)
             return
-        taken = self._read()
-        for job, held in list(self._held.items()):
-            self._tick(held, drained=taken[job] < _BATCH)
-            if self._is_due(held):
+        read = self._read()
+        for job, owned in list(self._owned.items()):
+            owned.tick(drained=read[job] < _BATCH)
+            if owned.commit_is_due(self._settings.commit_every_s):
                 self._commit(job)
-            elif held.session.outbox.steps:
-                self._publish(job, held)
+            elif owned.session.changes.steps:
+                self._publish(job, owned)
 
     def _read(self) -> Counter[str]:
-        leases = {job: held.lease for job, held in self._held.items()}
-        taken: Counter[str] = Counter()
+        """Apply new messages; the number read of each job."""
+        leases = {job: owned.lease for job, owned in self._owned.items()}
+        read: Counter[str] = Counter()
         try:
-            for job, entry in self._store.read(leases, count=_BATCH, block_ms=_BLOCK_MS):
-                taken[job] += 1
-                self._held[job].session.apply(entry)
+            for job, message in self._store.read(leases, count=_BATCH, block_ms=_BLOCK_MS):
+                read[job] += 1
+                self._owned[job].session.apply(message)
         except redis.ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
             self._drop_lost()
-        return taken
+        return read
 
     def _drop_lost(self) -> None:
-        """A job was deleted or reset: its message stream is another one, or none."""
-        for job, held in list(self._held.items()):
-            if not self._store.renew(held.lease, ttl_s=self._settings.lease_s):
-                del self._held[job]
-
-    def _tick(self, held: _OwnedJob, *, drained: bool) -> None:
-        elapsed_s, held.ticked_s = time.monotonic() - held.ticked_s, time.monotonic()
-        if drained:
-            held.session.tick(min(elapsed_s, _LONGEST_TICK_S))
-
-    def _is_due(self, held: _OwnedJob) -> bool:
-        outbox, since_s = held.session.outbox, time.monotonic() - held.committed_s
-        if outbox.plans or any(kind in _URGENT for kind, _ in outbox.events):
-            return True
-        least_s = max(
-            self._settings.commit_every_s,
-            held.save_cost_s / _SAVE_SHARE,
-            held.saved_bytes / _SAVE_BYTES_PER_S,
-        )
-        news = outbox.applied or outbox.events or held.diagnosis_is_due(time.monotonic())
-        return bool(news) and since_s >= least_s
+        """Drop jobs that were deleted or reset: their message streams were removed."""
+        for job, owned in list(self._owned.items()):
+            if not self._store.renew(owned.lease, ttl_s=self._settings.lease_s):
+                del self._owned[job]
 
     def _commit(self, job: str) -> None:
-        held = self._held[job]
+        owned = self._owned[job]
         begun_s = time.monotonic()
-        outbox, held.session.outbox = held.session.outbox, Outbox()
         try:
-            self._store.commit(held.lease, self._commit_of(held, outbox))
+            self._store.commit(owned.lease, owned.commit())
         except LeaseLostError:
             log.warning("lease lost", job=job, worker=self.name)
-            del self._held[job]
+            del self._owned[job]
             return
-        if (learned := held.session.learned()) is not None:
-            self._store.keep_predictor(*learned)
-        held.committed_s = held.published_s = time.monotonic()
-        held.save_cost_s = held.committed_s - begun_s
+        if (fitted := owned.session.new_predictor()) is not None:
+            self._store.keep_predictor(*fitted)
+        owned.committed_s = owned.published_s = time.monotonic()
+        owned.save_cost_s = owned.committed_s - begun_s
 
-    def _publish(self, job: str, held: _OwnedJob) -> None:
+    def _publish(self, job: str, owned: _OwnedJob) -> None:
         """Show the steps and the status of a job whose state is too large to be saved often."""
         now_s = time.monotonic()
-        if now_s - held.published_s < self._settings.commit_every_s:
+        if now_s - owned.published_s < self._settings.commit_every_s:
             return
-        outbox = held.session.outbox
-        outbox.steps, steps = [], outbox.steps
+        changes = owned.session.changes
+        changes.steps, steps = [], changes.steps
         try:
-            self._store.publish(held.lease, held.session.status(), steps)
+            self._store.publish(owned.lease, owned.session.status(), steps)
         except LeaseLostError:
-            del self._held[job]
-        held.published_s = now_s
-
-    def _commit_of(self, held: _OwnedJob, outbox: Outbox) -> Commit:
-        detector, rest = held.session.save()
-        state = {"detector": detector, "session": rest}
-        held.saved_bytes = len(detector) + len(rest)
-        if outbox.applied:
-            state["applied"] = outbox.applied[-1].encode()
-        status = held.session.status()
-        now_s = time.monotonic()
-        if held.diagnosis_is_due(now_s):
-            if (diagnosis := held.session.diagnosis()) is not None:
-                status["diagnosis"] = diagnosis
-            held.diagnosed_s, held.diagnosed_step = now_s, held.session.last_step
-        counts = {
-            "applied_messages": len(outbox.applied),
-            "applied_records": outbox.records,
-            "plans": len(outbox.plans),
-            "verdicts": sum(kind == "verdict" for kind, _ in outbox.events),
-            "errors": sum(kind == "error" for kind, _ in outbox.events),
-        }
-        return Commit(
-            applied=outbox.applied,
-            applied_bytes=outbox.applied_bytes,
-            state=state,
-            status=status,
-            events=outbox.events,
-            steps=outbox.steps,
-            plans=outbox.plans,
-            newest=held.session.plan.version,
-            counts=counts,
-        )
+            del self._owned[job]
+        owned.published_s = now_s
 
     def _balance(self) -> None:
-        """Take jobs that nobody works on, and give some away if other workers have fewer."""
-        workers = self._store.workers(time.time(), ttl_s=self._settings.lease_s)
+        """Acquire free jobs up to this worker's share, and release jobs beyond it."""
+        workers = self._store.count_workers(time.time(), ttl_s=self._settings.lease_s)
         jobs = self._store.jobs()
         share = ceil(len(jobs) / max(workers, 1))
-        for job in [job for job in self._held if job not in jobs]:
-            del self._held[job]
-        for job in list(self._held)[share:]:
-            self._give_back(job)
+        for job in [job for job in self._owned if job not in jobs]:
+            del self._owned[job]
+        for job in list(self._owned)[share:]:
+            self._release(job)
         for job in jobs:
-            if job not in self._held and len(self._held) < share:
-                self._try_to_take(job)
+            if job not in self._owned and len(self._owned) < share:
+                self._acquire(job)
 
-    def _try_to_take(self, job: str) -> None:
+    def _acquire(self, job: str) -> None:
         lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
         if lease is None or self._broken.get(job) == lease.generation:
             return
         try:
-            self._take(job, lease)
+            self._resume(job, lease)
         except redis.RedisError:
             raise
-        except Exception:  # a state or entry that cannot be read, in whatever way it fails
-            log.exception("job left alone until it is registered anew", job=job)
+        except Exception:  # any error from a state or message that cannot be read
+            log.exception("job is not worked on until it is registered again", job=job)
             self._broken[job] = lease.generation
-            self._held.pop(job, None)
+            self._owned.pop(job, None)
 
-    def _take(self, job: str, lease: Lease) -> None:
+    def _resume(self, job: str, lease: Lease) -> None:
         loaded = self._store.load(job)
         if loaded is None:
             return
         description, plan, saved = loaded
         kind = cache_key(description)
-        stored = self._store.predictor(kind) if kind is not None else None
-        session = Session(description, plan, self._adapters, self._planner, stored)
+        predictor = self._store.predictor(kind) if kind is not None else None
+        session = JobSession(description, plan, self._adapters, self._planner, predictor)
         if saved:
-            session.resume(saved["detector"], saved["session"])
-        self._held[job] = _OwnedJob(lease, session, committed_s=time.monotonic())
-        for entry in self._store.claim(lease, saved.get("applied", b"0-0").decode()):
-            session.apply(entry)
+            session.resume(saved)
+        self._owned[job] = _OwnedJob(lease, session)
+        for message in self._store.claim(lease, saved.get("applied", b"0-0").decode()):
+            session.apply(message)
         published = int(saved.get("published_step", b"-1"))
-        replayed = session.outbox
-        replayed.steps = [step for step in replayed.steps if step["step"] > published]
-        log.info("job taken", job=job, worker=self.name, replayed=len(session.outbox.applied))
+        changes = session.changes
+        changes.steps = [step for step in changes.steps if step["step"] > published]
+        log.info("job acquired", job=job, worker=self.name, replayed=len(changes.applied))
 
-    def _give_back(self, job: str) -> None:
+    def _release(self, job: str) -> None:
         self._commit(job)
-        held = self._held.pop(job, None)
-        if held is not None:
-            self._store.renew(held.lease, ttl_s=0)
+        owned = self._owned.pop(job, None)
+        if owned is not None:
+            self._store.renew(owned.lease, ttl_s=0)
 
-    def _keep_leases(self, stop: threading.Event) -> None:
-        """Renew the leases while the worker is at it, however long one batch takes; a worker
-        that is stuck for good loses them."""
-        stuck_s = 12 * self._settings.lease_s
+    def _renew_leases(self, stop: threading.Event) -> None:
+        """Renew the leases during long rounds too; a worker that hangs loses them."""
+        hung_s = 12 * self._settings.lease_s
         while not stop.wait(self._settings.lease_s / 3):
-            if time.monotonic() - self._alive_s > stuck_s:
+            if time.monotonic() - self._alive_s > hung_s:
                 continue
-            for held in list(self._held.values()):
+            for owned in list(self._owned.values()):
                 try:
-                    self._store.renew(held.lease, ttl_s=self._settings.lease_s)
+                    self._store.renew(owned.lease, ttl_s=self._settings.lease_s)
                 except redis.RedisError:
                     break
 
     def _leave(self) -> None:
         try:
-            for job in list(self._held):
-                self._give_back(job)
+            for job in list(self._owned):
+                self._release(job)
             self._store.leave()
         except redis.RedisError as error:
-            log.warning("redis is away, leases run out by themselves", error=str(error))
+            log.warning("redis unavailable, the leases expire", error=str(error))
         self._planner.close()
         self._store.close()

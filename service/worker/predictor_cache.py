@@ -1,4 +1,4 @@
-"""What a job's detector learned about the cost of work, for the next job of the same kind."""
+"""Reuse of the fitted cost predictor by later jobs of the same kind."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from resihp.contracts import ContractError, Job, to_json
 from ..logs import logger
 from .adapters import Adapters, DetectorLike, FittedPredictor
 
-log = logger("resihp.learning")
+log = logger("resihp.predictor_cache")
 
 
 def cache_key(job: Job) -> str | None:
-    """Names the jobs that one predictor serves: equal model, device type and recomputation. None
-    where the job does not say which model it trains."""
+    """Key of the jobs that share a predictor: equal model, device type and recomputation.
+
+    None for a job without a model description.
+    """
     if job.model is None:
         return None
     kind = [to_json(job.model), job.device, job.recompute]
@@ -23,29 +25,28 @@ def cache_key(job: Job) -> str | None:
 
 
 class PredictorCache:
-    """Makes a job's detector, with what an earlier job taught if there is something, and tells
-    when it has learned anew."""
+    """Makes a job's detector, with a stored predictor if there is one, and reports new fits."""
 
     def __init__(self, adapters: Adapters, job: Job) -> None:
         self._adapters, self._job = adapters, job
-        self._told: FittedPredictor | None = None
+        self._known: FittedPredictor | None = None
 
     def detector(self, predictor: bytes | None) -> DetectorLike:
-        """A detector that starts with a stored predictor; without it if that is unreadable."""
+        """A detector that starts with the stored predictor, or without it if it is unreadable."""
         if predictor is not None and self._adapters.with_predictor is not None:
             try:
                 detector = self._adapters.with_predictor(self._job, predictor)
             except ContractError as error:
-                log.warning("stored predictor left alone", job=self._job.name, error=str(error))
+                log.warning("stored predictor ignored", job=self._job.name, error=str(error))
             else:
-                self._told = self._adapters.predictor_of(detector)
+                self._known = self._adapters.predictor_of(detector)
                 return detector
         return self._adapters.detector(self._job)
 
-    def news(self, detector: DetectorLike) -> tuple[str, bytes] | None:
-        """Kind of job and stored form of a predictor that was not told before."""
-        kind, fitted = cache_key(self._job), self._adapters.predictor_of(detector)
-        if kind is None or fitted is None or fitted is self._told:
+    def new_fit(self, detector: DetectorLike) -> tuple[str, bytes] | None:
+        """Cache key and stored form of a predictor fitted since the last call; None otherwise."""
+        key, fitted = cache_key(self._job), self._adapters.predictor_of(detector)
+        if key is None or fitted is None or fitted is self._known:
             return None
-        self._told = fitted
-        return kind, fitted.to_bytes()
+        self._known = fitted
+        return key, fitted.to_bytes()

@@ -1,108 +1,112 @@
-"""What is known of the devices of a job, and whether that calls for another plan."""
+"""The decision when a job needs another plan, from the verdicts on its devices.
+
+The decision is level-triggered: it compares device speeds with those of the last plan, so that a
+crash in between loses nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from resihp.contracts import InfeasibleError, Job, Plan, Verdict, from_json, to_json
-from scheduler.switching_rule import SkiRental
+from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
+from resihp.formatting import duration, plural
+from scheduler import ReplanDecision
 
-from .fault_horizon import FaultHorizon
-from .planning import Planner, Retry, is_news, speeds_of, why_kept
+from .planner import Planner
+from .planning_state import PlanningRetry, PlanningState
 
-
-@dataclass(frozen=True)
-class NoPlan:
-    """Why there is none: `state` is `kept` or `infeasible`, `told` what the API says with it."""
-
-    state: str
-    told: dict[str, Any]
+# A slowdown estimate that moves less than this (relative) does not change the situation.
+_TOLERANCE = 0.1
 
 
-class Replanning:
-    """Speeds that the last plan was made for, ranks that wait outside, and offers not yet taken."""
+def speeds_of(
+    verdicts: Iterable[Verdict], known: Mapping[int, float], working: Iterable[int]
+) -> dict[int, float]:
+    """Relative speeds of the devices that are not healthy: 1/slowdown, 0.0 if stopped.
 
-    def __init__(self, job: Job, planner: Planner) -> None:
-        self.known: dict[int, float] = {}
-        self.horizon = FaultHorizon(job)
-        self._job = job
-        self._planner = planner
-        self._joiners: set[int] = set()
-        self._rental = SkiRental()
-        self._retry = Retry()
+    A device without a verdict that is not among the `working` ranks keeps its speed in `known`,
+    the speeds of the last plan.
+    """
+    verdicts = list(verdicts)
+    judged = {*working, *(verdict.rank for verdict in verdicts)}
+    speeds = {rank: speed for rank, speed in known.items() if rank not in judged}
+    for verdict in verdicts:
+        if verdict.status is Status.FAIL_STOP:
+            speeds[verdict.rank] = 0.0
+        elif verdict.status is Status.FAIL_SLOW and verdict.slowdown > 1.0:
+            speeds[verdict.rank] = 1.0 / verdict.slowdown
+    return speeds
 
-    def joined(self, ranks: Iterable[int], *, working: Iterable[int]) -> None:
-        """Ranks are ready, whatever was said of those who had their numbers."""
-        self._joiners |= set(ranks) - set(working)
 
-    def wait_no_more(self, ranks: Iterable[int]) -> None:
-        """These ranks work now, or are gone."""
-        self._joiners -= set(ranks)
+def speeds_changed(known: Mapping[int, float], speeds: Mapping[int, float]) -> bool:
+    """True if `speeds` differ from those of the last plan beyond the tolerance."""
+    if known.keys() != speeds.keys():
+        return True
+    return any(abs(speeds[rank] - known[rank]) > _TOLERANCE * known[rank] for rank in known)
 
-    def forget_joiners(self) -> None:
-        """Who waits is asked anew: a job that has lost ranks cannot take others in before its
-        next step, and announces them again then."""
-        self.known = {rank: v for rank, v in self.known.items() if rank not in self._joiners}
-        self._joiners.clear()
 
-    def refused(self) -> None:
-        """The job will not take on the last plan. If it counted on joiners, these may be gone, and
-        a plan without them is called for."""
-        if self._joiners:
-            self.forget_joiners()
-            self.known = {}
+def horizon_steps(state: PlanningState, job: Job, observed_s: float) -> int | None:
+    """Expected steps until the next fault, over which a migration has to pay; None if unknown.
 
-    def taken_over(self, lost: Iterable[int]) -> None:
-        """The job has made a plan by itself, which knows of the lost ranks and of nothing else."""
-        lost = {*lost, *(rank for rank, speed in self.known.items() if speed == 0.0)}
-        self.known = dict.fromkeys(sorted(lost), 0.0)
-        self._rental, self._retry = SkiRental(), Retry()
+    The registered fault rate is updated with the fail-stops of the `observed_s` seconds since.
+    """
+    protection = job.protection
+    if protection is None or state.step_ms <= 0.0:
+        return None
+    rate = protection.faults.seen(state.fail_stops, observed_s)
+    return replace(protection, faults=rate).horizon_steps(state.step_ms / 1e3)
 
-    def decide(
-        self, job: Job, current: Plan, verdicts: Iterable[Verdict], *, step: int, clock_s: float
-    ) -> Plan | NoPlan | None:
-        """A plan, or why there is none; None where the speeds are those of the last one and no
-        attempt is due."""
-        speeds = speeds_of(verdicts, self.known, current.layout.ranks)
-        speeds |= dict.fromkeys(self._joiners, 1.0)
-        if is_news(self.known, speeds):
-            self.known, self._retry = speeds, Retry()
-        elif clock_s < self._retry.due_s:
-            return None
-        horizon_steps = self.horizon.steps(clock_s)
-        try:
-            decision = self._planner.replan(
-                job, current, speeds, step=step, rental=self._rental, horizon_steps=horizon_steps
-            )
-        except InfeasibleError as error:
-            self._retry = self._retry.failed(clock_s)
-            return NoPlan("infeasible", {"constraint": error.constraint, "detail": error.detail})
-        self._retry, self._rental = Retry(), decision.rental
-        return decision.plan or NoPlan("kept", {"detail": why_kept(decision)})
 
-    def count_step(self) -> Plan | None:
-        """Hold a step under the newest plan against the offer; the offer's plan once it pays."""
-        self._rental = self._rental.stepped()
-        if self._rental.offer is None or not self._rental.due:
-            return None
-        offer, self._rental = self._rental.offer, SkiRental()
-        return offer.plan
+def next_plan(
+    state: PlanningState,
+    planner: Planner,
+    job: Job,
+    verdicts: Iterable[Verdict],
+    *,
+    step: int,
+    clock_s: float,
+) -> Plan | None:
+    """A plan from `step` on if one is needed; updates speeds, rental, retry and outcome.
 
-    def save(self) -> dict[str, Any]:
-        """For `restore`."""
-        return {
-            "known": {str(rank): speed for rank, speed in self.known.items()},
-            "joiners": sorted(self._joiners),
-            "rental": to_json(self._rental),
-            "horizon": self.horizon.save(),
-        }
+    Plans when the speeds have changed since the last plan, or when the retry after a failure is
+    due at `clock_s`.
+    """
+    speeds = speeds_of(verdicts, state.speeds, state.current.layout.ranks)
+    speeds |= dict.fromkeys(state.joiners, 1.0)
+    if speeds_changed(state.speeds, speeds):
+        state.speeds, state.retry = speeds, PlanningRetry()
+    elif not state.retry.is_due(clock_s):
+        return None
+    try:
+        decision = planner.replan(
+            job,
+            state.current,
+            speeds,
+            step=step,
+            rental=state.rental,
+            horizon_steps=horizon_steps(state, job, clock_s),
+        )
+    except InfeasibleError as error:
+        state.retry = state.retry.after_failure(clock_s)
+        constraint, detail = error.constraint, error.detail
+        state.outcome = {"state": "infeasible", "constraint": constraint, "detail": detail}
+        return None
+    state.retry, state.rental = PlanningRetry(), decision.rental
+    if decision.plan is None:
+        state.outcome = {"state": "kept", "detail": reason_to_stay(decision)}
+    return decision.plan
 
-    def restore(self, saved: dict[str, Any], *, failed_at_s: float | None) -> None:
-        """Be as saved; `failed_at_s` is when planning failed, if it did."""
-        self.known = {int(rank): speed for rank, speed in saved["known"].items()}
-        self._joiners = set(saved["joiners"])
-        self._rental = from_json(SkiRental, saved["rental"])
-        self.horizon = FaultHorizon(self._job, **saved["horizon"])
-        self._retry = Retry() if failed_at_s is None else Retry().failed(failed_at_s)
+
+def reason_to_stay(decision: ReplanDecision) -> str:
+    """The reason why the layout is kept and the condition for a change, in one sentence."""
+    best, rental = decision.best or decision.rental.offer, decision.rental
+    if best is None:
+        return "no other layout is faster with the current device speeds"
+    gain = (
+        f"another layout would save {duration(best.saved_ms)} per step; its migration costs "
+        f"{duration(best.cost_ms)}, which {plural(best.pays_after, 'step')} save"
+    )
+    if rental.offer is None:
+        return f"{gain}; the gain is smaller than the uncertainty of the device speeds"
+    return f"{gain}; it is applied if the slowdown lasts {plural(rental.steps_left or 0, 'step')}"

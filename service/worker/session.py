@@ -1,38 +1,57 @@
-"""One job in the hands of a worker: its messages, applied in order.
+"""One job inside a worker: its messages, applied in order.
 
-A session holds no connection. It is a function of the saved state and of the entries since, and
-collects what it has to say in an `Outbox`, which the worker commits together with the new state
-in one transaction: so every entry takes effect exactly once, whoever dies in between.
+A session holds no connection. It is a function of the saved state and of the messages since, and
+collects the effects of these in `PendingChanges`. The worker commits the changes with the new
+state in one transaction, so that each message takes effect exactly once, whichever process dies
+in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
 
-from resihp.contracts import ContractError, Job, Plan, Verdict, from_json, to_json
+from resihp.contracts import ContractError, Job, Plan, Status, Verdict, from_json, to_json
 
 from ..logs import logger
-from ..store.http_store import plan_json, plan_of
-from ..store.messages import JobMessage, MessageKind
+from ..store.documents import JobMessage, MessageKind, PendingChanges, plan_from_json, plan_json
 from .adapters import Adapters, DetectorLike
-from .forecast import Forecast
-from .outbox import Outbox
-from .planning import Planner
+from .forecast import Forecast, ForecastState
+from .planner import Planner
+from .planning_state import PlanningState
 from .predictor_cache import PredictorCache
 from .probes import OpenProbes
-from .replanning import Replanning
-from .rollout import Rollout
+from .replanning import next_plan
 from .step_times import StepTimes
 
 log = logger("resihp.session")
 
 
-class Session:
-    """Detector, planner and roll-out of one job; `predictor` is what an earlier one learned."""
+@dataclass
+class SessionState:
+    """State of a session apart from the detector: plain values, saved and restored as one.
+
+    verdicts  newest verdict on each rank, also on those that left the layout
+    clock_s   time during which the service was up and had applied all messages
+    """
+
+    planning: PlanningState
+    steps: StepTimes = field(default_factory=StepTimes)
+    forecast: ForecastState = field(default_factory=ForecastState)
+    probes: OpenProbes = field(default_factory=OpenProbes)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    clock_s: float = 0.0
+
+
+class JobSession:
+    """Detector, planning and probes of one job.
+
+    plan       plan 0, the layout that the job was registered with
+    predictor  stored predictor of an earlier job of the same kind
+    """
 
     def __init__(
         self,
@@ -43,33 +62,28 @@ class Session:
         predictor: bytes | None = None,
     ) -> None:
         self.job = job
-        self.outbox = Outbox()
-        self.planning: dict[str, Any] = {"state": "idle"}
+        self.changes = PendingChanges()
         self._adapters = adapters
-        self._learning = PredictorCache(adapters, job)
-        self._detector: DetectorLike = self._learning.detector(predictor)
-        self._rollout = Rollout(plan)
-        self._steps = StepTimes()
-        self._forecast = Forecast(job)
-        self._verdicts: dict[int, Verdict] = {}
-        self._replanning = Replanning(job, planner)
-        self._probes = OpenProbes()
-        self._clock_s = 0.0
+        self._planner = planner
+        self._predictors = PredictorCache(adapters, job)
+        self._detector: DetectorLike = self._predictors.detector(predictor)
+        self._state = SessionState(PlanningState({plan.version: plan}, plan.version))
+        self._forecast = Forecast(job, self._state.forecast)
 
     @property
     def last_step(self) -> int:
         """Newest step that any rank reported; -1 before the first."""
-        return self._steps.last_step
+        return self._state.steps.last_step
 
     @property
-    def plan(self) -> Plan:
-        """The newest plan."""
-        return self._rollout.newest
+    def planning(self) -> PlanningState:
+        """Plans, and the outcome of the last planning."""
+        return self._state.planning
 
-    def apply(self, entry: JobMessage) -> None:
-        """Take one entry into account. One that cannot be understood is reported, not fatal."""
-        self.outbox.applied.append(entry.id)
-        self.outbox.applied_bytes += len(entry.body)
+    def apply(self, message: JobMessage) -> None:
+        """Apply one message. An error is logged and becomes an event; the message is skipped."""
+        self.changes.applied.append(message.id)
+        self.changes.applied_bytes += len(message.body)
         handler = {
             MessageKind.TELEMETRY: self._telemetry,
             MessageKind.HEARTBEAT: self._heartbeat,
@@ -78,225 +92,211 @@ class Session:
             MessageKind.FAILURE: self._failure,
             MessageKind.JOINER: self._joiner,
             MessageKind.PROBE: self._probe,
-        }[entry.kind]
-        self._guarded(entry.kind.value, lambda: handler(entry))
+        }[message.kind]
+        self._guarded(message.kind.value, lambda: handler(message))
 
     def _guarded(self, during: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # the boundary: the engines are given, and data is the users'
+        except Exception as error:  # the boundary to injected adapters and to data of users
             log.exception("skipped after an error", job=self.job.name, during=during)
             detail = f"{type(error).__name__}: {error}"
-            self._say("error", {"during": during, "detail": detail})
+            self._event("error", {"during": during, "detail": detail})
+
+    def _event(self, kind: str, document: dict[str, Any]) -> None:
+        self.changes.events.append((kind, document))
+
+    # Heartbeats and probes
 
     def tick(self, elapsed_s: float) -> None:
-        """Advance the heartbeat clock.
+        """Advance the clock, check heartbeats and request probes.
 
         Called only when the message stream is drained, so that time in which the service was down
         or behind never counts against a rank.
         """
-        self._clock_s += elapsed_s
+        self._state.clock_s += elapsed_s
         alive = self._detector.check_alive
-        self._guarded("check_alive", lambda: self._report(alive(self._clock_s)))
-        self._guarded("probe_requests", self._ask)
+        self._guarded("check_alive", lambda: self._report(alive(self._state.clock_s)))
+        self._guarded("probe_requests", self._request_probes)
 
-    def _ask(self) -> None:
-        """Ask for the probes that would settle a suspicion."""
-        wanted = self._detector.probe_requests(self._clock_s)
-        for request in self._probes.ask(wanted, self._clock_s):
+    def _heartbeat(self, message: JobMessage) -> None:
+        ranks = message.document()["ranks"]
+        self._report(self._detector.heartbeat(ranks, self._state.clock_s))
+
+    def _request_probes(self) -> None:
+        now_s = self._state.clock_s
+        for request in self._state.probes.ask(self._detector.probe_requests(now_s), now_s):
             kind, rank, reference = request.kind.value, request.rank, request.reference
-            self._say("probe", {"probe": kind, "rank": rank, "reference": reference})
+            self._event("probe", {"probe": kind, "rank": rank, "reference": reference})
 
-    def _probe(self, entry: JobMessage) -> None:
-        document = entry.document()
-        result = self._probes.answer(document["probe"], document["rank"], document["ms"])
+    def _probe(self, message: JobMessage) -> None:
+        document = message.document()
+        answer = document["probe"], document["rank"], document["ms"]
+        result = self._state.probes.answer(*answer)
         if result is not None:
-            self._say("probe_result", {"rank": result.rank, "detail": result.words})
+            self._event("probe_result", {"rank": result.rank, "detail": result.words})
             self._report(self._detector.probe_result(result))
 
-    def _telemetry(self, entry: JobMessage) -> None:
-        batch = entry.batch()
-        self.outbox.records += len(batch)
-        if self._rollout.saw(batch.plan_version):
-            self._switch(self._rollout.active)
-        if not self._rollout.has_work_for(batch.rank.tolist()):
-            return  # a rank that is only there to be asked for probes
-        self._steps.add(batch)
+    # Telemetry
+
+    def _telemetry(self, message: JobMessage) -> None:
+        batch = message.batch()
+        self.changes.records += len(batch)
+        if self.planning.activate(batch.plan_version):
+            self._switch()
+        if set(self.planning.active.layout.ranks).isdisjoint(batch.rank.tolist()):
+            return  # from a rank outside the layout, which reports only to receive probes
+        self._state.steps.add(batch)
         self._forecast.add(batch)
         changed = self._detector.update(batch)
         self._close_steps()
         self._report(changed)
 
     def _close_steps(self) -> None:
-        plan = self._rollout.active
-        known = self._replanning.known
-        expected = [rank for rank in plan.layout.ranks if known.get(rank, 1.0) > 0.0]
-        for step, observed_ms, ranks in self._steps.close(expected):
-            self._forecast.learn(plan, step, observed_ms, healthy=not known)
+        planning, plan = self.planning, self.planning.active
+        expected = [r for r in plan.layout.ranks if planning.speeds.get(r, 1.0) > 0.0]
+        for step in self._state.steps.close(expected):
+            self._forecast.learn(plan, step, healthy=not planning.speeds)
             summary = {
-                "step": step,
-                "observed_ms": round(observed_ms, 4),
+                "step": step.step,
+                "observed_ms": round(step.observed_ms, 4),
                 "predicted_ms": self._forecast.predict(plan),
                 "plan_version": plan.version,
-                "ranks": ranks,
+                "ranks": len(step.ranks),
             }
-            self.outbox.steps.append(summary)
-            self._replanning.horizon.stepped(observed_ms)
-            if plan.version == self._rollout.newest.version:
-                due = self._replanning.count_step()
+            self.changes.steps.append(summary)
+            planning.step_ms = step.observed_ms
+            if plan.version == planning.newest.version:
+                due = planning.count_step()
                 if due is not None:
                     self._publish(due)
 
-    def _heartbeat(self, entry: JobMessage) -> None:
-        self._report(self._detector.heartbeat(entry.document()["ranks"], self._clock_s))
+    # Layout: failures, joiners, acknowledgements
 
-    def _ack(self, entry: JobMessage) -> None:
-        document = entry.document()
-        self._say("ack", document)
-        refused = self._rollout.newest if document["state"] == "refused" else None
-        if self._rollout.ack(document["version"], document["rank"], document["state"]):
-            self._switch(self._rollout.active)
-        elif refused is not None and refused.version == document["version"]:
-            self._replanning.refused()
+    def _failure(self, message: JobMessage) -> None:
+        document = message.document()
+        self._event("failure", document)
+        ranks, step, detail = document["ranks"], document["step"], document["detail"]
+        self.planning.forget_joiners()
+        self._report(self._detector.report_failure(ranks, step=step, detail=detail))
+
+    def _joiner(self, message: JobMessage) -> None:
+        document = message.document()
+        self._event("joiner", document)
+        self.planning.add_joiners(document["ranks"])
+        self._plan_if_needed()
+
+    def _ack(self, message: JobMessage) -> None:
+        document = message.document()
+        self._event("ack", document)
+        version, answer = document["version"], document["state"]
+        if self.planning.acknowledge(version, document["rank"], answer):
+            self._switch()
+        elif answer == "refused" and version == self.planning.newest.version:
+            self.planning.refuse_newest()
             self._plan_if_needed()
 
-    def _own_plan(self, entry: JobMessage) -> None:
-        document = entry.document()
-        plan, lost = plan_of(document["plan"]), document["lost"]
-        reason = (*plan.reason, "made by the job itself, without the sidecar")
-        plan = replace(plan, reason=reason)
-        if not self._rollout.take_over(plan):
+    def _own_plan(self, message: JobMessage) -> None:
+        document = message.document()
+        plan, lost = plan_from_json(document["plan"]), document["lost"]
+        plan = replace(plan, reason=(*plan.reason, "made by the job itself, without the sidecar"))
+        if not self.planning.take_over(plan, lost):
             return
-        self._replanning.wait_no_more(lost)
         changed = (
             self._detector.report_failure(lost, step=document["step"], detail="") if lost else []
         )
         self._keep_verdicts()
-        self._replanning.taken_over(lost)
-        self.planning = {"state": "taken_over", "version": plan.version}
-        self._tell_plan(plan)
-        self._switch(plan)
+        self._announce(plan)
+        self._switch()
         self._report(changed)
 
-    def _switch(self, plan: Plan) -> None:
+    def _switch(self) -> None:
+        plan = self.planning.active
         self._detector.apply_plan(plan)
-        self._replanning.wait_no_more(plan.layout.ranks)
-        self._say("plan_applied", {"version": plan.version})
+        self._event("plan_applied", {"version": plan.version})
 
-    def _failure(self, entry: JobMessage) -> None:
-        document = entry.document()
-        self._say("failure", document)
-        ranks, step, detail = document["ranks"], document["step"], document["detail"]
-        self._replanning.forget_joiners()
-        self._report(self._detector.report_failure(ranks, step=step, detail=detail))
-
-    def _joiner(self, entry: JobMessage) -> None:
-        document = entry.document()
-        self._say("joiner", document)
-        working = self._rollout.active.layout.ranks
-        self._replanning.joined(document["ranks"], working=working)
-        self._plan_if_needed()
+    # Verdicts and plans
 
     def _report(self, changed: Iterable[Verdict]) -> None:
         for verdict in changed:
-            self._say("verdict", {"verdict": to_json(verdict)})
-            self._replanning.horizon.heard(verdict)
+            self._event("verdict", {"verdict": to_json(verdict)})
+            self.planning.fail_stops += verdict.status is Status.FAIL_STOP
         self._plan_if_needed()
 
     def _plan_if_needed(self) -> None:
-        """Plan whenever the speeds are not those that the last plan was made for."""
-        decided = self._replanning.decide(
+        before = self.planning.outcome
+        plan = next_plan(
+            self.planning,
+            self._planner,
             self._forecast.job,
-            self._rollout.current,
             self._detector.verdicts(),
             step=self.last_step + 1,
-            clock_s=self._clock_s,
+            clock_s=self._state.clock_s,
         )
-        if isinstance(decided, Plan):
-            self._publish(decided)
-        elif decided is not None:
-            self._tell_planning({"state": decided.state, **decided.told})
+        if plan is not None:
+            self._publish(plan)
+        elif self.planning.outcome != before:
+            self._event("planning", self.planning.outcome)
 
     def _publish(self, plan: Plan) -> None:
-        version = self._rollout.newest.version + 1
-        reason = (*plan.reason, *filter(None, [self._forecast.told()]))
-        plan = replace(plan, version=version, from_step=self.last_step + 1, reason=reason)
-        self.planning = {"state": "planned", "version": version}
-        self._rollout.publish(plan)
-        self._tell_plan(plan)
+        plan = replace(
+            plan,
+            version=self.planning.newest.version + 1,
+            from_step=self.last_step + 1,
+            reason=(*plan.reason, *filter(None, [self._forecast.basis()])),
+        )
+        self.planning.publish(plan)
+        self._announce(plan)
 
-    def _tell_plan(self, plan: Plan) -> None:
-        self.outbox.plans.append(plan)
-        self._say("plan", {"plan": plan_json(plan), "expected_ms": self._forecast.made(plan)})
+    def _announce(self, plan: Plan) -> None:
+        self.changes.plans.append(plan)
+        expected_ms = self._forecast.for_new_plan(plan)
+        self._event("plan", {"plan": plan_json(plan), "expected_ms": expected_ms})
 
-    def _tell_planning(self, planning: dict[str, Any]) -> None:
-        """Once: what a further attempt finds again is no news."""
-        if planning != self.planning:
-            self.planning = planning
-            self._say("planning", planning)
-
-    def _say(self, kind: str, document: dict[str, Any]) -> None:
-        self.outbox.events.append((kind, document))
+    # Status and saved state
 
     def status(self) -> dict[str, Any]:
-        """What the API answers about verdicts, planning and progress."""
+        """Documents that the API answers on verdicts, planning and progress."""
         self._keep_verdicts()
+        verdicts = self._state.verdicts
         return {
-            "verdicts": [to_json(verdict) for _, verdict in sorted(self._verdicts.items())],
-            "planning": self.planning,
+            "verdicts": [to_json(verdict) for _, verdict in sorted(verdicts.items())],
+            "planning": self.planning.outcome,
             "last_step": self.last_step,
-            "rollout": self._rollout.describe(),
-            "probes": self._probes.orders(),
+            "rollout": self.planning.rollout(),
+            "probes": self._state.probes.by_rank(),
         }
 
     def _keep_verdicts(self) -> None:
-        """The last word on a rank that has left stands: the detector speaks of the others."""
-        self._verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
+        """Merge the detector's verdicts; a rank that left the layout keeps its last one."""
+        self._state.verdicts.update({v.rank: v for v in self._detector.verdicts()})
 
-    def learned(self) -> tuple[str, bytes] | None:
-        """What the detector learned since this was asked last, for other jobs of that kind."""
-        return self._learning.news(self._detector)
+    def new_predictor(self) -> tuple[str, bytes] | None:
+        """Cache key and stored form of a predictor fitted since the last call; None otherwise."""
+        return self._predictors.new_fit(self._detector)
 
     def diagnosis(self) -> dict[str, Any] | None:
-        """Why the job is slow, as of the last entry; None before there is anything to say."""
+        """The diagnosis as of the last message; None before there is enough data."""
         try:
             document: dict[str, Any] = to_json(self._detector.diagnosis())
         except ContractError:
             return None
-        except Exception:  # as in `_guarded`: the verdicts are worth having without
+        except Exception:  # the verdicts are published without it
             log.exception("no diagnosis", job=self.job.name)
             return None
         return document
 
-    def save(self) -> tuple[bytes, bytes]:
-        """State of the detector, and of everything else."""
-        rest = {
-            "rollout": self._rollout.save(),
-            "steps": self._steps.save(),
-            "forecast": self._forecast.save(),
-            "verdicts": [to_json(verdict) for verdict in self._verdicts.values()],
-            "planning": self.planning,
-            "replanning": self._replanning.save(),
-            "probes": self._probes.save(),
-            "clock_s": self._clock_s,
-        }
-        return self._detector.save(), msgpack.packb(rest)
+    def save(self) -> dict[str, bytes]:
+        """Saved state by part: the detector, and everything else."""
+        state = msgpack.packb(to_json(self._state))
+        return {"detector": self._detector.save(), "session": state}
 
-    def resume(self, detector: bytes, rest: bytes) -> None:
-        """Go back to a saved state; one that cannot be read (of an older version) is reported,
-        and the detector begins afresh."""
-        self._guarded("resume", lambda: self._restore(detector, msgpack.unpackb(rest)))
+    def resume(self, saved: dict[str, bytes]) -> None:
+        """Restore a saved state. One that is unreadable becomes an event, and the session starts
+        with a new detector."""
+        self._guarded("resume", lambda: self._restore(saved["detector"], saved["session"]))
 
-    def _restore(self, detector: bytes, saved: dict[str, Any]) -> None:
+    def _restore(self, detector: bytes, session: bytes) -> None:
+        state = from_json(SessionState, msgpack.unpackb(session))
         self._detector = self._adapters.restore(self.job, detector)
-        self._rollout = Rollout.restore(saved["rollout"])
-        self._steps = StepTimes.restore(saved["steps"])
-        self._forecast = Forecast.restore(self.job, saved["forecast"])
-        verdicts = [from_json(Verdict, verdict) for verdict in saved["verdicts"]]
-        self._verdicts = {verdict.rank: verdict for verdict in verdicts}
-        self.planning = saved["planning"]
-        failed = self.planning["state"] == "infeasible"
-        failed_at_s = saved["clock_s"] if failed else None
-        self._replanning.restore(saved["replanning"], failed_at_s=failed_at_s)
-        self._probes = OpenProbes.restore(saved["probes"])
-        self._clock_s = saved["clock_s"]
+        self._state, self._forecast = state, Forecast(self.job, state.forecast)

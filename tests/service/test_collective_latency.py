@@ -39,8 +39,7 @@ def test_what_was_not_measured_is_none_and_a_saved_step_goes_on():
     collective_latency.add(waits(3, Op.FORWARD, 0, {0: np.nan, 1: np.nan}))
     assert collective_latency.take(3) is None
     collective_latency.add(waits(4, Op.BACKWARD, 0, {2: 6.0}))
-    again = CollectiveLatency(JOB)
-    again.restore(collective_latency.save())
+    again = CollectiveLatency(JOB, collective_latency.least_ms)
     again.add(waits(4, Op.BACKWARD, 0, {3: 2.0}))
     assert again.take(4) == pytest.approx(2.0 / 4)
 

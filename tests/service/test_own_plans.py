@@ -13,9 +13,9 @@ from fakes import fake_adapters
 from resihp.client import Client
 from resihp.contracts import Layout, Plan, Replica, ServiceError, Stage, Status, to_json
 from resihp.contracts.codec import WireFormat, encode
-from service.store.messages import JobMessage, MessageKind
-from service.worker.planning import Planner
-from service.worker.session import Session
+from service.store.documents import JobMessage, MessageKind
+from service.worker.planner import Planner
+from service.worker.session import JobSession
 
 
 def without(rank: int, version: int) -> Plan:
@@ -33,19 +33,19 @@ def without(rank: int, version: int) -> Plan:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[], Session]]:
+def start() -> Iterator[Callable[[], JobSession]]:
     planner = Planner(fake_adapters(), time_limit_s=5.0)
     first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
-    yield lambda: Session(job_of(), first, fake_adapters(), planner)
+    yield lambda: JobSession(job_of(), first, fake_adapters(), planner)
     planner.close()
 
 
-def own(session: Session, plan: Plan, *lost: int) -> None:
+def own(session: JobSession, plan: Plan, *lost: int) -> None:
     body = json.dumps({"plan": to_json(plan), "lost": lost, "step": 3}).encode()
     session.apply(JobMessage("50-0", MessageKind.OWN_PLAN, body))
 
 
-def slow(session: Session, rank: int, *, version: int = 0) -> None:
+def slow(session: JobSession, rank: int, *, version: int = 0) -> None:
     batch = batch_of(4, slow=(rank,), plan_version=version)
     session.apply(JobMessage("60-0", MessageKind.TELEMETRY, encode(batch, WireFormat.MSGPACK)))
 
@@ -57,11 +57,11 @@ def test_it_holds_at_once_and_the_next_plan_starts_from_it(start):
     assert (status["rollout"]["active"], status["planning"]["state"]) == (1, "taken_over")
     (dead,) = (v for v in status["verdicts"] if v["rank"] == 6)
     assert dead["status"] == Status.FAIL_STOP.value
-    assert [plan.version for plan in session.outbox.plans] == [1]
-    assert "made by the job itself" in session.outbox.plans[0].reason[-1]
+    assert [plan.version for plan in session.changes.plans] == [1]
+    assert "made by the job itself" in session.changes.plans[0].reason[-1]
     slow(session, 1, version=1)
-    assert [plan.version for plan in session.outbox.plans] == [1, 2]
-    assert not {1, 6} & set(session.plan.layout.ranks)
+    assert [plan.version for plan in session.changes.plans] == [1, 2]
+    assert not {1, 6} & set(session.planning.newest.layout.ranks)
 
 
 def test_what_the_job_did_not_know_is_planned_for_behind_it(start):
@@ -69,8 +69,8 @@ def test_what_the_job_did_not_know_is_planned_for_behind_it(start):
     session = start()
     slow(session, 3)
     own(session, without(6, 1), 6)
-    assert [plan.version for plan in session.outbox.plans] == [1, 1, 2]
-    assert not {3, 6} & set(session.plan.layout.ranks)
+    assert [plan.version for plan in session.changes.plans] == [1, 1, 2]
+    assert not {3, 6} & set(session.planning.newest.layout.ranks)
 
 
 def test_it_replaces_a_plan_of_its_version_and_leaves_later_ones(start):
@@ -79,21 +79,21 @@ def test_it_replaces_a_plan_of_its_version_and_leaves_later_ones(start):
     session.apply(
         JobMessage("61-0", MessageKind.FAILURE, b'{"ranks": [6], "step": 4, "detail": "lost"}')
     )
-    assert [plan.version for plan in session.outbox.plans] == [1, 2]
+    assert [plan.version for plan in session.changes.plans] == [1, 2]
     own(session, without(6, 1), 6)
     assert session.status()["rollout"] == {"newest": 2, "active": 1, "acks": {}}
-    assert session.outbox.plans[-1].layout == without(6, 1).layout
+    assert session.changes.plans[-1].layout == without(6, 1).layout
 
 
 def test_told_twice_it_is_taken_over_once(start):
     session = start()
     own(session, without(6, 1), 6)
     own(session, without(6, 1), 6)
-    assert len(session.outbox.plans) == 1
+    assert len(session.changes.plans) == 1
     other = start()
-    other.resume(*session.save())
+    other.resume(session.save())
     own(other, without(6, 1), 6)
-    assert not other.outbox.plans
+    assert not other.changes.plans
 
 
 def test_refused_for_a_joiner_that_is_gone_the_next_plan_does_without(start):
@@ -105,11 +105,16 @@ def test_refused_for_a_joiner_that_is_gone_the_next_plan_does_without(start):
 
     planner = Planner(replace(fake_adapters(), replan=noting), time_limit_s=5.0)
     first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
-    session = Session(job_of(), first, fake_adapters(), planner)
+    session = JobSession(job_of(), first, fake_adapters(), planner)
     session.apply(JobMessage("90-0", MessageKind.JOINER, b'{"ranks": [8], "step": 0}'))
     slow(session, 3)
     assert asked[-1][8] == 1.0
-    refusal = {"version": session.plan.version, "rank": 0, "state": "refused", "detail": "gone"}
+    refusal = {
+        "version": session.planning.newest.version,
+        "rank": 0,
+        "state": "refused",
+        "detail": "gone",
+    }
     session.apply(JobMessage("91-0", MessageKind.ACK, json.dumps(refusal).encode()))
     assert 8 not in asked[-1]
     planner.close()

@@ -18,14 +18,18 @@ from resihp.contracts import (
     Status,
     TelemetryBatch,
     Verdict,
+    from_json,
+    to_json,
 )
 from resihp.contracts.codec import WireFormat, encode
-from scheduler import make_plan, replan, simulate
-from scheduler.switching_rule import ReplanDecision, SkiRental, SwitchCandidate
-from service.store.messages import JobMessage, MessageKind
-from service.worker.forecast import Forecast
-from service.worker.planning import Planner, Retry, is_news, speeds_of, why_kept
-from service.worker.session import Session
+from scheduler import ReplanDecision, SkiRental, SwitchCandidate, make_plan, replan, simulate
+from service.store.documents import JobMessage, MessageKind
+from service.worker.forecast import Forecast, ForecastState
+from service.worker.planner import Planner
+from service.worker.planning_state import PlanningRetry
+from service.worker.replanning import reason_to_stay, speeds_changed, speeds_of
+from service.worker.session import JobSession
+from service.worker.step_times import StepTime, StepTimes
 
 RANKS = range(8)
 
@@ -39,7 +43,7 @@ def sessions() -> Iterator[object]:
         planners.append(Planner(adapters, time_limit_s=5.0))
         job = job_of(**fields)
         plan = Plan(version=0, layout=job.layout, quotas=job.quotas)
-        return Session(job, plan, adapters, planners[-1])
+        return JobSession(job, plan, adapters, planners[-1])
 
     yield start
     for planner in planners:
@@ -57,18 +61,18 @@ def tell(session, *steps, slow=(), version=0):
 def test_a_plan_that_moves_little_is_published_at_once(sessions):
     session = sessions()
     tell(session, 0, 1, 2, slow=(3,))
-    assert [plan.version for plan in session.outbox.plans] == [1]
+    assert [plan.version for plan in session.changes.plans] == [1]
 
 
 def test_a_dear_plan_is_published_once_staying_has_cost_as_much(sessions):
     session = sessions(device="dear")
     tell(session, 0, slow=(3,))
-    assert session.planning["state"] == "kept"
-    assert "if this lasts 5 steps" in session.planning["detail"]
+    assert session.planning.outcome["state"] == "kept"
+    assert "if the slowdown lasts 5 steps" in session.planning.outcome["detail"]
     tell(session, 1, 2, 3, 4, slow=(3,))
-    assert not session.outbox.plans  # four steps are complete
+    assert not session.changes.plans  # four steps are complete
     tell(session, 5, slow=(3,))
-    (plan,) = session.outbox.plans
+    (plan,) = session.changes.plans
     assert (plan.version, plan.from_step) == (1, 6)
     assert 3 not in plan.layout.ranks
 
@@ -78,11 +82,11 @@ def test_a_dear_plan_is_published_at_once_where_the_next_fault_is_far_enough(ses
     session = sessions(device="dear", protection=long)
     tell(session, 0, 1)
     tell(session, 2, slow=(3,))
-    assert [plan.version for plan in session.outbox.plans] == [1]
+    assert [plan.version for plan in session.changes.plans] == [1]
     session = sessions(device="dear", protection=soon)
     tell(session, 0, 1)
     tell(session, 2, slow=(3,))
-    assert session.planning["state"] == "kept"
+    assert session.planning.outcome["state"] == "kept"
 
 
 def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
@@ -100,7 +104,7 @@ def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
         session.apply(JobMessage(f"9{rank}-0", MessageKind.FAILURE, body))
     assert asked[1] == pytest.approx(asked[0] * 2 / 3, rel=1e-3)
     other = sessions(replace(fake_adapters(), replan=noting), protection=known)
-    other.resume(*session.save())
+    other.resume(session.save())
     tell(other, 2, slow=(1,))
     assert asked[-1] == asked[-2]
 
@@ -108,29 +112,29 @@ def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
 def test_what_is_kept_is_told_with_when_a_change_would_pay():
     plan = Plan(version=1, layout=job_of().layout, quotas=job_of().quotas)
     best = SwitchCandidate(plan=plan, saved_ms=3.0, cost_ms=100.0)
-    words = why_kept(ReplanDecision(plan=None, best=best))
-    assert "save 3 ms a step and cost 100 ms of moves, which it saves in 34 steps" in words
-    assert "speeds are known to" in words
+    words = reason_to_stay(ReplanDecision(plan=None, best=best))
+    assert "save 3 ms per step; its migration costs 100 ms, which 34 steps save" in words
+    assert "smaller than the uncertainty" in words
     rental = SkiRental(lost_ms=40.0, offer=best)
-    offered = why_kept(ReplanDecision(plan=None, best=best, rental=rental))
-    assert "saves in 34 steps: taken on if this lasts 20 steps" in offered
-    assert "no other layout is quicker" in why_kept(ReplanDecision(plan=None))
+    offered = reason_to_stay(ReplanDecision(plan=None, best=best, rental=rental))
+    assert "34 steps save; it is applied if the slowdown lasts 20 steps" in offered
+    assert "no other layout is faster" in reason_to_stay(ReplanDecision(plan=None))
 
 
 def test_an_account_survives_a_restart(sessions):
     session = sessions(device="dear")
     tell(session, 0, 1, 2, 3, 4, slow=(3,))
     other = sessions(device="dear")
-    other.resume(*session.save())
+    other.resume(session.save())
     tell(other, 5, slow=(3,))
-    assert len(other.outbox.plans) == 1
+    assert len(other.changes.plans) == 1
 
 
 def test_what_recovers_in_time_is_not_acted_on(sessions):
     session = sessions(device="dear")
     tell(session, 0, 1, 2, slow=(3,))
     tell(session, *range(3, 20))
-    assert not session.outbox.plans
+    assert not session.changes.plans
 
 
 def test_planning_that_failed_is_tried_again_after_a_while(sessions):
@@ -144,7 +148,7 @@ def test_planning_that_failed_is_tried_again_after_a_while(sessions):
 
     session = sessions(replace(fake_adapters(), replan=fails_twice))
     tell(session, 0, slow=(3,))
-    assert session.planning["constraint"] == "time"
+    assert session.planning.outcome["constraint"] == "time"
     for _ in range(4):
         session.tick(1.0)
     assert len(tries) == 1
@@ -155,15 +159,15 @@ def test_planning_that_failed_is_tried_again_after_a_while(sessions):
     assert len(tries) == 2
     session.tick(1.0)
     assert len(tries) == 3
-    assert [plan.version for plan in session.outbox.plans] == [1]
-    told = [event for kind, event in session.outbox.events if kind == "planning"]
+    assert [plan.version for plan in session.changes.plans] == [1]
+    told = [event for kind, event in session.changes.events if kind == "planning"]
     assert len(told) == 1
 
 
 def test_the_wait_before_another_try_doubles_up_to_ten_minutes():
-    retry, waits = Retry(), []
+    retry, waits = PlanningRetry(), []
     for _ in range(9):
-        retry = retry.failed(100.0)
+        retry = retry.after_failure(100.0)
         waits.append(retry.due_s - 100.0)
     assert waits[:3] == [5.0, 10.0, 20.0]
     assert waits[-1] == 600.0
@@ -188,24 +192,30 @@ def healthy_steps(job, per_layer, besides_ms):
         )
 
 
+def learn(forecast, plan, step, batch, observed_ms, *, healthy=True):
+    times = StepTimes()
+    times.add(batch)
+    forecast.add(batch)
+    forecast.learn(plan, StepTime(step, observed_ms, times.open_steps[step]), healthy=healthy)
+
+
 def test_predictions_are_fitted_to_the_first_healthy_steps():
     job = job_of()  # without a cost: a layer is taken to need 1 ms forward
     forecast = Forecast(job)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas)
     assert forecast.predict(first) is None
-    assert forecast.told() is None
+    assert forecast.basis() is None
     for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
-        forecast.add(batch)
-        forecast.learn(first, step, observed_ms, healthy=True)
+        learn(forecast, first, step, batch, observed_ms)
     assert simulate(forecast.job, job.layout, job.quotas).step_ms == pytest.approx(observed_ms)
-    assert "12 healthy steps" in forecast.told()
+    assert "12 healthy steps" in forecast.basis()
     slow = {3: 0.5}
     plan = replan(forecast.job, first, slow, step=20).plan
     truth = 1.1 * simulate(job, plan.layout, plan.quotas, slow).step_ms + 7.0
-    assert forecast.made(plan) == pytest.approx(truth)
-    again = Forecast.restore(job, forecast.save())
+    assert forecast.for_new_plan(plan) == pytest.approx(truth)
+    again = Forecast(job, from_json(ForecastState, json.loads(json.dumps(to_json(forecast.state)))))
     assert again.predict(plan) == forecast.predict(plan)
-    assert again.told() == forecast.told()
+    assert again.basis() == forecast.basis()
 
 
 def test_a_loop_that_times_one_kind_of_pass_is_fitted_too():
@@ -213,8 +223,7 @@ def test_a_loop_that_times_one_kind_of_pass_is_fitted_too():
     forecast = Forecast(job)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas)
     for step, batch, _ in healthy_steps(job, 1.0, 7.0):
-        forecast.add(batch.select(batch.op == Op.FORWARD))
-        forecast.learn(first, step, 50.0, healthy=True)
+        learn(forecast, first, step, batch.select(batch.op == Op.FORWARD), 50.0)
     assert forecast.predict(first) == 50.0
     assert simulate(forecast.job, job.layout, job.quotas).step_ms == pytest.approx(50.0)
 
@@ -224,16 +233,14 @@ def test_steps_of_a_slow_fleet_are_no_baseline():
     forecast = Forecast(job)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas)
     for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
-        forecast.add(batch)
-        forecast.learn(first, step, observed_ms, healthy=False)
+        learn(forecast, first, step, batch, observed_ms, healthy=False)
     assert forecast.predict(first) is None
     early = make_plan(job, {3: 0.5})
-    assert forecast.made(early) is None
+    assert forecast.for_new_plan(early) is None
     for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
-        forecast.add(batch)
-        forecast.learn(first, step, observed_ms, healthy=True)
+        learn(forecast, first, step, batch, observed_ms)
     assert forecast.predict(early) is None
-    assert forecast.made(replace(early, version=2)) is not None
+    assert forecast.for_new_plan(replace(early, version=2)) is not None
 
 
 def test_a_device_outside_the_layout_keeps_its_speed_until_it_is_found_healthy():
@@ -245,7 +252,7 @@ def test_a_device_outside_the_layout_keeps_its_speed_until_it_is_found_healthy()
         assert speeds_of(verdicts, known, working) == known
     speeds = speeds_of([*others, healthy], known, working)
     assert speeds == {}
-    assert is_news(known, speeds)
+    assert speeds_changed(known, speeds)
 
 
 def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
@@ -262,7 +269,7 @@ def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
     )
     assert asked[-1][8] == 1.0
     other = sessions(replace(fake_adapters(), replan=noting))
-    other.resume(*session.save())
+    other.resume(session.save())
     tell(other, 1, slow=(3,))
     assert asked[-1][8] == 1.0
     gone = {"ranks": [8], "step": 1, "detail": "lost"}

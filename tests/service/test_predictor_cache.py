@@ -37,14 +37,14 @@ def test_only_jobs_of_the_same_model_and_device_share_a_predictor():
 
 def test_a_new_job_starts_with_what_was_learned_and_news_are_told_once():
     teacher, learning = trained(), PredictorCache(load_adapters(), JOB)
-    news = learning.news(teacher)
+    news = learning.new_fit(teacher)
     assert news is not None
-    assert learning.news(teacher) is None
+    assert learning.new_fit(teacher) is None
     pupil = PredictorCache(load_adapters(), JOB)
     detector = pupil.detector(news[1])
     assert isinstance(detector, Detector)
     assert detector.predictor is not None
-    assert pupil.news(detector) is None
+    assert pupil.new_fit(detector) is None
 
 
 def test_a_predictor_that_cannot_be_read_is_left_alone():

@@ -15,7 +15,7 @@ from fakes import FakeDetector, fake_adapters
 
 from detector import ProbeKind, ProbeRequest, ProbeResult
 from resihp.client import Client
-from resihp.contracts import Op, Verdict
+from resihp.contracts import Op, Verdict, from_json, to_json
 from resihp.hooks import Monitor
 from service.settings import Settings
 from service.worker.adapters import Adapters
@@ -156,14 +156,14 @@ def test_open_probes_survive_a_restart_and_are_given_up_in_the_end():
     request = ProbeRequest(rank=1, reference=2, kind=ProbeKind.MEMORY)
     probes.ask([request], 0.0)
     assert probes.answer("1", 2, 4.0) is None
-    probes = OpenProbes.restore(json.loads(json.dumps(probes.save())))
-    assert probes.orders() == {"1": [{"id": "1", "kind": "memory", "peer": -1}]}
+    probes = from_json(OpenProbes, json.loads(json.dumps(to_json(probes))))
+    assert probes.by_rank() == {"1": [{"id": "1", "kind": "memory", "peer": -1}]}
     result = probes.answer("1", 1, 6.0)
     assert result is not None
     assert result.slowdown == 1.5
     probes.ask([request], 0.0)
     probes.ask([], 31.0)
-    assert probes.orders() == {}
+    assert probes.by_rank() == {}
 
 
 def test_a_link_is_measured_by_both_ends_of_both_links():
@@ -171,7 +171,7 @@ def test_a_link_is_measured_by_both_ends_of_both_links():
     probes.ask(
         [ProbeRequest(rank=1, reference=5, kind=ProbeKind.LINK, peer=2, reference_peer=6)], 0.0
     )
-    peers = {rank: orders[0]["peer"] for rank, orders in probes.orders().items()}
+    peers = {rank: orders[0]["peer"] for rank, orders in probes.by_rank().items()}
     assert peers == {"1": 2, "2": 1, "5": 6, "6": 5}
     assert probes.answer("1", 2, 3.0) is None
     assert probes.answer("1", 1, 3.0) is None

@@ -1,0 +1,121 @@
+"""Messages, plans and commits as Redis holds them: stream entries and JSON documents."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from resihp.contracts import Plan, TelemetryBatch, from_json, to_json
+from resihp.contracts.codec import decode
+
+
+class MessageKind(StrEnum):
+    """Content of a message."""
+
+    TELEMETRY = "telemetry"
+    HEARTBEAT = "heartbeat"
+    ACK = "ack"
+    OWN_PLAN = "own_plan"
+    FAILURE = "failure"
+    JOINER = "joiner"
+    PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class JobMessage:
+    """An entry of a job's message stream; `body` is msgpack for telemetry, JSON otherwise."""
+
+    id: str
+    kind: MessageKind
+    body: bytes
+
+    def batch(self) -> TelemetryBatch:
+        """The records of a telemetry message."""
+        return decode(self.body)
+
+    def document(self) -> dict[str, Any]:
+        """The content of a message of any other kind."""
+        return loads(self.body)
+
+
+@dataclass
+class PendingChanges:
+    """Effects of the messages applied since the last commit.
+
+    applied        ids of these messages, in order
+    applied_bytes  size of their bodies
+    records        microbatch records in them
+    events         (kind, document) of each new event of the job
+    steps          summaries of the steps completed
+    plans          plans published
+    """
+
+    applied: list[str] = field(default_factory=list)
+    applied_bytes: int = 0
+    records: int = 0
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """Increments of the job's counters."""
+        kinds = Counter(kind for kind, _ in self.events)
+        return {
+            "applied_messages": len(self.applied),
+            "applied_records": self.records,
+            "plans": len(self.plans),
+            "verdicts": kinds["verdict"],
+            "errors": kinds["error"],
+        }
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Everything that one transaction writes.
+
+    state   saved state by part: `detector`, `session`
+    status  documents that the API answers, by name
+    newest  version of the newest plan
+    """
+
+    changes: PendingChanges
+    state: Mapping[str, bytes]
+    status: Mapping[str, Any]
+    newest: int
+
+
+def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:
+    """The message in a stream item (id, fields)."""
+    identity, fields = item
+    return JobMessage(identity.decode(), MessageKind(fields[b"kind"].decode()), fields[b"body"])
+
+
+def stream_order(identity: str) -> tuple[int, int]:
+    """Sort key of a stream id (milliseconds, sequence): ids do not sort as strings."""
+    milliseconds, _, sequence = identity.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as stored and answered: its fields and the gap to its bound."""
+    return {**to_json(plan), "gap": plan.gap}
+
+
+def plan_from_json(document: dict[str, Any]) -> Plan:
+    """The plan in a document of `plan_json`. Raises `ContractError`."""
+    return from_json(Plan, {name: v for name, v in document.items() if name != "gap"})
+
+
+def dumps(document: Any) -> str:
+    """Compact JSON with sorted keys, so that equal documents are equal strings."""
+    return json.dumps(document, separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+
+def loads(document: bytes) -> dict[str, Any]:
+    """The JSON object in `document`."""
+    content: dict[str, Any] = json.loads(document)
+    return content
