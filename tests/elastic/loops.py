@@ -225,7 +225,7 @@ def _record_votes(replicas: Replicas, steps: Any) -> None:
 
     def voted(peers: Any) -> None:
         number = present[0].number
-        if replicas.seat.index == 0:
+        if replicas.coordinates.index == 0:
             samples = [number * replicas._microbatches + index for index in present[0].done]
             told = {"step": number, "attempt": replicas._rendezvous.recovery, "samples": samples}
             steps.write(json.dumps(told) + "\n")
@@ -238,8 +238,8 @@ def _await_newcomers(replicas: Replicas, loop: Loop, step: int) -> None:
     """The first process waits behind the step for who is to come back."""
     due = [replica for replica, behind in loop.returns if behind == step]
     deadline = time.monotonic() + 30
-    while due and replicas.seat.rank == replicas._rendezvous.alive[0]:
-        if set(due) <= {*replicas._door.waiting(replicas.alive), *replicas.alive}:
+    while due and replicas.coordinates.rank == replicas._rendezvous.alive[0]:
+        if set(due) <= {*replicas._join.waiting(replicas.alive), *replicas.alive}:
             return
         assert time.monotonic() < deadline, f"replicas {due} have not come"
         time.sleep(0.01)

@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from resihp.contracts import ContractError
 from resihp.elastic.ddp.checks import check_model, check_optimizers
 from resihp.elastic.ddp.replicas import Replicas
-from resihp.elastic.ddp.step import ReplicaRank
+from resihp.elastic.ddp.step import ReplicaCoordinates
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.store import host_store
 
-ALONE = ReplicaRank(0, 4)
+ALONE = ReplicaCoordinates(0, 4)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_models(name: str) -> None:
 
 @pytest.mark.usefixtures("four_processes")
 def test_what_stays_within_a_replica_is_welcome() -> None:
-    replica = ReplicaRank(1, 2, members=4)
+    replica = ReplicaCoordinates(1, 2, members=4)
     check_model(DistributedDataParallel(linear()), replica)
     check_model(fully_shard(linear()), replica)
     check_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), ALONE)
@@ -67,7 +67,7 @@ def test_what_stays_within_a_replica_is_welcome() -> None:
 @pytest.mark.usefixtures("four_processes")
 def test_no_sync_within_a_replica() -> None:
     model = DistributedDataParallel(linear())
-    check_model(model, ReplicaRank(0, 1, members=4))
+    check_model(model, ReplicaCoordinates(0, 1, members=4))
     with model.no_sync(), pytest.raises(ContractError, match="each microbatch's gradients"):
         model(torch.ones(1, 4))
 
@@ -82,7 +82,7 @@ def test_hooks_that_act_before_the_sum() -> None:
 def test_members_that_do_not_fill_replicas() -> None:
     environment = Environment(0, 6, "127.0.0.1", 1, "job", False, False)
     with pytest.raises(ContractError, match="6 processes are no replicas of 4 each"):
-        ReplicaRank.of(environment, 4)
+        ReplicaCoordinates.of(environment, 4)
 
 
 def test_parameters_that_are_not_summed() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from resihp.contracts import ContractError, FencedOutError, MiscountError, StateLostError
 from resihp.elastic.ddp.membership import ReplicaMembership
 from resihp.elastic.ddp.state_sync import empties, pack, unpack
-from resihp.elastic.ddp.step import ReplicaRank
+from resihp.elastic.ddp.step import ReplicaCoordinates
 from resihp.elastic.microbatches.counts import MicrobatchReport, count_rows, read_counts
 from resihp.elastic.microbatches.ledger import SurvivingSum, indices
 from resihp.elastic.rendezvous.consensus import RecoveryDecision
@@ -29,34 +29,38 @@ def decision(
 
 
 def test_a_replica_without_one_of_its_members_is_left_out() -> None:
-    roster = ReplicaMembership(ReplicaRank(0, 3, members=2), 6, None)
-    roster.enter(decision((0, 1, 2, 4, 5)))
-    assert roster.alive == [0, 2]
-    assert [share.todo for share in roster.shares] == [(0, 1, 2), (3, 4, 5)]
+    membership = ReplicaMembership(ReplicaCoordinates(0, 3, members=2), 6, None)
+    membership.apply(decision((0, 1, 2, 4, 5)))
+    assert membership.alive == [0, 2]
+    assert [share.todo for share in membership.shares] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_a_process_whose_replica_is_left_out_ends() -> None:
-    roster = ReplicaMembership(ReplicaRank(1, 3, members=2), 6, None)
+    membership = ReplicaMembership(ReplicaCoordinates(1, 3, members=2), 6, None)
     with pytest.raises(FencedOutError, match="replica 1 has lost a member"):
-        roster.enter(decision((0, 1, 2, 4, 5)))
+        membership.apply(decision((0, 1, 2, 4, 5)))
 
 
 def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
-    roster = ReplicaMembership(ReplicaRank(2, 3), 6, None)
-    roster.enter(decision((0, 2)))
-    roster.enter(decision((0, 1, 2), stateless=(1,)))
-    assert (roster.alive, roster.takers, roster.giver) == ([0, 1, 2], [1], 0)
-    assert [len(share.todo) for share in roster.shares] == [3, 0, 3]
-    roster.next_step()
-    assert [len(share.todo) for share in roster.shares] == [2, 2, 2]
+    membership = ReplicaMembership(ReplicaCoordinates(2, 3), 6, None)
+    membership.apply(decision((0, 2)))
+    membership.apply(decision((0, 1, 2), stateless=(1,)))
+    assert (membership.alive, membership.without_state, membership.state_source) == (
+        [0, 1, 2],
+        [1],
+        0,
+    )
+    assert [len(share.todo) for share in membership.shares] == [3, 0, 3]
+    membership.next_step()
+    assert [len(share.todo) for share in membership.shares] == [2, 2, 2]
 
 
 def test_state_that_nobody_holds_stops_the_job_but_not_before_its_first_step() -> None:
-    roster = ReplicaMembership(ReplicaRank(2, 3), 6, None)
+    membership = ReplicaMembership(ReplicaCoordinates(2, 3), 6, None)
     with pytest.raises(StateLostError):
-        roster.enter(decision((1, 2), stateless=(1, 2)))
-    roster.enter(decision((1, 2), stateless=(1, 2), completed=0))
-    assert (roster.giver, roster.takers) == (1, [2])
+        membership.apply(decision((1, 2), stateless=(1, 2)))
+    membership.apply(decision((1, 2), stateless=(1, 2), completed=0))
+    assert (membership.state_source, membership.without_state) == (1, [2])
 
 
 @given(
@@ -68,7 +72,7 @@ def test_each_microbatch_is_kept_or_redone_once(
     microbatches: int, worlds: list[set[int]], data: st.DataObject
 ) -> None:
     """Whoever is lost or comes, and whatever each replica of those before has finished."""
-    seen = ReplicaMembership(ReplicaRank(0, 6), microbatches, None)
+    seen = ReplicaMembership(ReplicaCoordinates(0, 6), microbatches, None)
     for world in worlds:
         finished: list[SurvivingSum] = []
         for place, share in enumerate(seen.shares):
@@ -79,7 +83,7 @@ def test_each_microbatch_is_kept_or_redone_once(
                 finished.append(SurvivingSum(place, spans))
         here = tuple(sorted(world | {0}))
         finished = [one for one in finished if seen.alive[one.replica] in here]
-        seen.enter(
+        seen.apply(
             decision(here, stateless=tuple(set(here) - set(seen.alive)), kept=tuple(finished))
         )
         covered = sorted(index for share in seen.shares for index in indices(share.whole))

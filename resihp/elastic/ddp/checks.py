@@ -1,4 +1,4 @@
-"""What a loop must not bring along, because replicas would silently differ or block."""
+"""Checks of models and optimizers that would make replicas diverge or deadlock."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resihp.contracts import ContractError
 
-from .step import ReplicaRank
+from .step import ReplicaCoordinates
 
 
-def check_model(model: nn.Module, seat: ReplicaRank) -> None:
-    """Raises `ContractError` that says what to change."""
+def check_model(model: nn.Module, coordinates: ReplicaCoordinates) -> None:
+    """Check a model. Raises `ContractError` that says what to change."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ContractError("model", "none of its parameters is trained")
     for name, module in model.named_modules():
-        _check_module(f"model.{name}" if name else "model", module, seat)
+        _check_module(f"model.{name}" if name else "model", module, coordinates)
     for name, parameter in model.named_parameters():
-        _check_parameter(f"model.{name}", parameter, seat)
+        _check_parameter(f"model.{name}", parameter, coordinates)
 
 
 def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises `ContractError` if one updates what is not summed over the replicas."""
+    """Raise `ContractError` if an optimizer updates parameters that are not the model's."""
     known = set(map(id, model.parameters()))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -42,7 +42,7 @@ def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimize
 
 
 def fingerprint(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """A number that is the same where the optimizers' settings are."""
+    """Return a number that is equal on ranks whose optimizers have equal settings."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     plain = [
         (name, float(value))
@@ -53,13 +53,13 @@ def fingerprint(optimizers: Iterable[torch.optim.Optimizer]) -> float:
     return float(zlib.crc32(repr(plain).encode()))
 
 
-def _check_module(name: str, module: nn.Module, seat: ReplicaRank) -> None:
+def _check_module(name: str, module: nn.Module, coordinates: ReplicaCoordinates) -> None:
     if isinstance(module, FullyShardedDataParallel):
         raise ContractError(name, "FSDP1 keeps its gradients to itself: use fully_shard (FSDP2)")
     if isinstance(module, DistributedDataParallel):
         size = module.process_group.size()
-        if size > seat.members:
-            raise ContractError(name, _across(f"DDP over {size} processes", seat))
+        if size > coordinates.members:
+            raise ContractError(name, _across(f"DDP over {size} processes", coordinates))
         module.register_forward_pre_hook(_refuse_no_sync)
     if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
         raise ContractError(
@@ -71,19 +71,22 @@ def _check_module(name: str, module: nn.Module, seat: ReplicaRank) -> None:
         raise ContractError(name, "sparse gradients cannot be summed here: use sparse=False")
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, seat: ReplicaRank) -> None:
-    if isinstance(parameter, DTensor) and (size := parameter.device_mesh.size()) > seat.members:
-        raise ContractError(name, _across(f"its mesh has {size} processes", seat))
+def _check_parameter(name: str, parameter: nn.Parameter, coordinates: ReplicaCoordinates) -> None:
+    if (
+        isinstance(parameter, DTensor)
+        and (size := parameter.device_mesh.size()) > coordinates.members
+    ):
+        raise ContractError(name, _across(f"its mesh has {size} processes", coordinates))
     if parameter.requires_grad and getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ContractError(
             name, "a hook acts on its gradient before that is summed over the replicas"
         )
 
 
-def _across(what: str, seat: ReplicaRank) -> str:
+def _across(what: str, coordinates: ReplicaCoordinates) -> str:
     return (
-        f"{what}, but a replica has {seat.members}: within a replica the groups are torch's, "
-        "between replicas they are ours. Make one group or mesh per replica"
+        f"{what}, but a replica has {coordinates.members}: groups of torch stay within a replica. "
+        "Make one group or mesh per replica"
     )
 
 

@@ -1,4 +1,4 @@
-"""The gradients of one step in one process of a user's loop: added up, summed, put in place."""
+"""Gradients of one step in one process of a user's loop: accumulation and sum over replicas."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .groups import ReplicaGroups
 
 
 class LoopGradients:
-    """Local sums stay as they are until `use`. In a fixed order they are node sums, in fp32.
+    """Gradient accumulation of one rank; local sums do not change until `use`.
 
-    overlap     send buckets while the last backward pass still runs
-    parameters  those that are trained in this step
-    total       the sums over all replicas, once they are known
+    overlap     all-reduce buckets during the last backward pass
+    ordered     sum in the fixed order of `tree_sum`, in fp32
+    parameters  trained in this step
+    total       sums over all replicas; None until `sum_over`
     """
 
     def __init__(
@@ -45,17 +46,17 @@ class LoopGradients:
         self._ahead: BucketedAllReduce | None = None
 
     def begin(self) -> None:
-        """Start a step from nothing."""
+        """Start a step without gradients."""
         self.total, self._ahead, self._held = None, None, {}
         self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
         self._drop()
 
     @contextmanager
-    def adding(self, microbatch: int, peers: ReplicaGroups, *, is_last: bool) -> Iterator[None]:
-        """Around the passes of one microbatch; after the last one sums travel to `peers`."""
+    def adding(self, microbatch: int, groups: ReplicaGroups, *, is_last: bool) -> Iterator[None]:
+        """Enclose the passes of one microbatch; the sums of the last one are sent over `groups`."""
         before = [parameter.grad for parameter in self.parameters]
-        if is_last and self._overlap and len(peers.mirrors) > 1:
-            self._ahead = self._all_reduce(peers)
+        if is_last and self._overlap and len(groups.data_parallel) > 1:
+            self._ahead = self._all_reduce(groups)
             with self._ahead.overlapped():
                 yield
         else:
@@ -66,24 +67,24 @@ class LoopGradients:
             self._drop()
             put(self._held, (microbatch, microbatch + 1), leaf, self._microbatches, _added)
 
-    def sum_over(self, peers: ReplicaGroups, shares: Sequence[Assignment], index: int) -> None:
-        """Find `total`. This replica is the `index`-th; `shares` are those of all."""
+    def sum_over(self, groups: ReplicaGroups, shares: Sequence[Assignment], index: int) -> None:
+        """Compute `total`; `shares` are the assignments of all replicas, `index` is this one's."""
         if self._ordered:
             leaves = self._microbatches
             nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
             own = [held for _, held in sorted(self._held.items(), key=lambda item: item[0])]
             like = self._local()
-            self.total = peers.sum_nodes(own, like, nodes_of, index, leaves)
+            self.total = groups.sum_nodes(own, like, nodes_of, index, leaves)
             return
-        if len(peers.mirrors) == 1:
+        if len(groups.data_parallel) == 1:
             self.total = self._local()
             return
-        ahead = self._ahead or self._all_reduce(peers)
+        ahead = self._ahead or self._all_reduce(groups)
         summed = dict(ahead.finish())
         self.total = [summed[one] for one in reversed(summed)]
 
     def use(self, weight: float | None) -> None:
-        """Put the sums, divided by `weight`, in place of this replica's own."""
+        """Replace the local gradients by `total`, divided by `weight`."""
         assert self.total is not None, "only gradients that are whole everywhere may be used"
         if weight is not None:
             for total in self.total:
@@ -91,7 +92,7 @@ class LoopGradients:
         self._put_in_place(self.total)
 
     def keep(self, share: Assignment) -> None:
-        """After a loss: bring the local sums to what was decided that they are."""
+        """Bring the local sums to the state that was decided after a loss."""
         self._ahead = None
         if not share.inherited:
             self._held.clear()
@@ -103,12 +104,12 @@ class LoopGradients:
             self._put_in_place(self.total)
         self.total = None
 
-    def _all_reduce(self, peers: ReplicaGroups) -> BucketedAllReduce:
+    def _all_reduce(self, groups: ReplicaGroups) -> BucketedAllReduce:
         slices = [GradientSlice(parameter) for parameter in reversed(self.parameters)]
-        return BucketedAllReduce([(peers.mirrors, slices)], self._bucket_bytes)
+        return BucketedAllReduce([(groups.data_parallel, slices)], self._bucket_bytes)
 
     def _local(self) -> list[torch.Tensor]:
-        """This process's part of each gradient; zeros where nothing was computed."""
+        """Return the local part of each gradient; zeros where there is none."""
         return [GradientSlice(parameter).read() for parameter in self.parameters]
 
     def _put_in_place(self, total: Sequence[torch.Tensor]) -> None:
@@ -119,7 +120,7 @@ class LoopGradients:
                 parameter.grad = summed.to(parameter.dtype)
 
     def _check(self, before: Sequence[torch.Tensor | None]) -> None:
-        """Raises `ContractError` if the loop did something else than add up gradients."""
+        """Raise `ContractError` if the loop did more to gradients than accumulate them."""
         after = [parameter.grad for parameter in self.parameters]
         if all(gradient is None for gradient in after):
             raise ContractError(
@@ -140,7 +141,7 @@ class LoopGradients:
 
 
 def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    """left + right, in the memory of `left`."""
+    """Return left + right, in the memory of `left`."""
     for total, gradient in zip(left, right, strict=True):
         total.add_(gradient)
     return left

@@ -1,4 +1,4 @@
-"""The groups over which replicas of a user's loop sum their gradients and count microbatches."""
+"""Process groups of a user's loop: all ranks, data-parallel ranks, and state transfer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from ..rendezvous.membership import Rendezvous
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """`everyone` alive; the `mirrors`, one process of each replica, with the same shards; and
-    over which `state` goes from one mirror to those that have none."""
+    """Process groups of one rank.
+
+    everyone       all ranks alive
+    data_parallel  one rank of each replica alive, all with the same shards
+    state          the source of the state and the ranks without it; None where this rank is neither
+    """
 
     everyone: AbortableProcessGroup
-    mirrors: AbortableProcessGroup
+    data_parallel: AbortableProcessGroup
     state: AbortableProcessGroup | None = None
 
     @property
     def groups(self) -> tuple[AbortableProcessGroup, ...]:
-        """All of them that this rank is in."""
-        some = (self.everyone, self.mirrors, self.state)
+        """All groups of this rank."""
+        some = (self.everyone, self.data_parallel, self.state)
         return tuple(group for group in some if group is not None)
 
     def sum_nodes(
@@ -40,16 +44,18 @@ class ReplicaGroups:
         index: int,
         leaves: int,
     ) -> list[torch.Tensor]:
-        """The sums over the replicas in the fixed order of the tree, fp32, in the shapes of `like`.
+        """Return the sums over replicas in the fixed order of the tree, fp32, shaped as `like`.
 
-        `own` are the sums of this replica, the `index`-th, one for each of its nodes; `nodes_of`
-        are the nodes of each replica.
+        own       sums of this replica, one list of tensors for each of its nodes
+        nodes_of  nodes of each replica
+        index     position of this replica in the group
+        leaves    microbatches of the step
         """
-        if len(self.mirrors) == 1:
+        if len(self.data_parallel) == 1:
             return list(own[0])
         sizes = [tensor.numel() for tensor in like]
         flats = [torch.cat([tensor.reshape(-1) for tensor in one]) for one in own]
-        flat = tree_allreduce(self.mirrors, index, flats, sum(sizes), nodes_of, leaves)
+        flat = tree_allreduce(self.data_parallel, index, flats, sum(sizes), nodes_of, leaves)
         parts = zip(flat.split(sizes), like, strict=True)
         return [part.view_as(tensor) for part, tensor in parts]
 
@@ -60,15 +66,14 @@ def connect_replica_groups(
     *,
     is_starting: bool,
 ) -> ReplicaGroups:
-    """Build the groups of `members`: everyone, mirrors, state (those without this rank are not).
+    """Build the groups of `members` (everyone, data-parallel, state) that contain this rank.
 
-    At the start of a job a peer's silence means nothing yet. Raises `PeerLostError` if the
-    groups will never be complete. Building them cannot be interrupted, so it has a thread of its
-    own, which is abandoned.
+    At the start of a job silence of a peer does not count as a failure. Building a group cannot be
+    interrupted: it runs in a thread that is abandoned when `PeerLostError` is raised.
     """
     built: list[ReplicaGroups] = []
     failed: list[str] = []
-    everyone, mirrors, state = members
+    everyone, data_parallel, state = members
     name = f"loop{rendezvous.recovery}"
     store = rendezvous.stores.borrow()
     factory = ProcessGroupFactory(
@@ -84,15 +89,15 @@ def connect_replica_groups(
     def build() -> None:
         try:
             first = factory.group(f"{name}/everyone", everyone)
-            second = factory.group(f"{name}/mirrors", mirrors)
+            second = factory.group(f"{name}/data_parallel", data_parallel)
             third = factory.group(f"{name}/state", state) if factory.rank in state else None
             built.append(ReplicaGroups(first, second, third))
         except (RuntimeError, dist.DistError) as error:
-            failed.append(str(error))  # without its traceback, which would keep what was built
+            failed.append(str(error))  # its traceback would keep the groups alive
         finally:
             rendezvous.stores.give_back(store)
 
-    thread = threading.Thread(target=build, name="resihp-peers", daemon=True)
+    thread = threading.Thread(target=build, name="resihp-replica-groups", daemon=True)
     thread.start()
     waited_s = 0.0
     while thread.is_alive():

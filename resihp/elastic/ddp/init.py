@@ -1,4 +1,4 @@
-"""torch's default process group for the processes of one replica, not of the whole job."""
+"""Default process group of torch over the processes of one replica instead of the whole job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from resihp.contracts import ContractError
 from ..rendezvous import keys
 from ..rendezvous.environment import Environment
 from ..rendezvous.store import Timeouts
-from .step import ReplicaRank
+from .step import ReplicaCoordinates
 
 
 def init_replica_group(
@@ -22,27 +22,26 @@ def init_replica_group(
     timeout: timedelta | None = None,
     environment: Environment | None = None,
 ) -> None:
-    """In place of `dist.init_process_group`: FSDP2 and DDP then stay within this replica.
+    """Replace `dist.init_process_group`, so that FSDP2 and DDP stay within this replica.
 
     members      processes of a replica: consecutive ranks
     backend      as torch takes it
     timeout      of the group's exchanges
-    environment  who this process is; default: what torchrun or our launcher says
+    environment  rank and store of this process; default: the variables of the launcher
 
-    The processes of a replica start, and come back, together.
+    The processes of a replica start, and restart, together. Raises `ContractError`.
     """
     environment = environment or Environment.read(os.environ)
     if environment.hosts_store:
         raise ContractError("store", "no launcher hosts it, and the groups of replicas need it now")
-    seat = ReplicaRank.of(environment, members)
+    coordinates = ReplicaCoordinates.of(environment, members)
     store = environment.connect(Timeouts())
-    life = store.add(
-        keys.replica_group_starts(seat.rank), 1
-    )  # a replica that comes back finds old keys there
+    # A replica that restarts finds the keys of its predecessor in the store.
+    start = store.add(keys.replica_group_starts(coordinates.rank), 1)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(keys.replica_group_prefix(seat.replica, life), store),
-        rank=seat.index,
+        store=dist.PrefixStore(keys.replica_group_prefix(coordinates.replica, start), store),
+        rank=coordinates.index,
         world_size=members,
         timeout=timeout,
     )

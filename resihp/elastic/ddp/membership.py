@@ -1,4 +1,4 @@
-"""Which replicas of a user's loop take part, and who computes what of a step. Talks to nobody."""
+"""Membership of replicas in a user's training loop, their assignments, and joining."""
 
 from __future__ import annotations
 
@@ -22,85 +22,89 @@ from ..microbatches.assignment import Assignment, full_assignments, remaining_as
 from ..rendezvous.consensus import RecoveryDecision, past_decision
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
-from .step import ReplicaRank
+from .step import ReplicaCoordinates
+
+_log = logging.getLogger("resihp.elastic")
 
 Quotas = Callable[[Sequence[int]], Sequence[int]]
-"""Microbatches of each of the given replicas, in their order; the sum never changes."""
+"""Returns the microbatches of each of the given replicas, in their order; their sum is constant."""
 
 
 class ReplicaMembership:
-    """One process's view; that of all others is the same.
+    """Replicas that take part and their assignments: a pure function of decisions.
 
-    alive   replicas that take part
-    takers  those of them that have yet to be given the state, and compute nothing before
-    shares  what each of `alive` has in the step in progress
+    alive          indices of the replicas that take part
+    without_state  those of them that have no state yet and compute nothing until they have
+    shares         assignment of each of `alive` in the step in progress
     """
 
-    def __init__(self, seat: ReplicaRank, microbatches: int, quotas: Quotas | None) -> None:
-        self.seat, self._microbatches = seat, microbatches
+    def __init__(
+        self, coordinates: ReplicaCoordinates, microbatches: int, quotas: Quotas | None
+    ) -> None:
+        self.coordinates, self._microbatches = coordinates, microbatches
         self._quotas = quotas or (lambda alive: even_quotas(microbatches, len(alive)))
-        self.alive = list(range(seat.replicas))
-        self.takers = self.alive[1:]
+        self.alive = list(range(coordinates.replicas))
+        self.without_state = self.alive[1:]
         self.plan = self._plan_for(self.alive)
         self.shares = full_assignments(self.plan)
 
     @property
     def place(self) -> int:
-        """This process's replica among those alive."""
-        return self.alive.index(self.seat.replica)
+        """Position of this process's replica in `alive`."""
+        return self.alive.index(self.coordinates.replica)
 
     @property
     def share(self) -> Assignment:
-        """This replica's own."""
+        """Assignment of this replica."""
         return self.shares[self.place]
 
     @property
-    def is_taker(self) -> bool:
-        """Whether this replica holds no state yet."""
-        return self.seat.replica in self.takers
+    def lacks_state(self) -> bool:
+        """True while this replica holds no state."""
+        return self.coordinates.replica in self.without_state
 
     @property
-    def giver(self) -> int:
-        """The rank that gives the state to those that stand at this process's place."""
-        return self.mirrors([r for r in self.alive if r not in self.takers])[0]
+    def state_source(self) -> int:
+        """Rank that sends its state to the ranks of the same index in replicas without state."""
+        return self.data_parallel([r for r in self.alive if r not in self.without_state])[0]
 
-    def mirrors(self, replicas: Sequence[int]) -> list[int]:
-        """The ranks that stand at this process's place in `replicas`."""
-        return [self.seat.ranks(replica)[self.seat.index] for replica in replicas]
+    def data_parallel(self, replicas: Sequence[int]) -> list[int]:
+        """Ranks with this process's index in each of `replicas`: they hold the same shards."""
+        return [self.coordinates.ranks(replica)[self.coordinates.index] for replica in replicas]
 
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """All processes of `replicas`."""
-        return tuple(rank for replica in replicas for rank in self.seat.ranks(replica))
+        return tuple(rank for replica in replicas for rank in self.coordinates.ranks(replica))
 
     def next_step(self) -> None:
-        """Everybody computes a whole share."""
+        """Assign the microbatches of a whole step."""
         self.shares = full_assignments(self.plan)
 
-    def enter(self, decision: RecoveryDecision) -> None:
-        """Go on as the survivors of a loss decided.
+    def apply(self, decision: RecoveryDecision) -> None:
+        """Apply the decision of the survivors of a loss.
 
-        Raises `FencedOutError` if this replica has lost a member, and `StateLostError` if none
-        that is left holds the state.
+        Raises `FencedOutError` if this replica has lost a member, and `StateLostError` if no
+        surviving replica holds the state.
         """
-        here, seat = set(decision.survivors), self.seat
-        replicas = sorted({rank // seat.members for rank in here})
-        self.alive = [r for r in replicas if here.issuperset(seat.ranks(r))]
-        if seat.replica not in self.alive:
-            raise FencedOutError(f"replica {seat.replica} has lost a member")
+        here, coordinates = set(decision.survivors), self.coordinates
+        replicas = sorted({rank // coordinates.members for rank in here})
+        self.alive = [r for r in replicas if here.issuperset(coordinates.ranks(r))]
+        if coordinates.replica not in self.alive:
+            raise FencedOutError(f"replica {coordinates.replica} has lost a member")
         blank = set(decision.stateless)
-        self.takers = [r for r in self.alive if not blank.isdisjoint(seat.ranks(r))]
-        if self.takers == self.alive:
+        self.without_state = [r for r in self.alive if not blank.isdisjoint(coordinates.ranks(r))]
+        if self.without_state == self.alive:
             if decision.completed:
-                raise StateLostError("no replica that is left holds the state of the job")
-            self.takers = self.alive[1:]
+                raise StateLostError("no surviving replica holds the state of the job")
+            self.without_state = self.alive[1:]
         before, self.plan = self.plan.layout, self._plan_for(self.alive)
-        computing = [r for r in self.alive if r not in self.takers]
+        computing = [r for r in self.alive if r not in self.without_state]
         self.shares = remaining_assignments(self._plan_for(computing), before, decision.kept)
 
     def _plan_for(self, computing: Sequence[int]) -> Plan:
-        """All who are alive, with quotas for those who are `computing`."""
+        """Return the plan of all replicas alive, with quotas for those that are `computing`."""
         layout = Layout(
-            tuple(Replica((Stage(tuple(self.seat.ranks(r)), (0, 1)),)) for r in self.alive)
+            tuple(Replica((Stage(tuple(self.coordinates.ranks(r)), (0, 1)),)) for r in self.alive)
         )
         given = list(self._quotas(computing))
         if len(given) != len(computing) or sum(given) != self._microbatches:
@@ -113,28 +117,25 @@ class ReplicaMembership:
         return Plan(version=0, layout=layout, quotas=quotas)
 
 
-_log = logging.getLogger("resihp.elastic")
+class ReplicaJoiner:
+    """Joining of replicas to a running loop, on either side.
 
-
-class ReplicaJoin:
-    """One process's view of those who wait before it; or waits itself.
-
-    A replica is let in when all of its processes wait. The first process alive looks, at every
-    step; all invite, so that a loss in between leaves nobody waiting.
+    A replica joins when all of its processes wait. The first process alive looks for joiners at
+    every step; all processes invite, so that a loss in between leaves no joiner without an answer.
     """
 
-    def __init__(self, rendezvous: Rendezvous, seat: ReplicaRank) -> None:
-        self._rendezvous, self._seat = rendezvous, seat
+    def __init__(self, rendezvous: Rendezvous, coordinates: ReplicaCoordinates) -> None:
+        self._rendezvous, self._coordinates = rendezvous, coordinates
         self._joiners = Joiners(rendezvous.stores.borrow())
-        self._is_shut = False
+        self._is_closed = False
         self.plan: Plan | None = None
 
     def enter(self) -> RecoveryDecision | None:
-        """Wait outside, then take part; what was decided. None if the job ends before.
+        """Wait for an invitation and return the decision behind it; None if the job ends before.
 
-        `plan` is then that of those who were there before.
+        `plan` is then the plan of the replicas that were alive before.
         """
-        rank = self._seat.rank
+        rank = self._coordinates.rank
         invitation = self._joiners.await_invitation(
             rank, self._joiners.announce(rank), lambda: False
         )
@@ -145,21 +146,25 @@ class ReplicaJoin:
         return past_decision(self._rendezvous, invitation.recovery - 1)
 
     def waiting(self, alive: Sequence[int]) -> tuple[int, ...]:
-        """Replicas that could come in now; none for all processes but the first."""
+        """Return the replicas that can join now; empty on all processes but the first alive."""
         rendezvous = self._rendezvous
-        if self._is_shut or rendezvous.stores.is_cut_off or rendezvous.rank != rendezvous.alive[0]:
+        if (
+            self._is_closed
+            or rendezvous.stores.is_cut_off
+            or rendezvous.rank != rendezvous.alive[0]
+        ):
             return ()
         try:
             ranks = self._joiners.waiting()
         except dist.DistError as error:
-            self._is_shut = True
-            _log.error("the store is gone; no replica can come in any more: %s", error)
+            self._is_closed = True
+            _log.error("the store is gone; no replica can join any more: %s", error)
             return ()
-        replicas = sorted({rank // self._seat.members for rank in ranks} - set(alive))
-        return tuple(r for r in replicas if set(self._seat.ranks(r)) <= set(ranks))
+        replicas = sorted({rank // self._coordinates.members for rank in ranks} - set(alive))
+        return tuple(r for r in replicas if set(self._coordinates.ranks(r)) <= set(ranks))
 
     def invite(self, ranks: Sequence[int], plan: Plan) -> None:
-        """Tell `ranks` that the others count them in."""
+        """Invite those of `ranks` that wait to join."""
         waiting = self._joiners.waiting()
         new = [rank for rank in ranks if rank in waiting]
         self._joiners.reset(new)

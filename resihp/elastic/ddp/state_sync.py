@@ -1,8 +1,8 @@
-"""Brings the state of a loop from a replica that has it to those that do not, beside training.
+"""Transfer of a loop's state from one replica to replicas without it, in the background.
 
-The state is whatever its owners' `state_dict()` give: model, optimizer, schedules, a cursor. Its
-shape travels pickled, its tensors apart, in chunks. Of a `DTensor` the local shard travels; the
-taker stands at the same place of its own replica's mesh.
+The state is what `state_dict()` of model, optimizer, schedules and cursor returns. Its structure is
+pickled without tensors; tensors follow in chunks. Of a `DTensor` the local shard is sent: the
+receiver has the same coordinates in the mesh of its own replica.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Stateful(Protocol):
-    """What torch's modules, optimizers and schedules are."""
+    """Object with a state, such as a module, an optimizer or a schedule of torch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that must not be lost."""
+        """Return the whole state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over what `state_dict` gave."""
+        """Replace the state by one that `state_dict` returned."""
         ...
 
 
 class StateBroadcast:
-    """Sends the state in a thread while this replica computes; it must not change meanwhile."""
+    """Sends the state in a thread during computation; the state must not change until `finish`."""
 
     def __init__(
         self, group: AbortableProcessGroup, rank: int, state: Mapping[str, Stateful]
@@ -47,17 +47,19 @@ class StateBroadcast:
         )
         self._group, self._rank = group, rank
         self._broken: str | None = None
-        self._thread = threading.Thread(target=self._run, name="resihp-give", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="resihp-state-broadcast", daemon=True
+        )
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until everything is sent. Raises `PeerLostError` if a taker is lost."""
+        """Wait until all is sent. Raises `PeerLostError` if a receiver is lost."""
         self._thread.join()
         if self._broken is not None:
             raise PeerLostError(self._broken)
 
     def abandon(self) -> None:
-        """Wait until the thread has seen that the generation is broken."""
+        """Wait until the thread has noticed that the groups are aborted."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -69,40 +71,40 @@ class StateBroadcast:
                 flat = torch.cat([_flat(tensor) for tensor in part])
                 self._group.broadcast(flat, self._rank)
         except PeerLostError as error:
-            self._broken = str(error)  # without its traceback, which would keep the group
+            self._broken = str(error)  # its traceback would keep the group alive
 
 
-def take(
+def receive_state(
     group: AbortableProcessGroup,
-    giver: int,
+    source: int,
     state: Mapping[str, Stateful],
     parameters: Sequence[torch.Tensor],
 ) -> None:
-    """Receive what `giver` gives; `state` is loaded when all of it is here.
+    """Receive the state that `source` broadcasts, and load it when it is complete.
 
-    `parameters` are this replica's: they tell device and meshes.
+    parameters  of this replica, which give device and meshes
     """
     size = torch.zeros(1, dtype=torch.int64)
-    group.broadcast(size, giver)
+    group.broadcast(size, source)
     skeleton = torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(skeleton, giver)
+    group.broadcast(skeleton, source)
     whole = bytes(skeleton.numpy())
     tensors = empties(whole)
     for part in _chunks(tensors):
         flat = torch.empty(sum(map(_size, part)), dtype=torch.uint8)
-        group.broadcast(flat, giver)
+        group.broadcast(flat, source)
         for tensor, given in zip(part, flat.split([_size(t) for t in part]), strict=True):
             _flat(tensor).copy_(given)
-    told = unpack(whole, tensors, meshes(parameters))
+    received = unpack(whole, tensors, meshes(parameters))
     for name, one in state.items():
-        one.load_state_dict(told[name])
+        one.load_state_dict(received[name])
         if isinstance(one, torch.amp.GradScaler):
-            # It makes its scale at its first use, which a step without microbatches does not have.
+            # It creates its scale on first use, which a step without microbatches does not have.
             one.scale(torch.zeros((), device=parameters[0].device))
 
 
 def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The shape of `state`, and its tensors in the order in which they stand there."""
+    """Pickle `state` without its tensors; return the bytes and the tensors in order."""
     written = io.BytesIO()
     packer = _Packer(written)
     packer.dump(state)
@@ -110,19 +112,19 @@ def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def unpack(skeleton: bytes, tensors: Sequence[torch.Tensor], known: Sequence[DeviceMesh]) -> Any:
-    """The state again, with `tensors` in it."""
+    """Rebuild the state with `tensors` in it."""
     return _Unpacker(io.BytesIO(skeleton), tensors, known).load()
 
 
 def empties(skeleton: bytes) -> list[torch.Tensor]:
-    """Room for the tensors of a state."""
+    """Allocate the tensors of a packed state."""
     unpacker = _Unpacker(io.BytesIO(skeleton), None, ())
     unpacker.load()
     return unpacker.empties
 
 
 def meshes(tensors: Iterable[Any]) -> list[DeviceMesh]:
-    """The meshes of distributed tensors in the order of their appearance, each once."""
+    """Return the distinct meshes of distributed tensors, in order of appearance."""
     found: list[DeviceMesh] = []
     for tensor in tensors:
         if isinstance(tensor, DTensor) and tensor.device_mesh not in found:
@@ -131,7 +133,7 @@ def meshes(tensors: Iterable[Any]) -> list[DeviceMesh]:
 
 
 class _Packer(pickle.Pickler):
-    """Puts tensors aside; in their place stands what they are like."""
+    """Pickler that replaces tensors by their shape, dtype and distribution."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -139,7 +141,7 @@ class _Packer(pickle.Pickler):
         self._meshes: list[DeviceMesh] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        """For a tensor its local shape and type, and how it is distributed, if it is."""
+        """Return local shape, dtype and distribution of a tensor; None for other objects."""
         if not isinstance(obj, torch.Tensor):
             return None
         spread = None
@@ -155,7 +157,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Puts given tensors in their places, or only makes room for them."""
+    """Unpickler that inserts given tensors, or allocates them."""
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class _Unpacker(pickle.Unpickler):
         self._known = known
 
     def persistent_load(self, pid: Any) -> Any:
-        """The next tensor."""
+        """Return the next tensor."""
         shape, dtype, spread = pid
         if self._tensors is None:
             self.empties.append(torch.empty(shape, dtype=dtype))
@@ -189,7 +191,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In order; one alone may be larger than a chunk."""
+    """Group tensors into chunks, in order; a single tensor may exceed the size."""
     part: list[torch.Tensor] = []
     for tensor in tensors:
         if part and sum(map(_size, part)) + _size(tensor) > _CHUNK_BYTES:
@@ -205,7 +207,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes; the same memory where it is contiguous on the CPU."""
+    """Return its bytes, as a view where it is contiguous on the CPU."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What a training loop of the user's sees: the place of its process, and one step at a time."""
+"""Coordinates of a process among replicas, and the step that a user's loop iterates over."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..rendezvous.environment import Environment
 
 
 @dataclass(frozen=True)
-class ReplicaRank:
-    """Where this process stands: `replica` of `replicas`, `index` of the `members` in it.
+class ReplicaCoordinates:
+    """Coordinates of this process: `replica` of `replicas`, `index` of `members` in it.
 
-    `joins`: the job is running already, and this process is a part of a replica that comes (back).
+    joins  the job is running already; this process belongs to a replica that joins it
     """
 
     replica: int
@@ -29,11 +29,11 @@ class ReplicaRank:
 
     def __post_init__(self) -> None:
         if not (0 <= self.replica < self.replicas and 0 <= self.index < self.members):
-            raise ContractError("seat", f"there is no place {self}")
+            raise ContractError("coordinates", f"out of range: {self}")
 
     @classmethod
-    def of(cls, environment: Environment, members: int) -> ReplicaRank:
-        """Replicas of `members` consecutive ranks each. Raises `ContractError` if any are left."""
+    def of(cls, environment: Environment, members: int) -> ReplicaCoordinates:
+        """Build replicas of `members` consecutive ranks. Raises `ContractError` for a remainder."""
         rank, size, joins = environment.rank, environment.world_size, environment.joins
         size = max(size, rank - rank % members + members) if joins else size
         if members < 1 or size % members:
@@ -42,11 +42,11 @@ class ReplicaRank:
 
     @property
     def rank(self) -> int:
-        """Number over all processes."""
+        """Global rank."""
         return self.replica * self.members + self.index
 
     def ranks(self, replica: int) -> range:
-        """The processes of a replica."""
+        """Global ranks of a replica."""
         return range(replica * self.members, (replica + 1) * self.members)
 
 
@@ -74,7 +74,7 @@ class Step:
         self._present = None
 
     def report(self, loss: torch.Tensor | float, *, weight: float | None = None) -> None:
-        """Tell the loss of the microbatch that was yielded last. Does not wait for the device."""
+        """Report the loss of the microbatch that was yielded last, without a device sync."""
         if self._present is None:
             raise ContractError("report", "no microbatch is being computed")
         if isinstance(loss, torch.Tensor):
