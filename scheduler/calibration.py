@@ -1,4 +1,4 @@
-"""The cost model of a job fitted to what its own healthy steps took."""
+"""Calibration of a job's cost model to measured healthy steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .replica_times import ReplicaTimes
 from .simulator import simulate
 
 _CHORDS = 12
-_CLOSE = 1e-4  # of a step; what is left of it is a cost of every step
+_CLOSE = 1e-4  # of a step; the rest becomes fixed cost
 
 
 def compute_ms(job: Job) -> Mapping[int, tuple[float, float]]:
-    """What each rank of the first layout computes forward and backward in a healthy step.
+    """Forward and backward compute time by rank of the initial layout in one healthy step.
 
-    Waiting, transfers and collectives do not count; a microbatch holds the mean work.
+    In milliseconds for microbatches of mean work; without waiting, transfers and collectives.
     """
     cost = layer_cost(job)
     found = {}
@@ -44,17 +44,17 @@ def calibrated(
     besides_ms: float = 0.0,
     collective_ms: float | None = None,
 ) -> Job:
-    """The job with a cost model under which its first layout takes `step_ms`, all healthy.
+    """Job with a cost model under which its initial layout takes `step_ms` on healthy devices.
 
-    forward, backward  computing that was measured over `compute_ms`
-    besides_ms         measured of every step beside its microbatches: data, reduction, optimizer
-    collective_ms      measured of the collectives of one layer in one direction; None: not known
+    forward, backward  ratios of measured compute time to `compute_ms`
+    besides_ms         measured fixed cost of a step: data, gradient reduction, optimizer
+    collective_ms      measured time of one layer's collectives in one direction; None: unknown
 
-    What a step takes beyond these (launches, contention) is counted as latency of the collectives
-    and transfers, where tensor-parallel groups have any, so that a rank that works alone does not
-    pay for it; but only up to what the collectives were seen to take. All else is a cost of every
-    step: on a machine that others share that is much, and would make plans leave ranks alone.
-    Where computing alone would already take longer, it is scaled down to the step.
+    The rest of the step (launches, contention) is modelled as latency of collectives and transfers
+    if there are tensor-parallel groups, so that groups of one rank do not pay for it, but only up
+    to the measured time of the collectives. What remains is fixed cost of a step: on a shared
+    machine it is large, and as latency it would favour groups of one rank. If compute alone
+    exceeds the step, all costs are scaled down to it.
     """
     cost = _scaled(layer_cost(job), forward, backward)
     scaled = replace(job, cost=replace(cost, step_ms=besides_ms))
@@ -69,10 +69,10 @@ def calibrated(
 
 
 def _with_latency(job: Job, step_ms: float, collective_ms: float | None) -> Job:
-    """The job with links so slow to start that its step takes nearly, and no more than, `step_ms`.
+    """Job with the largest link latency under which its step takes at most `step_ms`.
 
-    Nor do the collectives of a layer take more than `collective_ms`. A step is a longest path and
-    so convex in the latency: chords meet `step_ms` on the near side.
+    The collectives of a layer take at most `collective_ms`. A step is a longest path and therefore
+    convex in the latency, so the secant iteration converges from below.
     """
 
     def at(latency_ms: float) -> Job:
@@ -109,4 +109,4 @@ def _scaled(cost: LayerCost, forward: float, backward: float) -> LayerCost:
 def _step_ms(job: Job) -> float:
     if job.schedule is Schedule.INTERLEAVED:
         return simulate(job, job.layout, job.quotas).step_ms
-    return ReplicaTimes(job, job.layout, job.schedule, {}).step_ms(job.quotas)
+    return ReplicaTimes(job, job.layout.replicas, job.schedule, {}).step_ms(job.quotas)

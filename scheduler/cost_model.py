@@ -1,4 +1,4 @@
-"""What a stage costs: per-layer times of a tensor-parallel group, collectives and transfers."""
+"""Cost model: times of a tensor-parallel group per layer, of collectives and of transfers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ACTIVATION_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Times of one group, in milliseconds for one mean microbatch.
+    """Times of one tensor-parallel group in milliseconds for one mean microbatch.
 
-    The ranks of a group meet in a collective after every layer, so a layer lasts as long as its
-    slowest rank needs, and a stage the sum of its layers.
+    A collective follows every layer, so a layer takes the time of the slowest rank, and a stage
+    takes the sum of its layers.
     """
 
     forward_ms: float
@@ -25,17 +25,17 @@ class GroupCost:
     head_ms: float
 
     def stage(self, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
-        """Forward and backward time of a stage that holds `layers` layers."""
+        """Forward and backward time of a stage with `layers` layers."""
         extra = first * self.embedding_ms + last * self.head_ms
         return layers * self.forward_ms + extra, layers * self.backward_ms + 2 * extra
 
 
 def layer_cost(job: Job) -> LayerCost:
-    """The job's measured cost, else one derived from the model shape, else unit costs.
+    """Measured cost of the job, else one derived from the model shape, else unit costs.
 
-    Derived: 2 FLOPs per parameter and token, causal attention over one sequence of the token
-    budget, backward twice the forward (Narayanan et al., 2021, appendix), at a rate that the
-    named type of device commonly reaches. `recompute` adds a forward to every backward.
+    Derived: 2 FLOPs per parameter and token, causal attention over one sequence of all tokens of
+    the microbatch, a backward of twice the forward (Narayanan et al., 2021, appendix), at the rate
+    commonly achieved by the named device type. `recompute` adds a forward to every backward.
     """
     cost = job.cost or _analytic(job)
     if not job.recompute or job.cost is not None:
@@ -73,10 +73,10 @@ def group_cost(
     speeds: Sequence[float],
     ranks: Sequence[int] = (),
 ) -> GroupCost:
-    """Times of a group whose members hold `shares` of every layer and run at `speeds` (all > 0).
+    """Times of a group whose ranks hold `shares` of every layer and run at `speeds` (all > 0).
 
-    A rank with share q and speed p needs `(fixed + q * layer) / p`; every layer has two
-    all-reduces in each direction, which last as long as the links between `ranks` need.
+    A rank with share q and speed p takes `(fixed + q * layer) / p`; every layer has two
+    all-reduces in each direction over the links between `ranks`.
     """
     units = sum(shares)
     pairs = [(share / units, speed) for share, speed in zip(shares, speeds, strict=True)]
@@ -97,14 +97,14 @@ def _activation_bytes(job: Job) -> float:
 
 
 def spans_nodes(job: Job, ranks: Sequence[int]) -> bool:
-    """Whether ranks stand in different nodes; nodes hold consecutive ranks."""
+    """Whether ranks are in different nodes; nodes hold consecutive ranks."""
     return len({rank // job.links.ranks_per_node for rank in ranks}) > 1
 
 
 def all_reduce_ms(job: Job, ranks: int, *, spread: bool = False) -> float:
-    """Two ring all-reduces of one microbatch's activation within a group; 0 without a model.
+    """Time of two ring all-reduces of one microbatch's activation; 0 without a model.
 
-    `spread`: the group's ranks stand in different nodes.
+    `spread`: the ranks of the group are in different nodes.
     """
     size = _activation_bytes(job)
     if ranks < 2 or not size:
@@ -115,7 +115,7 @@ def all_reduce_ms(job: Job, ranks: int, *, spread: bool = False) -> float:
 
 
 def transfer_ms(job: Job) -> float:
-    """One activation from a stage to the next across nodes, the group's ranks in parallel."""
+    """Time of one activation transfer between stages across nodes, all ranks in parallel."""
     size = _activation_bytes(job)
     if not size:
         return 0.0

@@ -1,4 +1,4 @@
-"""What microbatches of unequal work cost a step: stages wait for the longer ones."""
+"""Expected step time with microbatches of unequal work, for which stages wait."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def expected_step_ms(
     schedule: Schedule,
     work: Sequence[float],
 ) -> float:
-    """Mean step time of a layout whose microbatches are drawn from those of a sample.
+    """Mean step time of a layout whose microbatches are drawn from a sample.
 
-    work  of a sample of microbatches, in any unit (what their lengths cost); 1 is the mean
+    work  costs of a sample of microbatches, in any unit (e.g. FLOPs of their sequence lengths)
 
-    Every replica is timed over 32 draws of its microbatches. Replicas draw apart, so that the step
-    ends by t with the product of their chances; the mean over all combinations of the draws
-    follows. The same input gives the same result.
+    Every replica is timed over 32 draws of its microbatches. Replicas draw independently, so the
+    distribution of the step's end is the product of theirs, and its mean is exact over all
+    combinations of draws. Deterministic: the random seed is fixed.
     """
     relative = relative_work(work)
     random = np.random.default_rng(_SEED)
@@ -67,7 +67,7 @@ def expected_step_ms(
 
 
 def relative_work(work: Sequence[float]) -> Floats:
-    """Work over its mean. Raises `ContractError` for what is no work."""
+    """Work divided by its mean. Raises `ContractError` for invalid values."""
     values = np.asarray(work, np.float64)
     if values.ndim != 1 or not values.size or not (np.isfinite(values) & (values > 0.0)).all():
         raise ContractError("work", "must be a list of numbers above 0")
@@ -75,7 +75,7 @@ def relative_work(work: Sequence[float]) -> Floats:
 
 
 def mean_of_latest(ends: Floats) -> float:
-    """Mean of the latest of independent ends, each as likely one of its row as another.
+    """Mean of the maximum of independent variables, each uniform over its row of `ends`.
 
     >>> mean_of_latest(np.array([[1.0, 3.0], [1.0, 3.0]]))
     2.5

@@ -1,12 +1,12 @@
-"""Job descriptions as TOML text.
+"""Job files: TOML descriptions of a job, and presets of published model shapes.
 
     name = "pretraining"
-    model = "llama-3-8b"            # a model_preset, or a table with layers, hidden, heads, ...
+    model = "llama-3-8b"            # a preset, or a table with layers, hidden, heads, ...
     microbatches = 64
     tokens_per_microbatch = 8192
     device = "H100"
 
-    [layout]                        # the regular grid, or `replicas` written out
+    [layout]                        # a regular grid, or `replicas` written out
     dp = 4
     pp = 4
     tp = 2
@@ -14,7 +14,7 @@
     [memory]
     budget_bytes = 80_000_000_000
 
-Every other field of `resihp.contracts.Job` may stand beside them under its own name.
+Every other field of `resihp.contracts.Job` has its own name.
 """
 
 from __future__ import annotations
@@ -28,8 +28,35 @@ from resihp.contracts import ContractError, Job, Layout, ModelShape, Schedule, f
 _GRID = ("dp", "pp", "tp", "layers", "units")
 
 
+def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelShape:
+    return ModelShape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab
+    )
+
+
+MODEL_PRESETS: dict[str, ModelShape] = {
+    "llama-2-7b": _shape(32, 4096, 32, 32, 11008, 32000),
+    "llama-2-13b": _shape(40, 5120, 40, 40, 13824, 32000),
+    "llama-2-70b": _shape(80, 8192, 64, 8, 28672, 32000),
+    "llama-3-8b": _shape(32, 4096, 32, 8, 14336, 128256),
+    "llama-3-70b": _shape(80, 8192, 64, 8, 28672, 128256),
+    "llama-3-405b": _shape(126, 16384, 128, 8, 53248, 128256),
+    "qwen2.5-7b": _shape(28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-72b": _shape(80, 8192, 64, 8, 29568, 152064),
+}
+
+
+def model_preset(name: str) -> ModelShape:
+    """Shape of the preset of that name. Raises `ContractError` that lists the names."""
+    try:
+        return MODEL_PRESETS[name.lower()]
+    except KeyError:
+        known = ", ".join(MODEL_PRESETS)
+        raise ContractError("model", f"must be one of {known}, not {name!r}") from None
+
+
 def parse_job(text: str) -> Job:
-    """The job that a TOML text describes. Raises `ContractError` with the dotted field."""
+    """Job described by a TOML text. Raises `ContractError` with the dotted field."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -38,7 +65,7 @@ def parse_job(text: str) -> Job:
 
 
 def job_of(document: Mapping[str, Any]) -> Job:
-    """The job in a parsed document; presets and grids are written out first."""
+    """Job of a parsed document; presets and grids are expanded first."""
     fields = dict(document)
     if isinstance(fields.get("model"), str):
         fields["model"] = to_json(model_preset(fields["model"]))
@@ -49,7 +76,7 @@ def job_of(document: Mapping[str, Any]) -> Job:
 
 
 def _chunks(fields: Mapping[str, Any]) -> int:
-    """Model chunks of each stage of the grid; what is no number is named when the job is made."""
+    """Model chunks of each stage of the grid; `Job` reports a value that is not a number."""
     chunks = fields.get("chunks", 1)
     interleaved = fields.get("schedule") == Schedule.INTERLEAVED and type(chunks) is int
     return max(chunks, 1) if interleaved else 1
@@ -73,30 +100,3 @@ def _grid(given: Mapping[str, Any], model: Any, chunks: int) -> Layout:
         return Layout.grid(**sizes, chunks=chunks)
     except ContractError as error:
         raise ContractError(f"layout.{error.field}", error.problem) from None
-
-
-def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelShape:
-    return ModelShape(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab
-    )
-
-
-MODEL_PRESETS: dict[str, ModelShape] = {
-    "llama-2-7b": _shape(32, 4096, 32, 32, 11008, 32000),
-    "llama-2-13b": _shape(40, 5120, 40, 40, 13824, 32000),
-    "llama-2-70b": _shape(80, 8192, 64, 8, 28672, 32000),
-    "llama-3-8b": _shape(32, 4096, 32, 8, 14336, 128256),
-    "llama-3-70b": _shape(80, 8192, 64, 8, 28672, 128256),
-    "llama-3-405b": _shape(126, 16384, 128, 8, 53248, 128256),
-    "qwen2.5-7b": _shape(28, 3584, 28, 4, 18944, 152064),
-    "qwen2.5-72b": _shape(80, 8192, 64, 8, 29568, 152064),
-}
-
-
-def model_preset(name: str) -> ModelShape:
-    """The shape of that name. Raises `ContractError` that lists the names."""
-    try:
-        return MODEL_PRESETS[name.lower()]
-    except KeyError:
-        known = ", ".join(MODEL_PRESETS)
-        raise ContractError("model", f"must be one of {known}, not {name!r}") from None

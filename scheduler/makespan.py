@@ -1,4 +1,4 @@
-"""Exact spans of many pipelines at once, fast enough to sit inside the search."""
+"""Exact makespans of many pipelines at once, vectorised for the search."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def pipeline_makespans(
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     work: Floats | None = None,
 ) -> Floats:
-    """Span of each pipeline, the same as `resihp.pipeline.replay` gives.
+    """Makespan of each pipeline [pipeline], equal to that of `resihp.pipeline.replay`.
 
-    forward, backward  [pipeline, stage], time of one microbatch
+    forward, backward  time of one microbatch, [pipeline, stage]
     microbatches       [pipeline]
     schedule           any but the interleaved one
-    work               [pipeline, microbatch], of each over a mean one; all 1 where none is given
+    work               relative work of each microbatch, [pipeline, microbatch]; default 1
 
-    Round k runs forward k and the backward that follows it in every stage. Forwards of a round
-    form a chain over the stages, which is a running maximum after the stages' own times are
-    subtracted; backwards wait for those of a round before. So a round costs a few array
-    operations, whatever the number of pipelines. Where the backward is split, it is the half for
-    the inputs that others wait for; the other one follows in the same round.
+    Round k runs forward k and the backward that follows it in every stage. The forwards of a round
+    form a chain over the stages: a running maximum after the stages' own times are subtracted. The
+    backwards wait for those of an earlier round. A round therefore takes a few array operations
+    for any number of pipelines. With a split backward, other stages wait for the input half; the
+    weight half follows in the same round.
     """
     counts = np.asarray(microbatches)
     order = np.argsort(-counts, kind="stable")
@@ -48,17 +48,17 @@ def pipeline_makespans(
     else:
         rounds = _UnevenRounds(f, b, counts[order], p2p, lead, work[order].T)
     ends = np.empty(len(counts))
-    ends[order] = rounds.spans()
+    ends[order] = rounds.makespans()
     return ends
 
 
 class _Lead(NamedTuple):
-    """How far each stage of a schedule runs ahead, in rounds; arrays are [stage, 1]."""
+    """Lead of each stage under a schedule, in rounds; arrays are [stage, 1]."""
 
     ahead: Counts  # forwards before the first backward
     put_off: Counts  # backwards before the first weight half
     weight_part: float
-    lag: Counts  # since the stage behind ran the same backward
+    lag: Counts  # rounds since the next stage ran the same backward
 
     @classmethod
     def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> _Lead:
@@ -69,14 +69,14 @@ class _Lead(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """What the passes of one microbatch take, [stage, pipeline]."""
+    """Times of the passes of one microbatch, [stage, pipeline]."""
 
     forward: Floats
     inputs: Floats
     weight: Floats
-    reach: Floats  # end of a forward that no stage lets wait; `before` is its start
+    reach: Floats  # end of a forward without any waiting; `before` is its start
     before: Floats
-    arrive: Floats  # from the end of a backward to that of the stage before
+    arrive: Floats  # from the end of a backward to its end in the previous stage
 
     @classmethod
     def of(cls, forward: Floats, backward: Floats, p2p: float, weight_part: float) -> _Times:
@@ -87,11 +87,11 @@ class _Times(NamedTuple):
 
 
 class _Rounds:
-    """All pipelines, those with more microbatches first; arrays are [stage, pipeline].
+    """State of all pipelines, sorted by descending microbatches; arrays are [stage, pipeline].
 
-    Pipelines that have forwards left are all in the same round, in which their last stages run a
-    backward too; then all of them together run the backwards that are left in the first stages. A
-    stage whose turn has not come runs a backward of no length that waits for nothing.
+    Pipelines with remaining forwards are all in the same round, in which their last stages run a
+    backward as well; afterwards all pipelines together run the remaining backwards of the first
+    stages. An inactive stage runs a backward of zero length that waits for nothing.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class _Rounds:
         self._times = self._all
         self._free = np.zeros(forward.shape)  # end of the last pass of each stage
         self._returned = self._free  # end of its last backward
-        self._earlier = self._free  # end of the one before
+        self._earlier = self._free  # end of the backward before that
         self._same = np.flatnonzero(lead.lag == 0)[::-1].tolist()
         self._long_ago = lead.lag == 2
         self._looks_back = bool(self._long_ago.any()), bool(self._long_ago.all())
 
-    def spans(self) -> Floats:
-        """When every pipeline has ended, with the weight halves that are left."""
+    def makespans(self) -> Floats:
+        """End of every pipeline, including its remaining weight halves."""
         ahead, counts = self._lead.ahead, self._counts.tolist()
         full = int(ahead[0, 0])
         ended = np.zeros((3, *self._free.shape))
@@ -130,7 +130,7 @@ class _Rounds:
         return np.asarray((self._free + self._left()).max(axis=0))
 
     def _keep(self, width: int) -> None:
-        """Goes on with the first pipelines only."""
+        """Restrict the state to the first pipelines."""
         self._times = _Times(*(times[:, :width] for times in self._all))
         self._free, self._returned = self._free[:, :width], self._returned[:, :width]
         self._earlier = self._earlier[:, :width]
@@ -140,7 +140,7 @@ class _Rounds:
         self._free = np.maximum.accumulate(self._free - before, axis=0) + reach
 
     def _run_backwards(self, number: int | Counts, runs: Mask | None) -> None:
-        """In the round of that number, in all stages or those that `runs` says.
+        """Run the backwards of a round, in all stages or in those of the mask `runs`.
 
         Weight halves follow from the round on in which the first stage runs a backward.
         """
@@ -156,7 +156,7 @@ class _Rounds:
             self._free = ends + self._weight_halves(number - self._lead.ahead[0], runs)
 
     def _source(self) -> Floats:
-        """Ends of the backwards that the stages before wait for."""
+        """Ends of the backwards that the previous stages wait for."""
         some, every = self._looks_back
         if every or not some:
             return self._earlier if some else self._returned
@@ -165,15 +165,15 @@ class _Rounds:
         return source
 
     def _forwards(self, number: int) -> tuple[Floats, Floats]:
-        """Ends and starts of the forwards of a microbatch that no stage lets wait."""
+        """Ends and starts of a microbatch's forwards without any waiting."""
         return self._times.reach, self._times.before
 
     def _backwards(self, number: int | Counts) -> tuple[Floats, Floats]:
-        """What stages take for the inputs of the microbatches whose turn it is."""
+        """Durations of the input halves of a round, and `arrive` for them."""
         return self._times.inputs, self._times.arrive
 
     def _weight_halves(self, turn: Counts, runs: Mask | None) -> Floats:
-        """Of the microbatches of that index, which is the same in all stages; 0 below 0."""
+        """Weight halves of the microbatch of that index in all stages; 0 for negative indices."""
         return self._times.weight if runs is None else self._times.weight * (runs & (turn >= 0))
 
     def _left(self) -> Floats:
@@ -181,7 +181,7 @@ class _Rounds:
 
 
 class _UnevenRounds(_Rounds):
-    """Rounds of microbatches of unequal work."""
+    """Rounds with microbatches of unequal work."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _UnevenRounds(_Rounds):
         return super()._weight_halves(turn, runs) * self._at(turn)
 
     def _at(self, turn: Counts) -> Floats:
-        """Work of the microbatches with these indices."""
+        """Relative work of the microbatches of these indices."""
         columns = np.arange(len(self._free.T))
         return np.asarray(self._work[np.clip(turn, 0, len(self._work) - 1), columns])
 

@@ -1,4 +1,4 @@
-"""What a device must hold, and how many layers of a stage fit into its budget."""
+"""Memory of pipeline stages: peak bytes of ranks, layers that fit, schedules that fit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryFootprint:
-    """Bytes of one whole layer, one microbatch's activations of it, and either end of the model.
+    """Bytes of one layer, of its activations for one microbatch, and of embedding and head.
 
-    A rank with share q of a stage holds q of each: weights, gradients and optimizer state are all
-    split as the layers are.
+    A rank with share q of a stage holds the fraction q of each: weights, gradients and optimizer
+    state are split like the layers.
     """
 
     layer_bytes: float
@@ -30,10 +30,10 @@ class MemoryFootprint:
 
     @classmethod
     def of(cls, job: Job, replicas: int) -> MemoryFootprint:
-        """Footprint of a job that runs `replicas` replicas (they may share optimizer state).
+        """Footprint of a job with `replicas` replicas, which may share optimizer state.
 
-        Activations are those that Korthikanti et al. (2022, eq. 2 with selective recomputation)
-        give for bf16: 34 bytes per token and hidden unit, or 2 where everything is recomputed.
+        Activations in bf16 with selective recomputation take 34 bytes per token and hidden unit,
+        with full recomputation 2 (Korthikanti et al., 2022, eq. 2).
         """
         memory, model = job.memory, job.model
         owners = replicas if memory.sharded_optimizer else 1
@@ -49,13 +49,13 @@ class MemoryFootprint:
 
     @property
     def is_known(self) -> bool:
-        """Whether both what there is and what activations need are known."""
+        """Whether the budget and the size of activations are known."""
         return self.budget_bytes is not None and self.activation_bytes > 0.0
 
     def most_layers(
         self, widest: NDArray[np.float64], in_flight: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Layers that fit into every stage of chains, [chain, stage].
+        """Layers that fit into every stage, [chain, stage].
 
         widest     share of the layer that the stage's most loaded rank holds
         in_flight  microbatches of which the stage holds activations
@@ -84,7 +84,7 @@ def job_budget(job: Job) -> float | None:
 
 
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
-    """Whether every rank of `layout` has the memory for its part under `schedule`."""
+    """Whether every rank of `layout` has enough memory under `schedule`."""
     footprint = MemoryFootprint.of(job, layout.dp)
     pairs = zip(layout.replicas, quotas, strict=True)
     return all(replica_fits(job, footprint, *pair, schedule) for pair in pairs)
@@ -93,7 +93,7 @@ def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) ->
 def replica_fits(
     job: Job, footprint: MemoryFootprint, replica: Replica, quota: int, schedule: Schedule
 ) -> bool:
-    """Whether every rank of one replica has the memory for its part of `quota` microbatches."""
+    """Whether every rank of a replica has enough memory for `quota` microbatches."""
     budget, last = footprint.budget_bytes, len(replica.stages) - 1
     if budget is None:
         return True
@@ -119,7 +119,7 @@ def _limits(job: Job, replica: Replica, quota: int, schedule: Schedule) -> Seque
 
 
 def most_held(order: Sequence[Pass]) -> int:
-    """Most microbatches that a stage has begun and not finished, in whole stages."""
+    """Peak number of microbatches in flight in a stage, in units of all of its chunks."""
     chunks = 1 + max((item.chunk for item in order), default=0)
     held = most = 0
     for item in order:
@@ -132,13 +132,14 @@ def most_held(order: Sequence[Pass]) -> int:
 
 
 def plan_schedules(job: Job) -> tuple[Schedule, ...]:
-    """What the job permits; where it says nothing its own schedule, and eager 1F1B beside 1F1B.
+    """Schedules that plans of the job may use, the preferred one first.
 
-    Eager 1F1B runs the same passes on the same data and adds up the gradients in the same order;
-    it only starts forwards earlier, and so holds more activations. It is a choice where the job
-    says how much memory there is and what activations need, so that a plan is known to fit. A split
-    backward runs other passes, so that the job has to permit it. Of interleaved stages the
-    arrangement is searched under 1F1B, and their chunks made from it (`search.interleaved`).
+    Those that the job permits; by default its own schedule, and eager 1F1B besides 1F1B. Eager
+    1F1B runs the same passes on the same data and sums gradients in the same order; it starts
+    forwards earlier and so holds more activations. By default it is only permitted if the memory
+    budget and the size of activations are known. A split backward runs other passes, so the job
+    has to permit it. For interleaved stages the arrangement is searched under 1F1B, and the chunks
+    are derived from it (`search.interleaved`).
     """
     if job.schedules:
         return job.schedules

@@ -1,4 +1,4 @@
-"""A plan for the speed that is left: shares, slots, layers and quotas together."""
+"""Plans for given device speeds: `make_plan` for a job, `replan` for a running one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .search import interleaved, search
 from .simulator import Speeds, speed_map
 from .switching_rule import ReplanDecision, SkiRental, decide
 
-_NOTHING_LOST = SkiRental()
-_WORTH = 1e-3  # interleaved stages stay unless others are better by this much
+_NO_LOSS = SkiRental()
+_TOLERANCE = 1e-3  # interleaved stages are kept unless 1F1B is faster by this fraction
 
 
 def make_plan(
@@ -30,22 +30,22 @@ def make_plan(
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
-    """The plan for devices of these speeds: 1.0 healthy (also where none is given), 0.0 dead.
+    """Plan with the shortest step for these device speeds.
 
-    speeds        by rank; ranks that are in no layout yet may join
-    layout        the present one; default: the one that the job started with
-    work          of a sample of the job's microbatches, in any unit (what their lengths cost): the
-                  predicted step then counts what unequal ones cost
-    time_limit_s  the best plan found by then, read off `clock`; without it the same input gives
-                  the same plan
+    speeds        by rank: 1.0 healthy (the default), 0.0 dead; ranks outside the layout may join
+    layout        current layout; default: the initial one of the job
+    work          costs of a sample of the job's microbatches, in any unit (e.g. FLOPs of their
+                  sequence lengths): the predicted step then includes the cost of unequal work
+    time_limit_s  return the best plan found by then, measured by `clock`; without a limit, equal
+                  input gives an equal plan
 
-    The plan is for the job's schedule, or for one of those that it lets plans choose from: the
-    first unless another one that memory allows is clearly better. Interleaved stages stay so unless
-    1F1B is clearly better, or several chunks do not fit; `reason` says which. Its `bound_ms` holds
-    for that schedule, every way to spread whole layers and every quota, with the groups where they
-    are.
-    Raises `InfeasibleError` with the constraint that binds: "ranks", "memory" or "microbatches";
-    `ContractError` for speeds that are none, and for a layout of another number of layers.
+    The plan uses the first of the schedules that the job permits, unless another one that fits
+    into memory is clearly faster. Interleaved stages are kept unless 1F1B is clearly faster or
+    several chunks do not fit; `reason` states which. `bound_ms` holds for this schedule, every
+    partition into whole layers and every quota, with the groups in the plan's places.
+
+    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "microbatches") and
+    `ContractError` for invalid speeds and for a layout of another number of layers.
     """
     known = speed_map(speeds)
     current = layout or job.layout
@@ -76,20 +76,20 @@ def replan(
     speeds: Speeds,
     *,
     step: int,
-    rental: SkiRental = _NOTHING_LOST,
+    rental: SkiRental = _NO_LOSS,
     horizon_steps: int | None = None,
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ReplanDecision:
-    """What to change under `speeds`, now and if they last.
+    """Decide whether and how to change the current plan for `speeds`.
 
-    rental         what staying has cost so far: that of the last decision, with the steps since
-    horizon_steps  how long these speeds last, where that is known; else `rental` decides
+    rental         of the last decision, advanced by `SkiRental.after_step` once a step since
+    horizon_steps  expected duration of these speeds; None (unknown): `rental` decides
 
-    A change that moves nothing (quotas, schedule) is made for a small gain. A new layout pays if it
-    saves more than what its moves cost, and if it is no mere flicker between two nearly equal
-    plans; until then it stands in the decision's `rental`. A dead rank in the current layout always
-    leads to a plan. Raises `InfeasibleError`.
+    A change without migration (quotas, schedule) is made for a small gain. A new layout must gain
+    at least 2% of the step and pay for its migration; until then it is the `candidate` of the
+    decision's `rental`, and `explanation` states when it would pay. A dead rank in the current
+    layout always results in a plan. Raises `InfeasibleError`.
     """
     known = speed_map(speeds)
     plan = make_plan(
@@ -107,7 +107,7 @@ def replan(
 
 
 class _Chosen(NamedTuple):
-    """What a plan is made of; times without what a step takes beside its microbatches."""
+    """Contents of a plan; times without the fixed cost of a step."""
 
     layout: Layout
     quotas: tuple[int, ...]
@@ -120,7 +120,7 @@ class _Chosen(NamedTuple):
 def _chosen(
     job: Job, current: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
 ) -> _Chosen:
-    """The best that the search finds, with interleaved stages where the job has them."""
+    """Best result of the search, with interleaved stages where the job has them."""
     found = search(job, current, speeds, expired)
     division, schedule = found.division, found.evaluator.setting.schedule
     plain = _Chosen(found.layout, division.quotas, schedule, division.makespan_ms, found.bound_ms)
@@ -129,8 +129,8 @@ def _chosen(
     option = interleaved(job, found, current, speeds, expired)
     if isinstance(option, str):
         return plain._replace(why=(f"stages hold one model chunk: {option}",))
-    if option.makespan_ms > plain.makespan_ms * (1 + _WORTH):
-        return plain._replace(why=("stages hold one model chunk, which is quicker here",))
+    if option.makespan_ms > plain.makespan_ms * (1 + _TOLERANCE):
+        return plain._replace(why=("stages hold one model chunk, which is faster here",))
     return _Chosen(
         option.layout, option.quotas, Schedule.INTERLEAVED, option.makespan_ms, option.bound_ms
     )

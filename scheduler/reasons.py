@@ -1,13 +1,14 @@
-"""What a plan changes and why, in sentences."""
+"""Sentences of `Plan.reason`: what a plan changes and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Job, Layout, Place, Schedule, Stage
+from resihp.contracts import Job, Layout, Place, Schedule
+from resihp.formatting import listed, noun_for, numbers, plural, rank_list
 
 _SHOWN = 12
-SCHEDULE_WORDS = {
+SCHEDULE_NAMES = {
     Schedule.ONE_F_ONE_B: "1F1B",
     Schedule.EAGER_1F1B: "eager 1F1B",
     Schedule.INTERLEAVED: "interleaved 1F1B",
@@ -23,27 +24,32 @@ def reasons(
     speeds: Mapping[int, float],
     schedule: Schedule,
 ) -> tuple[str, ...]:
-    """Sentences about every device that is not healthy, about layers, replicas and quotas."""
+    """Sentences about devices that are not healthy, new ranks, replicas, layers and quotas."""
     faulty = [rank for rank, speed in sorted(speeds.items()) if speed != 1.0]
     before, after = _places(old, faulty), _places(new, faulty)
-    told = [_of_rank(new, rank, speeds[rank], before.get(rank), after.get(rank)) for rank in faulty]
-    told = [sentence for sentence in told if sentence]
-    if len(told) > _SHOWN:
-        told = [*told[:_SHOWN], f"{len(told) - _SHOWN} more devices are not at full speed"]
-    joined = sorted(set(new.ranks) - set(old.ranks))
+    by_rank = (
+        _rank_sentence(new, rank, speeds[rank], before.get(rank), after.get(rank))
+        for rank in faulty
+    )
+    sentences = [sentence for sentence in by_rank if sentence]
+    if len(sentences) > _SHOWN:
+        more = len(sentences) - _SHOWN
+        sentences = [*sentences[:_SHOWN], f"{more} more devices are not at full speed"]
+    joined = set(new.ranks) - set(old.ranks)
     if joined:
-        again = " again" if set(joined) <= set(job.layout.ranks) else ""
-        told.append(f"{_ranks(joined)} {'take' if len(joined) > 1 else 'takes'} part{again}")
-    told += _of_replicas(old, new)
+        verb = "takes" if len(joined) == 1 else "take"
+        again = " again" if joined <= set(job.layout.ranks) else ""
+        sentences.append(f"{rank_list(joined)} {verb} part{again}")
+    sentences += _replica_sentences(old, new)
     if len(set(quotas)) > 1:
-        told.append(f"microbatches of the replicas: {_numbers(quotas)}")
+        sentences.append(f"microbatches of the replicas: {numbers(quotas)}")
     if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
-        told.append(f"the pipelines run {SCHEDULE_WORDS[schedule]}")
-    return tuple(told) or ("all devices are healthy: nothing to change",)
+        sentences.append(f"the pipelines run {SCHEDULE_NAMES[schedule]}")
+    return tuple(sentences) or ("all devices are healthy: nothing to change",)
 
 
 def _places(layout: Layout, ranks: Iterable[int]) -> dict[int, Place]:
-    """Where those of the ranks are that are in the layout."""
+    """Places of those of the ranks that work in the layout."""
     wanted = set(ranks)
     return {
         rank: Place(rank, dp, pp, stage.ranks.index(rank))
@@ -53,7 +59,7 @@ def _places(layout: Layout, ranks: Iterable[int]) -> dict[int, Place]:
     }
 
 
-def _of_rank(
+def _rank_sentence(
     new: Layout, rank: int, speed: float, before: Place | None, after: Place | None
 ) -> str:
     if speed <= 0.0:
@@ -64,14 +70,15 @@ def _of_rank(
     stage = new.stage_at(after)
     share, units = stage.shares[after.tp], sum(stage.shares)
     if stage.tp == 1:
-        return f"{state}: stage {after.pp} of replica {after.dp} holds {_layers(stage)}"
+        layers = plural(stage.layer_count, "layer")
+        return f"{state}: stage {after.pp} of replica {after.dp} holds {layers}"
     return f"{state} and holds {share} of {units} units of its stage"
 
 
-def _of_replicas(old: Layout, new: Layout) -> list[str]:
-    told = []
+def _replica_sentences(old: Layout, new: Layout) -> list[str]:
+    sentences = []
     if new.dp != old.dp:
-        told.append(f"{new.dp} replicas instead of {old.dp}")
+        sentences.append(f"{plural(new.dp, 'replica')} instead of {old.dp}")
     usual = [stage.layer_count for stage in old.replicas[0].stages]
     uneven: dict[tuple[int, ...], list[int]] = {}
     for index, replica in enumerate(new.replicas):
@@ -79,34 +86,6 @@ def _of_replicas(old: Layout, new: Layout) -> list[str]:
         if list(counts) != usual:
             uneven.setdefault(counts, []).append(index)
     for counts, members in list(uneven.items())[:_SHOWN]:
-        told.append(f"layers per stage {_numbers(counts)} in {_named('replica', members)}")
-    return told
-
-
-def layer_ranges(stage: Stage) -> str:
-    """The layers of a stage, first and last of each model chunk.
-
-    >>> layer_ranges(Stage((0,), (0, 4), more_layers=((8, 9), (12, 12))))
-    '0-3, 8'
-    """
-    spans = [(start, stop - 1) for start, stop in stage.chunks if stop > start]
-    told = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
-    return ", ".join(told) or "none"
-
-
-def _layers(stage: Stage) -> str:
-    return f"{stage.layer_count} layer{'' if stage.layer_count == 1 else 's'}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return _named("rank", ranks)
-
-
-def _named(noun: str, numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN])) + (", …" if len(numbers) > _SHOWN else "")
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}"
-
-
-def _numbers(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:32]))
-    return shown + (", …" if len(values) > 32 else "")
+        replicas = f"{noun_for(len(members), 'replica')} {listed(members, _SHOWN)}"
+        sentences.append(f"layers per stage {numbers(counts)} in {replicas}")
+    return sentences

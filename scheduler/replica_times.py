@@ -1,17 +1,17 @@
-"""The change that moves nothing: other quotas for the layout as it is."""
+"""Makespans and step time of given replicas, and the quotas that shorten the step in place."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from heapq import heapify, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Layout, Replica, Schedule
+from resihp.contracts import Job, Replica, Schedule
 
 from .cost_model import layer_cost, transfer_ms
+from .greedy import greedy_allocation
 from .makespan import pipeline_makespans
 from .simulator import replica_makespan, stage_times
 
@@ -19,31 +19,39 @@ Floats = NDArray[np.float64]
 
 
 class ReplicaTimes:
-    """Exact spans of the replicas of one layout at given speeds; all of its ranks are alive."""
+    """Exact makespans of replicas at given speeds; all of their ranks must be alive.
+
+    Replicas with several model chunks per stage run the interleaved schedule, all others
+    `schedule`.
+    """
 
     def __init__(
-        self, job: Job, layout: Layout, schedule: Schedule, speeds: Mapping[int, float]
+        self,
+        job: Job,
+        replicas: Sequence[Replica],
+        schedule: Schedule,
+        speeds: Mapping[int, float],
     ) -> None:
-        times = [stage_times(job, replica, speeds) for replica in layout.replicas]
-        alike: dict[int, list[int]] = defaultdict(list)
-        self._chunked: dict[int, Replica] = {}
-        for index, replica in enumerate(layout.replicas):
+        times = [stage_times(job, replica, speeds) for replica in replicas]
+        by_stages: dict[int, list[int]] = defaultdict(list)
+        self._interleaved: dict[int, Replica] = {}
+        for index, replica in enumerate(replicas):
             if replica.chunks > 1:
-                self._chunked[index] = replica
+                self._interleaved[index] = replica
             else:
-                alike[len(replica.stages)].append(index)
-        self._parts = [
+                by_stages[len(replica.stages)].append(index)
+        self._batches = [
             (rows, np.array([times[i][0] for i in rows]), np.array([times[i][1] for i in rows]))
-            for rows in alike.values()
+            for rows in by_stages.values()
         ]
         self._job, self._schedule, self._speeds = job, schedule, speeds
-        self._played: dict[tuple[int, int], float] = {}
-        self.slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in times]
+        self._replayed: dict[tuple[int, int], float] = {}
+        self._slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in times]
 
-    def spans(self, quotas: Sequence[int]) -> Floats:
-        """When each replica has run its quota."""
+    def makespans(self, quotas: Sequence[int]) -> Floats:
+        """Makespan of each replica in milliseconds, [replica]."""
         ends = np.zeros(len(quotas))
-        for rows, forward, backward in self._parts:
+        for rows, forward, backward in self._batches:
             ends[rows] = pipeline_makespans(
                 forward,
                 backward,
@@ -52,32 +60,36 @@ class ReplicaTimes:
                 max_in_flight=self._job.max_in_flight,
                 schedule=self._schedule,
             )
-        for index in self._chunked:
-            ends[index] = self._replayed(index, quotas[index])
+        for index in self._interleaved:
+            ends[index] = self._replay(index, quotas[index])
         return ends
 
-    def _replayed(self, index: int, quota: int) -> float:
-        """Span of a replica of interleaved stages."""
-        if (index, quota) not in self._played:
-            self._played[index, quota] = replica_makespan(
-                self._job, self._chunked[index], quota, self._speeds, Schedule.INTERLEAVED
+    def _replay(self, index: int, quota: int) -> float:
+        """Makespan of an interleaved replica."""
+        if (index, quota) not in self._replayed:
+            self._replayed[index, quota] = replica_makespan(
+                self._job, self._interleaved[index], quota, self._speeds, Schedule.INTERLEAVED
             )
-        return self._played[index, quota]
+        return self._replayed[index, quota]
 
     def step_ms(self, quotas: Sequence[int]) -> float:
         """Step time with these quotas."""
-        return float(self.spans(quotas).max()) + layer_cost(self._job).step_ms
+        return float(self.makespans(quotas).max()) + layer_cost(self._job).step_ms
 
     def best_quotas(self, quotas: Sequence[int]) -> tuple[int, ...]:
-        """Quotas with the same sum, at least 1 each, that end the step first."""
+        """Quotas of the same sum, at least 1 each, with the shortest step found.
+
+        Greedy allocation by the time of the slowest stage, then exchange of single microbatches
+        between the last replica to finish and the one that would finish first with one more.
+        """
         best = list(quotas)
         for _ in range(3):
-            fresh = self._by_rate(best)
+            fresh = self._greedy_quotas(best)
             if self.step_ms(fresh) >= self.step_ms(best):
                 break
             best = fresh
         for _ in range(2 * len(best) + 8):
-            ends, later = self.spans(best), self.spans([quota + 1 for quota in best])
+            ends, later = self.makespans(best), self.makespans([quota + 1 for quota in best])
             worst, taker = int(ends.argmax()), int(later.argmin())
             if best[worst] <= 1 or later[taker] >= ends[worst]:
                 break
@@ -85,14 +97,13 @@ class ReplicaTimes:
             best[taker] += 1
         return tuple(best)
 
-    def _by_rate(self, quotas: Sequence[int]) -> list[int]:
-        """Every microbatch where it ends first, if each takes as long as the slowest stage."""
-        first = self.spans(quotas) - np.array(self.slowest) * (np.array(quotas) - 1)
-        fresh = [1] * len(quotas)
-        heap = [(float(end) + self.slowest[i], i) for i, end in enumerate(first)]
-        heapify(heap)
-        for _ in range(sum(quotas) - len(quotas)):
-            end, index = heap[0]
-            fresh[index] += 1
-            heapreplace(heap, (end + self.slowest[index], index))
-        return fresh
+    def _greedy_quotas(self, quotas: Sequence[int]) -> list[int]:
+        """Quotas by greedy allocation; each microbatch takes as long as the slowest stage."""
+        slowest = self._slowest
+        first = self.makespans(quotas) - np.array(slowest) * (np.array(quotas) - 1)
+        offsets = first.tolist()
+        return greedy_allocation(
+            [1] * len(quotas),
+            sum(quotas) - len(quotas),
+            lambda index, count: offsets[index] + slowest[index] * (count - 1),
+        )

@@ -1,13 +1,15 @@
-"""A timeline of faults, played against policies: how much work each of them gets done.
+"""Fault scenarios: a timeline of device faults, simulated under several policies.
 
-hours = 24                      # how long the job is watched
-restart_s = 300                 # what a restart from a checkpoint costs
+A scenario file (TOML):
+
+hours = 24                      # simulated time
+restart_s = 300                 # cost of a restart from a checkpoint
 
 [[fault]]
 at_s = 600                      # seconds from the start
 rank = 3
-speed = 0.5                     # 0 is a death; a later entry replaces an earlier one
-until_s = 7200                  # healthy again; left out: for ever
+speed = 0.5                     # 0: dead; a later entry replaces an earlier one
+until_s = 7200                  # healthy again; default: never
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from .policies import PolicyOutcome, policy_outcome
 from .policies.base import Transition, replica_makespans
 from .switching_rule import migration_ms
 
-_SEEN = 1e-3  # of the time that a plot shows
-_WORTH = 0.02  # a layout that still runs is kept unless the other is quicker by this
+_VISIBLE = 1e-3  # of the time range of a plot
+_LEAST_GAIN = 0.02  # a layout that still runs is kept unless the new one is faster by this
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultEvent:
-    """One device at a speed from `at_s` on, until `until_s` if given."""
+    """Speed of one device from `at_s` to `until_s`, or to the end."""
 
     at_s: float
     rank: int
@@ -51,7 +53,7 @@ class FaultEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Faults over time."""
+    """Faults over time, and the cost of a restart."""
 
     hours: float
     fault: tuple[FaultEvent, ...] = ()
@@ -64,7 +66,7 @@ class Scenario:
             raise ContractError("restart_s", "must be 0 or more")
 
     def speeds_at(self, seconds: float) -> dict[int, float]:
-        """Speeds of the devices that are not healthy."""
+        """Speeds of unhealthy devices at a time."""
         speeds: dict[int, float] = {}
         for fault in sorted(self.fault, key=lambda f: f.at_s):
             if fault.at_s <= seconds:
@@ -73,14 +75,14 @@ class Scenario:
         return {rank: speed for rank, speed in speeds.items() if speed != 1.0}
 
     def changes(self) -> list[float]:
-        """Times at which a speed changes, 0 first, all within the watched time."""
+        """Times at which a speed changes within the simulated time, 0 first."""
         times = {0.0, *(f.at_s for f in self.fault), *(f.until_s or 0.0 for f in self.fault)}
         return sorted(t for t in times if t < 3600.0 * self.hours)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A time between two changes: first the pause, then steps of one length."""
+    """Time between two changes: a pause, then steps of constant duration."""
 
     start_s: float
     end_s: float
@@ -88,7 +90,7 @@ class Segment:
     step_ms: float
 
     def steps(self) -> float:
-        """Steps done (fractions count); none where the job stands still."""
+        """Completed steps, including fractions; 0 while the job cannot run."""
         if math.isinf(self.step_ms):
             return 0.0
         return max(0.0, self.end_s - self.start_s - self.pause_s) * 1e3 / self.step_ms
@@ -96,7 +98,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """A policy's way through a scenario."""
+    """Result of a policy over a scenario."""
 
     policy: str
     segments: tuple[Segment, ...]
@@ -104,18 +106,18 @@ class PolicyRun:
 
     @property
     def goodput(self) -> float:
-        """Work done over what a job without faults would have done."""
+        """Completed work relative to a fault-free job."""
         watched_ms = 1e3 * (self.segments[-1].end_s - self.segments[0].start_s)
         return sum(s.steps() for s in self.segments) * self.fault_free_ms / watched_ms
 
     @property
     def paused_s(self) -> float:
-        """Time spent between layouts."""
+        """Total time of pauses between layouts."""
         return sum(segment.pause_s for segment in self.segments)
 
 
 def parse_scenario(text: str) -> Scenario:
-    """The scenario that a TOML text describes. Raises `ContractError` with the dotted field."""
+    """Scenario described by a TOML text. Raises `ContractError` with the dotted field."""
     try:
         return from_json(Scenario, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -128,11 +130,11 @@ def play_scenario(
     policies: Iterable[str],
     progress: Callable[[str, float], None] = lambda policy, seconds: None,
 ) -> list[PolicyRun]:
-    """Every policy through the scenario, knowing each change as it happens.
+    """Simulate the scenario under every policy; each change of speed is known as it happens.
 
-    `progress` is called with the policy and the time reached. A layout that still runs is kept
-    unless another is quicker by 2%; a live change costs what its moves take over the links, a
-    restart what the scenario says.
+    `progress` is called with the policy and the time reached in seconds. A layout that still runs
+    is kept unless the new one is faster by 2%; a live change costs its migration time, a restart
+    the scenario's `restart_s`. Raises `ContractError` for a fault of an unknown rank or policy.
     """
     for fault in scenario.fault:
         if fault.rank not in set(job.layout.ranks):
@@ -161,16 +163,16 @@ def _played(
 def _next(
     job: Job, name: str, current: PolicyOutcome, speeds: Mapping[int, float], restart_s: float
 ) -> tuple[PolicyOutcome, float]:
-    """The outcome under new speeds, and the pause until then in seconds."""
+    """Outcome under new speeds, and the pause before it in seconds."""
     fresh = policy_outcome(name, job, speeds)
     kept_ms = _step_ms(job, current, speeds)
-    if kept_ms <= fresh.step_ms * (1 + _WORTH):
+    if kept_ms <= fresh.step_ms * (1 + _LEAST_GAIN):
         return replace(current, step_ms=kept_ms), 0.0
     return fresh, _pause_s(job, current, fresh, restart_s)
 
 
 def _step_ms(job: Job, outcome: PolicyOutcome, speeds: Mapping[int, float]) -> float:
-    """Step time of a layout under other speeds; inf where it cannot run, or is not a layout."""
+    """Step time of an outcome under other speeds; inf if it cannot run or has no layout."""
     layout = outcome.layout
     if layout is None or any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return math.inf
@@ -179,9 +181,9 @@ def _step_ms(job: Job, outcome: PolicyOutcome, speeds: Mapping[int, float]) -> f
 
 
 def _pause_s(job: Job, old: PolicyOutcome, new: PolicyOutcome, restart_s: float) -> float:
-    if math.isinf(new.step_ms) or new.pause is Transition.NONE:
+    if math.isinf(new.step_ms) or new.transition is Transition.NONE:
         return 0.0
-    if new.pause is Transition.RESTART:
+    if new.transition is Transition.RESTART:
         return restart_s
     if old.layout is None or new.layout is None:
         return 0.0
@@ -189,15 +191,15 @@ def _pause_s(job: Job, old: PolicyOutcome, new: PolicyOutcome, restart_s: float)
 
 
 def throughput(played: PolicyRun, microbatches: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Edges in hours and microbatches per second after each, for a plot of steps.
+    """Edges in hours and microbatches per second after each edge, for a step plot.
 
-    Pauses too short to be seen would only draw lines from top to bottom, so they are left out.
+    Pauses too short to be visible are left out.
     """
     edges, rates = [], []
-    seen_s = _SEEN * (played.segments[-1].end_s - played.segments[0].start_s)
+    visible_s = _VISIBLE * (played.segments[-1].end_s - played.segments[0].start_s)
     for segment in played.segments:
         rate = 0.0 if math.isinf(segment.step_ms) else 1e3 * microbatches / segment.step_ms
-        if segment.pause_s > seen_s:
+        if segment.pause_s > visible_s:
             edges.append(segment.start_s / 3600.0)
             rates.append(0.0)
         edges.append((segment.start_s + segment.pause_s) / 3600.0)

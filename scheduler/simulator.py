@@ -1,4 +1,4 @@
-"""Plays one step of a job under given speeds and says when every pass runs."""
+"""Simulation of one training step: start and end of every pass, peak memory of every rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
 from .memory import MemoryFootprint, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
-_LETTER = {Op.FORWARD: "F", Op.BACKWARD: "B"}
+_PASS_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 
 
 @dataclass(frozen=True)
 class TimedPass:
-    """One pass of one stage of one replica; times in milliseconds from the start of the step."""
+    """Pass of one stage of one replica; times in milliseconds from the start of the step."""
 
     replica: int
     stage: int
@@ -35,10 +35,10 @@ class TimedPass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: when it ends, when every pass runs, and what every rank holds at most.
+    """Simulated step: its duration, all passes, and peak memory by rank.
 
-    peak_bytes  by rank: its part of the model, and of the activations of all microbatches that it
-                has begun and not finished; 0 where the job says nothing of memory
+    peak_bytes  by rank: its part of the model state and of the activations of all microbatches in
+                flight; 0 if the job does not describe memory
     """
 
     step_ms: float
@@ -46,11 +46,11 @@ class Timeline:
     peak_bytes: Mapping[int, float]
 
     def perfetto(self) -> dict[str, Any]:
-        """The step in the trace-event format that ui.perfetto.dev opens; one row per stage."""
+        """Trace events of the step for ui.perfetto.dev, one row per stage."""
         events: list[dict[str, Any]] = [
             {
                 "ph": "X",
-                "name": f"{_LETTER[p.item.op]}{p.item.microbatch}",
+                "name": f"{_PASS_LETTERS[p.item.op]}{p.item.microbatch}",
                 "cat": f"{p.item.op.name.lower()}-{p.item.part}",
                 "pid": p.replica,
                 "tid": p.stage,
@@ -76,20 +76,19 @@ def simulate(
     *,
     schedule: Schedule | None = None,
 ) -> Timeline:
-    """One step of `job` in `layout`, which may be a plan.
+    """Simulate one step of `job` in `layout`, which may be a plan.
 
-    quotas    microbatches of each replica; where none are given those of the plan, or of the job
-    speeds    by rank, 1.0 where none is given; all of the layout's must be above 0
-    work      the work of each microbatch relative to the mean one (what the lengths of its
-              sequences cost, over the mean cost), one list for each replica, or one for all of
-              them, replica after replica; all 1 where none is given
-    schedule  of the pipelines; where none is given that of the plan which the layout is from, else
-              the job's own
+    quotas    microbatches of each replica; default: those of the plan, or of the job
+    speeds    by rank, default 1.0; must be above 0 for all ranks of the layout
+    work      work of each microbatch relative to the mean (cost of its sequence lengths over the
+              mean cost): one list per replica, or one list for all replicas in order; default 1
+    schedule  of the pipelines; default: that of the plan which the layout belongs to, else that of
+              the job
 
-    So a plan, or its layout with its quotas, takes the plan's `step_ms` at the speeds that it was
-    made for. Raises `ContractError` naming the argument: quotas that are not one whole number for
-    each replica, speeds that are none, dead ranks, work of another shape, a schedule for one model
-    chunk in each stage where the layout has several, and too few in flight for those.
+    A plan, or its layout with its quotas, takes the plan's `step_ms` at the speeds that it was
+    made for. Raises `ContractError` with the argument's name for quotas that are not one whole
+    number per replica, invalid speeds, dead ranks, work of the wrong shape, a schedule with one
+    chunk per stage for a layout with several, and a `max_in_flight` too small for them.
     """
     if isinstance(layout, Plan):
         quotas, layout = layout.quotas if quotas is None else quotas, layout.layout
@@ -98,12 +97,12 @@ def simulate(
     _check(layout, quotas, known)
     loads = _loads(work, quotas)
     chosen = _schedule(job, layout, schedule)
-    untold = chosen is Schedule.INTERLEAVED and all(r.chunks == 1 for r in layout.replicas)
+    split_evenly = chosen is Schedule.INTERLEAVED and all(r.chunks == 1 for r in layout.replicas)
     footprint = MemoryFootprint.of(job, layout.dp)
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
     for index, replica in enumerate(layout.replicas):
-        chunks = job.chunks if untold else replica.chunks
+        chunks = job.chunks if split_evenly else replica.chunks
         orders, played = play_replica(job, replica, loads[index], known, chosen, chunks)
         rows = zip(replica.stages, orders, played.starts, played.ends, strict=True)
         for s, (stage, order, starts, ends) in enumerate(rows):
@@ -118,7 +117,7 @@ def simulate(
 
 
 def _schedule(job: Job, layout: Layout, given: Schedule | None) -> Schedule:
-    """The schedule that a layout runs; one with several model chunks in a stage is interleaved."""
+    """Schedule of a layout; several model chunks per stage imply the interleaved one."""
     chunked = any(replica.chunks > 1 for replica in layout.replicas)
     if chunked and given not in (None, Schedule.INTERLEAVED):
         raise ContractError("schedule", f"{given} runs one model chunk in each stage")
@@ -133,9 +132,10 @@ def play_replica(
     schedule: Schedule,
     chunks: int,
 ) -> tuple[list[tuple[Pass, ...]], Replay]:
-    """The order of every stage, and when its passes run; `loads` is the work of each microbatch.
+    """Order of passes of every stage and their replay.
 
-    chunks  in each stage; of equal parts where the replica does not tell their layers
+    loads   relative work of each microbatch
+    chunks  model chunks per stage; of equal size if the replica has only one layer range per stage
     """
     orders = [
         stage_order(
@@ -159,9 +159,9 @@ def play_replica(
 def replica_makespan(
     job: Job, replica: Replica, quota: int, speeds: Mapping[int, float], schedule: Schedule
 ) -> float:
-    """When a replica has run its microbatches, all of mean work, in milliseconds.
+    """Makespan of a replica in milliseconds, all microbatches of mean work.
 
-    inf where `max_in_flight` is too small for its model chunks.
+    inf if `max_in_flight` is too small for its model chunks.
     """
     try:
         loads = np.ones(quota)
@@ -179,7 +179,7 @@ def _chunk_durations(
     loads: NDArray[np.float64],
     speeds: Mapping[int, float],
 ) -> list[list[float]]:
-    """Of every pass of an interleaved replica, by the layers of its chunk."""
+    """Durations of all passes of an interleaved replica, from the layers of their chunks."""
     work = loads.tolist()
     ends = (0, 0), (len(replica.stages) - 1, replica.chunks - 1)
     durations = []
@@ -206,7 +206,7 @@ def _check(layout: Layout, quotas: Sequence[int], speeds: Mapping[int, float]) -
 def _loads(
     work: Sequence[Sequence[float]] | Sequence[float] | None, quotas: Sequence[int]
 ) -> list[NDArray[np.float64]]:
-    """The work of every replica's microbatches."""
+    """Relative work of each microbatch, one array per replica."""
     if work is None:
         return [np.ones(quota) for quota in quotas]
     try:
@@ -224,7 +224,7 @@ def _loads(
 
 
 def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
-    """Speeds by rank. Raises `ContractError` for one that is no speed, or whose key is no rank."""
+    """Speeds by rank. Raises `ContractError` for an invalid speed or rank."""
     if speeds is None:
         return {}
     known = speeds if isinstance(speeds, Mapping) else dict(enumerate(speeds))
@@ -234,8 +234,10 @@ def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
         raise ContractError("speeds", "must be numbers (0 dead, 1 healthy)")
     for rank, speed in known.items():
         if not 0.0 <= speed < math.inf:
-            raise ContractError("speeds", f"rank {rank}: {speed} is no speed (0 dead, 1 healthy)")
-    return {int(rank): float(speed) for rank, speed in known.items()}  # of numpy's narrower kinds
+            raise ContractError(
+                "speeds", f"rank {rank}: {speed} is not a speed (0 dead, 1 healthy)"
+            )
+    return {int(rank): float(speed) for rank, speed in known.items()}  # from numpy scalars
 
 
 def _all_are(kind: type, values: Iterable[object]) -> bool:

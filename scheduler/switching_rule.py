@@ -1,4 +1,4 @@
-"""When a dear change pays although nobody knows how long its reason will last: ski rental."""
+"""When to change the plan of a running job: gain per step, migration cost and ski-rental rule."""
 
 from __future__ import annotations
 
@@ -8,78 +8,113 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from resihp.contracts import Job, Layout, Plan, Schedule
+from resihp.formatting import duration, plural
 
 from .memory import fits, plan_schedules
 from .reasons import reasons
 from .replica_times import ReplicaTimes
 from .search.plan_bounds import layout_bound
 
+_LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
+_LEAST_GAIN_IN_PLACE = 0.005  # of a step, for a change without migration
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchCandidate:
-    """A better layout that is dear to get to: what it saves in each step, what its moves cost."""
+    """A plan with a new layout: what it saves per step, and what the migration to it costs."""
 
     plan: Plan
     saved_ms: float
     cost_ms: float
 
     @property
-    def pays_after(self) -> int:
-        """Steps in which it saves what its moves cost."""
+    def break_even_steps(self) -> int:
+        """Steps after which the savings exceed the migration cost."""
         return math.ceil(self.cost_ms / self.saved_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkiRental:
-    """What staying has cost since the last dear change, and the offer that it is weighed against.
+    """Loss accumulated since the last migration, and the candidate that it is compared with.
 
-    The rule of break-even (Karlin, Manasse, Rudolph and Sleator, 1988): stay as long as what
-    staying has cost, with the step ahead, is no more than the change costs. Whenever the reason
-    goes away, that lost at most twice what a clairvoyant loses who knows how long every situation
-    lasts and decides in each whether to change. What was lost in earlier situations counts: a
-    device that is slow again and again is acted on as one that stays slow.
+    Break-even rule for ski rental (Karlin, Manasse, Rudolph and Sleator, 1988): stay as long as
+    the accumulated loss, including the next step, does not exceed the migration cost. The total
+    loss is at most twice that of an optimal offline rule, which knows how long every situation
+    lasts and decides in each whether to migrate. The loss is kept when the situation changes, so a
+    device that is slow again and again is treated like one that stays slow.
     """
 
     lost_ms: float = 0.0
-    offer: SwitchCandidate | None = None
+    candidate: SwitchCandidate | None = None
 
     @property
     def due(self) -> bool:
-        """Whether the offer is to be taken before the next step."""
-        offer = self.offer
-        return offer is not None and self.lost_ms + offer.saved_ms > offer.cost_ms
+        """Whether the candidate should be applied before the next step."""
+        candidate = self.candidate
+        if candidate is None:
+            return False
+        return self.lost_ms + candidate.saved_ms > candidate.cost_ms
 
     @property
-    def steps_left(self) -> int | None:
-        """Steps until the offer is due if nothing changes; None without one."""
-        if self.offer is None:
+    def steps_until_due(self) -> int | None:
+        """Steps until the candidate is due at constant speeds; None without a candidate."""
+        if self.candidate is None:
             return None
-        return max(0, int((self.offer.cost_ms - self.lost_ms) // self.offer.saved_ms))
+        return max(0, int((self.candidate.cost_ms - self.lost_ms) // self.candidate.saved_ms))
 
-    def stepped(self) -> SkiRental:
-        """After one more step in the present layout."""
-        return replace(self, lost_ms=self.lost_ms + self.offer.saved_ms) if self.offer else self
+    def after_step(self) -> SkiRental:
+        """State after one more step in the current layout."""
+        if self.candidate is None:
+            return self
+        return replace(self, lost_ms=self.lost_ms + self.candidate.saved_ms)
 
-    def offered(self, offer: SwitchCandidate | None) -> SkiRental:
-        """In a new situation, with what would be better in it."""
-        return replace(self, offer=offer)
+    def with_candidate(self, candidate: SwitchCandidate | None) -> SkiRental:
+        """State for a new situation, in which `candidate` is the best migration."""
+        return replace(self, candidate=candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanDecision:
-    """The plan to change to now, None to stay, and the account to decide by from then on.
+    """Result of `replan`.
 
-    `best` is the quickest other layout, also where it saves too little to be offered; None where
-    none is quicker.
+    plan           to apply now; None: keep the current one
+    rental         state to pass to the next `replan`, advanced with `after_step` once a step
+    best           best new layout, even if its gain is too small for `rental`; None if no layout
+                   is faster
+    least_gain_ms  gain per step from which on a migration is considered
+    horizon_steps  expected duration of these speeds, as given to `replan`
     """
 
     plan: Plan | None
     rental: SkiRental = SkiRental()
     best: SwitchCandidate | None = None
+    least_gain_ms: float = 0.0
+    horizon_steps: int | None = None
 
+    @property
+    def explanation(self) -> str:
+        """Why the layout is kept and when a migration would pay, as one clause."""
+        best = self.best or self.rental.candidate
+        if best is None:
+            return "no new layout is faster at these speeds"
+        text = (
+            f"a new layout would save {duration(best.saved_ms)} per step for a migration of "
+            f"{duration(best.cost_ms)} and break even after {plural(best.break_even_steps, 'step')}"
+        )
+        left = self.rental.steps_until_due
+        if left is None:
+            return f"{text}; {self._needed_gain(best)}"
+        if self.horizon_steps is not None:
+            return f"{text}; these speeds are expected to last {plural(self.horizon_steps, 'step')}"
+        return f"{text}; it is applied if these speeds last {plural(left, 'more step')}"
 
-_LEAST_GAIN = 0.02  # of the step; less is within what the speeds are known to
-_LEAST_GAIN_IN_PLACE = 0.005  # where nothing moves
+    def _needed_gain(self, best: SwitchCandidate) -> str:
+        text = f"it is considered from a gain of {_LEAST_GAIN:.0%} of the step"
+        if self.least_gain_ms <= 0.0:
+            return text
+        steps = math.ceil(best.cost_ms / self.least_gain_ms)
+        needed = f"{duration(self.least_gain_ms)} per step"
+        return f"{text} ({needed}), with which it would break even after {plural(steps, 'step')}"
 
 
 def decide(
@@ -91,106 +126,105 @@ def decide(
     *,
     horizon_steps: int | None,
 ) -> ReplanDecision:
-    """`plan`, or what moves nothing, or None; all ranks of the current layout are alive.
+    """Choose between `plan`, a change without migration, and no change.
 
-    Other quotas and another schedule cost nothing, so they are taken for a small gain. A new layout
-    must gain more than what the speeds are known to, beyond what those alone gain, and must pay for
-    its moves: within `horizon_steps`, or by the rule of `SkiRental` where that is not known.
+    All ranks of the current layout must be alive. Other quotas and another schedule cost nothing
+    and are applied for a small gain. A new layout must gain more than the accuracy of the speeds
+    beyond that, and must pay for its migration: within `horizon_steps`, or by the rule of
+    `SkiRental` where the horizon is unknown.
     """
-    now_ms, cheap_ms, quotas, schedule = _in_place(job, current, speeds)
-    saved_ms, best, offer = cheap_ms - plan.step_ms, None, None
+    now_ms, in_place_ms, quotas, schedule = _best_in_place(job, current, speeds)
+    best, saved_ms = None, in_place_ms - plan.step_ms
     if plan.layout != current.layout and saved_ms > 0.0:
         cost_ms = migration_ms(job, current.layout, plan.layout)
         best = SwitchCandidate(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
-    if best is not None and saved_ms > _LEAST_GAIN * cheap_ms:
-        offer, known = best, horizon_steps is not None
-        if saved_ms * (horizon_steps or 0) > cost_ms or (not known and rental.offered(offer).due):
+    least_gain_ms = _LEAST_GAIN * in_place_ms
+    candidate = best if saved_ms > least_gain_ms else None
+    updated = rental.with_candidate(candidate)
+    if candidate is not None:
+        known = horizon_steps is not None
+        pays = saved_ms * (horizon_steps or 0) > candidate.cost_ms if known else updated.due
+        if pays:
             return ReplanDecision(plan=plan)
-    account = rental.offered(offer)
-    if now_ms - cheap_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
-        return ReplanDecision(plan=None, rental=account, best=best)
-    told = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
-    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, cheap_ms)
+    kept = ReplanDecision(
+        plan=None,
+        rental=updated,
+        best=best,
+        least_gain_ms=least_gain_ms,
+        horizon_steps=horizon_steps,
+    )
+    if now_ms - in_place_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
+        return kept
+    changes = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
+    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, in_place_ms)
     in_place = replace(
         plan,
         layout=current.layout,
         quotas=quotas,
         schedule=schedule,
-        step_ms=cheap_ms,
-        bound_ms=min(bound_ms, cheap_ms),
-        reason=(*told, *_why_not(account)),
+        step_ms=in_place_ms,
+        bound_ms=min(bound_ms, in_place_ms),
+        reason=(*changes, kept.explanation),
     )
-    return ReplanDecision(plan=in_place, rental=account, best=best)
+    return replace(kept, plan=in_place)
 
 
-def _why_not(rental: SkiRental) -> Iterator[str]:
-    """Why the layout stays as it is."""
-    if rental.offer is None:
-        yield "a new layout would gain little more"
-    else:
-        saved_s, cost_s = rental.offer.saved_ms / 1e3, rental.offer.cost_ms / 1e3
-        yield (
-            f"a new layout would save {saved_s:.3g} s a step and cost {cost_s:.3g} s of moves, "
-            f"which it saves in {rental.offer.pays_after} steps"
-        )
-
-
-def _in_place(
+def _best_in_place(
     job: Job, current: Plan, speeds: Mapping[int, float]
 ) -> tuple[float, float, tuple[int, ...], Schedule]:
-    """Step time as it is, and the least without a move, with the quotas and schedule for it."""
-    chunked = any(replica.chunks > 1 for replica in current.layout.replicas)
+    """Current step time, and the least without migration with its quotas and schedule."""
+    replicas = current.layout.replicas
+    chunked = any(replica.chunks > 1 for replica in replicas)
     schedules = (Schedule.INTERLEAVED,) if chunked else plan_schedules(job)
     own = current.schedule if current.schedule in schedules else schedules[0]
-    now_ms = ReplicaTimes(job, current.layout, own, speeds).step_ms(current.quotas)
+    now_ms = ReplicaTimes(job, replicas, own, speeds).step_ms(current.quotas)
     best = now_ms, current.quotas, own
     for schedule in (own, *(other for other in schedules if other is not own)):
-        replicas = ReplicaTimes(job, current.layout, schedule, speeds)
-        quotas = replicas.best_quotas(current.quotas)
-        step_ms = replicas.step_ms(quotas)
+        times = ReplicaTimes(job, replicas, schedule, speeds)
+        quotas = times.best_quotas(current.quotas)
+        step_ms = times.step_ms(quotas)
         if step_ms < best[0] and fits(job, current.layout, quotas, schedule):
             best = step_ms, quotas, schedule
     return now_ms, *best
 
 
 def migration_ms(job: Job, old: Layout, new: Layout) -> float:
-    """How long the state that must move takes over the links between nodes; 0 without a model.
+    """Time to move parameters and optimizer state over the links between nodes; 0 without a model.
 
-    Parameters and optimizer state travel; each rank takes in its own, so that the one that takes
-    in most decides.
+    Ranks receive in parallel, so the rank that receives most determines the time.
     """
-    taken = received_bytes(job, old, new)
-    if not taken:
+    received = received_bytes(job, old, new)
+    if not received:
         return 0.0
-    return job.links.latency_ms + max(taken.values()) / (job.links.inter_gbytes_per_s * 1e6)
+    return job.links.latency_ms + max(received.values()) / (job.links.inter_gbytes_per_s * 1e6)
 
 
 def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
-    """Bytes of parameters and optimizer state that each rank must receive; empty without a model.
+    """Bytes of parameters and optimizer state that each rank receives; empty without a model.
 
-    Every rank holds ranges of layers times a range of each layer, and keeps what it has.
+    A rank holds layer ranges times a range of each layer, and keeps what both layouts give it.
     """
     model = job.model
     if model is None:
         return {}
-    each = job.memory.bytes_per_param / 2.0 + job.memory.optimizer_bytes_per_param
-    before = dict(_holdings(old))
+    bytes_per_param = job.memory.bytes_per_param / 2.0 + job.memory.optimizer_bytes_per_param
+    before = dict(_rank_states(old))
     received = {}
-    for rank, held in _holdings(new):
-        had = before.get(rank, _NOTHING)
+    for rank, held in _rank_states(new):
+        had = before.get(rank, _NO_STATE)
         width, common = held.part[1] - held.part[0], _overlap(held.part, had.part)
         inner = sum(stop - start for start, stop in held.chunks) * width
         inner -= sum(_overlap(a, b) for a in held.chunks for b in had.chunks) * common
         kept = (held.first and had.first) + (held.last and had.last)
         ends = (held.first + held.last) * width - kept * common
-        size = each * (inner * model.layer_params + ends * model.embedding_params)
+        size = bytes_per_param * (inner * model.layer_params + ends * model.embedding_params)
         if size > 0.0:
             received[rank] = size
     return received
 
 
-class _Held(NamedTuple):
-    """Ranges of layers, the part of each, and whether embedding and head are there too."""
+class _RankState(NamedTuple):
+    """Layer ranges of a rank, its part of each layer (within 0..1), and embedding and head."""
 
     chunks: tuple[tuple[int, int], ...]
     part: tuple[float, float]
@@ -198,17 +232,17 @@ class _Held(NamedTuple):
     last: bool = False
 
 
-_NOTHING = _Held((), (0.0, 0.0))
+_NO_STATE = _RankState((), (0.0, 0.0))
 
 
-def _holdings(layout: Layout) -> Iterator[tuple[int, _Held]]:
+def _rank_states(layout: Layout) -> Iterator[tuple[int, _RankState]]:
     for replica in layout.replicas:
         for index, stage in enumerate(replica.stages):
             first, last = index == 0, index == len(replica.stages) - 1
             units, edge = sum(stage.shares), 0
             for rank, share in zip(stage.ranks, stage.shares, strict=True):
                 part = (edge / units, (edge + share) / units)
-                yield rank, _Held(stage.chunks, part, first, last)
+                yield rank, _RankState(stage.chunks, part, first, last)
                 edge += share
 
 

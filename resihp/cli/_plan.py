@@ -1,8 +1,8 @@
-"""`resihp plan`: the layout that makes the most of the devices as they are."""
+"""`resihp plan`: the layout with the shortest step for given device speeds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from resihp.contracts import Job, Plan, Stage
 
 _HELP = """
-Plan a **job** for devices that are not all alike: what moves where and why, what is gained, and
-how far from the best possible it is.
+Plan a **job** for devices of unequal speed: what changes and why, what it gains and when its
+migration pays, and how far it is from a certified lower bound.
 
 JOB is a TOML file. SPEEDS is JSON or a file with it: an object `{"rank": speed}`, or a list with
 one speed for each rank. 1.0 is healthy (also where none is given), 0.5 half as fast, 0.0 dead.
@@ -27,7 +27,7 @@ one speed for each rank. 1.0 is healthy (also where none is given), 0.5 half as 
 - `resihp plan job.toml --speeds '{"3": 0.5, "17": 0}'`
 - `resihp plan job.toml --speeds speeds.json --json`
 
-Exit status: 0 with a plan, 1 where none is feasible (with the constraint that binds), 2 with one
+Exit status: 0 with a plan, 1 where none is feasible (with the binding constraint), 2 with one
 clear line for input that it cannot read.
 """
 _ROWS = 48
@@ -42,7 +42,7 @@ def plan_command(
         float | None, typer.Option(help="Seconds after which the best plan so far is taken.")
     ] = None,
 ) -> None:
-    """Reads, plans, prints."""
+    """Read the job, plan it and print the plan."""
     from resihp.contracts import ContractError, InfeasibleError
     from scheduler import make_plan, parse_job
 
@@ -62,7 +62,7 @@ def plan_command(
 
 
 def fail(command: str, error: Exception) -> NoReturn:
-    """One line on standard error, exit status 2."""
+    """Print one line on standard error and exit with status 2."""
     words = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         words = f"{error.filename}: {error.strerror.lower()}"
@@ -114,17 +114,21 @@ def _infeasible(error: Any, *, json: bool) -> NoReturn:
             dumps({"feasible": False, "constraint": error.constraint, "detail": error.detail})
         )
     else:
-        typer.echo(f"No plan is feasible. What binds is {error.constraint}: {error.detail}.")
+        typer.echo(f"No plan is feasible. Binding constraint: {error.constraint}; {error.detail}.")
     raise typer.Exit(1)
 
 
-def _present_ms(job: Job, speeds: Mapping[int, float]) -> float | None:
-    """Step time without a change; None where the job stands still."""
-    from scheduler import simulate
+def _compare(job: Job, plan: Plan, speeds: Mapping[int, float]) -> tuple[float, Any] | None:
+    """Step time without a change, and the decision of a running job; None with a dead rank."""
+    from resihp.contracts import Plan
+    from scheduler import SkiRental, simulate
+    from scheduler.switching_rule import decide
 
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in job.layout.ranks):
         return None
-    return simulate(job, job.layout, job.quotas, speeds).step_ms
+    started = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
+    present_ms = simulate(job, job.layout, job.quotas, speeds).step_ms
+    return present_ms, decide(job, started, plan, speeds, SkiRental(), horizon_steps=None)
 
 
 def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
@@ -132,11 +136,20 @@ def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
 
     from resihp.contracts import to_json
 
+    present_ms, decision = _compare(job, plan, speeds) or (None, None)
+    best = decision and decision.best
+    migration = best and {
+        "saved_ms_per_step": best.saved_ms,
+        "cost_ms": best.cost_ms,
+        "break_even_steps": best.break_even_steps,
+    }
     document = {
         "feasible": True,
         "plan": to_json(plan),
         "gap": plan.gap,
-        "present_step_ms": _present_ms(job, speeds),
+        "present_step_ms": present_ms,
+        "migration": migration,
+        "explanation": decision.explanation if decision and best else None,
     }
     typer.echo(dumps(document))
 
@@ -144,44 +157,35 @@ def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
 def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
     from rich.console import Console
 
-    from scheduler.reasons import SCHEDULE_WORDS
+    from scheduler.reasons import SCHEDULE_NAMES
 
     console = Console()
     console.print(_table(job, plan, speeds))
     for sentence in plan.reason:
         console.print(f"• {sentence}", highlight=False)
-    present = _present_ms(job, speeds)
     console.print()
-    if present is None:
-        console.print("Without a change the job stands still.", highlight=False)
+    compared = _compare(job, plan, speeds)
+    if compared is None:
+        console.print("Without a change the job cannot run.", highlight=False)
     else:
-        gain = present / plan.step_ms - 1.0
+        present_ms, decision = compared
+        gain = present_ms / plan.step_ms - 1.0
         console.print(
-            f"Without a change {present:.1f} ms a step; the plan is {gain:.1%} faster.",
-            *_break_even(job, plan, present),
+            f"Without a change {present_ms:.1f} ms per step; the plan is {gain:.1%} faster."
         )
-    under = f"[bold]{plan.step_ms:.1f} ms[/bold] under {SCHEDULE_WORDS[plan.schedule]}"
+        if decision.best is not None:
+            console.print(f"In a running job {decision.explanation}.", highlight=False)
+    under = f"[bold]{plan.step_ms:.1f} ms[/bold] under {SCHEDULE_NAMES[plan.schedule]}"
     console.print(
-        f"Step {under}; with these groups no plan for it can take less than {plan.bound_ms:.1f} ms "
+        f"Step {under}; lower bound for these groups and this schedule {plan.bound_ms:.1f} ms "
         f"(gap {plan.gap:.2%})."
     )
-
-
-def _break_even(job: Job, plan: Plan, present_ms: float) -> Iterator[str]:
-    """When what the plan saves has paid for its moves, if anything moves."""
-    from scheduler.switching_rule import SwitchCandidate, migration_ms
-
-    cost_ms, saved_ms = migration_ms(job, job.layout, plan.layout), present_ms - plan.step_ms
-    if cost_ms > 0.0 and saved_ms > 0.0:
-        steps = SwitchCandidate(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms).pays_after
-        few = f"{steps} step{'' if steps == 1 else 's'}"
-        yield f"Its moves take {cost_ms / 1e3:.3g} s: it pays if the devices stay so for {few}."
 
 
 def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
     from rich.table import Table
 
-    from scheduler.reasons import layer_ranges
+    from resihp.formatting import inclusive_ranges
 
     table = Table(title=f"{job.name}, plan {plan.version}", title_justify="left")
     for column in ("replica", "microbatches", "stage", "layers", "ranks", "shares", "was"):
@@ -200,7 +204,7 @@ def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
                 first,
                 quota,
                 str(pp),
-                layer_ranges(stage),
+                inclusive_ranges(stage.chunks),
                 " ".join(_named(rank, speeds) for rank in stage.ranks),
                 ":".join(map(str, stage.shares)) if len(set(stage.shares)) > 1 else "even",
                 changed,
@@ -217,22 +221,24 @@ def _old(before: Mapping[int, Stage], stage: Stage) -> Stage | None:
 
 
 def _changed(stage: Stage, old: Stage | None) -> str:
-    """What was different about the group that now is this stage."""
-    from scheduler.reasons import layer_ranges
+    """Differences of the old group of these ranks from the stage."""
+    from resihp.formatting import inclusive_ranges
 
     if old is None:
-        return "not there"
-    told = []
+        return "new"
+    changes = []
     if old.chunks != stage.chunks:
-        told.append(f"layers {layer_ranges(old)}")
+        changes.append(f"layers {inclusive_ranges(old.chunks)}")
     gone = sorted(set(old.ranks) - set(stage.ranks))
     if gone:
-        told.append(f"with {' '.join(map(str, gone))}")
+        changes.append(f"with {' '.join(map(str, gone))}")
     if not gone and old.shares != stage.shares:
-        told.append(f"shares {':'.join(map(str, old.shares))}")
-    return ", ".join(told)
+        changes.append(f"shares {':'.join(map(str, old.shares))}")
+    return ", ".join(changes)
 
 
 def _named(rank: int, speeds: Mapping[int, float]) -> str:
+    from resihp.formatting import ratio
+
     speed = speeds.get(rank, 1.0)
-    return str(rank) if speed == 1.0 else f"{rank}({speed:.2f}x)"
+    return str(rank) if speed == 1.0 else f"{rank}({ratio(speed)})"

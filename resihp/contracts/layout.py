@@ -14,6 +14,15 @@ from .errors import ContractError
 _LAST_RANK = 2**31 - 1  # what a record can name
 
 
+class Schedule(StrEnum):
+    """Order in which a pipeline runs the passes of its microbatches."""
+
+    ONE_F_ONE_B = "1f1b"
+    EAGER_1F1B = "eager_1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+
+
 @dataclass(frozen=True)
 class Stage:
     """One pipeline stage of one replica.
@@ -110,8 +119,8 @@ class Replica:
 class Layout:
     """Every replica of a job. No rank works in two places; all replicas hold the same layers.
 
-    schedule  under which the plan that the layout is part of runs it; None outside of a plan, and
-              no part of what makes two layouts equal
+    schedule  of the plan that the layout belongs to, set by `Plan` and read by
+              `scheduler.simulate`; None outside a plan; not part of equality, JSON and repr
     """
 
     replicas: tuple[Replica, ...]
@@ -207,7 +216,7 @@ class Layout:
         return next((place for place in self.places() if place.rank == rank), None)
 
     def stage_at(self, place: Place) -> Stage:
-        """The stage in which a rank stands."""
+        """Stage of a place."""
         return self.replicas[place.dp].stages[place.pp]
 
 
@@ -228,12 +237,3 @@ def _bounds(total: int, parts: int) -> list[int]:
     for index in range(parts):
         edges.append(edges[-1] + size + (index < extra))
     return edges
-
-
-class Schedule(StrEnum):
-    """Order of the microbatches' passes within a pipeline."""
-
-    ONE_F_ONE_B = "1f1b"
-    EAGER_1F1B = "eager_1f1b"
-    INTERLEAVED = "interleaved"
-    ZERO_BUBBLE = "zero_bubble"

@@ -13,7 +13,7 @@ from .layout import Layout, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout, its quotas and what is expected of them.
+    """Layout, quotas and schedule, with the predicted step time and its lower bound.
 
     version    counts up by one for each plan of a job; 0 is the layout it started with
     from_step  the plan may not be applied before this step
@@ -45,10 +45,12 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Tells what a job does by plans of one version apart: 16 hexadecimal digits over layout,
-        quotas and schedule."""
-        said = [to_json(self.layout), list(self.quotas), self.schedule.value]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of layout, quotas and schedule: 16 hexadecimal digits.
+
+        Distinguishes plans of the same version with different contents.
+        """
+        content = [to_json(self.layout), list(self.quotas), self.schedule.value]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def microbatches(self) -> int:

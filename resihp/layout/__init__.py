@@ -1,8 +1,7 @@
-"""Pure algebra of layouts: who holds which range of which parameter, and what must move.
+"""Layout algebra: which rank holds which range of which parameter, and what must move or be summed.
 
-A tensor-parallel shard is a half-open range along one dimension, never "the i-th equal chunk", so
-shards of any width, and layouts whose replicas differ in shape, are ordinary cases. Communication
-and storage live elsewhere; everything here is data in, data out.
+A tensor-parallel shard is a half-open range along one dimension, so shards of any width and
+replicas of unequal shape are ordinary cases. Pure: communication and storage are elsewhere.
 """
 
 from .communication import (

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage, and which microbatches a replica computes."""
+"""Communication of one step: activations between stages, gradient sums between replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .parameters import Param, Parameters, Range, refine
 
 @dataclass(frozen=True)
 class ActivationTransfer:
-    """One chunk of a boundary activation between two stages: token rows cut in `chunks` parts."""
+    """One chunk of a boundary activation: token rows `chunk` of as many chunks as transfers."""
 
     chunk: int
     source: int
@@ -22,11 +22,11 @@ class ActivationTransfer:
 
 
 def boundary_transfers(sender: Stage, receiver: Stage) -> tuple[ActivationTransfer, ...]:
-    """How an activation crosses between stages of unequal tensor-parallel degree.
+    """Transfers of one activation between stages of any tensor-parallel degrees.
 
-    Every sender holds all of it and every receiver needs all of it: it is scattered into as many
-    chunks as the larger degree, sent in parallel and gathered inside the receiver (ResiHP, arXiv
-    2605.06374).
+    All ranks of the sender hold the whole activation and all ranks of the receiver need it: it is
+    cut into as many chunks as the larger degree, sent in parallel and gathered inside the receiver
+    (ResiHP, arXiv 2605.06374).
     """
     chunks = max(sender.tp, receiver.tp)
     return tuple(
@@ -40,7 +40,7 @@ def boundary_transfers(sender: Stage, receiver: Stage) -> tuple[ActivationTransf
 
 
 def microbatch_ranges(layout: Layout, quotas: Sequence[int]) -> Mapping[int, range]:
-    """The microbatches of a step (indices over all replicas) that each replica computes."""
+    """Microbatch indices of a step (over all replicas) by the replica that computes them."""
     edges = [0]
     for quota in quotas:
         edges.append(edges[-1] + quota)
@@ -49,34 +49,34 @@ def microbatch_ranges(layout: Layout, quotas: Sequence[int]) -> Mapping[int, ran
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """Gradient ranges that one set of ranks, one for each copy of them, sums among themselves."""
+    """Gradient ranges summed among a set of ranks, of which each holds one copy."""
 
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Param, Range], ...]
 
 
 def gradient_reductions(layout: Layout, parameters: Parameters) -> tuple[GradientReduction, ...]:
-    """How copies whose shards differ sum their gradients: over the common refinement.
+    """Gradient sums over copies with different shards, on the common refinement of their ranges.
 
-    A replica holds one copy of a parameter, two of a tied one whose stages differ. Parameters
-    that are not split are summed by the first rank of each stage alone; the ranks beside it take
-    the sum from there, so that all of them hold the same bits. Sorted by ranks, the order in
-    which every rank has to start them.
+    A replica holds one copy of a parameter, or two of a tied one whose stages differ. A parameter
+    without a split dimension is summed by the first rank of each stage, which then broadcasts the
+    sum within the stage, so that all ranks hold the same bits. Sorted by ranks: the order in which
+    every rank has to start the reductions.
     """
     by_ranks: dict[tuple[int, ...], list[tuple[Param, Range]]] = defaultdict(list)
     copies: dict[Param, list[list[tuple[Range, int]]]] = defaultdict(list)
     for replica in layout.replicas:
-        for place, stage in enumerate(replica.stages):
-            for param in parameters.of_stage(replica, place):
-                spans = list(zip(param.ranges(stage.shares), stage.ranks, strict=True))
-                copies[param].append(spans[: 1 if param.dim is None else None])
+        for index, stage in enumerate(replica.stages):
+            for param in parameters.of_stage(replica, index):
+                shards = list(zip(param.ranges(stage.shares), stage.ranks, strict=True))
+                copies[param].append(shards[: 1 if param.dim is None else None])
     for param, held in copies.items():
-        for span in refine((0, param.size), (r for places in held for r, _ in places)):
+        for piece in refine((0, param.size), (r for shards in held for r, _ in shards)):
             owners = tuple(
-                next(rank for r, rank in places if r[0] <= span[0] and span[1] <= r[1])
-                for places in held
+                next(rank for r, rank in shards if r[0] <= piece[0] and piece[1] <= r[1])
+                for shards in held
             )
-            by_ranks[owners].append((param, span))
+            by_ranks[owners].append((param, piece))
     return tuple(
         GradientReduction(ranks, tuple(pieces)) for ranks, pieces in sorted(by_ranks.items())
     )

@@ -1,4 +1,4 @@
-"""Who holds what, and what must move from one layout to another."""
+"""Shards of every rank, the moves between two layouts, and the writers of a complete state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from resihp.contracts import Layout, StateLostError
 
 from .parameters import Param, Parameters, Range, refine, without
 
+_Queue = list[tuple[int, int]]
+"""Heap of (elements sent, rank). A rank may be in several heaps, so entries can be out of date."""
+
 
 @dataclass(frozen=True)
 class Move:
-    """Rows [start, stop) of a parameter go from one rank to another."""
+    """Transfer of rows [start, stop) of a parameter from one rank to another."""
 
     param: Param
     start: int
@@ -24,16 +27,16 @@ class Move:
 
     @property
     def numel(self) -> int:
-        """Elements moved (of the parameter; its optimizer state moves along with it)."""
+        """Parameter elements moved; their optimizer state moves with them."""
         return (self.stop - self.start) * self.param.row_numel
 
 
 def holdings(layout: Layout, parameters: Parameters) -> dict[int, dict[Param, Range]]:
-    """For every working rank, the range of each parameter that it holds."""
+    """Range of each parameter that each rank of the layout holds."""
     held: dict[int, dict[Param, Range]] = {}
     for replica in layout.replicas:
-        for place, stage in enumerate(replica.stages):
-            ranges = [(p, p.ranges(stage.shares)) for p in parameters.of_stage(replica, place)]
+        for pp, stage in enumerate(replica.stages):
+            ranges = [(p, p.ranges(stage.shares)) for p in parameters.of_stage(replica, pp)]
             for index, rank in enumerate(stage.ranks):
                 held[rank] = {param: r[index] for param, r in ranges if r[index][0] < r[index][1]}
     return held
@@ -42,35 +45,35 @@ def holdings(layout: Layout, parameters: Parameters) -> dict[int, dict[Param, Ra
 def moves(
     old: Layout, new: Layout, parameters: Parameters, *, lost: Collection[int] = ()
 ) -> tuple[Move, ...]:
-    """The moves that turn `old` into `new`, when the ranks in `lost` can send nothing any more.
+    """Moves that turn `old` into `new` when the ranks in `lost` cannot send.
 
-    Nothing that a rank already holds is moved, so the bytes are the least possible; among the
-    holders of a range, the one that sends least so far sends it. Deterministic. Raises
-    `StateLostError` naming the ranges that no surviving rank holds.
+    A rank receives only what it does not hold, so the number of bytes is minimal; among the
+    holders of a range, the one that has sent least sends it. Deterministic. Raises
+    `StateLostError` with the ranges that no surviving rank holds.
     """
     before = {r: held for r, held in holdings(old, parameters).items() if r not in lost}
-    holders = SenderSelector(before)
+    selector = SenderSelector(before)
     planned: list[Move] = []
-    gone: set[str] = set()
+    missing: set[str] = set()
     for target, held in sorted(holdings(new, parameters).items()):
         for param, span in held.items():
             own = before.get(target, {}).get(param)
             for need in without(span, own):
-                for (start, stop), source in holders.senders(param, need):
+                for (start, stop), source in selector.senders(param, need):
                     if source is None:
-                        gone.add(f"{param.key}[{start}:{stop}]")
+                        missing.add(f"{param.key}[{start}:{stop}]")
                     else:
                         planned.append(Move(param, start, stop, source, target))
-    if gone:
-        shown = ", ".join(sorted(gone)[:6])
-        raise StateLostError(f"no surviving rank holds {shown} ({len(gone)} ranges in all)")
+    if missing:
+        shown = ", ".join(sorted(missing)[:6])
+        raise StateLostError(f"no surviving rank holds {shown} ({len(missing)} ranges in all)")
     return tuple(planned)
 
 
 def least_numel(
     old: Layout, new: Layout, parameters: Parameters, *, lost: Collection[int] = ()
 ) -> int:
-    """Lower bound of the elements that must move: what each rank holds after and not before."""
+    """Lower bound of the elements to move: those that a rank holds after and not before."""
     before = {r: held for r, held in holdings(old, parameters).items() if r not in lost}
     return sum(
         sum(stop - start for start, stop in without(span, before.get(rank, {}).get(param)))
@@ -81,28 +84,24 @@ def least_numel(
 
 
 def writers(layout: Layout, parameters: Parameters) -> dict[int, list[tuple[Param, Range]]]:
-    """For every working rank, what it writes when the whole state is written exactly once.
+    """Ranges that each rank writes, so that the whole state is written exactly once.
 
-    What several ranks hold is written by the one that writes least so far. Deterministic.
+    Of several holders of a range, the one that has written least writes it. Deterministic.
     """
-    holders = SenderSelector(holdings(layout, parameters))
+    selector = SenderSelector(holdings(layout, parameters))
     written: dict[int, list[tuple[Param, Range]]] = {rank: [] for rank in layout.ranks}
     for param in parameters.all:
-        for span, rank in holders.senders(param, (0, param.size)):
+        for span, rank in selector.senders(param, (0, param.size)):
             assert rank is not None, "every layout holds every range"
             written[rank].append((param, span))
     return written
 
 
-_Queue = list[tuple[int, int]]
-"""Heap of (elements sent, rank). Ranks send from many, so that an entry may tell of less."""
-
-
 class SenderSelector:
-    """Picks a sender for one range after the other, so that all send about as much.
+    """Greedy choice of a sender for one range after another that balances the elements sent.
 
-    In a large job thousands of ranks hold the same range, and thousands lack it: those that hold
-    the same stand in one queue, however many parameters that is true of.
+    Ranks that hold the same range share one heap, whatever the number of parameters: in a large
+    job thousands of ranks hold a range and thousands need it.
     """
 
     def __init__(self, held_by: Mapping[int, Mapping[Param, Range]]) -> None:
@@ -123,17 +122,18 @@ class SenderSelector:
         self._routes: dict[tuple[Param, Range], list[tuple[Range, Collection[_Queue]]]] = {}
 
     def senders(self, param: Param, need: Range) -> list[tuple[Range, int | None]]:
-        """Each part of `need`, with the rank that sends it; None where nobody holds it.
+        """Parts of `need`, each with the rank that sends it; None where no rank holds it.
 
-        It is the one that has sent least, or of those the first, and counts as sent from now on.
+        Selects the holder that has sent least (of equals, the lowest rank) and counts the part as
+        sent.
         """
         return [
-            (span, self._lightest(queues, (span[1] - span[0]) * param.row_numel))
+            (span, self._least_loaded(queues, (span[1] - span[0]) * param.row_numel))
             for span, queues in self._route(param, need)
         ]
 
     def _route(self, param: Param, need: Range) -> list[tuple[Range, Collection[_Queue]]]:
-        """The parts of `need`, and the queues of those who hold all of each."""
+        """Parts of `need`, each with the heaps of the ranks that hold all of it."""
         route = self._routes.get((param, need))
         if route is None:
             held = self._queues.get(param, {})
@@ -143,15 +143,15 @@ class SenderSelector:
             ]
         return route
 
-    def _lightest(self, queues: Collection[_Queue], numel: int) -> int | None:
-        chosen = min((self._first(queue) for queue in queues), default=None)
+    def _least_loaded(self, queues: Collection[_Queue], numel: int) -> int | None:
+        chosen = min((self._head(queue) for queue in queues), default=None)
         if chosen is None:
             return None
         self._sent[chosen[1]] += numel
         return chosen[1]
 
-    def _first(self, queue: _Queue) -> tuple[int, int]:
-        """The head of a queue, when those that have sent since have moved back in it."""
+    def _head(self, queue: _Queue) -> tuple[int, int]:
+        """Head of a heap after its outdated entries are updated."""
         while queue[0][0] < (sent := self._sent[queue[0][1]]):
             heapreplace(queue, (sent, queue[0][1]))
         return queue[0]

@@ -1,4 +1,4 @@
-"""The parameters of a model: where each lives, and how tensor parallelism may cut it."""
+"""Parameters of a model: their stage, their shape, and the ranges that tensor parallelism cuts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from math import prod
 from resihp.contracts import ContractError, Replica
 
 Range = tuple[int, int]
-"""Half-open."""
+"""Half-open range of rows."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of the whole model.
+    """One unsharded parameter.
 
     key    unique name, e.g. "layers.3.wq"
     shape  of the unsharded tensor
-    dim    dimension that tensor parallelism splits; None: every rank of the stage holds all of it
+    dim    dimension that tensor parallelism splits; None: replicated on every rank of the stage
     unit   shard edges are multiples of this many rows of `dim` (e.g. the width of a KV group)
     """
 
@@ -30,16 +30,16 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Rows along the split dimension (along dimension 0 where it is not split)."""
+        """Rows along the split dimension (dimension 0 if there is none)."""
         return self.shape[self.dim or 0]
 
     @property
     def row_numel(self) -> int:
-        """Elements in one row along that dimension."""
+        """Elements of one row along that dimension."""
         return prod(self.shape) // self.size
 
     def ranges(self, shares: Sequence[int]) -> tuple[Range, ...]:
-        """The range that each rank of a stage with these shares holds."""
+        """Range of each rank of a stage with these shares."""
         if self.dim is None:
             return ((0, self.size),) * len(shares)
         return split(self.size, shares, unit=self.unit)
@@ -47,10 +47,10 @@ class Param:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All parameters of a model by where they live: first stage, `layers[i]`, last stage.
+    """All parameters of a model by location: first stage, `layers[i]`, last stage.
 
-    A tied parameter stands in `first` and in `last`: the two stages hold equal copies, whose
-    gradients are summed. Raises `ContractError` for one that is tied in any other way.
+    A tied parameter is in `first` and in `last`: the two stages hold equal copies, whose gradients
+    are summed. Raises `ContractError` for any other tie.
     """
 
     layers: tuple[tuple[Param, ...], ...]
@@ -68,25 +68,25 @@ class Parameters:
 
     @property
     def all(self) -> tuple[Param, ...]:
-        """Every parameter once, in the order in which they are used."""
+        """Every parameter once, in execution order."""
         inner = tuple(param for layer in self.layers for param in layer)
         return self.first + inner + self._last_alone
 
     @property
     def second_copies(self) -> Parameters:
-        """The tied parameters alone, where the last stage holds them."""
+        """Tied parameters only, as held by the last stage."""
         tied = tuple(param for param in self.last if param in self.first)
         return Parameters(((),) * len(self.layers), (), tied)
 
     @property
     def first_copies(self) -> Parameters:
-        """Every parameter, but tied ones in the first stage only."""
+        """Every parameter, with tied ones in the first stage only."""
         return Parameters(self.layers, self.first, self._last_alone)
 
     def parts(self, replica: Replica, index: int) -> dict[str, tuple[Param, ...]]:
-        """The parts of a replica's stage, in the order in which they run, and their parameters.
+        """Parameters of each part of a replica's stage, in execution order.
 
-        A part is "first", "layers.N" or "last"; the first stage may hold no layers, or the last.
+        A part is "first", "layers.N" or "last"; the first or the last stage may hold no layers.
         """
         parts: dict[str, tuple[Param, ...]] = {}
         for chunk in range(replica.chunks):
@@ -94,7 +94,7 @@ class Parameters:
         return parts
 
     def chunk_parts(self, replica: Replica, index: int, chunk: int) -> dict[str, tuple[Param, ...]]:
-        """Those of one model chunk of the stage."""
+        """Parts of one model chunk of the stage."""
         start, stop = replica.stages[index].chunks[chunk]
         is_first = (index, chunk) == (0, 0)
         is_last = (index + 1, chunk + 1) == (len(replica.stages), replica.chunks)
@@ -103,7 +103,7 @@ class Parameters:
         return first | inner | ({"last": self.last} if is_last else {})
 
     def of_stage(self, replica: Replica, index: int) -> tuple[Param, ...]:
-        """The parameters of a replica's stage, each once, in the order in which they are used."""
+        """Parameters of a replica's stage, each once, in execution order."""
         parts = self.parts(replica, index).values()
         return tuple(dict.fromkeys(param for params in parts for param in params))
 
@@ -113,7 +113,7 @@ class Parameters:
 
 
 def split(size: int, shares: Sequence[int], *, unit: int = 1) -> tuple[Range, ...]:
-    """`size` rows cut in proportion to `shares`, at multiples of `unit`.
+    """Ranges of `size` rows in proportion to `shares`, cut at multiples of `unit`.
 
     >>> split(8, (1, 3))
     ((0, 2), (2, 8))
@@ -131,7 +131,7 @@ def split(size: int, shares: Sequence[int], *, unit: int = 1) -> tuple[Range, ..
 
 
 def without(span: Range, held: Range | None) -> list[Range]:
-    """The parts of `span` outside `held`."""
+    """Parts of `span` outside `held`."""
     if held is None:
         return [span]
     parts = [(span[0], min(span[1], held[0])), (max(span[0], held[1]), span[1])]
@@ -139,6 +139,6 @@ def without(span: Range, held: Range | None) -> list[Range]:
 
 
 def refine(span: Range, cuts: Iterable[Range]) -> list[Range]:
-    """`span` cut at every edge in `cuts` that lies inside it."""
+    """Ranges of `span`, cut at every edge of `cuts` inside it."""
     inner = {edge for cut in cuts for edge in cut if span[0] < edge < span[1]}
     return list(pairwise([span[0], *sorted(inner), span[1]]))

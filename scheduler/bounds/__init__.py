@@ -1,4 +1,4 @@
-"""Lower bounds of pipelines, none of which any order of passes within a schedule's limits beats."""
+"""Lower bounds of pipeline makespans for any order of passes within a schedule's limits."""
 
 from .in_flight import in_flight_bound, relaxed_factors
 from .whole_layers import StageCosts, heterogeneous_layers, whole_layers

@@ -1,4 +1,4 @@
-"""Lower bounds of given pipelines, from how many microbatches each stage may have in flight."""
+"""Makespan bounds from the in-flight limits of a schedule, for given layers and relaxed ones."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ def in_flight_bound(
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Floats:
-    """Lower bound of the span of given pipelines under any order that holds the schedule's limits.
+    """Lower bound of the makespan of pipelines with given stage times.
 
-    forward, backward  [..., pipeline, stage]; microbatches [pipeline]; the bounds [..., pipeline]
+    forward, backward  [..., pipeline, stage]; microbatches [pipeline]; result [..., pipeline]
 
-    Stage s is reached after the forwards before it and left before the backwards before it, A_s.
-    It works m * w_s, w = F + B. Before its first backward it waits for a trip through the stages
-    behind, D_s, during which it may run c_s - 1 more forwards; after its last forward likewise,
-    with backwards. The two waits are apart as soon as m > c_s; else only one counts:
+    Holds for any order of passes within the schedule's in-flight limits c_s. Stage s starts after
+    the forwards and ends before the backwards of the stages before it, in total A_s. Its own work
+    is m * w_s, w = F + B. Before its first backward it waits for the round trip D_s through the
+    stages behind it, during which it may run c_s - 1 more forwards; after its last forward
+    likewise, with backwards. Both waits count if m > c_s, else the longer one:
 
         T >= A_s + m w_s + max(0, D_s - (c_s-1) F_s) + max(0, D_s - (c_s-1) B_s)
 
-    It equals (m + p - 1) w when all stages are alike. Where the backward is split into I + W, only
-    I is waited for, and W of the l_s microbatches in flight can be put off: until after the last
-    I, which takes those off the work before it (second line), or into the last wait (first line).
+    It equals (m + p - 1) w for equal stages. With a backward split into I + W, other stages wait
+    for I only, and W of the l_s microbatches in flight can be deferred: until after the last I,
+    which removes them from the work before it (second line), or into the last wait (first line).
 
         T >= A^F_s + m w_s + max(0, D_s - (c_s-1) F_s) + max(0, D_s - (c_s-1) I_s - (l_s-1) W_s)
         T >= A_s + W_0 + m w_s - l_s W_s + max(0, D_s - (c_s-1) F_s) + max(0, D_s - (c_s-1) I_s)
 
-    Here A^F counts forwards alone, A and D count F + I; it is m w + (p-1)(F + I - W) for equal
-    passes (Qi et al., 2024).
+    Here A^F counts forwards only, A and D count F + I; for equal passes the bound is
+    m w + (p-1)(F + I - W) (Qi et al., 2024).
     """
     f, b = np.asarray(forward, float), np.asarray(backward, float)
     m = np.asarray(microbatches, float)[:, None]
@@ -67,7 +68,7 @@ _NO_WEIGHT = np.zeros((1, 1))
 
 
 class PassTimes(NamedTuple):
-    """Times of one microbatch's passes; the weight half is 0 unless the backward is split."""
+    """Pass times of one microbatch; the weight half is 0 unless the backward is split."""
 
     forward: Floats
     inputs: Floats
@@ -75,7 +76,7 @@ class PassTimes(NamedTuple):
 
     @classmethod
     def of(cls, forward: Floats, backward: Floats, schedule: Schedule) -> PassTimes:
-        """The passes of a schedule with these forwards and whole backwards."""
+        """Pass times under a schedule for given forwards and whole backwards."""
         if schedule is not Schedule.ZERO_BUBBLE:
             return cls(forward, backward, _NO_WEIGHT)
         weight = backward * WEIGHT_PART
@@ -83,12 +84,12 @@ class PassTimes(NamedTuple):
 
     @property
     def trip(self) -> Floats:
-        """Forward and what a stage before waits for."""
+        """Forward, and the part of the backward that the previous stage waits for."""
         return self.forward + self.inputs
 
 
 class InFlightLimits(NamedTuple):
-    """Microbatches whose input gradient a stage owes, and whose activations it holds, at most."""
+    """In-flight limits: microbatches with pending input gradient, and with held activations."""
 
     owed: NDArray[np.intp]
     held: NDArray[np.intp]
@@ -97,13 +98,13 @@ class InFlightLimits(NamedTuple):
     @classmethod
     @cache
     def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> InFlightLimits:
-        """Of all stages."""
+        """Limits of all stages."""
         owed = np.array(most_ahead(schedule, stages, max_in_flight))
         held = np.array(most_in_flight(schedule, stages, max_in_flight))
         return cls(owed, held, schedule is Schedule.ZERO_BUBBLE)
 
     def at(self, stage: int) -> InFlightLimits:
-        """Of one stage."""
+        """Limits of one stage."""
         return InFlightLimits(self.owed[stage], self.held[stage], self.split)
 
 
@@ -116,11 +117,11 @@ def stage_line(
     before: Floats,
     behind: Floats,
 ) -> Floats:
-    """What `in_flight_bound` says of one stage, or of each in an array of them.
+    """Bound of `in_flight_bound` from one stage, or from each stage of an array.
 
-    reached         forwards of the stages before it: A^F_s
-    before, behind  trips through the stages before it (with W_0 where there are any): A_s + W_0;
-                    and through those behind it: D_s
+    reached  forwards of the stages before it: A^F_s
+    before   round trip through the stages before it, plus W_0 if there are any: A_s + W_0
+    behind   round trip through the stages behind it: D_s
     """
     owed, held, split = limits
     forward, inputs, weight = passes
@@ -144,19 +145,19 @@ def relaxed_factors(
     forward_part: tuple[float, float] = (0.0, 1.0),
     chunks: int = 1,
 ) -> Floats:
-    """Least span per unit of work of one microbatch, however the layers are spread.
+    """Makespan bound per unit of work of one microbatch, over all fractional layer partitions.
 
-    speeds  [pipeline, stage], work per millisecond; microbatches [pipeline]
+    speeds        work per millisecond, [pipeline, stage]
+    microbatches  [pipeline]
+    forward_part  least and largest fraction of a stage's time taken by its forward, for a split
+                  backward
+    chunks        model chunks that share the layers of an interleaved stage evenly; only the trip
+                  through the first chunks of the stages before counts
 
-    `forward_part` holds the least and the largest part of a stage's time that its forward takes,
-    which matters for a split backward; `chunks` how many model chunks share the layers of an
-    interleaved stage evenly: a stage waits for a trip through the first ones before it, and no more
-    is certain. With
-    Σ_s speed_s w_s = work, any weights λ >= 0 that sum to one give `T >= Σ_s λ_s (line s)`, where
-    line s is a bound of `in_flight_bound` without its max(0, ·): `A_s + (m - c_s + 1) w_s + 2 D_s`
-    for 1F1B. That is linear in w, so its least ratio to the work is a bound. The λ that make all
-    ratios equal make it tight; where one of them would be negative it is set to 0, which keeps the
-    bound valid. Fractional layers are allowed.
+    With Σ_s speed_s w_s = work, any weights λ >= 0 of sum 1 give `T >= Σ_s λ_s (line s)`, where
+    line s is the bound of `in_flight_bound` without its max(0, ·), for 1F1B
+    `A_s + (m - c_s + 1) w_s + 2 D_s`. It is linear in w, so its least ratio to the work is a bound.
+    The λ of equal ratios make it tight; negative ones are set to 0, which keeps the bound valid.
     """
     p = np.asarray(speeds, float)
     m = np.asarray(microbatches, float)[:, None, None]
@@ -176,7 +177,7 @@ def relaxed_factors(
 def _line(
     m: Floats, stages: int, schedule: Schedule, forward_part: tuple[float, float], chunks: int
 ) -> tuple[float, Floats, Floats | float]:
-    """What the times of stages before s, of s itself and behind it count in its line, [., s, .]."""
+    """Coefficients in line s of stages before s, of s, and behind s, [., s, .]."""
     if schedule is Schedule.INTERLEAVED:
         return 1.0 / chunks, m, 0.0
     owed = np.array(most_ahead(schedule, stages))[None, :, None]

@@ -1,8 +1,7 @@
-"""Lower bounds of pipelines over every way to spread whole layers: a dynamic program.
+"""Makespan bounds over all partitions into whole layers, by dynamic programming.
 
-`relaxed_factors` allows parts of layers. Where a stage holds ten, one more or less
-is ten percent; and a schedule that lets stages run far ahead would have layers spread more finely
-than that.
+Tighter than `relaxed_factors`, which allows fractional layers: with ten layers in a stage, one
+more or less is ten percent of its time. `heterogeneous_layers` tightens it for unequal stages.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Pipelines of equally many stages; all arrays are [pipeline, stage], times in milliseconds.
+    """Costs and limits of the stages of pipelines of equal depth; arrays are [pipeline, stage].
 
-    forward, backward  of one layer
-    extra              of the forward beside the layers (embedding, head); the backward's is twice
-    most, least        layers that a stage may hold, and must; the latter 1 where none is given
+    forward, backward  milliseconds per layer
+    extra              forward time of embedding or head; their backward takes twice as long
+    most, least        range of the number of layers; `least` defaults to 1
     """
 
     forward: Floats
@@ -37,14 +36,14 @@ class StageCosts:
     least: Ints | None = None
 
     def within(self, makespan_ms: float, microbatches: Ints, layers: int) -> StageCosts:
-        """Without the layers that would keep a stage busy for longer than `makespan_ms`."""
+        """Costs with `most` reduced to what a stage can compute within `makespan_ms`."""
         each = makespan_ms * (1 + 1e-9) / microbatches[:, None]
         room = np.floor((each - 3.0 * self.extra) / (self.forward + self.backward))
         most = np.clip(np.minimum(room, self.most), 0, layers).astype(np.int64)
         return replace(self, most=most)
 
     def pick(self, rows: Ints) -> StageCosts:
-        """Some of the pipelines."""
+        """Costs of some of the pipelines."""
         return StageCosts(
             self.forward[rows], self.backward[rows], self.extra[rows], self.most[rows]
         )
@@ -60,12 +59,12 @@ def whole_layers(
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> tuple[Floats, Ints]:
-    """Least span of each pipeline with any whole layers, 1 or more in each stage, and the layers.
+    """Makespan bound of each pipeline over whole layers, at least 1 per stage, and the layers.
 
-    [pipeline] and [pipeline, stage]; inf, and layers that mean nothing, where `within_ms` does not
-    suffice. If n layers are before stage s and l are in it, its line of `in_flight_bound` holds
-    with the least that n layers can take before it and the rest behind it. The least largest line
-    of all stages is found stage by stage: with L_s(n, l) for that line,
+    Returns [pipeline] and [pipeline, stage]; inf and arbitrary layers if the bound exceeds
+    `within_ms`. With n layers before stage s and l in it, its line of `in_flight_bound` holds with
+    the least time that n layers can take before it and that of the rest behind it. The smallest
+    possible value of the largest line is found stage by stage; with L_s(n, l) for the line,
 
         G_s+1(n) = min over l of max(G_s(n - l), L_s(n - l, l))
     """
@@ -77,7 +76,7 @@ def whole_layers(
     limits = InFlightLimits.of(schedule, bands.stages, max_in_flight)
     behind = _behind(options, bands, p2p)
     m = microbatches[:, None, None].astype(float)
-    table = np.zeros((3, len(microbatches), 1))  # forwards before a stage, trips, the worst line
+    table = np.zeros((3, len(microbatches), 1))  # forwards before a stage, trips, largest line
     choices = []
     for stage in range(bands.stages):
         passes, reach, trip = options.of_stage(stage)
@@ -100,7 +99,7 @@ def whole_layers(
 
 
 def _behind(options: _Options, bands: _Bands, p2p: float) -> list[Floats]:
-    """Least trip through all stages from s on, by the layers before it; for s = 0.. and none."""
+    """Least trip through stages s.., by the layers before s, for s = 0..stages."""
     tables = [np.zeros((len(options.fits), 1))]
     for stage in reversed(range(bands.stages)):
         further = bands.behind(tables[0], stage) + options.passes.trip[:, stage]
@@ -110,14 +109,14 @@ def _behind(options: _Options, bands: _Bands, p2p: float) -> list[Floats]:
 
 
 class _Options(NamedTuple):
-    """What stages take that hold 1, 2, ... layers, [pipeline, stage, layers - 1, 1]."""
+    """Pass times of stages with 1, 2, ... layers, [pipeline, stage, layers - 1, 1]."""
 
     passes: PassTimes
     fits: NDArray[np.bool_]
 
     @classmethod
     def of(cls, stages: StageCosts, most: int, schedule: Schedule) -> _Options:
-        """With up to `most` layers in a stage."""
+        """Options with up to `most` layers per stage."""
         counts = np.arange(1, most + 1)[:, None]
         each = (stages.forward, stages.backward, stages.extra, stages.most)
         forward, backward, extra, fitting = (array[:, :, None, None] for array in each)
@@ -128,7 +127,7 @@ class _Options(NamedTuple):
         return cls(passes, fits)
 
     def of_stage(self, stage: int) -> tuple[PassTimes, Floats, Floats]:
-        """The passes of a stage; its forward; its trip, with the weight half of the first one."""
+        """Pass times of a stage, its forward, and its trip (with the weight half for stage 0)."""
         forward, inputs, weight = self.passes
         weight = weight[:, stage] if weight.shape == forward.shape else weight
         passes = PassTimes(forward[:, stage], inputs[:, stage], weight)
@@ -137,10 +136,10 @@ class _Options(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bands:
-    """How many layers may be before every stage (from `low` to `high`), and in one (`most`).
+    """Ranges of the dynamic program: layers before each stage (`low`..`high`), most in a stage.
 
-    Tables are [..., pipeline, layers before - low]; options [..., pipeline, layers of a stage - 1,
-    layers before the next one - its low].
+    Tables are [..., pipeline, layers before the stage - low]; options are [..., pipeline,
+    layers of the stage - 1, layers before the next stage - its low].
     """
 
     low: list[int]
@@ -149,7 +148,7 @@ class _Bands:
 
     @classmethod
     def of(cls, most: Ints, layers: int) -> _Bands | None:
-        """The bands of all pipelines that can hold all layers; None if there are none."""
+        """Bands over all pipelines that can hold all layers; None if there are none."""
         able = most[(most.min(axis=1) >= 1) & (most.sum(axis=1) >= layers)]
         if not len(able):
             return None
@@ -167,20 +166,20 @@ class _Bands:
         return len(self.low) - 1
 
     def before(self, table: Floats, stage: int) -> Floats:
-        """What `table` says before a stage, for each of its layers and what is before the next."""
+        """Values of `table` before a stage, by its layers and the layers before the next stage."""
         first = self.low[stage + 1] - 1 - self.low[stage]
         windows = _windows(table, first - self.most + 1, self.most, self._width(stage + 1))
         return windows[..., ::-1, :]
 
     def behind(self, table: Floats, stage: int) -> Floats:
-        """What `table` says behind a stage, for each of its layers and what is before it."""
+        """Values of `table` behind a stage, by its layers and the layers before it."""
         first = self.low[stage] + 1 - self.low[stage + 1]
         return _windows(table, first, self.most, self._width(stage))
 
     def traced(self, choices: list[NDArray[np.intp]], layers: int) -> Ints:
-        """Layers of every stage, [pipeline, stage], from the choices for what is before the next.
+        """Layers of every stage, [pipeline, stage], traced back from the choices.
 
-        choices  by stage, [pipeline, layers before the next one - its low], layers - 1
+        choices  layers - 1 by stage, [pipeline, layers before the next stage - its low]
         """
         rows = np.arange(len(choices[0]))
         upto = np.full(len(rows), layers)
@@ -203,12 +202,12 @@ def _windows(table: Floats, first: int, count: int, width: int) -> Floats:
     padded = np.full((*rows, left + held + right), np.inf)
     padded[..., left : left + held] = table
     offset, step = (first + left) * padded.itemsize, padded.itemsize
-    # what `sliding_window_view` gives, which takes ten times as long to say so
+    # equal to `sliding_window_view`, whose checks take ten times as long
     return np.ndarray((*rows, count, width), float, padded, offset, (*padded.strides, step))
 
 
-_WAYS = 24  # numbers of layers of odd stages that are tried for one pipeline
-_AT_ONCE = 256  # which bounds the memory
+_FIXED_CASES = 24  # combinations of layers of unusual stages per pipeline
+_BATCH = 256  # pipelines, limits the memory
 
 
 def heterogeneous_layers(
@@ -221,20 +220,19 @@ def heterogeneous_layers(
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> tuple[Floats, Ints]:
-    """As `whole_layers`, never lower, and the layers that attain it; [pipeline].
+    """Bound like `whole_layers`, never lower, and the layers that attain it.
 
-    The dynamic program takes for every stage the least that the layers before it can take, and the
-    least that those behind it can, which no one way to spread them need attain where stages differ.
-    With the layers of the odd stages given the rest are alike, and it does. So it is solved for
-    every number of layers of the oddest stages, as far as these are not too many, and the least
-    solution is the bound.
+    The dynamic program combines the least time before a stage with the least time behind it, which
+    no single partition may attain if stages differ. With the layers of the unusual stages fixed,
+    the others are equal and the bound is attained. So the program is solved for every combination
+    of layers of the most unusual stages, up to a limit, and the smallest solution is the bound.
     """
     limited = stages.within(within_ms, microbatches, layers)
-    source, least, most = _ways(limited)
+    source, least, most = _fixed_cases(limited)
     ends = np.full(len(source), np.inf)
     counts = np.ones(least.shape, np.int64)
-    for start in range(0, len(source), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
+    for start in range(0, len(source), _BATCH):
+        part = slice(start, start + _BATCH)
         some = limited.pick(source[part])
         ends[part], counts[part] = whole_layers(
             StageCosts(some.forward, some.backward, some.extra, most[part], least[part]),
@@ -250,8 +248,8 @@ def heterogeneous_layers(
     return ends[first], counts[first]
 
 
-def _ways(stages: StageCosts) -> tuple[NDArray[np.intp], Ints, Ints]:
-    """Pipelines with the layers of their oddest stages given: which one, least and most layers."""
+def _fixed_cases(stages: StageCosts) -> tuple[NDArray[np.intp], Ints, Ints]:
+    """Cases with fixed layers of the most unusual stages: pipeline, least and most layers."""
     source, least, most = [], [], []
     each = stages.forward + stages.backward
     for row in range(len(each)):
@@ -259,7 +257,7 @@ def _ways(stages: StageCosts) -> tuple[NDArray[np.intp], Ints, Ints]:
         odd, ways = [], 1
         for stage in np.argsort(-np.abs(np.log(each[row] / usual)), kind="stable").tolist():
             count = max(1, int(stages.most[row, stage]))
-            if each[row, stage] == usual or ways * count > _WAYS:
+            if each[row, stage] == usual or ways * count > _FIXED_CASES:
                 break
             odd.append(stage)
             ways *= count

@@ -1,7 +1,7 @@
-"""What other systems would do with the same job and the same faults, each from its own paper.
+"""Policies of other systems for the same job and faults, each after its publication.
 
-All of them share the job model and the cost model, so that a comparison is of decisions alone.
-Where a paper leaves a choice open, the choice that serves the policy best was taken.
+All share the job model and the cost model, so that only decisions are compared. Where a publication
+leaves a choice open, the choice that is best for the policy is taken.
 """
 
 from .base import FaultPolicy, PolicyOutcome

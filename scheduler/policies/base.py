@@ -1,25 +1,24 @@
-"""What all policies share: an outcome, timing of a layout, layers and quotas by simple rules."""
+"""Common parts of all policies: outcome, timing of a layout, greedy layers and quotas."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 
-from ..cost_model import layer_cost, transfer_ms
-from ..makespan import pipeline_makespans
+from ..cost_model import layer_cost
+from ..greedy import greedy_allocation
 from ..memory import plan_schedules
-from ..simulator import replica_makespan, stage_times
+from ..replica_times import ReplicaTimes
 
 Speeds = Mapping[int, float]
 
 
 class Transition(StrEnum):
-    """How a job gets from one layout to the next."""
+    """Transition of a job from one layout to the next."""
 
     NONE = "none"
     LIVE = "live"
@@ -28,16 +27,15 @@ class Transition(StrEnum):
 
 @dataclass(frozen=True)
 class PolicyOutcome:
-    """How a job runs under a policy; `step_ms` is inf where it stands still.
+    """State of a job under a policy; `step_ms` is inf if it cannot run.
 
-    `schedule` is that of the pipelines. `layout` is None where the policy's way of sharing work
-    is not a layout of whole replicas.
+    `layout` is None if the policy's distribution of work is not a layout of whole replicas.
     """
 
     step_ms: float
     layout: Layout | None = None
     quotas: tuple[int, ...] = ()
-    pause: Transition = Transition.NONE
+    transition: Transition = Transition.NONE
     schedule: Schedule = Schedule.ONE_F_ONE_B
     detail: str = ""
 
@@ -47,7 +45,7 @@ STOPPED = PolicyOutcome(math.inf, detail="no replica is left")
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """A named policy, where it comes from, and its rule from the healthy layout and the speeds."""
+    """Named policy: its source, and its outcome for a job's initial layout and given speeds."""
 
     name: str
     source: str
@@ -55,7 +53,7 @@ class FaultPolicy:
 
 
 def speed_of(speeds: Speeds, stage: Stage) -> float:
-    """Speed of a group with equal shares: that of its slowest rank; 0 if one is dead."""
+    """Speed of a group with equal shares: its slowest rank; 0 if one is dead."""
     return min(speeds.get(rank, 1.0) for rank in stage.ranks)
 
 
@@ -66,32 +64,13 @@ def replica_makespans(
     speeds: Speeds,
     schedule: Schedule | None = None,
 ) -> list[float]:
-    """Span of every replica in milliseconds; all of its ranks must be alive.
+    """Makespan of every replica in milliseconds; all ranks must be alive.
 
-    `schedule`: the first that the job's plans may choose where none is given; stages of several
-    model chunks are interleaved.
+    `schedule`: default is the first one permitted to plans of the job; replicas with several model
+    chunks are interleaved.
     """
-    by_length: dict[int, list[int]] = defaultdict(list)
-    spans = [0.0] * len(replicas)
-    for index, replica in enumerate(replicas):
-        if replica.chunks > 1:
-            quota = quotas[index]
-            spans[index] = replica_makespan(job, replica, quota, speeds, Schedule.INTERLEAVED)
-        else:
-            by_length[len(replica.stages)].append(index)
-    for members in by_length.values():
-        times = [stage_times(job, replicas[index], speeds) for index in members]
-        ends = pipeline_makespans(
-            [forward for forward, _ in times],
-            [backward for _, backward in times],
-            [quotas[index] for index in members],
-            p2p=transfer_ms(job),
-            max_in_flight=job.max_in_flight,
-            schedule=schedule or plan_schedules(job)[0],
-        )
-        for index, end in zip(members, ends.tolist(), strict=True):
-            spans[index] = end
-    return spans
+    times = ReplicaTimes(job, replicas, schedule or plan_schedules(job)[0], speeds)
+    return list(times.makespans(quotas).tolist())
 
 
 def timed(
@@ -100,10 +79,10 @@ def timed(
     quotas: Sequence[int],
     speeds: Speeds,
     *,
-    pause: Transition,
+    transition: Transition,
     detail: str = "",
 ) -> PolicyOutcome:
-    """The outcome of these replicas with these quotas, under the job's first schedule."""
+    """Outcome of replicas with given quotas, under the job's first schedule."""
     if not replicas:
         return STOPPED
     span = max(replica_makespans(job, replicas, quotas, speeds))
@@ -112,26 +91,20 @@ def timed(
         span + layer_cost(job).step_ms,
         Layout(tuple(replicas)),
         tuple(quotas),
-        pause,
+        transition,
         Schedule.INTERLEAVED if chunked else plan_schedules(job)[0],
         detail,
     )
 
 
-def quotas_by_rate(rates: Sequence[float], total: int, *, offset: float = 0.0) -> tuple[int, ...]:
-    """Each microbatch where it ends first, replica i taking `(offset + quota) / rates[i]`.
-
-    Every replica gets at least one, as far as there are enough.
-    """
+def quotas_by_rate(rates: Sequence[float], total: int) -> tuple[int, ...]:
+    """Quotas that minimise the largest `quota / rate`; at least 1 each, as far as `total` goes."""
     quotas = [1 if index < total else 0 for index in range(len(rates))]
-    for _ in range(total - sum(quotas)):
-        index = min(range(len(rates)), key=lambda i: ((offset + quotas[i] + 1) / rates[i], i))
-        quotas[index] += 1
-    return tuple(quotas)
+    return tuple(greedy_allocation(quotas, total - sum(quotas), lambda i, count: count / rates[i]))
 
 
 def with_layers(stages: Sequence[Stage], counts: Sequence[int]) -> Replica:
-    """A replica of these groups with these numbers of layers."""
+    """Replica of these groups with the given numbers of layers."""
     placed, start = [], 0
     for stage, count in zip(stages, counts, strict=True):
         placed.append(Stage(stage.ranks, (start, start + count), stage.shares))
@@ -140,9 +113,6 @@ def with_layers(stages: Sequence[Stage], counts: Sequence[int]) -> Replica:
 
 
 def layers_by_rate(rates: Sequence[float], total: int) -> list[int]:
-    """Layers that make the largest of `layers / rate` least; one at least for every stage."""
-    counts = [1] * len(rates)
-    for _ in range(total - len(rates)):
-        index = min(range(len(rates)), key=lambda i: ((counts[i] + 1) / rates[i], i))
-        counts[index] += 1
-    return counts
+    """Layers that minimise the largest `layers / rate`; at least 1 in every stage."""
+    least = [1] * len(rates)
+    return greedy_allocation(least, total - len(rates), lambda i, count: count / rates[i])

@@ -1,4 +1,4 @@
-"""Policies that change no layer ranges: nothing, drop the replica, re-balance, restart."""
+"""Baseline policies: no change, NVRx, restart, Greyhound, ReCycle and Oobleck."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _STRAGGLER = 0.75  # default threshold of NVRx's relative performance scores
 
 
 def nothing(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """The layout and quotas that the job started with; it stands still once a rank has died."""
+    """No change: the initial layout and quotas; the job stops once a rank has died."""
     if any(speed_of(speeds, s) <= 0.0 for r in job.layout.replicas for s in r.stages):
         return PolicyOutcome(STOPPED.step_ms, detail="a rank of the layout is dead")
-    return timed(job, job.layout.replicas, job.quotas, speeds, pause=Transition.NONE)
+    return timed(job, job.layout.replicas, job.quotas, speeds, transition=Transition.NONE)
 
 
 def drop_replica(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """Leaves out every replica with a dead rank or a straggler, the rest shares evenly.
+    """nvidia-resiliency-ext: leave out replicas with a dead rank or a straggler; equal quotas.
 
-    nvidia-resiliency-ext scores ranks and its in-process restart leaves ranks out; what remains of
-    a replica without one of its ranks is left out with it. A straggler scores below 0.75. Where
-    that would leave no replica, stragglers stay.
+    It scores ranks, and its in-process restart leaves ranks out; a replica that lacks a rank is
+    left out as a whole. A straggler scores below 0.75. Stragglers stay if no replica would be left.
     """
     replicas = job.layout.replicas
     living = [r for r in replicas if min(speed_of(speeds, s) for s in r.stages) > 0.0]
@@ -47,16 +46,14 @@ def drop_replica(job: Job, speeds: Speeds) -> PolicyOutcome:
     if not kept:
         return STOPPED
     quotas = even_quotas(job.microbatches, len(kept))
-    return timed(job, kept, quotas, speeds, pause=Transition.RESTART)
+    return timed(job, kept, quotas, speeds, transition=Transition.RESTART)
 
 
 def greyhound(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """Microbatches by the time that each replica needs for one; replicas with dead ranks restart
-    without them.
+    """Greyhound (USENIX ATC'25), strategy S2: minimise the largest `quota * time` over replicas.
 
-    Greyhound (ATC'25), strategy S2: minimise the largest `quota * time` over the replicas. Its S3
-    (swaps of nodes) relieves congested links, which are healthy here; fail-stop is not its subject
-    and gets the plain answer of leaving the replica out.
+    Its S3 (node swaps) relieves congested links, which are healthy here. It does not cover
+    fail-stop faults: replicas with a dead rank are left out by a restart.
     """
     rates = [min(speed_of(speeds, s) for s in r.stages) for r in job.layout.replicas]
     kept = [(r, rate) for r, rate in zip(job.layout.replicas, rates, strict=True) if rate > 0.0]
@@ -64,15 +61,14 @@ def greyhound(job: Job, speeds: Speeds) -> PolicyOutcome:
     if not kept:
         return STOPPED
     quotas = quotas_by_rate([rate for _, rate in kept], job.microbatches)
-    pause = Transition.LIVE if len(kept) == job.layout.dp else Transition.RESTART
-    return timed(job, [r for r, _ in kept], quotas, speeds, pause=pause)
+    transition = Transition.LIVE if len(kept) == job.layout.dp else Transition.RESTART
+    return timed(job, [r for r, _ in kept], quotas, speeds, transition=transition)
 
 
 def restart(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """Restart from a checkpoint on whole groups only, in replicas of the first shape.
+    """Restart from a checkpoint on groups without dead ranks, in replicas of the initial shape.
 
-    As many replicas as the groups without a dead rank fill, the fastest groups first; how many of
-    them are used is what serves it best.
+    The fastest groups first, in the number of replicas with the shortest step.
     """
     stages = len(job.layout.replicas[0].stages)
     shape = [stage.layer_count for stage in job.layout.replicas[0].stages]
@@ -84,17 +80,17 @@ def restart(job: Job, speeds: Speeds) -> PolicyOutcome:
             with_layers(groups[i * stages : (i + 1) * stages], shape) for i in range(count)
         ]
         quotas = even_quotas(job.microbatches, count)
-        option = timed(job, rows, quotas, speeds, pause=Transition.RESTART)
+        option = timed(job, rows, quotas, speeds, transition=Transition.RESTART)
         best = min(best, option, key=lambda outcome: outcome.step_ms)
     return best
 
 
 def recycle(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """Work of every stage shared evenly by its peers that work, with a split backward.
+    """ReCycle (SOSP'24): peers of a failed stage share its microbatches, with a split backward.
 
-    A group that lost a rank does no work; one with a straggler works or not, whichever is quicker
-    for its stage (ReCycle knows failed workers only). Its decoupled backward fills the bubbles,
-    modelled as ZB-H1 over stages that are longer by the work they took over.
+    A group with a dead rank does no work; one with a straggler is used if that is faster for its
+    stage (ReCycle covers failed workers only). Its decoupled backward fills pipeline bubbles,
+    modelled as ZB-H1 over stages that are longer by the work taken over.
     """
     replicas = job.layout.replicas
     if len({len(replica.stages) for replica in replicas}) > 1:
@@ -124,10 +120,10 @@ def recycle(job: Job, speeds: Speeds) -> PolicyOutcome:
 
 
 def oobleck(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """Templates for fewer groups where some died, microbatches by the speed of the pipelines.
+    """Oobleck (SOSP'23): pipeline templates for the groups left, quotas by pipeline speed.
 
-    Templates spread layers as if all groups were alike. Stragglers are not its subject: a replica
-    leaves them out as if they had died where that is quicker.
+    Templates distribute layers evenly. Oobleck does not cover stragglers: a replica leaves them
+    out like dead groups where that is faster.
     """
     chosen = []
     for replica in job.layout.replicas:
@@ -140,11 +136,13 @@ def oobleck(job: Job, speeds: Speeds) -> PolicyOutcome:
     if not chosen:
         return STOPPED
     quotas = quotas_by_rate([rate for rate, _ in chosen], job.microbatches)
-    return timed(job, [replica for _, replica in chosen], quotas, speeds, pause=Transition.LIVE)
+    return timed(
+        job, [replica for _, replica in chosen], quotas, speeds, transition=Transition.LIVE
+    )
 
 
 def _templates(job: Job, replica: Replica, speeds: Speeds) -> list[Replica]:
-    """The replica without its dead groups, and without ever more of its slowest ones."""
+    """Replicas without the dead groups, and without 0, 1, 2, ... of the slowest others."""
     living = [stage for stage in replica.stages if speed_of(speeds, stage) > 0.0]
     options = []
     while living:

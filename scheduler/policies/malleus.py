@@ -1,15 +1,15 @@
-"""Malleus (Hetu; arXiv 2410.13333): groups split around stragglers, then two min-max problems."""
+"""Malleus (Hetu, arXiv 2410.13333): groups split around stragglers, then two min-max programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from heapq import heapify, heapreplace
 from itertools import permutations
 from operator import itemgetter
 
 from resihp.contracts import Job, Replica, Stage
 
+from ..greedy import greedy_allocation
 from .base import (
     STOPPED,
     PolicyOutcome,
@@ -30,12 +30,11 @@ _EXCHANGES = 64
 def malleus(job: Job, speeds: Speeds) -> PolicyOutcome:
     """Groups, pipelines, layers and quotas that minimise the largest `quota * layers / speed`.
 
-    A group with a straggler may split into groups of powers of two, each with equal shares, so
-    that stragglers stand alone or are left out. The groups are divided anew over the pipelines
-    where that lowers the objective, by the best move or swap of two groups as long as there is one
-    (the paper solves an integer program); layers and quotas are then the exact optima of its two
-    min-max programs, the slowest groups first in a pipeline (they hold fewer layers and more
-    in-flight microbatches). The objective counts the steady state and no filling or draining.
+    A group with a straggler may be split into groups of powers of two with equal shares, so that
+    stragglers are alone or left out. Groups are reassigned to pipelines by the best move or swap
+    while the objective falls (the paper solves an integer program); layers and quotas are the
+    exact optima of its two min-max programs, with the slowest groups first in a pipeline (fewer
+    layers, more microbatches in flight). The objective ignores warm-up and drain of the pipeline.
     """
     pieces = [
         [piece for stage in replica.stages for piece in split(stage.ranks, speeds)]
@@ -47,11 +46,13 @@ def malleus(job: Job, speeds: Speeds) -> PolicyOutcome:
     layers = job.layout.layers
     shaped = [_pipeline(row, layers) for row in _divided(pieces, layers, job.microbatches)]
     quotas = quotas_by_rate([1.0 / slowest for slowest, _ in shaped], job.microbatches)
-    return timed(job, [replica for _, replica in shaped], quotas, speeds, pause=Transition.LIVE)
+    return timed(
+        job, [replica for _, replica in shaped], quotas, speeds, transition=Transition.LIVE
+    )
 
 
 def _divided(pipelines: list[Pieces], layers: int, microbatches: int) -> list[Pieces]:
-    """The pipelines after the moves and swaps of groups that lower the objective most."""
+    """Pipelines after the moves and swaps of groups that lower the objective most."""
     bottleneck = cache(partial(_bottleneck, layers=layers))
 
     def objective(rows: Sequence[Pieces]) -> float:
@@ -69,7 +70,7 @@ def _divided(pipelines: list[Pieces], layers: int, microbatches: int) -> list[Pi
 
 
 def _exchanged(pipelines: list[Pieces]) -> Iterator[list[Pieces]]:
-    """The pipelines after each move or swap of two groups; once for those that are alike."""
+    """Pipelines after each distinct move or swap of groups."""
     seen = set()
     for i, j in permutations(range(len(pipelines)), 2):
         pair = _rates(pipelines[i]), _rates(pipelines[j])
@@ -98,29 +99,21 @@ def _rates(row: Pieces) -> tuple[float, ...]:
 
 
 def _bottleneck(rates: tuple[float, ...], layers: int) -> float:
-    """The least time that a pipeline of such groups can have for its slowest one."""
+    """Least time of the slowest stage over all uses of groups with these rates."""
     counts = range(1, min(len(rates), layers) + 1)
     return min(least_largest(rates[:count], layers) for count in counts)
 
 
 def least_largest(rates: Sequence[float], total: int) -> float:
-    """The least largest `count / rate` of whole counts, 1 at least, with that sum."""
+    """Minimum of the largest `count / rate` over whole counts of at least 1 with that sum."""
     level = total / sum(rates)
     counts = [max(1, int(level * rate + 1e-9)) for rate in rates]
-    ends = [
-        ((count + 1) / rate, index)
-        for index, (count, rate) in enumerate(zip(counts, rates, strict=True))
-    ]
-    heapify(ends)
-    for _ in range(total - sum(counts)):
-        index = ends[0][1]
-        counts[index] += 1
-        heapreplace(ends, ((counts[index] + 1) / rates[index], index))
+    counts = greedy_allocation(counts, total - sum(counts), lambda i, count: count / rates[i])
     return max(count / rate for count, rate in zip(counts, rates, strict=True))
 
 
 def _pipeline(row: Pieces, layers: int) -> tuple[float, Replica]:
-    """The least bottleneck of a pipeline and its stages; the slowest groups may be left out."""
+    """Least bottleneck of a pipeline and its stages; the slowest groups may be left out."""
     fastest = sorted(row, key=lambda piece: -piece[0])[:layers]
     rates = _rates(fastest)
     count = min(range(1, len(rates) + 1), key=lambda n: least_largest(rates[:n], layers))
@@ -131,9 +124,9 @@ def _pipeline(row: Pieces, layers: int) -> tuple[float, Replica]:
 
 
 def split(ranks: Sequence[int], speeds: Speeds) -> list[tuple[float, Members]]:
-    """Rate and members of the pieces of one group: powers of two of ranks of falling speed.
+    """Rate and members of the parts of one group: powers of two, fastest ranks first.
 
-    Whole where that is as fast as all pieces together.
+    The group stays whole if that is as fast as all parts together.
 
     >>> split((0, 1, 2, 3), {3: 0.4})
     [(2.0, (0, 1)), (1.0, (2,)), (0.4, (3,))]

@@ -1,4 +1,4 @@
-"""All policies by name, the scheduler's own among them."""
+"""Policies by name, including this scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHOICE = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
 
 def joint(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """This scheduler's own plan."""
+    """Plan of this scheduler."""
     try:
         plan = make_plan(job, speeds)
     except InfeasibleError as error:
@@ -29,7 +29,7 @@ def joint(job: Job, speeds: Speeds) -> PolicyOutcome:
 
 
 def joint_any(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """This scheduler's own plan where it may choose the schedule too, as memory allows."""
+    """Plan of this scheduler with a free choice of the schedule, as memory permits."""
     return joint(replace(job, schedules=_CHOICE), speeds)
 
 
@@ -51,11 +51,10 @@ POLICIES: dict[str, FaultPolicy] = {
 
 
 def policy_outcome(name: str, job: Job, speeds: Speeds) -> PolicyOutcome:
-    """What the policy of that name makes of a job at these speeds.
+    """Outcome of the named policy for a job at these speeds.
 
-    Where plans may choose the schedule, so may every policy: the best of what it makes of each.
-    Replicas of interleaved stages stay so where a policy keeps them as they are; stages that it
-    makes anew run 1F1B.
+    If plans of the job may choose the schedule, so may every policy: the best of its outcomes.
+    Replicas that a policy keeps unchanged stay interleaved; new ones run 1F1B.
     """
     decide = POLICIES[name].decide
     if job.schedule is Schedule.INTERLEAVED:

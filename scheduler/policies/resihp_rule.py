@@ -1,4 +1,4 @@
-"""ResiHP's own three steps (arXiv 2605.06374): TP degree, then layers, then microbatches."""
+"""The rule of the ResiHP paper (arXiv 2605.06374): TP degree, then layers, then microbatches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .base import (
 
 
 def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """The paper's rule, one dimension after the other.
+    """Three steps, one dimension of parallelism after the other.
 
-    1. TP: the degree k among powers of two (from the least that fits memory) and the k fastest
-       members that make `k * min(speed)` largest.
-    2. PP: layers by `floor(layers * new degree / old degree)`, then evened out by the ratio of
+    1. TP: the k fastest ranks of a group, with the power of two k (from the least that fits into
+       memory) that maximises `k * min(speed)`.
+    2. PP: layers by `floor(layers * new degree / old degree)`, then balanced by the ratio of
        layers to degree until the total is conserved.
-    3. DP: microbatches by the capacity of the replicas. Groups that died altogether leave their
-       layers to the rest of the replica, which is kinder than handing them to peers.
+    3. DP: microbatches by the capacity of the replicas. The layers of a dead group go to the rest
+       of its replica, which is better for the rule than giving them to peers.
     """
     replicas = []
     for replica in job.layout.replicas:
@@ -44,11 +44,11 @@ def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
     order = sorted(range(len(replicas)), key=lambda i: (spans[i], i))[: job.microbatches]
     rates = [job.microbatches / spans[i] for i in order]
     quotas = quotas_by_rate(rates, job.microbatches)
-    return timed(job, [replicas[i] for i in order], quotas, speeds, pause=Transition.LIVE)
+    return timed(job, [replicas[i] for i in order], quotas, speeds, transition=Transition.LIVE)
 
 
 def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | None:
-    """The stage with the members that step 1 keeps; None where no degree is left that fits."""
+    """Stage with the ranks that step 1 keeps; None if no degree fits."""
     order = sorted(
         (r for r in stage.ranks if speeds.get(r, 1.0) > 0.0), key=lambda r: (-speeds.get(r, 1.0), r)
     )
@@ -68,7 +68,7 @@ def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | N
 
 
 def _layered(old: Replica, stages: Sequence[Stage | None], total: int) -> Replica | None:
-    """Step 2 over the stages that are left."""
+    """Replica after step 2; None without any stage."""
     kept = [(before, stage) for before, stage in zip(old.stages, stages, strict=True) if stage]
     if not kept:
         return None

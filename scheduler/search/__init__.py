@@ -1,4 +1,4 @@
-"""The joint search: groups into replicas, layers over stages, microbatches over replicas."""
+"""Joint search: TP groups into replicas, layers over stages, microbatches over replicas."""
 
 from .interleaved import interleaved
 from .joint import search

@@ -1,4 +1,4 @@
-"""Arrangements of groups into replicas that a search can start from, all within memory."""
+"""Arrangements of TP groups into chains, one per replica, and the initial ones of a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tp_groups import GroupBuilder, TPGroup, assign_ranks, share_units
 
 @dataclass(frozen=True)
 class Arrangement:
-    """An arrangement: chains of groups with their layers and quotas."""
+    """Chains of groups with their layers and quotas."""
 
     evaluator: ChainEvaluator
     chains: tuple[Chain, ...]
@@ -23,7 +23,7 @@ class Arrangement:
 
     @property
     def layout(self) -> Layout:
-        """Ranks, layers and shares of every stage."""
+        """Layout with the ranks, layers and shares of every stage."""
         groups = self.evaluator.setting.fleet.groups
         replicas = []
         for chain, layers in zip(self.chains, self.division.layers, strict=True):
@@ -37,7 +37,7 @@ class Arrangement:
 
     @cached_property
     def bound_ms(self) -> float:
-        """Certified bound; see `chains_bound`."""
+        """Certified lower bound; see `chains_bound`."""
         division = self.division
         return chains_bound(
             self.evaluator.proven, self.chains, division.quotas, division.makespan_ms
@@ -45,12 +45,12 @@ class Arrangement:
 
     @property
     def gap(self) -> float:
-        """How far the step lies above its bound, as a fraction of it."""
+        """Distance of the makespan from its bound, as a fraction of the bound."""
         return self.division.makespan_ms / self.bound_ms - 1.0
 
     @cached_property
-    def spare(self) -> float:
-        """What might be gained at best with parts of layers, as a fraction of the step."""
+    def slack(self) -> float:
+        """Largest possible gain with fractional layers, as a fraction of the step."""
         quick = quick_bound(self.evaluator.setting, self.chains, self.division.quotas)
         return self.division.makespan_ms / quick - 1.0
 
@@ -58,12 +58,14 @@ class Arrangement:
 def arrange(
     job: Job, layout: Layout, speeds: Mapping[int, float], *, even: bool, folds: int
 ) -> tuple[list[TPGroup], list[Chain], list[int]]:
-    """All groups, the chains of replicas as they stand, and the groups without a replica.
+    """All groups, the chains of the layout's replicas, and the groups without a replica.
 
     even   equal shares in every group
-    folds  how often the number of replicas is halved, for jobs whose memory holds no more
+    folds  number of times that the number of replicas is halved, if memory requires it
+
+    Raises `InfeasibleError` if no rank is alive.
     """
-    staff = assign_ranks(job, layout, speeds)
+    assignment = assign_ranks(job, layout, speeds)
     make = GroupBuilder(job, speeds, share_units(job, layout), even=even)
     groups: list[TPGroup] = []
 
@@ -73,8 +75,8 @@ def arrange(
         groups.extend(group for group in made if group is not None)
         return list(range(first, len(groups)))
 
-    chains = [tuple(numbered(replica)) for replica in staff.replicas]
-    spare = numbered(staff.spare)
+    chains = [tuple(numbered(replica)) for replica in assignment.replicas]
+    spare = numbered(assignment.spare)
     chains = [chain for chain in chains if chain]
     if not chains:
         raise InfeasibleError("ranks", "no replica has a living rank")
@@ -84,7 +86,7 @@ def arrange(
 
 
 def _folded(groups: Sequence[TPGroup], chains: Sequence[Chain]) -> list[Chain]:
-    """Half as many replicas, each with the groups of two; the stages in the order of columns."""
+    """Half as many replicas, each with the groups of two, ordered by column."""
     half = (len(chains) + 1) // 2
     pairs = [
         (*chains[i], *(chains[i + half] if i + half < len(chains) else ())) for i in range(half)
@@ -95,9 +97,9 @@ def _folded(groups: Sequence[TPGroup], chains: Sequence[Chain]) -> list[Chain]:
 def feasible(
     evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
 ) -> tuple[list[Chain], list[int]]:
-    """The chains whose memory holds all layers, and the groups of the others.
+    """Chains that can hold all layers in memory, and the groups of the others.
 
-    Raises `InfeasibleError` where no chain does, or where more replicas are left than microbatches.
+    Raises `InfeasibleError` if there is no such chain, or more of them than microbatches.
     """
     total = evaluator.setting.layers
     trimmed, left = [], []
@@ -105,7 +107,7 @@ def feasible(
         kept = sorted(chain, key=lambda g: (-evaluator.speed((g,)), g))[:total]
         trimmed.append(tuple(g for g in chain if g in kept))
         left += [g for g in chain if g not in kept]
-    held = _held(evaluator, trimmed, microbatches)
+    held = _chains_in_memory(evaluator, trimmed, microbatches)
     for chain in trimmed:
         left += [] if chain in held else list(chain)
     if microbatches < len(held):
@@ -115,8 +117,10 @@ def feasible(
     return held, left
 
 
-def _held(evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
-    """The chains that fit into memory; the fewer they are, the more runs through each of them."""
+def _chains_in_memory(
+    evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
+) -> list[Chain]:
+    """Chains that fit into memory with the microbatches that each of them would run."""
     held = list(chains)
     while True:
         typical = max(1, microbatches // len(held))
@@ -129,7 +133,7 @@ def _held(evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int)
 
 
 def out_of_memory(evaluator: ChainEvaluator, chain: Chain, microbatches: int) -> InfeasibleError:
-    """Names the device with the least room in a chain that cannot hold all layers."""
+    """Error that names the device with the least memory in a chain that cannot hold all layers."""
     setting = evaluator.setting
     most = [max(count, 0) for count in evaluator.most_layers(chain, microbatches)]
     group = setting.fleet.groups[chain[most.index(min(most))]]

@@ -112,9 +112,9 @@ class ChainBatch:
             schedule=self.setting.schedule,
         )
 
-    def whole_layers(self, within_ms: float, *, closely: bool = False) -> tuple[Floats, Ints]:
+    def whole_layers(self, within_ms: float, *, tight: bool = False) -> tuple[Floats, Ints]:
         """Bounds over all whole layers, inf beyond `within_ms`, and layers that attain them."""
-        program = heterogeneous_layers if closely else whole_layers
+        program = heterogeneous_layers if tight else whole_layers
         return program(
             StageCosts(self.forward, self.backward, self.extra, self.most),
             self.setting.layers,

@@ -1,4 +1,4 @@
-"""All arrangements of a small job: one or two replicas of up to four columns."""
+"""Exhaustive search over small jobs: one or two replicas of up to four stages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .arrangements import Arrangement
 from .layer_partition import is_small
 from .quotas import Chain, ChainEvaluator, WorkDivision
 
-_ROWS = 60_000  # timed pipelines up to which a job counts as small
+_MAX_EVALUATIONS = 60_000  # pipelines to time
 
 
 def exhaustive(evaluator: ChainEvaluator, replicas: int, microbatches: int) -> Arrangement | None:
-    """The optimum over slots, idle groups, layers and quotas; None if the job is too large.
+    """Optimum over placements, idle groups, layers and quotas; None if the job is too large.
 
-    Every group of a column serves one of the replicas or none; a replica may have no group at all,
-    which leaves it out.
+    Every group serves one of the replicas in its column, or none; a replica without groups is left
+    out.
     """
     columns = _columns(evaluator)
     if replicas > 2 or len(columns) > 4 or max(map(len, columns)) > replicas:
@@ -30,7 +30,7 @@ def exhaustive(evaluator: ChainEvaluator, replicas: int, microbatches: int) -> A
     ]
     chains = [chain for chain in chains if 0 < len(chain) <= layers]
     rows = sum(comb(layers - 1, len(chain) - 1) for chain in chains) * microbatches
-    if rows > _ROWS or not all(is_small(layers, len(chain)) for chain in chains):
+    if rows > _MAX_EVALUATIONS or not all(is_small(layers, len(chain)) for chain in chains):
         return None
     counts = range(1, microbatches + 1)
     evaluator.prepare((chain, m) for chain in chains for m in counts)

@@ -1,4 +1,4 @@
-"""Interleaved stages for an arrangement: several model chunks in each, layers and quotas anew."""
+"""Interleaved stages for an arrangement: layers of several model chunks per stage, and quotas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .plan_bounds import quick_bound
 from .quotas import Chain
 from .tp_groups import TPGroup
 
-_WORTH = 1e-3  # other layers must be better than those that are there by this much
-_TRIES = 4  # ways to spread the layers of a chain that are timed
+_LEAST_GAIN = 1e-3  # current layers are kept unless others are faster by this fraction
+_TRIES = 4  # layer partitions of a chain that are timed
 
 
 @dataclass(frozen=True)
 class InterleavedLayout:
-    """A layout of interleaved stages; times without what a step takes beside its microbatches."""
+    """Layout of interleaved stages; times without the fixed cost of a step."""
 
     layout: Layout
     quotas: tuple[int, ...]
@@ -38,12 +38,12 @@ def interleaved(
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
 ) -> InterleavedLayout | str:
-    """The arrangement with as many model chunks in each stage as the job has, or why not.
+    """Arrangement with the job's number of model chunks per stage, or the reason against it.
 
-    A stage's layers are spread over its chunks as evenly as they go, the larger parts first; layers
-    that are there already stay where others are not clearly better. A replica of one stage holds
-    one chunk. Of every chain a few ways to spread its layers over the stages are timed by replay,
-    and quotas exchanged as under the other schedules. The bound allows parts of layers.
+    The layers of a stage are divided evenly over its chunks, larger parts first; current layers
+    are kept unless others are clearly faster. A replica of one stage holds one chunk. A few layer
+    partitions of every chain are timed by replay, and quotas are exchanged as under the other
+    schedules. The bound allows fractional layers.
     """
     chains, quotas = found.chains, list(found.division.quotas)
     if all(len(chain) == 1 for chain in chains):
@@ -60,9 +60,9 @@ def interleaved(
 
 
 class _Shapes:
-    """The best interleaved replica of a chain for a number of microbatches; looked up once known.
+    """Cache of the best interleaved replica of a chain for a number of microbatches.
 
-    Chains whose groups cost the same are played once.
+    Chains of groups of equal cost are replayed once.
     """
 
     def __init__(
@@ -70,41 +70,41 @@ class _Shapes:
     ) -> None:
         self._job, self._evaluator, self._speeds = job, found.evaluator, speeds
         self._present = {replica.ranks: replica for replica in current.replicas}
-        self._spans: dict[tuple[object, ...], float] = {}
+        self._makespans: dict[tuple[object, ...], float] = {}
         self._best: dict[tuple[Chain, int], tuple[float, Replica]] = {}
 
     def best(self, chain: Chain, quota: int) -> tuple[float, Replica]:
-        """Span, inf where nothing fits, and the replica."""
+        """Makespan (inf if nothing fits) and replica."""
         if (chain, quota) not in self._best:
             groups = [self._evaluator.setting.fleet.groups[group] for group in chain]
             counts = self._evaluator.partitions(chain, quota)[:_TRIES]
             chunks = self._job.chunks if len(chain) > 1 else 1
             fresh = [_replica(groups, layers, chunks) for layers in counts]
-            options = [(self._span(chain, quota, replica), replica) for replica in fresh]
+            options = [(self._makespan(chain, quota, replica), replica) for replica in fresh]
             best = min(options, key=itemgetter(0))
-            there = self._there(fresh[0])
-            if there is not None:
-                kept = self._span(chain, quota, there), there
-                best = kept if kept[0] <= best[0] * (1 + _WORTH) else best
+            kept_replica = self._current(fresh[0])
+            if kept_replica is not None:
+                kept = self._makespan(chain, quota, kept_replica), kept_replica
+                best = kept if kept[0] <= best[0] * (1 + _LEAST_GAIN) else best
             self._best[chain, quota] = best
         return self._best[chain, quota]
 
-    def _there(self, fresh: Replica) -> Replica | None:
-        """The present replica of the same groups with as many chunks."""
+    def _current(self, fresh: Replica) -> Replica | None:
+        """Current replica of the same groups with as many chunks, if any."""
         present = self._present.get(fresh.ranks)
         if present is None or present.chunks != fresh.chunks:
             return None
         return present if _groups(present) == _groups(fresh) else None
 
-    def _span(self, chain: Chain, quota: int, replica: Replica) -> float:
-        """By replay; inf without the memory, or where a limit on what is in flight forbids it."""
+    def _makespan(self, chain: Chain, quota: int, replica: Replica) -> float:
+        """Makespan by replay; inf if memory or the in-flight limit forbids the replica."""
         ranges = tuple(stage.chunks for stage in replica.stages)
         key = (self._evaluator.signature(chain), ranges, quota)
-        if key not in self._spans:
-            self._spans[key] = self._played(quota, replica)
-        return self._spans[key]
+        if key not in self._makespans:
+            self._makespans[key] = self._replay(quota, replica)
+        return self._makespans[key]
 
-    def _played(self, quota: int, replica: Replica) -> float:
+    def _replay(self, quota: int, replica: Replica) -> float:
         job, footprint = self._job, self._evaluator.setting.footprint
         span = replica_makespan(job, replica, quota, self._speeds, Schedule.INTERLEAVED)
         if span < inf and not replica_fits(job, footprint, replica, quota, Schedule.INTERLEAVED):
@@ -117,7 +117,7 @@ def _groups(replica: Replica) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def _replica(groups: Sequence[TPGroup], layers: Sequence[int], chunks: int) -> Replica:
-    """Stages of these groups and numbers of layers, which their chunks share evenly."""
+    """Replica of these groups and numbers of layers, divided evenly over the chunks."""
     parts = [even_quotas(count, chunks) for count in layers]
     sizes = [part[chunk] for chunk in range(chunks) for part in parts]
     spans = list(pairwise(accumulate(sizes, initial=0)))
@@ -137,7 +137,7 @@ def _exchange(
     ends: list[float],
     expired: Callable[[], bool],
 ) -> None:
-    """Moves single microbatches from the latest replica to the one that would end first with it."""
+    """Move single microbatches from the last replica to finish to the best other one."""
     for _ in range(2 * len(chains) + 8):
         worst = ends.index(max(ends))
         others = [i for i in range(len(chains)) if i != worst]

@@ -146,7 +146,7 @@ def _best_start(
     best: Arrangement | None = None
     failure: InfeasibleError | None = None
     for chains, spare in starts:
-        if best is not None and (expired() or best.spare < _CLOSE):
+        if best is not None and (expired() or best.slack < _CLOSE):
             break
         try:
             found = _started(evaluator, chains, spare, microbatches, expired)
@@ -202,7 +202,7 @@ def _under(setting: SearchSetting, schedule: Schedule) -> ChainEvaluator:
 def _sharpened(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
     """With better layers for the quotas at hand and near them, and quotas for those."""
     cells = sum(len(chain) ** 2 for chain in found.chains)
-    if expired() or cells > _SHARP_CELLS or found.spare < _FAR or found.gap < _FAR:
+    if expired() or cells > _SHARP_CELLS or found.slack < _FAR or found.gap < _FAR:
         return found
     evaluator, division = found.evaluator, found.division
     pairs = list(zip(found.chains, division.quotas, strict=True))
@@ -216,7 +216,7 @@ def _sharpened(found: Arrangement, microbatches: int, expired: Callable[[], bool
 def _is_loose(found: Arrangement, microbatches: int) -> bool:
     """Whether trades may gain under this schedule: much filling and draining, or a wide gap."""
     slots = sum(map(len, found.chains))
-    return microbatches < 2 * slots or (found.spare > _WIDE and found.gap > _WIDE)
+    return microbatches < 2 * slots or (found.slack > _WIDE and found.gap > _WIDE)
 
 
 def _exact(question: _Question, setting: SearchSetting, replicas: int) -> Arrangement | None:
@@ -246,7 +246,7 @@ def _refined(found: Arrangement, microbatches: int, expired: Callable[[], bool])
     """
     for index, aim in enumerate(_AIMS):
         few = len(found.chains) <= _FEW_REPLICAS and index < 2
-        if expired() or len(found.chains) == 1 or (not few and found.spare < _CLOSE):
+        if expired() or len(found.chains) == 1 or (not few and found.slack < _CLOSE):
             break
         evaluator, aim_ms = found.evaluator, aim * found.division.makespan_ms
         whole = aim < 1.0

@@ -126,7 +126,7 @@ def sharpened(rows: ChainBatch, *, within_ms: float) -> tuple[Ints, Floats]:
     the best is a good deal better than the first.
     """
     layers, bounds = candidates(rows)
-    ends, attained = rows.whole_layers(within_ms, closely=True)
+    ends, attained = rows.whole_layers(within_ms, tight=True)
     starts = np.concatenate([layers, attained[None]])
     bounds = np.concatenate([bounds, ends[None]])
     row = np.arange(len(ends))

@@ -1,7 +1,7 @@
-"""The bound that a plan is delivered with: no plan with these groups can end its step earlier.
+"""Certified lower bound of a plan's step time for its groups, over all layers and quotas.
 
-Two bounds of one pipeline go into it: a quick one that allows parts of layers, and one over whole
-layers where the quick one leaves a gap.
+Combines two bounds of single pipelines: a fast one with fractional layers, and one over whole
+layers where the fast one leaves a gap.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from .chains import ChainBatch, SearchSetting
 from .tp_groups import GroupTable, TPGroup
 
 Ints = NDArray[np.int64]
-Times = Callable[[Ints, Ints], Floats]  # of pipelines (their indices) with these microbatches
+MakespanFn = Callable[[Ints, Ints], Floats]  # of pipeline indices and their microbatches
 
-_CLOSE = 1e-3  # a gap that is not worth a closer look
-_CELLS = 60_000  # pipelines x stages up to which there is one
-_FAR = 1e-2  # one that is worth another
-_FEWER_CELLS = 300  # pipelines x stages up to which that is taken
-_NEAR = 0.08  # how far below the time in question a pipeline may still decide something
-_AT_ONCE = 256  # pipelines that are worked out together, which bounds the memory
+_CLOSE = 1e-3  # gap up to which the fast bound is enough
+_CELLS = 60_000  # pipelines x stages up to which whole layers are considered
+_FAR = 1e-2  # gap beyond which heterogeneous stages are considered
+_FEWER_CELLS = 300  # pipelines x stages up to which they are
+_NEAR = 0.08  # distance below the limit within which a bound is tightened
+_BATCH = 256  # pipelines, limits the memory
 
 
 class ChainBounds:
-    """Bounds of pipelines over whole layers, looked up once known.
+    """Cache of bounds of chains over whole layers; chains of groups of equal cost share entries.
 
-    Pipelines whose groups cost the same are the same pipeline. `closely`: those whose bound is just
-    below the time in question with their odd stages at each number of layers.
+    tight  use `heterogeneous_layers` for bounds just below the limit
     """
 
-    def __init__(self, setting: SearchSetting, *, closely: bool = False) -> None:
+    def __init__(self, setting: SearchSetting, *, tight: bool = False) -> None:
         self.setting = setting
-        self._closely = closely
+        self._tight = tight
         self._within_ms = inf
         self._known: dict[bytes, float] = {}
 
     def bounds(self, rows: ChainBatch, within_ms: float) -> Floats:
-        """Of every row; what was found for a longer time holds for a shorter one too."""
+        """Bound of every row; entries found for a longer limit hold for a shorter one."""
         if within_ms > self._within_ms:
             self._known.clear()
         self._within_ms = within_ms
@@ -56,17 +55,17 @@ class ChainBounds:
         missing = list(
             {key: row for row, key in enumerate(keys) if key not in self._known}.values()
         )
-        for start in range(0, len(missing), _AT_ONCE):
-            part = missing[start : start + _AT_ONCE]
-            found = self._worked_out(rows.pick(np.array(part)), within_ms).tolist()
+        for start in range(0, len(missing), _BATCH):
+            part = missing[start : start + _BATCH]
+            found = self._compute(rows.pick(np.array(part)), within_ms).tolist()
             self._known.update(zip([keys[row] for row in part], found, strict=True))
         return np.array([self._known[key] for key in keys])
 
-    def _worked_out(self, rows: ChainBatch, within_ms: float) -> Floats:
+    def _compute(self, rows: ChainBatch, within_ms: float) -> Floats:
         ends, _ = rows.whole_layers(within_ms)
         near = np.flatnonzero((ends > within_ms * (1.0 - _NEAR)) & (ends < within_ms))
-        if self._closely and near.size:
-            closer, _ = rows.pick(near).whole_layers(within_ms, closely=True)
+        if self._tight and near.size:
+            closer, _ = rows.pick(near).whole_layers(within_ms, tight=True)
             ends[near] = np.maximum(ends[near], closer)
         return ends
 
@@ -77,10 +76,9 @@ def chains_bound(
     quotas: Sequence[int],
     within_ms: float,
 ) -> float:
-    """Least step time of chains of groups under any whole layers and quotas of the same sum.
+    """Lower bound of the makespan of chains over all whole layers and quotas of the same sum.
 
-    The groups stay where they are with the shares that they have. `within_ms`: what a plan
-    reached; a bound is worth nothing beyond it.
+    Groups keep their places and shares. `within_ms`: makespan of the plan, which caps the bound.
     """
     quick = quick_bound(proven.setting, chains, quotas)
     if within_ms < quick * (1 + _CLOSE) or sum(map(len, chains)) > _CELLS:
@@ -88,28 +86,28 @@ def chains_bound(
     parts = list(_by_length(chains, quotas))
     close = least_makespan([(counts, _whole(proven, rows, within_ms)) for rows, counts in parts])
     if within_ms > close * (1 + _FAR) and sum(map(len, chains)) <= _FEWER_CELLS:
-        closely = ChainBounds(proven.setting, closely=True)
-        close = least_makespan(
-            [(counts, _whole(closely, rows, within_ms)) for rows, counts in parts]
-        )
+        tight = ChainBounds(proven.setting, tight=True)
+        close = least_makespan([(counts, _whole(tight, rows, within_ms)) for rows, counts in parts])
     return max(quick, min(close, within_ms))
 
 
 def quick_bound(
     setting: SearchSetting, chains: Sequence[Sequence[int]], quotas: Sequence[int], chunks: int = 1
 ) -> float:
-    """As `chains_bound`, for parts of layers as well; `chunks` of interleaved stages."""
+    """Like `chains_bound` with fractional layers; `chunks` of interleaved stages."""
     parts = _by_length(chains, quotas)
     return least_makespan([(counts, _fractional(setting, rows, chunks)) for rows, counts in parts])
 
 
-def least_makespan(parts: Sequence[tuple[Ints, Times]]) -> float:
-    """Least step time in which pipelines can run as many microbatches as they do together.
+def least_makespan(parts: Sequence[tuple[Ints, MakespanFn]]) -> float:
+    """Least time by which pipelines can finish their total number of microbatches.
 
-    Of every part the microbatches of its pipelines, near which the search starts, and how long
-    they take at least for any number. Every pipeline adds one after the other at these times; the
-    least step time is the one at which all of them together have the total. Only numbers near the
-    present ones are looked at, and more as far as needed.
+    parts  microbatches of the pipelines of a batch, where the search starts, and a function for
+           their least makespan with any number of microbatches
+
+    Every pipeline finishes one more microbatch at each of these makespans; the result is the time
+    at which all pipelines together reach the total. Evaluates counts near the given ones, and more
+    as needed.
     """
     total = sum(int(counts.sum()) for counts, _ in parts)
     low, high = 2, 2
@@ -126,8 +124,8 @@ def least_makespan(parts: Sequence[tuple[Ints, Times]]) -> float:
             return span
 
 
-def _table(counts: Ints, times: Times, low: int, high: int) -> tuple[Floats, Ints]:
-    """Times at which each further microbatch fits, [offset, pipeline]; and how many came before."""
+def _table(counts: Ints, times: MakespanFn, low: int, high: int) -> tuple[Floats, Ints]:
+    """Makespans with each further microbatch, [offset, pipeline], and the counts before them."""
     first = np.maximum(counts - low, 0)
     tried = first + np.arange(1, low + high + 1)[:, None]
     rows = np.broadcast_to(np.arange(len(counts)), tried.shape)
@@ -138,7 +136,7 @@ def _table(counts: Ints, times: Times, low: int, high: int) -> tuple[Floats, Int
 def _by_length(
     chains: Sequence[Sequence[int]], quotas: Sequence[int]
 ) -> Iterator[tuple[Ints, Ints]]:
-    """Chains with equally many stages, [pipeline, stage], and their microbatches."""
+    """Batches of chains of equal length, [pipeline, stage], and their microbatches."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, chain in enumerate(chains):
         by_length[len(chain)].append(index)
@@ -147,8 +145,8 @@ def _by_length(
         yield rows, np.array([quotas[i] for i in indices], np.int64)
 
 
-def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> Times:
-    """Bounds that allow parts of layers; embedding and head are work that any stage may do."""
+def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> MakespanFn:
+    """Bounds with fractional layers; any stage may do the work of embedding and head."""
     fleet = setting.fleet
     speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[chains]
     extra = ChainBatch(setting, chains, np.ones(len(chains), np.int64)).extra
@@ -165,8 +163,8 @@ def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> Times:
     return times
 
 
-def _whole(proven: ChainBounds, chains: Ints, within_ms: float) -> Times:
-    """Bounds over whole layers."""
+def _whole(proven: ChainBounds, chains: Ints, within_ms: float) -> MakespanFn:
+    """Bounds with whole layers."""
 
     def times(rows: Ints, counts: Ints) -> Floats:
         return proven.bounds(ChainBatch(proven.setting, chains[rows], counts), within_ms)
@@ -182,7 +180,7 @@ def layout_bound(
     speeds: Mapping[int, float],
     step_ms: float,
 ) -> float:
-    """`chains_bound` of the groups of a layout that takes `step_ms`; all of its ranks are alive."""
+    """Lower bound of the step time for the groups of a layout that takes `step_ms`, all alive."""
     cost = layer_cost(job)
     groups: list[TPGroup] = []
     chains: list[Sequence[int]] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from math import inf
 
 import numpy as np
 
+from ..greedy import greedy_allocation
 from .chains import ChainBatch, SearchSetting
 from .layer_partition import candidates, every_partition, is_small, partition, polish, sharpened
 from .plan_bounds import ChainBounds
@@ -247,14 +247,9 @@ def _by_rate(estimate: _Estimate, chains: Sequence[Chain], quotas: Sequence[int]
         max(1, int((level - o) / r) - 1) if level > o else 1
         for o, r in zip(offsets, rates, strict=True)
     ]
-    heap = [
-        (o + r * (q + 1), i) for i, (o, r, q) in enumerate(zip(offsets, rates, fresh, strict=True))
-    ]
-    heapify(heap)
-    for _ in range(total - sum(fresh)):
-        end, index = heap[0]
-        fresh[index] += 1
-        heapreplace(heap, (end + rates[index], index))
+    fresh = greedy_allocation(
+        fresh, total - sum(fresh), lambda i, count: offsets[i] + rates[i] * count
+    )
     return fresh if sum(fresh) == total else list(quotas)
 
 

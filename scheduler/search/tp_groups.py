@@ -1,11 +1,10 @@
-"""The devices that are left, gathered into tensor-parallel groups, as arrays for the search."""
+"""Tensor-parallel groups of the living ranks: members, shares by speed, costs as arrays."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +12,17 @@ from numpy.typing import NDArray
 from resihp.contracts import Job, LayerCost, Layout
 
 from ..cost_model import GroupCost, group_cost, layer_cost
+from ..greedy import greedy_allocation
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class TPGroup:
-    """Living members of a tensor-parallel group with their shares.
+    """Living ranks of a tensor-parallel group with their shares.
 
-    column is the pipeline stage whose weights the members hold in the job's first layout; groups
-    of one column are peers and may trade places.
+    column  pipeline stage of the initial layout whose weights the ranks hold; groups of one column
+            are peers and can exchange places
     """
 
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class TPGroup:
 
 @dataclass(frozen=True, eq=False)
 class GroupTable:
-    """All groups; the arrays are indexed by group. `kind` numbers groups that cost the same."""
+    """All groups, with arrays indexed by group; groups of equal cost share a number in `kind`."""
 
     groups: tuple[TPGroup, ...]
     forward_ms: Floats
@@ -45,7 +45,7 @@ class GroupTable:
 
     @classmethod
     def of(cls, groups: Sequence[TPGroup]) -> GroupTable:
-        """The arrays of these groups."""
+        """Table of these groups."""
         rows = [
             (
                 g.cost.forward_ms,
@@ -64,12 +64,45 @@ class GroupTable:
 
 
 def share_units(job: Job, layout: Layout) -> int:
-    """Units into which every layer is cut: KV groups, or what the layout's shares sum to."""
+    """Units into which every layer is cut: KV groups, or the sum of the layout's shares."""
     return job.model.kv_heads if job.model else sum(layout.replicas[0].stages[0].shares)
 
 
+def balanced_shares(
+    speeds: Sequence[float], units: int, *, fixed: float = 0.0, even: bool = False
+) -> tuple[int, ...]:
+    """Units of each member that minimise the time of the slowest one; 0 drops a member.
+
+    A member of speed p with q units takes `(fixed + q) / p`. Exact: greedy allocation, with ties
+    to the member of fewer units. `even` gives equal shares to as many members as divide the
+    units, for runtimes without uneven shards.
+
+    >>> balanced_shares((1.0, 1.0, 0.5, 1.0), 8)
+    (3, 2, 1, 2)
+    >>> balanced_shares((1.0, 0.0, 0.1), 4)
+    (4, 0, 0)
+    """
+    if even:
+        return _even(speeds, units)
+    able = [i for i, p in enumerate(speeds) if p > 0.0]
+    counts = greedy_allocation(
+        [0] * len(able), units, lambda k, count: ((fixed + count) / speeds[able[k]], count)
+    )
+    held = dict(zip(able, counts, strict=True))
+    return tuple(held.get(i, 0) for i in range(len(speeds)))
+
+
+def _even(speeds: Sequence[float], units: int) -> tuple[int, ...]:
+    """Equal shares for the degree k, a divisor of `units`, that maximises `k * min(speed)`."""
+    fastest = sorted((i for i, p in enumerate(speeds) if p > 0.0), key=lambda i: (-speeds[i], i))
+    degrees = [k for k in range(1, len(fastest) + 1) if units % k == 0]
+    best = max(degrees, key=lambda k: (k * speeds[fastest[k - 1]], k), default=0)
+    chosen = set(fastest[:best])
+    return tuple(units // best if i in chosen else 0 for i in range(len(speeds)))
+
+
 class GroupBuilder:
-    """Makes groups of ranks; equal speeds give equal shares, so that most are looked up."""
+    """Builder of groups with the best shares, cached by speeds."""
 
     def __init__(
         self, job: Job, speeds: Mapping[int, float], units: int, *, even: bool = False
@@ -80,7 +113,7 @@ class GroupBuilder:
         self._per_node = job.links.ranks_per_node
 
     def __call__(self, ranks: Sequence[int], column: int) -> TPGroup | None:
-        """The best group of living `ranks`; None if there is none. Slow ones may be left out."""
+        """Best group of the living `ranks`, without slow ones where faster; None without any."""
         speeds = self._speeds
         living = [rank for rank in ranks if speeds.get(rank, 1.0) > 0.0]
         if not living:
@@ -97,7 +130,7 @@ class GroupBuilder:
     def _best(
         self, speeds: tuple[float, ...], ranks: Sequence[int]
     ) -> tuple[tuple[int, ...], GroupCost]:
-        """Shares by speed over all members, or without the slowest ones where that is quicker."""
+        """Shares over all members, or without the slowest ones where that is faster."""
         slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
         best: tuple[tuple[int, ...], GroupCost] | None = None
         dropped = [0.0] * len(speeds)
@@ -144,9 +177,9 @@ def _layer_ms(cost: GroupCost) -> float:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Who stands where: member ranks of every stage of every replica, and those without a place.
+    """Ranks of every stage of every replica, and groups of ranks without a replica.
 
-    Stages are (column, ranks); a stage may have lost all of its members.
+    Stages are (column, ranks); all ranks of a stage may be dead.
     """
 
     replicas: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
@@ -154,11 +187,11 @@ class RankAssignment:
 
 
 def assign_ranks(job: Job, layout: Layout, speeds: Mapping[int, float]) -> RankAssignment:
-    """The groups of `layout`, with every living rank that has no place beside its old peers.
+    """Groups of `layout`, with living ranks outside it added to the groups of their old peers.
 
-    A rank is a joiner if it stands in the job's first layout or in `speeds`, and not in `layout`.
-    It joins the group in which most of its first peers work; those whose whole group has gone form
-    it anew, and ranks that were never there strengthen the smallest groups.
+    Such joiners are ranks of the job's initial layout or of `speeds` that are not in `layout`. A
+    joiner goes to the group with most of its initial peers; joiners whose whole group is gone form
+    it again, and new ranks go to the smallest groups.
     """
     home = {place.rank: (place.dp, place.pp) for place in job.layout.places()}
     stages = [
@@ -187,8 +220,10 @@ def _join(
     tp: int,
     gone: Collection[int],
 ) -> list[tuple[int, list[int]]]:
-    """Puts joiners into `stages`, in which those that are `gone` still stand; the groups that are
-    left over."""
+    """Add joiners to `stages`, which still contain the ranks in `gone`.
+
+    Returns the groups without a replica as (column, ranks).
+    """
 
     def living(ranks: list[int]) -> int:
         return sum(rank not in gone for rank in ranks)
@@ -200,55 +235,18 @@ def _join(
                 if rank in home:
                     places[home[rank]][row, index] += 1
     returning: dict[tuple[int, int], list[int]] = defaultdict(list)
-    strangers = []
+    new_ranks = []
     for rank in joiners:
         if rank not in home:
-            strangers.append(rank)
+            new_ranks.append(rank)
         elif home[rank] in places:
             row, index = places[home[rank]].most_common(1)[0][0]
             ranks = stages[row][index][1]
             ranks.insert(sum(member < rank for member in ranks), rank)
         else:
             returning[home[rank]].append(rank)
-    for rank in strangers:
+    for rank in new_ranks:
         _, smallest = min((s for row in stages for s in row), key=lambda s: living(s[1]))
         if living(smallest) < tp:
             smallest.append(rank)
     return [(column, ranks) for (_, column), ranks in sorted(returning.items())]
-
-
-def balanced_shares(
-    speeds: Sequence[float], units: int, *, fixed: float = 0.0, even: bool = False
-) -> tuple[int, ...]:
-    """Units for each member so that the slowest one is as fast as it can be; 0 drops a member.
-
-    A member of speed p with q units needs `(fixed + q) / p`. Exact: every unit goes where it ends
-    first (the greedy rule is optimal for separable convex bottlenecks), on a tie where fewer are
-    held; a member that gets none does not take part. `even` gives equal shares to the members that
-    take part, as runtimes without uneven shards need; as many as divide the units.
-
-    >>> balanced_shares((1.0, 1.0, 0.5, 1.0), 8)
-    (3, 2, 1, 2)
-    >>> balanced_shares((1.0, 0.0, 0.1), 4)
-    (4, 0, 0)
-    """
-    if even:
-        return _even(speeds, units)
-    finish = [((fixed + 1.0) / p, 0, i) for i, p in enumerate(speeds) if p > 0.0]
-    held = [0] * len(speeds)
-    heapify(finish)
-    for _ in range(units if finish else 0):
-        index = finish[0][2]
-        held[index] += 1
-        end = (fixed + held[index] + 1.0) / speeds[index]
-        heapreplace(finish, (end, held[index], index))
-    return tuple(held)
-
-
-def _even(speeds: Sequence[float], units: int) -> tuple[int, ...]:
-    """The degree k among the divisors of `units` that makes `k * min(speed)` largest."""
-    fastest = sorted((i for i, p in enumerate(speeds) if p > 0.0), key=lambda i: (-speeds[i], i))
-    degrees = [k for k in range(1, len(fastest) + 1) if units % k == 0]
-    best = max(degrees, key=lambda k: (k * speeds[fastest[k - 1]], k), default=0)
-    chosen = set(fastest[:best])
-    return tuple(units // best if i in chosen else 0 for i in range(len(speeds)))

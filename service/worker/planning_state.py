@@ -150,8 +150,8 @@ class PlanningState:
 
     def count_step(self) -> Plan | None:
         """Charge a step in the newest plan's layout; the candidate plan, once it is due."""
-        self.rental = self.rental.stepped()
-        if self.rental.offer is None or not self.rental.due:
+        self.rental = self.rental.after_step()
+        if self.rental.candidate is None or not self.rental.due:
             return None
-        plan, self.rental = self.rental.offer.plan, SkiRental()
+        plan, self.rental = self.rental.candidate.plan, SkiRental()
         return plan

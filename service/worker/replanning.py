@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
-from resihp.formatting import duration, plural
-from scheduler import ReplanDecision
 
 from .planner import Planner
 from .planning_state import PlanningRetry, PlanningState
@@ -94,19 +92,5 @@ def next_plan(
         return None
     state.retry, state.rental = PlanningRetry(), decision.rental
     if decision.plan is None:
-        state.outcome = {"state": "kept", "detail": reason_to_stay(decision)}
+        state.outcome = {"state": "kept", "detail": decision.explanation}
     return decision.plan
-
-
-def reason_to_stay(decision: ReplanDecision) -> str:
-    """The reason why the layout is kept and the condition for a change, in one sentence."""
-    best, rental = decision.best or decision.rental.offer, decision.rental
-    if best is None:
-        return "no other layout is faster with the current device speeds"
-    gain = (
-        f"another layout would save {duration(best.saved_ms)} per step; its migration costs "
-        f"{duration(best.cost_ms)}, which {plural(best.pays_after, 'step')} save"
-    )
-    if rental.offer is None:
-        return f"{gain}; the gain is smaller than the uncertainty of the device speeds"
-    return f"{gain}; it is applied if the slowdown lasts {plural(rental.steps_left or 0, 'step')}"

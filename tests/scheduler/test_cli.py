@@ -68,9 +68,23 @@ def test_a_plan_that_moves_state_says_after_how_many_steps_it_pays(run, tmp_path
     result = run("plan", str(tmp_path / "moving.toml"), "--speeds", '{"1": 0.4}')
     assert result.exit_code == 0
     assert re.search(
-        r"Its moves take [\d.]+ s: it pays if the devices stay so for \d+ step",
+        r"a migration of [\d.]+ m?s and break even after \d+ steps; it is applied if these",
         " ".join(result.stdout.split()),
     )
+
+
+def test_json_says_when_the_migration_pays(run, tmp_path):
+    model = "[model]\nlayers = 8\nhidden = 512\nheads = 8\nkv_heads = 8\nffn = 2048\nvocab = 4096\n"
+    links = "[links]\ninter_gbytes_per_s = 0.05\n"
+    (tmp_path / "moving.toml").write_text(JOB.replace("tp = 2", "tp = 1") + model + links)
+    result = run("plan", str(tmp_path / "moving.toml"), "--speeds", '{"1": 0.4}', "--json")
+    document = json.loads(result.stdout)
+    migration = document["migration"]
+    steps = migration["break_even_steps"]
+    assert (steps - 1) * migration["saved_ms_per_step"] < migration["cost_ms"]
+    assert f"break even after {steps} steps" in document["explanation"]
+    healthy = json.loads(run("plan", "JOB", "--json").stdout)
+    assert healthy["migration"] is healthy["explanation"] is None
 
 
 def test_no_plan_names_what_binds(run):

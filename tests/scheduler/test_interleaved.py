@@ -25,7 +25,6 @@ from resihp.contracts import (
 from resihp.layout import Param, Parameters, least_numel
 from scheduler import make_plan, replan, simulate
 from scheduler.policies import POLICIES, policy_outcome
-from scheduler.reasons import layer_ranges
 from scheduler.switching_rule import received_bytes
 
 SHAPE = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=512)
@@ -235,7 +234,3 @@ def test_every_policy_counts_all_chunks(name):
         assert outcome.step_ms == pytest.approx(played)
     if name not in ("joint-any", "recycle"):  # which split the backward
         assert policy_outcome("joint", one, {1: 0.5}).step_ms <= outcome.step_ms * 1.0011
-
-
-def test_layers_of_all_chunks_are_told():
-    assert layer_ranges(Stage((0,), (0, 4), more_layers=((8, 9), (12, 12)))) == "0-3, 8"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Plan, Schedule
-from scheduler import SkiRental, SwitchCandidate, make_plan, replan, simulate
+from scheduler import ReplanDecision, SkiRental, SwitchCandidate, make_plan, replan, simulate
 from scheduler.switching_rule import decide, migration_ms
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
@@ -62,10 +62,10 @@ def test_where_moving_is_too_dear_only_quotas_change():
     assert sum(dear.quotas) == 16
     assert dear.step_ms == pytest.approx(simulate(one, dear.layout, dear.quotas, {2: 0.4}).step_ms)
     assert free.step_ms < dear.step_ms
-    assert decision.rental.offer.saved_ms == pytest.approx(dear.step_ms - free.step_ms)
+    assert decision.rental.candidate.saved_ms == pytest.approx(dear.step_ms - free.step_ms)
     again = replan(one, dear, {2: 0.4}, step=2, rental=decision.rental)
     assert again.plan is None
-    assert again.rental.offer.saved_ms == decision.rental.offer.saved_ms
+    assert again.rental.candidate.saved_ms == decision.rental.candidate.saved_ms
 
 
 def test_a_change_that_is_not_made_is_told_with_when_it_would_pay():
@@ -73,9 +73,10 @@ def test_a_change_that_is_not_made_is_told_with_when_it_would_pay():
     current = make_plan(one, {})
     best = replan(one, current, {2: 0.4}, step=0).best
     assert best.cost_ms == pytest.approx(migration_ms(one, current.layout, best.plan.layout))
-    assert (best.pays_after - 1) * best.saved_ms < best.cost_ms <= best.pays_after * best.saved_ms
-    for steps, layout in ((1, best.plan.layout), (-2, current.layout)):
-        horizon = best.pays_after + steps
+    steps = best.break_even_steps
+    assert (steps - 1) * best.saved_ms < best.cost_ms <= steps * best.saved_ms
+    for more, layout in ((1, best.plan.layout), (-2, current.layout)):
+        horizon = steps + more
         plan = replan(one, current, {2: 0.4}, step=0, horizon_steps=horizon).plan
         assert plan.layout == layout
 
@@ -86,12 +87,44 @@ def test_a_gain_too_small_to_be_offered_is_told_all_the_same():
     moved = replan(one, current, {2: 0.4}, step=0, horizon_steps=10**6).plan
     little = replace(moved, step_ms=current.step_ms * 0.99)
     decision = decide(one, current, little, {}, SkiRental(), horizon_steps=None)
-    assert decision.plan is decision.rental.offer is None
+    assert decision.plan is decision.rental.candidate is None
     assert decision.best.plan == little
     none = decide(
         one, current, replace(moved, step_ms=current.step_ms), {}, SkiRental(), horizon_steps=None
     )
     assert none.best is None
+
+
+def test_a_kept_layout_is_explained_with_when_a_migration_would_pay():
+    best = SwitchCandidate(plan=ANY, saved_ms=3.0, cost_ms=100.0)
+    small = ReplanDecision(plan=None, best=best, least_gain_ms=8.0)
+    saves = "would save 3 ms per step for a migration of 100 ms and break even after 34 steps"
+    assert saves in small.explanation
+    assert "from a gain of 2% of the step (8 ms per step)" in small.explanation
+    assert "with which it would break even after 13 steps" in small.explanation
+    rental = SkiRental(lost_ms=40.0, candidate=best)
+    waiting = ReplanDecision(plan=None, best=best, rental=rental)
+    assert saves in waiting.explanation
+    assert "applied if these speeds last 20 more steps" in waiting.explanation
+    assert "expected to last 12 steps" in replace(waiting, horizon_steps=12).explanation
+    assert "no new layout is faster" in ReplanDecision(plan=None).explanation
+
+
+def test_the_explanation_of_a_decision_comes_true():
+    one = slow_links(0.05)
+    current = make_plan(one, {})
+    dear = replan(one, current, {2: 0.4}, step=0, horizon_steps=1)
+    assert dear.plan.layout == current.layout
+    assert dear.plan.reason[-1] == dear.explanation
+    assert f"break even after {dear.best.break_even_steps} steps" in dear.explanation
+    assert "expected to last 1 step" in dear.explanation
+    small = replan(one, current, {2: 0.99}, step=0)
+    if small.best is not None:
+        least = small.least_gain_ms
+        assert least == pytest.approx(0.02 * current.step_ms, rel=0.05) > small.best.saved_ms
+        assert "from a gain of 2% of the step" in small.explanation
+    slow = small.least_gain_ms / current.step_ms
+    assert slow == pytest.approx(0.02, rel=0.05)
 
 
 def test_what_goes_on_is_acted_on_once_it_has_cost_as_much_as_the_moves():
@@ -100,10 +133,10 @@ def test_what_goes_on_is_acted_on_once_it_has_cost_as_much_as_the_moves():
     decision = replan(one, current, {2: 0.4}, step=0)
     rental, steps = decision.rental, 0
     while not rental.due:
-        rental, steps = rental.stepped(), steps + 1
-    assert steps == decision.rental.steps_left > 0
+        rental, steps = rental.after_step(), steps + 1
+    assert steps == decision.rental.steps_until_due > 0
     after = replan(one, decision.plan, {2: 0.4}, step=steps, rental=rental)
-    assert after.plan.layout == rental.offer.plan.layout
+    assert after.plan.layout == rental.candidate.plan.layout
     assert after.rental == SkiRental()
 
 
@@ -131,14 +164,14 @@ def rented(situations, *, for_good=False):
     rental, lost = SkiRental(), 0.0
     for steps, saved, cost in situations:
         offer = SwitchCandidate(plan=ANY, saved_ms=saved, cost_ms=cost) if saved else None
-        rental = rental.offered(offer)
+        rental = rental.with_candidate(offer)
         for _ in range(steps):
             if rental.due:
                 rental, lost = SkiRental(), lost + cost
                 if for_good:
                     return lost
-            elif rental.offer:
-                rental, lost = rental.stepped(), lost + saved
+            elif rental.candidate:
+                rental, lost = rental.after_step(), lost + saved
     return lost
 
 

@@ -154,7 +154,7 @@ def replan(
     plan = make_plan(job, speeds, from_step=step)
     if job.device == "dear" and (given.get("horizon_steps") or 0) <= 5:
         offer = SwitchCandidate(plan=plan, saved_ms=10.0, cost_ms=50.0)
-        return ReplanDecision(plan=None, rental=given["rental"].offered(offer))
+        return ReplanDecision(plan=None, rental=given["rental"].with_candidate(offer))
     return ReplanDecision(plan=plan)
 
 
