@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from resihp.contracts import (
     Diagnosis,
+    Heartbeat,
     Job,
     Layout,
     Plan,
     Schedule,
+    Status,
     TelemetryBatch,
+    TrainingPosition,
     Verdict,
     from_json,
     to_json,
@@ -23,6 +26,7 @@ from resihp.contracts import (
 from .arrays import Ints
 from .evidence.status import FAIL_SLOW, FAIL_STOP
 from .expectation.predictor import LearnedCorrection, Predictor
+from .hangs import Hang, HangTracker, silence_note
 from .heartbeat import HeartbeatTracker
 from .layout_state import LayoutState
 from .links_and_hosts import LinkVerdict
@@ -37,6 +41,8 @@ _AHEAD = 64
 _ALONE = (ProbeKind.GEMM, ProbeKind.MEMORY)
 """Probes that a rank runs alone."""
 _SILENCE = "its heartbeats have stopped"
+_ENDED = "its process ended with "
+_HANG_CONFIDENCE = 0.9
 
 
 class Detector(Persistent):
@@ -59,10 +65,13 @@ class Detector(Persistent):
         "_probation",
         "_layout_state",
         "_heartbeats",
+        "_processes",
+        "_hangs",
         "_notes",
         "_recent",
         "_ahead",
     )
+    _processes: dict[int, tuple[str, int]]
     _notes: dict[int, tuple[str, ...]]
     _ahead: deque[TelemetryBatch]
 
@@ -76,11 +85,15 @@ class Detector(Persistent):
         self.job = job
         self.settings = settings or DetectorSettings()
         self.plan_version = 0
-        self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0}
+        self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0, "unknown_ranks": 0}
         self._layout_state = LayoutState(
             job, self.settings, LearnedCorrection(self.settings, predictor)
         )
         self._heartbeats = HeartbeatTracker()
+        self._processes = {}
+        self._hangs = HangTracker()
+        self._hanging: dict[int, Hang] = {}
+        self._now = 0.0
         self._probe_budget = ProbeBudget(self.settings.probes_per_minute)
         self._probation = Probation(self.settings)
         self._pending: dict[int, Verdict] = {}
@@ -156,6 +169,8 @@ class Detector(Persistent):
         for rank, (slowdown, since) in self._probation.back(plan.layout.ranks).items():
             self._layout_state.carry(rank, slowdown, since)
         self._recent.clear()
+        outside = [rank for rank in self._processes if not self._is_known(rank)]
+        self._forget(outside)
         waiting, self._ahead = list(self._ahead), deque(maxlen=_AHEAD)
         for batch in waiting:
             self._pending.update({verdict.rank: verdict for verdict in self.update(batch)})
@@ -165,19 +180,100 @@ class Detector(Persistent):
 
         Returns the verdicts that this changed: a rank that was only silent is alive again.
         """
-        ranks = list(ranks)
-        self._heartbeats.beat(ranks, now)
-        before = self._layout_state.snapshot()
+        return self.take_heartbeats([Heartbeat(ranks=tuple(ranks))], now)
+
+    def take_heartbeats(self, heartbeats: Iterable[Heartbeat], now: float) -> list[Verdict]:
+        """Take heartbeats that arrived at `now`; return the verdicts that they changed.
+
+        One that is older than another of the same process is ignored, as is a goodbye of a process
+        that another one has replaced. Ranks that are neither in the layout nor on probation are
+        counted as `unknown_ranks`. A rank that left is not waited for; one whose process ends with
+        an error is reported as failed.
+        """
+        before, failed = self._layout_state.snapshot(), list[Verdict]()
+        for heartbeat in heartbeats:
+            known = [rank for rank in heartbeat.ranks if self._is_known(rank)]
+            self.counters["unknown_ranks"] += len(heartbeat.ranks) - len(known)
+            ranks = [rank for rank in known if self._is_new(rank, heartbeat)]
+            if heartbeat.left:
+                self._forget(ranks)
+                if heartbeat.error:
+                    step, detail = heartbeat.step, _ENDED + heartbeat.error
+                    failed += self.report_failure(ranks, step=step, detail=detail)
+                continue
+            self._heartbeats.beat(ranks, now)
+            for rank in ranks:
+                self._revive(rank)
+                if heartbeat.position is not None:
+                    self._hangs.observe(rank, heartbeat.position, now)
+        changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before))}
+        return [changed[rank] for rank in sorted(changed)]
+
+    def heard(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+        """Take records of ranks that arrived at `now` as signs of life and of progress, if those
+        ranks send heartbeats; return the verdicts that they changed."""
+        before = None
         for rank in ranks:
-            if self._notes.get(rank) == (_SILENCE,):
-                del self._notes[rank]
-                self._layout_state.revive(rank)
-        return self._changed(before)
+            if not self._heartbeats.knows(rank):
+                continue
+            self._heartbeats.beat([rank], now)
+            self._hangs.moved(rank, now)
+            if rank in self._notes:
+                before = before or self._layout_state.snapshot()
+                self._revive(rank)
+        return [] if before is None else self._changed(before)
 
     def check_alive(self, now: float) -> list[Verdict]:
-        """Verdicts on ranks whose heartbeats have stopped; to be called every second or so."""
+        """Verdicts on ranks whose heartbeats have stopped, and on those whose training threads
+        hang or move again; to be called every second or so."""
+        self._now = now
         dead = [rank for rank in self._heartbeats.dead(now) if rank not in self._notes]
-        return self.report_failure(dead, step=None, detail=_SILENCE)
+        failed: list[Verdict] = []
+        for rank in dead:
+            position = self._hangs.last_position(rank)
+            self._hangs.forget([rank])
+            failed += self.report_failure([rank], detail=_SILENCE)
+            self._notes[rank] = (_SILENCE, *silence_note(position))
+        hanging, self._hanging = self._hanging, self._hangs.hangs(now, self._layout_state.places)
+        changed = {
+            rank
+            for rank in hanging.keys() | self._hanging.keys()
+            if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
+        }
+        return self._verdicts_on(sorted(changed | set(dead)))
+
+    def _is_known(self, rank: int) -> bool:
+        in_layout = self._layout_state.places.index(np.array([rank]))[0] >= 0
+        return bool(in_layout) or self._probation.knows(rank)
+
+    def _is_new(self, rank: int, heartbeat: Heartbeat) -> bool:
+        """Note the process of a rank; return whether the heartbeat is its newest."""
+        process, sequence = self._processes.get(rank, ("", 0))
+        if heartbeat.process and heartbeat.process == process:
+            if heartbeat.sequence <= sequence:
+                return False
+        elif heartbeat.left and process:
+            return not heartbeat.process
+        elif heartbeat.process != process:
+            self._forget([rank])
+        self._processes[rank] = (heartbeat.process, heartbeat.sequence)
+        return True
+
+    def _forget(self, ranks: Sequence[int]) -> None:
+        self._heartbeats.forget(ranks)
+        self._hangs.forget(ranks)
+        for rank in ranks:
+            self._processes.pop(rank, None)
+
+    def _revive(self, rank: int) -> None:
+        """Take back that a rank has stopped, if heartbeats were the only reason."""
+        if self._notes.get(rank, ("",))[0].startswith((_SILENCE, _ENDED)):
+            del self._notes[rank]
+            self._layout_state.revive(rank)
+
+    def _verdicts_on(self, ranks: Iterable[int]) -> list[Verdict]:
+        index = self._layout_state.places.index(np.array(list(ranks), np.int64))
+        return [self._verdict(at) for at in index[index >= 0].tolist()]
 
     def report_failure(
         self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"
@@ -277,7 +373,28 @@ class Detector(Persistent):
         notes = self._notes.get(rank, ()) if status_table.status[at] == FAIL_STOP else ()
         notes = (*notes, *self._layout_state.words(at))
         step = self._layout_state.last_step
-        return verdict_of(rank, at, status_table, self._layout_state.suspect_at, step, notes)
+        verdict = verdict_of(rank, at, status_table, self._layout_state.suspect_at, step, notes)
+        hang = self._hanging.get(rank)
+        return verdict if hang is None else _with_hang(verdict, hang, self._now)
+
+
+def _naming(hang: Hang | None) -> tuple[bool, TrainingPosition] | None:
+    """The part of a hang whose change is worth a new verdict."""
+    return None if hang is None else (hang.named, replace(hang.position, for_s=0.0))
+
+
+def _with_hang(verdict: Verdict, hang: Hang, now: float) -> Verdict:
+    """A verdict with the hang of the rank's training thread: its process has not failed."""
+    evidence = (*hang.evidence(now), *verdict.evidence)
+    if verdict.status in (Status.FAIL_STOP, Status.FAIL_SLOW):
+        return replace(verdict, evidence=evidence)
+    return replace(
+        verdict,
+        status=Status.SUSPECT if hang.named else Status.INCONCLUSIVE,
+        since_step=hang.position.step,
+        confidence=_HANG_CONFIDENCE if hang.named else 0.5,
+        evidence=evidence,
+    )
 
 
 def _moved(job: Job, plan: Plan) -> Job:

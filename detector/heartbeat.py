@@ -98,6 +98,10 @@ class HeartbeatTracker(Persistent):
             sender.learn(gap)
         sender.last, sender.dead = now, False
 
+    def knows(self, rank: int) -> bool:
+        """Return whether a rank has sent heartbeats and has not left."""
+        return rank in self._senders
+
     def time_out(self, rank: int) -> float:
         """Seconds of silence from which a rank counts as dead; infinite until it beat twice."""
         sender = self._senders.get(rank)

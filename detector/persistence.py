@@ -19,7 +19,7 @@ from resihp.contracts import ContractError
 State = dict[str, Any]
 """Saved attributes: arrays, numbers, strings, and lists and dicts of them."""
 
-FORMAT = 7
+FORMAT = 8
 
 
 class Persistent:

@@ -76,6 +76,10 @@ class Probation(Persistent):
             if place.status == Status.FAIL_SLOW
         }
 
+    def knows(self, rank: int) -> bool:
+        """Return whether a device is on probation."""
+        return rank in self._places
+
     def fail(self, ranks: Iterable[int], step: int) -> list[Verdict]:
         """Devices that died out there; the verdicts that this changed."""
         found = [rank for rank in ranks if rank in self._places]

@@ -16,6 +16,7 @@ from redis.backoff import ConstantBackoff
 
 from .api import events, jobs, pages, plans
 from .api.context import AppContext
+from .api.heartbeats import HeartbeatBatches
 from .api.metrics import HttpMetrics
 from .api.middleware import RequestMiddleware
 from .api.notifier import Notifier
@@ -88,7 +89,8 @@ async def _open(
     if settings.worker:
         await _start_worker(stack, url, settings, adapters)
     log.info("sidecar ready", redis=url, worker=settings.worker)
-    return AppContext(settings, HttpStore(client, settings), notifier, metrics)
+    store = HttpStore(client, settings)
+    return AppContext(settings, store, notifier, metrics, HeartbeatBatches(store))
 
 
 def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""What the sidecar offers, as methods."""
+"""The HTTP API of the sidecar as methods."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import urllib3
 from resihp.contracts import (
     ContractError,
     Diagnosis,
+    Heartbeat,
     Job,
     Plan,
     ServiceError,
@@ -32,8 +33,7 @@ class Client:
 
     Thread-safe, and usable on both sides of a fork. No method retries: the caller knows whether
     its request may be repeated. Every method raises `ServiceError` with the title and the detail
-    of the sidecar's problem document and its HTTP status; status None means that no answer, or
-    none that makes sense, came.
+    of the sidecar's problem document and its HTTP status; status None means no valid answer.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 5.0) -> None:
@@ -41,19 +41,19 @@ class Client:
 
     @property
     def url(self) -> str:
-        """Where the sidecar is."""
+        """Base address of the sidecar."""
         return self._transport.url
 
     def register(self, job: Job) -> None:
-        """Make a job known, or replace what is known of it."""
+        """Register a job, or replace its description."""
         self._send("PUT", _path(job.name), to_json(job))
 
     def send_telemetry(
         self, job: str, message: bytes, form: WireFormat, key: str | None = None
     ) -> dict[str, Any]:
-        """Hand over an encoded batch. A repetition with the same `key` is applied once.
+        """Send an encoded batch. A repetition with the same `key` is applied once.
 
-        Returns the answer: what was `accepted`, and the `probes` that the sidecar asks for.
+        Returns the answer: the number of records `accepted`, and the `probes` requested.
         """
         headers = {"Content-Type": form.value}
         if key is not None:
@@ -62,19 +62,24 @@ class Client:
         answer = self._transport.request("POST", path, body=message, headers=headers)
         try:
             document = json.loads(answer.data)
-        except ValueError:  # it was taken, which is what counts
+        except ValueError:  # the batch was accepted nevertheless
             return {}
         return document if isinstance(document, dict) else {}
 
     def answer_probe(
         self, job: str, *, probe: str, rank: int, ms: float | None, detail: str = ""
     ) -> None:
-        """Say how long a probe took, or with `ms` None why it was not run."""
+        """Report the time of a probe, or with `ms` None why it was not run."""
         self._send("POST", _path(job, "probes", probe), {"rank": rank, "ms": ms, "detail": detail})
 
     def heartbeat(self, job: str, *, ranks: Iterable[int], step: int | None = None) -> None:
-        """Say that these ranks live. One that has said so and falls silent counts as stopped."""
-        self._send("POST", _path(job, "heartbeats"), {"ranks": list(ranks), "step": step})
+        """Report that these ranks are alive; later silence of one of them counts as its stop."""
+        self.send_heartbeat(job, Heartbeat(ranks=tuple(ranks), step=step))
+
+    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> None:
+        """Report that the ranks of a process are alive, where they are, or that they leave."""
+        document = {key: value for key, value in to_json(heartbeat).items() if value}
+        self._send("POST", _path(job, "heartbeats"), document)
 
     def report_failure(
         self,
@@ -86,7 +91,7 @@ class Client:
         reported_by: int | None = None,
         detail: str = "",
     ) -> None:
-        """Say that these ranks have stopped, as a survivor saw it."""
+        """Report that these ranks have stopped, as seen by a survivor."""
         body = {
             "ranks": list(ranks),
             "step": step,
@@ -97,22 +102,22 @@ class Client:
         self._send("POST", _path(job, "failures"), body)
 
     def announce_joiners(self, job: str, *, ranks: Iterable[int], step: int | None = None) -> None:
-        """Say that these ranks wait for a place in the layout."""
+        """Report that these ranks are ready to join the layout."""
         self._send("POST", _path(job, "joiners"), {"ranks": list(ranks), "step": step})
 
     def verdicts(self, job: str) -> list[Verdict]:
-        """What the detector says of every device."""
+        """The verdict on every rank."""
         document = self._get(_path(job, "verdicts"))
         items = document.get("verdicts", []) if isinstance(document, Mapping) else []
         return [_read(Verdict, item) for item in items]
 
     def diagnosis(self, job: str) -> Diagnosis:
-        """Why the job is slower than it could be."""
+        """The causes of the job's lost time."""
         return _read(Diagnosis, self._get(_path(job, "diagnosis")))
 
     def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
-        """The newest plan, or, with `after`, one of a higher version, for which the sidecar waits
-        up to `wait` seconds; None if there is none."""
+        """The newest plan, or, with `after`, one of a higher version, awaited for up to `wait`
+        seconds; None if there is none."""
         answer = self._transport.request(
             "GET", _path(job, "plan"), query={"after": after, "wait": wait}, patience=wait
         )
@@ -130,10 +135,10 @@ class Client:
         pause_ms: float | None = None,
         digest: str | None = None,
     ) -> None:
-        """Say that `rank` trains by a plan from `step` on, or that it `refused` it and why.
+        """Report that `rank` trains by a plan from `step` on, or that it `refused` it and why.
 
-        `pause_ms`: how long training stood still for it. `digest`: that of the plan; one that the
-        sidecar knows under this version with another digest is an error of status 409.
+        `pause_ms`: pause of training for it. `digest`: digest of the plan; another digest than the
+        sidecar's for this version is an error of status 409.
         """
         body = {
             "rank": rank,
@@ -146,12 +151,12 @@ class Client:
         self._send("POST", _path(job, "plan", str(version), "ack"), body)
 
     def tell_plan(self, job: str, plan: Plan, *, lost: Iterable[int] = ()) -> None:
-        """Say that all ranks work by `plan`, which the job made by itself, having `lost` those."""
+        """Report a plan that the job made by itself and all ranks apply, after losing `lost`."""
         body = {"plan": to_json(plan), "lost": sorted(lost)}
         self._send("PUT", _path(job, "plan", str(plan.version)), body)
 
     def health(self) -> dict[str, Any]:
-        """What the sidecar says of itself."""
+        """The health report of the sidecar."""
         document = self._get("/v1/healthz")
         return document if isinstance(document, dict) else {}
 
@@ -181,7 +186,7 @@ def _parse(answer: urllib3.BaseHTTPResponse) -> Any:
 
 
 def _read(cls: type[T], document: Any) -> T:
-    """A newer sidecar may say more than this client knows: unknown fields are passed over."""
+    """Read `cls` from JSON; fields of a newer sidecar are ignored."""
     if isinstance(document, Mapping):
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         document = {key: value for key, value in document.items() if key in known}

@@ -1,4 +1,4 @@
-"""One HTTP request to the sidecar, and what its failures mean."""
+"""HTTP requests to the sidecar, and their failures as `ServiceError`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         patience: float = 0.0,
     ) -> urllib3.BaseHTTPResponse:
-        """The answer, if its status is below 400. `patience`: seconds that the sidecar may sit on
+        """Return the answer, of status below 300. `patience`: seconds that the sidecar may hold
         the request before it answers. Raises `ServiceError`."""
         given = {key: value for key, value in (query or {}).items() if value is not None}
         url = f"{self.url}{path}" + (f"?{urlencode(given)}" if given else "")
@@ -62,7 +62,7 @@ class Transport:
         return answer
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the idle connections."""
         if self._pool is not None and self._pid == os.getpid():
             self._pool.clear()
 

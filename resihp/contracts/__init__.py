@@ -16,6 +16,7 @@ from .errors import (
     TraceError,
 )
 from .faults import FaultRate, Protection
+from .heartbeat import Heartbeat, TrainingPosition
 from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
 from .layout import Layout, Place, Replica, Schedule, Stage
 from .plan import Plan
@@ -31,6 +32,7 @@ __all__ = [
     "Diagnosis",
     "FaultRate",
     "FencedOutError",
+    "Heartbeat",
     "InfeasibleError",
     "Job",
     "JobStoppedError",
@@ -54,6 +56,7 @@ __all__ = [
     "Status",
     "TelemetryBatch",
     "TraceError",
+    "TrainingPosition",
     "Verdict",
     "even_quotas",
     "from_json",

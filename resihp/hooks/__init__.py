@@ -1,8 +1,7 @@
-"""Trainer-side hooks: what each microbatch took and how much work it held, streamed away."""
+"""Trainer-side hooks: time and work of each microbatch, streamed to the sidecar."""
 
 from ._clocks import CudaClock, HostClock
-from ._hook import hook
 from ._stats import Stats
-from .monitor import Monitor
+from .monitor import Monitor, hook
 
 __all__ = ["CudaClock", "HostClock", "Monitor", "Stats", "hook"]

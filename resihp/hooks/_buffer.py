@@ -5,65 +5,69 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ._spans import Span
-
-Row = tuple[Any, ...]
-"""plan_version, step, microbatch, chunk, op, compute_ms, wait_ms, tokens, sequences, sum_sq_len,
-max_len, peer."""
+from ._record import RecordFields
+from ._spans import Span
 
 
 class Buffer:
-    """Takes rows from any thread and never blocks: a row beyond `capacity` is dropped and counted.
+    """Accepts records from any thread and never blocks: one beyond `capacity` is dropped and
+    counted.
 
-    The newest row is the one dropped, so that what is sent has no holes but one. `on_first` is
-    called with the first row: that is when the sender starts, also in a forked child.
+    The newest record is the dropped one, so that a gap in the records is contiguous. `on_first` is
+    called before the first record is kept, once per process: it starts the sender.
     """
 
     def __init__(self, capacity: int, on_first: Callable[[], None]) -> None:
-        self.rows: deque[Row | Span] = deque()
+        self.entries: deque[RecordFields | Span] = deque()
         self._capacity = capacity
         self._on_first = on_first
         self.reset()
 
     def reset(self) -> None:
-        """Be empty, as new."""
-        self.rows.clear()
-        self._limit = 0  # sends the first row down the slow path, which costs the others nothing
+        """Return to the initial state, empty."""
+        self.entries.clear()
+        self._limit = 0  # sends the first entry to the slow path, at no cost for the others
         self._state = "new"
         self._dropped = 0
         self._lock = threading.Lock()
 
-    def put(self, row: Row | Span) -> None:
-        """Keep a row, or count it as dropped."""
-        if len(self.rows) < self._limit:
-            self.rows.append(row)
+    def put(self, entry: RecordFields | Span) -> None:
+        """Keep an entry, or count it as dropped."""
+        if len(self.entries) < self._limit:
+            self.entries.append(entry)
         else:
-            self._put_slowly(row)
+            self._put_slowly(entry)
+
+    def open(self) -> None:
+        """Start the sender, as the first entry does."""
+        with self._lock:
+            self._open()
 
     def drop(self, count: int) -> None:
-        """Count rows that were lost."""
+        """Count records that were lost."""
         with self._lock:
             self._dropped += count
 
     def close(self) -> None:
-        """Drop all rows that come from now on."""
+        """Drop all entries from now on."""
         with self._lock:
             self._state, self._limit = "closed", 0
 
     @property
     def dropped(self) -> int:
-        """Rows lost so far."""
+        """Records lost so far."""
         return self._dropped
 
-    def _put_slowly(self, row: Row | Span) -> None:
+    def _put_slowly(self, entry: RecordFields | Span) -> None:
         with self._lock:
-            if self._state == "new":
-                self._on_first()
-                self._state, self._limit = "open", self._capacity
-            if len(self.rows) < self._limit:
-                self.rows.append(row)
+            self._open()
+            if len(self.entries) < self._limit:
+                self.entries.append(entry)
             else:
                 self._dropped += 1
+
+    def _open(self) -> None:
+        if self._state == "new":
+            self._on_first()
+            self._state, self._limit = "open", self._capacity

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from ._failures import Failures
 from ._probe_kernels import TIMED
+from ._stats import FailureLog
 
 LinkProbe = Callable[[int], float | None]
 """Best time in ms of a small transfer with a peer; None if the two did not meet. It bounds its own
@@ -52,7 +52,7 @@ class Probes:
     """
 
     def __init__(
-        self, failures: Failures, *, allowed: bool, link: LinkProbe | None, budget_ms: float
+        self, failures: FailureLog, *, allowed: bool, link: LinkProbe | None, budget_ms: float
     ) -> None:
         self._failures, self._allowed = failures, allowed
         self._link, self._budget_ms = link, budget_ms

@@ -1,55 +1,71 @@
-"""Making a job known to the sidecar."""
+"""Registration of the job at the sidecar by its ranks."""
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Protocol
 
 from resihp.contracts import Job
 
+from ._stats import FailureLog
+
+_PATIENCE_S = 30.0
+"""A job that is still not registered after this time is worth a warning."""
+
 
 class Registry(Protocol):
-    """Where jobs are made known; `resihp.Client` is one. Raises `ServiceError`."""
+    """Where jobs are registered; `resihp.Client` is one. Raises `ServiceError`."""
 
     def register(self, job: Job) -> None:
-        """Make a job known, or replace what is known of it."""
+        """Register a job, or replace its description."""
         ...
 
 
 class Registration:
-    """What one rank does so that the sidecar knows its job; nothing where only a name is given.
+    """One rank's part in the registration of its job; none where only the name is given.
 
-    The first rank of the layout registers before its first message, so that a job that was started
-    again in another layout begins afresh. The others leave it to that rank, so that thousands of
-    them do not all do it, and register when they hear a second time running that the job is not
-    known: then that rank is late, or the sidecar has lost what it knew.
+    The first rank of the layout registers before its first message, so that a job that was
+    restarted in another layout begins anew. The others leave it to that rank, so that thousands of
+    ranks do not all register, and do it themselves when two messages in a row find the job unknown:
+    then that rank is late, or the sidecar has lost the job.
     """
 
-    def __init__(self, job: str | Job, rank: int) -> None:
+    def __init__(self, job: str | Job, rank: int, failures: FailureLog) -> None:
         self.name = job.name if isinstance(job, Job) else job
         self._job = job if isinstance(job, Job) else None
         self._is_first = self._job is not None and rank == min(self._job.layout.ranks)
+        self._failures = failures
         self.reset()
 
     def reset(self) -> None:
-        """Be as new: the state of a forked child."""
-        self._is_due, self._was_unknown = self._is_first, False
+        """Return to the initial state, as in a forked child."""
+        self._is_due, self._unknown_since_s = self._is_first, float("inf")
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether more than the job's name is given."""
-        return self._job is not None
-
-    def make_known(self, registry: Registry) -> None:
-        """Register where that is due; called before each message."""
+    def register_if_due(self, registry: Registry) -> None:
+        """Register if it is this rank's turn; called before each message."""
         if self._is_due and self._job is not None:
             registry.register(self._job)
             self._is_due = False
 
     def known(self) -> None:
-        """A message was taken."""
-        self._was_unknown = False
+        """Note that the sidecar knows the job."""
+        self._unknown_since_s = float("inf")
 
-    def unknown(self) -> bool:
-        """The sidecar does not know the job; whether this rank registers it now."""
-        self._is_due, self._was_unknown = self._is_first or self._was_unknown, True
-        return self._is_due
+    def unknown(self) -> None:
+        """Note that the sidecar does not know the job (yet): its messages are to be repeated."""
+        now_s = monotonic()
+        self._is_due = self._is_first or self._unknown_since_s < float("inf")
+        self._unknown_since_s = min(self._unknown_since_s, now_s)
+        if now_s - self._unknown_since_s >= _PATIENCE_S:
+            self._warn()
+
+    def closed(self) -> None:
+        """Note that nothing more is sent."""
+        if self._unknown_since_s < float("inf"):
+            self._warn()
+
+    def _warn(self) -> None:
+        hint = "" if self._job else "; register it with Client.register, or use Monitor(job=Job(…))"
+        self._failures.warn_once(
+            "unregistered", f"the sidecar has no job named {self.name!r}: telemetry waits{hint}"
+        )

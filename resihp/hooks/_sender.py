@@ -1,52 +1,68 @@
-"""The background thread that turns rows into messages and hands them to the sidecar."""
+"""Background thread that turns records into messages and sends them to the sidecar."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import sys
 import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.util import Finalize
 from time import monotonic, sleep
 from typing import Protocol
 
 from resihp.contracts import ServiceError
 from resihp.contracts.codec import WireFormat, encode
 
-from ._batcher import Batcher, ready, version_of
-from ._buffer import Buffer, Row
-from ._clocks import CudaClock
-from ._failures import Failures
+from ._batcher import Batcher, ready
+from ._buffer import Buffer
+from ._heartbeat import HeartbeatReceiver, HeartbeatSender
 from ._probes import Probes
+from ._record import Record
 from ._registration import Registration, Registry
-from ._spans import Span
+from ._spans import Recording, Span
+from ._stats import FailureLog
 
 _RETRY_STATUSES = (408, 425, 429)
 _UNKNOWN_JOB = 404
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _POLL_S = 0.002
-_TIME_TO_SEND = 0.9  # of the time that closing may take; the rest is for counting what is left
+_EXIT_TIMEOUT_S = 2.0
+_SENDING_SHARE = 0.9
+"""Share of the closing time in which messages are sent; the rest is for counting what is left."""
 
 
-class Telemetry(Registry, Protocol):
-    """Where messages go; `resihp.Client` is one. Its methods raise `ServiceError`."""
+def fatal_error() -> BaseException | None:
+    """Return the uncaught error that is ending this process, if any."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def current_error() -> BaseException | None:
+    """Return the error that is being handled, if any."""
+    return sys.exc_info()[1]
+
+
+class TelemetryReceiver(Registry, HeartbeatReceiver, Protocol):
+    """Destination of messages; `resihp.Client` is one. Its methods raise `ServiceError`."""
 
     def send_telemetry(
         self, job: str, message: bytes, form: WireFormat, key: str | None = None
     ) -> object:
-        """What the sidecar answers, with the probes that it asks for."""
+        """Deliver an encoded batch; the answer may ask for probes."""
         ...
 
     def answer_probe(
         self, job: str, *, probe: str, rank: int, ms: float | None, detail: str
     ) -> None:
-        """The outcome of a probe."""
+        """Deliver the outcome of a probe."""
         ...
 
 
 @dataclass
 class Counts:
-    """Of one process: messages and records taken by the sidecar, repetitions, refusals."""
+    """Counts of one process: messages and records accepted, repetitions, refusals."""
 
     batches: int = 0
     records: int = 0
@@ -55,54 +71,62 @@ class Counts:
 
 
 class Sender:
-    """Drains a buffer every `interval_s`, in messages of at most `batch_records`.
+    """Sends the entries of a buffer every `interval_s`, in messages of at most `batch_records`.
 
-    A message that the sidecar refuses (4xx) is dropped; one that it could not take (5xx, no
-    answer, 408, 425, 429) is repeated under the same key, after 0.1 s doubling up to 5 s, less a
-    random part of at most half, until `close`. Meanwhile the buffer fills. So is one of a job that
-    the sidecar does not know, where it can be registered.
+    A message that the sidecar refuses (4xx) is dropped. One that it could not accept (5xx, no
+    answer, 408, 425, 429) or whose job it does not know (404) is repeated under the same key, after
+    0.1 s doubling up to 5 s, less a random part of at most half, until `close`; the buffer fills
+    meanwhile.
     """
 
     def __init__(
         self,
-        telemetry: Telemetry,
+        receiver: TelemetryReceiver,
         registration: Registration,
         rank: int,
-        failures: Failures,
+        recording: Recording,
         *,
         capacity: int,
         batch_records: int,
         interval_s: float,
+        heartbeat_s: float,
         seed: int,
-        device: Callable[[], CudaClock | None],
         probes: Probes,
     ) -> None:
-        self._telemetry, self._job, self._rank = telemetry, registration.name, rank
-        self._registration = registration
-        self._failures, self._probes = failures, probes
-        self._batch_records, self._interval_s = batch_records, interval_s
-        self._seed, self._device = seed, device
+        self._receiver, self._job, self._rank = receiver, registration.name, rank
+        self._registration, self._recording, self._probes = registration, recording, probes
+        self._failures: FailureLog = recording.failures
+        self._batch_records, self._interval_s, self._seed = batch_records, interval_s, seed
+        self._heartbeat = HeartbeatSender(
+            receiver, self._job, rank, recording, self._failures, interval_s=heartbeat_s
+        )
         self.buffer = Buffer(capacity, self._start)
         self.reset()
 
     def reset(self) -> None:
-        """Be as new, with an empty buffer and no thread: the state of a forked child."""
+        """Return to the initial state, with an empty buffer and no thread, as in a forked child."""
         self.buffer.reset()
         self._registration.reset()
         self.counts = Counts()
         self._batcher = Batcher(self._rank, self._failures)
         self._random = random.Random(self._seed)
-        self._process_key = uuid.uuid4().hex
+        self._process = uuid.uuid4().hex
+        self._heartbeat.reset(self._process)
         self._messages = 0
+        self._taken = 0
         self._reported = 0  # dropped records that the sidecar knows of
-        self.in_hand = 0  # records out of the buffer whose fate is open
+        self.in_flight = 0  # records out of the buffer that are neither sent nor dropped
         self._closing = threading.Event()
-        self._deadline = 0.0
+        self._deadline_s = 0.0
+        self._error = ""
         self._thread: threading.Thread | None = None
 
-    def close(self, timeout_s: float) -> None:
-        """Send what is buffered, for at most `timeout_s`; what is left then is dropped."""
-        self._deadline = monotonic() + _TIME_TO_SEND * timeout_s
+    def close(self, timeout_s: float, error: Callable[[], BaseException | None]) -> None:
+        """Send what is buffered, for at most `timeout_s`; the rest is dropped. `error()` is the
+        error that ends the process, if any."""
+        self._deadline_s = monotonic() + _SENDING_SHARE * timeout_s
+        cause = error()
+        self._error = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else ""
         self.buffer.close()
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -116,58 +140,80 @@ class Sender:
             self._failures.add("starting the sender", error)
         else:
             self._thread = thread
+            if multiprocessing.parent_process() is not None:  # such a child runs no atexit callback
+                Finalize(None, self.close, (_EXIT_TIMEOUT_S, current_error), exitpriority=0)
 
     def _run(self) -> None:
-        while not self._closing.wait(self._interval_s):
-            self._guarded_flush()
-        while self._guarded_flush() and self.buffer.rows and monotonic() < self._deadline:
-            sleep(_POLL_S)
-        self.buffer.drop(len(self.buffer.rows))
-        self.buffer.rows.clear()
+        beat_s, flush_s = self._heartbeat.interval_s, self._interval_s
+        tick_s = min(flush_s, beat_s) if beat_s > 0 else flush_s
+        next_flush_s = monotonic() + flush_s
+        self._guarded(self._beat)
+        while not self._closing.wait(tick_s):
+            if monotonic() >= next_flush_s - tick_s / 2:
+                self._guarded(self._flush)
+                next_flush_s = monotonic() + flush_s
+            self._guarded(self._beat)
+        self._finish()
 
-    def _guarded_flush(self) -> bool:
+    def _finish(self) -> None:
+        while self._guarded(self._flush) and self.buffer.entries and monotonic() < self._deadline_s:
+            sleep(_POLL_S)
+        self._registration.closed()
+        self.buffer.drop(len(self.buffer.entries))
+        self.buffer.entries.clear()
+        if monotonic() < self._deadline_s:
+            self._guarded(lambda: self._heartbeat.leave(self._error))
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
         try:
-            self._flush()
-        except Exception as error:  # noqa: BLE001 the boundary: the sender outlives any trouble
+            work()
+        except Exception as error:  # noqa: BLE001 the boundary: the sender survives any trouble
             self._failures.add("the sender", error)
             return False
         return True
 
+    def _beat(self) -> None:
+        self._heartbeat.observe(self._taken + len(self.buffer.entries))
+        self._heartbeat.beat_if_due()
+
     def _flush(self) -> None:
-        device = self._device()
+        device = self._recording.device
         if device is not None:
             device.adopt_thread()
         self._answer_probes()
-        while rows := self._take():
-            self.in_hand, taken = len(rows), 0
+        while entries := self._take():
+            self.in_flight, accepted = len(entries), 0
             try:
-                taken = self._deliver(rows)
-            except Exception as error:  # noqa: BLE001 the boundary: these rows are lost, later ones go on
+                accepted = self._deliver(entries)
+            except Exception as error:  # noqa: BLE001 the boundary: only these records are lost
                 self._failures.add("sending telemetry", error)
-            self.buffer.drop(len(rows) - taken)
-            self.in_hand = 0
+            self.buffer.drop(len(entries) - accepted)
+            self.in_flight = 0
 
-    def _take(self) -> list[Row | Span]:
-        """The oldest rows of one plan version that are ready. Only this thread removes rows."""
-        waiting = self.buffer.rows
-        taken: list[Row | Span] = []
-        version = version_of(waiting[0]) if waiting else None
+    def _take(self) -> list[Record | Span]:
+        """Remove the oldest ready entries of one plan version; only this thread removes any."""
+        waiting = self.buffer.entries
+        taken: list[Record | Span] = []
         while waiting and len(taken) < self._batch_records:
-            row = waiting[0]
-            if version_of(row) != version or not ready(row):
+            first = waiting[0]
+            entry = first if isinstance(first, Span) else Record._make(first)
+            if (taken and entry.plan_version != taken[0].plan_version) or not ready(entry):
                 break
-            taken.append(waiting.popleft())
+            taken.append(entry)
+            waiting.popleft()
+        self._taken += len(taken)
         return taken
 
-    def _deliver(self, rows: list[Row | Span]) -> int:
-        """How many of the rows the sidecar took."""
-        batch = self._batcher.batch(rows)
+    def _deliver(self, entries: list[Record | Span]) -> int:
+        """Send entries; return the number of records that the sidecar accepted."""
+        batch = self._batcher.batch(entries)
         if not len(batch):
             return 0
+        self._heartbeat.count(batch)
         dropped = self.buffer.dropped - self._reported
         message = encode(replace(batch, dropped=dropped) if dropped else batch)
         self._messages += 1
-        if not self._send(message, f"{self._process_key}-{self._rank}-{self._messages}"):
+        if not self._send(message, f"{self._process}-{self._rank}-{self._messages}"):
             return 0
         self._reported += dropped
         self.counts.batches += 1
@@ -175,12 +221,12 @@ class Sender:
         return len(batch)
 
     def _send(self, message: bytes, key: str) -> bool:
-        """Whether the sidecar took the message, in the end."""
+        """Send a message until it is accepted; False if it was given up."""
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                self._registration.make_known(self._telemetry)
-                answer = self._telemetry.send_telemetry(self._job, message, WireFormat.MSGPACK, key)
+                self._registration.register_if_due(self._receiver)
+                answer = self._receiver.send_telemetry(self._job, message, WireFormat.MSGPACK, key)
             except ServiceError as error:
                 if not self._may_repeat(error) or not self._pause(delay_s):
                     return False
@@ -188,37 +234,39 @@ class Sender:
                 self.counts.retries += 1
             else:
                 self._registration.known()
+                self._heartbeat.telemetry_accepted()
                 self._probes.take(answer)
                 return True
 
     def _answer_probes(self) -> None:
-        """An answer that does not get through is lost: the sidecar does not wait for it."""
+        """Send the answers to probes once: the sidecar does not wait for one that is lost."""
         while self._probes.answers:
             answer = self._probes.answers.popleft()
             try:
-                self._telemetry.answer_probe(
+                self._receiver.answer_probe(
                     self._job, probe=answer.id, rank=self._rank, ms=answer.ms, detail=answer.detail
                 )
             except ServiceError as error:
-                self._failures.say_once("probe", f"the answer to a probe was lost: {error}")
+                self._failures.warn_once("probe", f"the answer to a probe was lost: {error}")
 
     def _may_repeat(self, error: ServiceError) -> bool:
         status = error.status
-        if status == _UNKNOWN_JOB and self._registration.is_possible:
-            if not self._registration.unknown():
-                return True
-        elif status is not None and status < 500 and status not in _RETRY_STATUSES:
+        if status == _UNKNOWN_JOB:
+            self._registration.unknown()
+        elif status is None or status >= 500 or status in _RETRY_STATUSES:
+            self._failures.warn_once("away", f"telemetry waits for the sidecar: {error}")
+        else:
             self.counts.refused += 1
-            self._failures.say_once("refused", f"the sidecar refuses telemetry: {error}")
+            self._failures.warn_once("refused", f"the sidecar refuses telemetry: {error}")
             return False
-        self._failures.say_once("away", f"telemetry waits for the sidecar: {error}")
         return True
 
     def _pause(self, delay_s: float) -> bool:
         """Wait before a repetition; False when there is no time for another."""
         delay_s *= self._random.uniform(0.5, 1.0)
         if not self._closing.wait(delay_s):
+            self._beat()
             return True
-        left_s = self._deadline - monotonic()
+        left_s = self._deadline_s - monotonic()
         sleep(max(0.0, min(_FIRST_DELAY_S, left_s)))
         return left_s > 0

@@ -1,51 +1,126 @@
-"""Timed blocks. One is made for every record, so each line here is paid for a thousand times a
-second."""
+"""Timed blocks. One is made per record, a thousand per second: each line here counts.
+
+A callable is loaded from its attribute before the call, which the interpreter then specializes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ._clocks import CudaClock, running_cuda
+from ._record import Record, RecordFields
+from ._stats import FailureLog
 from ._workload import Work
 
-if TYPE_CHECKING:
-    from ._buffer import Row
-    from ._clocks import CudaClock
-    from .monitor import Monitor
+FORWARD = 0
+"""`Op.FORWARD` as an int, which compares faster than the enum."""
+
+
+class Recording:
+    """State that the blocks of one monitor share.
+
+    step, plan_version  of the next record
+    open                innermost open block; None outside of all
+    recorded            a record was made in the present step
+    next_index          microbatches so far in the present step, by `chunk << 3 | op`
+    now_ns              the host's clock
+    device              clock of the device; None where blocks are timed by the host's clock
+    put                 takes a finished block
+    on_first_step       called as the first step begins, and then None
+    """
+
+    open: Span | None
+    device: CudaClock | None
+    kind: type[HostSpan] | type[DeviceSpan]
+    put: Callable[[RecordFields | Span], None]
+    on_first_step: Callable[[], None] | None
+
+    def __init__(
+        self,
+        failures: FailureLog,
+        now_ns: Callable[[], int],
+        device: CudaClock | None,
+        *,
+        look_for_cuda: bool,
+    ) -> None:
+        self.step = self.plan_version = 0
+        self.open = None
+        self.recorded = False
+        self.next_index: dict[int, int] = {}
+        self.now_ns, self.failures = now_ns, failures
+        self.on_first_step = None
+        self.use(device)
+        self._look_for_cuda = look_for_cuda
+
+    def begin_step(self) -> HostSpan | DeviceSpan:
+        """Return the span of a step that begins; CUDA is looked for until it is in use."""
+        self.next_index.clear()
+        self.recorded = False
+        if self.on_first_step is not None:
+            self.on_first_step()
+            self.on_first_step = None
+        if self._look_for_cuda:
+            try:
+                self.use(running_cuda())
+            except Exception as error:  # noqa: BLE001 the boundary: the host's clock is used instead
+                self.failures.add("looking for CUDA", error)
+                self._look_for_cuda = False
+        return self.kind(self, FORWARD, -1, 0, -1, None)
+
+    def use(self, device: CudaClock | None) -> None:
+        """Time blocks by events on `device`; None: by the host's clock, until CUDA is in use."""
+        self.device = device
+        self.kind = HostSpan if device is None else DeviceSpan
+        self._look_for_cuda = device is None
+
+    def reset(self, on_first_step: Callable[[], None]) -> None:
+        """Drop the open block and the device, as in a forked child."""
+        self.on_first_step = on_first_step
+        if self.device is not None:
+            self.use(None)
+        self.open = None
 
 
 class Span:
     """A block that becomes one record when it ends without an exception.
 
-    While it is the innermost open one, `waiting` blocks are credited to it. Once ended it goes
-    into the buffer as it is, and the sender asks it for its times.
+    While it is the innermost open block, `Waiting` blocks are credited to it. Once ended it is
+    itself the entry of the buffer, and the sender reads its times.
     """
 
     __slots__ = (
-        "_monitor", "_outer", "_start", "_stop", "blocked", "chunk", "microbatch", "op", "peer",
-        "plan_version", "step", "work",
+        "_outer", "_recording", "_start", "_stop", "chunk", "microbatch", "op", "peer",
+        "plan_version", "step", "waiting", "work",
     )  # fmt: skip
     _outer: Span | None
     step: int
     plan_version: int
 
     def __init__(
-        self, monitor: Monitor, op: int, microbatch: int, chunk: int, peer: int, work: Work | None
+        self,
+        recording: Recording,
+        op: int,
+        microbatch: int,
+        chunk: int,
+        peer: int,
+        work: Work | None,
     ) -> None:
-        self._monitor = monitor
+        self._recording = recording
         self.op = op
         self.microbatch = microbatch
         self.chunk = chunk
         self.peer = peer
         self.work = work
-        self.blocked = False
+        self.waiting = False
 
     def leave(self) -> None:
         """End without a record."""
-        self._monitor._open = self._outer
+        self._recording.open = self._outer
 
     def stamp(self) -> Any:
-        """The present, on the clock that times this span."""
+        """Return the present time of the clock that times this span."""
         raise NotImplementedError
 
     def add_wait(self, start: Any, stop: Any) -> None:
@@ -53,46 +128,50 @@ class Span:
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Whether the times may be read."""
+        """Return whether the times can be read."""
         raise NotImplementedError
 
     def times(self) -> tuple[float, float]:
-        """`compute_ms` and `wait_ms`; to be asked once."""
+        """`compute_ms` and `wait_ms`; to be read once."""
         raise NotImplementedError
 
-    def row(self) -> Row:
-        """What `Monitor.record` would have put into the buffer."""
-        return (
-            self.plan_version, self.step, self.microbatch, self.chunk, self.op, *self.times(),
-            -1, -1, -1, -1, self.peer,
+    def record(self, tokens: int, sequences: int, sum_sq_len: int, max_len: int) -> Record:
+        """Return the record of this span, with the work in it."""
+        compute_ms, wait_ms = self.times()
+        return Record(
+            self.plan_version, self.step, self.microbatch, self.chunk, self.op, compute_ms, wait_ms,
+            tokens, sequences, sum_sq_len, max_len, self.peer,
         )  # fmt: skip
 
 
 class HostSpan(Span):
-    """Timed by the host's monotonic clock."""
+    """A block timed by the host's monotonic clock."""
 
     __slots__ = ("_wait_ns",)
 
     def __enter__(self) -> HostSpan:
-        monitor = self._monitor
-        self._outer = monitor._open
-        monitor._open = self
+        recording = self._recording
+        self._outer = recording.open
+        recording.open = self
         self._wait_ns = -1
-        self._start = monitor._now_ns()
+        now_ns = recording.now_ns
+        self._start = now_ns()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        monitor = self._monitor
-        self._stop = monitor._now_ns()
-        monitor._open = self._outer
+        recording = self._recording
+        now_ns = recording.now_ns
+        self._stop = now_ns()
+        recording.open = self._outer
         if kind is None:
-            self.step = monitor.current_step
-            self.plan_version = monitor.plan_version
-            monitor._recorded = True
-            monitor._put(self)
+            self.step = recording.step
+            self.plan_version = recording.plan_version
+            recording.recorded = True
+            put = recording.put
+            put(self)
 
     def stamp(self) -> int:
-        return self._monitor._now_ns()
+        return self._recording.now_ns()
 
     def add_wait(self, start: int, stop: int) -> None:
         self._wait_ns = max(0, self._wait_ns) + stop - start
@@ -108,38 +187,39 @@ class HostSpan(Span):
 
 
 class DeviceSpan(Span):
-    """Timed by events in the current CUDA stream, which the sender reads once they are past."""
+    """A block timed by events in the current CUDA stream; the sender reads them later."""
 
     __slots__ = ("_clock", "_waits")
     _clock: CudaClock
 
     def __enter__(self) -> DeviceSpan:
-        monitor = self._monitor
-        assert monitor._device is not None
-        self._clock = monitor._device
-        self._outer = monitor._open
-        monitor._open = self
+        recording = self._recording
+        assert recording.device is not None
+        self._clock = recording.device
+        self._outer = recording.open
+        recording.open = self
         self._waits: list[tuple[Any, Any]] = []
         self._start = self.stamp()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        monitor = self._monitor
-        monitor._open = self._outer
+        recording = self._recording
+        recording.open = self._outer
         if kind is not None:
             return
         self._stop = self.stamp()
         if self._start is not None and self._stop is not None:
-            self.step = monitor.current_step
-            self.plan_version = monitor.plan_version
-            monitor._recorded = True
-            monitor._put(self)
+            self.step = recording.step
+            self.plan_version = recording.plan_version
+            recording.recorded = True
+            put = recording.put
+            put(self)
 
     def stamp(self) -> Any:
         try:
             return self._clock.stamp()
-        except Exception as error:  # noqa: BLE001 the boundary: a device in trouble fails training by itself
-            self._monitor._failures.add("a CUDA event", error)
+        except Exception as error:  # noqa: BLE001 the boundary: a broken device fails training by itself
+            self._recording.failures.add("a CUDA event", error)
             return None
 
     def add_wait(self, start: Any, stop: Any) -> None:
@@ -161,19 +241,19 @@ class DeviceSpan(Span):
 
 
 class Waiting:
-    """A block in which the innermost open span waits for others."""
+    """A block in which the innermost open span waits for other ranks."""
 
-    __slots__ = ("_monitor", "_span", "_start")
+    __slots__ = ("_recording", "_span", "_start")
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
 
     def __enter__(self) -> None:
-        span = self._monitor._open
-        if span is None or span.blocked:  # a wait within a wait is counted by the outer one
+        span = self._recording.open
+        if span is None or span.waiting:  # the outer wait counts nested ones
             self._span = None
             return
-        span.blocked = True
+        span.waiting = True
         self._span = span
         self._start = span.stamp()
 
@@ -181,7 +261,7 @@ class Waiting:
         span = self._span
         if span is not None:
             span.add_wait(self._start, span.stamp())
-            span.blocked = False
+            span.waiting = False
 
 
 class Exchange:
@@ -189,9 +269,11 @@ class Exchange:
 
     __slots__ = ("_span", "_waiting")
 
-    def __init__(self, span: Span, waiting: Waiting) -> None:
-        self._span: Any = span
-        self._waiting = waiting
+    def __init__(self, recording: Recording, op: int, peer: int) -> None:
+        outer = recording.open
+        index, chunk = (-1, 0) if outer is None else (outer.microbatch, outer.chunk)
+        self._span: Any = recording.kind(recording, op, index, chunk, peer, None)
+        self._waiting = Waiting(recording)
 
     def __enter__(self) -> None:
         self._waiting.__enter__()
@@ -203,24 +285,27 @@ class Exchange:
 
 
 class Step:
-    """A training step. It is a record only if there was none within it."""
+    """A training step. It becomes a record only if none was made within it.
 
-    __slots__ = ("_monitor", "_span")
+    `after` is called once the step has ended without an exception.
+    """
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    __slots__ = ("_after", "_recording", "_span")
+
+    def __init__(self, recording: Recording, after: Callable[[], None]) -> None:
+        self._recording, self._after = recording, after
 
     def __enter__(self) -> None:
-        self._span = self._monitor._begin_step()
+        self._span = self._recording.begin_step()
         self._span.__enter__()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        monitor, span = self._monitor, self._span
-        if monitor._recorded:
+        recording, span = self._recording, self._span
+        if recording.recorded:
             span.leave()
         else:
             span.microbatch = 0
             span.__exit__(kind, error, trace)
-        monitor.current_step += 1
+        recording.step += 1
         if kind is None:
-            monitor.between_steps()
+            self._after()

@@ -1,4 +1,4 @@
-"""What a training process calls."""
+"""The monitor: times the microbatches of one rank of a training job."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from resihp.client import Client
-from resihp.contracts import Job, Op
+from resihp.contracts import ContractError, Job, Op
 
-from ._arguments import check, device_of, rank_of_process, start_afresh_in_children
-from ._clocks import CudaClock, HostClock, running_cuda
-from ._failures import Failures
+from ._clocks import CudaClock, HostClock
+from ._heartbeat import size_of_job, spread_interval
 from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._registration import Registration
-from ._sender import Sender, Telemetry
-from ._spans import DeviceSpan, Exchange, HostSpan, Span, Step, Waiting
-from ._stats import Stats
+from ._sender import Sender, TelemetryReceiver, fatal_error
+from ._spans import DeviceSpan, Exchange, HostSpan, Recording, Step, Waiting
+from ._stats import FailureLog, Stats
 from ._workload import Work, snapshot
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _PROBE_BUDGET_MS = 5.0
+_CLOSE_TIMEOUT_S = 2.0
 DEFAULT_URL = "http://127.0.0.1:8700"
 _FORWARD, _BACKWARD, _OPTIMIZER, _P2P, _COLLECTIVE, _DATA = (int(op) for op in Op)
 
@@ -34,25 +34,27 @@ _FORWARD, _BACKWARD, _OPTIMIZER, _P2P, _COLLECTIVE, _DATA = (int(op) for op in O
 class Monitor:
     """Times the microbatches of one rank and streams the records to the sidecar.
 
-    No method blocks, waits for a device or raises once the monitor stands: trouble of its own is
-    counted in `stats` and logged once, and a sidecar that is away, slow or broken costs records,
-    not training time. Exceptions of the timed code pass through; the block that raised leaves no
+    After construction no method blocks, waits for a device or raises: failures of the monitor are
+    counted in `stats` and logged once, and an absent, slow or broken sidecar costs records, not
+    training time. Exceptions of the timed code pass through; the block that raised leaves no
     record.
 
-    job, rank      whose records; `rank` defaults to the environment's RANK, else 0. A `Job` is made
-                   known to the sidecar; of one that is known to it the name is enough
+    job, rank      source of the records; `rank` defaults to the environment's RANK, else 0. A `Job`
+                   is registered at the sidecar; the name suffices for one registered elsewhere
     url, token     of the sidecar; default RESIHP_URL, else http://127.0.0.1:8700, and RESIHP_TOKEN
-    current_step   step of the next record; `step` counts it up, and resuming code sets it
-    plan_version   plan under which the next record is made; code that applies plans sets it
-    clock          None: events of the current CUDA stream where the process computes with CUDA
-                   (looked up as each step begins), else the host's monotonic clock
+    current_step   step of the next record; `step` increments it, and code that resumes sets it
+    plan_version   plan of the next record; code that applies plans sets it
+    clock          None: events of the current CUDA stream if the process computes with CUDA
+                   (checked as each step begins), else the host's monotonic clock
     client         used instead of `url` and `token`
-    capacity       records kept while the sidecar does not take them; further ones are dropped
-    batch_records  most records in one message
+    capacity       records kept until the sidecar accepts them; further ones are dropped
+    batch_records  maximum number of records in one message
     interval_s     time between messages
+    heartbeat_s    time between heartbeats where no message is sent; longer in jobs of more than
+                   1,000 ranks; 0: none
     seed           of the jitter between retries; default the rank
-    probes         False forbids short probes between two steps, which the sidecar asks a suspect
-                   and a healthy rank for; default RESIHP_PROBES, else allowed
+    probes         False forbids short probes between two steps, which the sidecar requests from a
+                   suspect and a healthy rank; default RESIHP_PROBES, else allowed
     link_probe     times a transfer with a peer, for probes of links; it bounds its own waiting
     """
 
@@ -64,40 +66,56 @@ class Monitor:
         token: str | None = None,
         rank: int | None = None,
         clock: HostClock | CudaClock | None = None,
-        client: Telemetry | None = None,
+        client: TelemetryReceiver | None = None,
         capacity: int = 65_536,
         batch_records: int = 8_192,
         interval_s: float = 0.5,
+        heartbeat_s: float = 1.0,
         seed: int | None = None,
         probes: bool | None = None,
         link_probe: LinkProbe | None = None,
     ) -> None:
-        self.rank = rank_of_process(rank)
-        check(job, capacity, batch_records, interval_s)
-        self.current_step = 0
-        self.plan_version = 0
-        self._failures = Failures()
-        self._kind: type[HostSpan] | type[DeviceSpan]
-        self._use(clock if isinstance(clock, CudaClock) else None)
-        self._look_for_cuda = clock is None
-        self._now_ns = (clock if isinstance(clock, HostClock) else HostClock()).now_ns
-        self._open: Span | None = None
-        self._recorded = False
-        self._next_index: dict[int, int] = {}
+        self.rank = _rank_of_process(rank)
+        _check(job, capacity, batch_records, interval_s, heartbeat_s)
+        failures = FailureLog()
+        host = clock if isinstance(clock, HostClock) else HostClock()
+        device = clock if isinstance(clock, CudaClock) else None
+        self._recording = Recording(failures, host.now_ns, device, look_for_cuda=clock is None)
         allowed = allowed_by_environment() if probes is None else probes
         self._probes = Probes(
-            self._failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
+            failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
         )
+        ranks = len(job.layout.ranks) if isinstance(job, Job) else size_of_job()
         self._sender = Sender(
             client or Client(url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
                              token or os.environ.get("RESIHP_TOKEN")),
-            Registration(job, self.rank), self.rank, self._failures, capacity=capacity,
+            Registration(job, self.rank, failures), self.rank, self._recording, capacity=capacity,
             batch_records=batch_records, interval_s=interval_s,
-            seed=self.rank if seed is None else seed, device=device_of(self), probes=self._probes,
+            heartbeat_s=spread_interval(heartbeat_s, ranks),
+            seed=self.rank if seed is None else seed, probes=self._probes,
         )  # fmt: skip
-        self._put = self._sender.buffer.put
-        self._finalizer = weakref.finalize(self, self._sender.close, 2.0)
-        start_afresh_in_children(self)
+        self._recording.put = self._sender.buffer.put
+        self._recording.on_first_step = self._sender.buffer.open
+        self._finalizer = weakref.finalize(self, self._sender.close, _CLOSE_TIMEOUT_S, fatal_error)
+        _reset_in_children(self)
+
+    @property
+    def current_step(self) -> int:
+        """Step of the next record."""
+        return self._recording.step
+
+    @current_step.setter
+    def current_step(self, step: int) -> None:
+        self._recording.step = step
+
+    @property
+    def plan_version(self) -> int:
+        """Plan of the next record."""
+        return self._recording.plan_version
+
+    @plan_version.setter
+    def plan_version(self, version: int) -> None:
+        self._recording.plan_version = version
 
     @overload
     def step(self, function: Callable[P, R]) -> Callable[P, R]: ...
@@ -106,16 +124,16 @@ class Monitor:
     def step(self, function: Callable[P, R] | None = None) -> Callable[P, R] | Step:
         """One training step: a decorator, or `with monitor.step():`.
 
-        `current_step` counts up as it ends, be it by an exception. A step within which nothing was
-        recorded is recorded as a whole, as the forward pass of microbatch 0.
+        `current_step` is incremented at its end, also by an exception. A step without any record
+        is recorded as a whole, as the forward pass of microbatch 0.
         """
         if function is None:
-            return Step(self)
+            return Step(self._recording, self.between_steps)
         timed = function
 
         @functools.wraps(timed)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Step(self):
+            with Step(self._recording, self.between_steps):
                 return timed(*args, **kwargs)
 
         return run
@@ -133,11 +151,11 @@ class Monitor:
         """`with monitor.microbatch(seq_lens=lengths):` times one pass of one microbatch.
 
         The work in it comes from one of: the sequences' lengths; their cumulative sum with a
-        leading 0; an attention mask, either (rows, positions) with nonzero where there is a token
-        or (rows[, heads], positions, positions) of what attends to what, causal or not (floating:
-        additive, 0 attends). Lists, numpy arrays and tensors on any device do. A backward pass
-        without any has the work of the forward pass of its index. `index` counts the passes of
-        this op and chunk within the step where it is not given.
+        leading 0; an attention mask, either (rows, positions), nonzero at tokens, or
+        (rows[, heads], positions, positions), nonzero where a position attends to another, causal
+        or not (floating: additive, 0 attends). Lists, numpy arrays and tensors on any device are
+        accepted. A backward pass without any has the work of the forward pass of its index.
+        `index` defaults to the number of earlier passes of this op and chunk in the step.
         """
         return self._pass(op, seq_lens, cu_seqlens, attention_mask, chunk, index)
 
@@ -167,24 +185,25 @@ class Monitor:
 
     def optimizer(self) -> HostSpan | DeviceSpan:
         """The optimizer's update."""
-        return self._kind(self, _OPTIMIZER, -1, 0, -1, None)
+        recording = self._recording
+        return recording.kind(recording, _OPTIMIZER, -1, 0, -1, None)
 
     def data(self) -> HostSpan:
-        """Waiting for input; always by the host's clock, because no stream takes part."""
-        return HostSpan(self, _DATA, -1, 0, -1, None)
+        """Waiting for input; timed by the host's clock, because no stream takes part."""
+        return HostSpan(self._recording, _DATA, -1, 0, -1, None)
 
     def p2p(self, *, peer: int = -1) -> Exchange:
-        """A transfer from or to `peer`. Within another block it is that block's waiting."""
-        return self._exchange(_P2P, peer)
+        """A transfer from or to `peer`; inside another block also waiting of that block."""
+        return Exchange(self._recording, _P2P, peer)
 
     def collective(self) -> Exchange:
-        """A collective operation. Within another block it is that block's waiting."""
-        return self._exchange(_COLLECTIVE, -1)
+        """A collective operation; inside another block also waiting of that block."""
+        return Exchange(self._recording, _COLLECTIVE, -1)
 
     def waiting(self) -> Waiting:
-        """Time blocked on others within the innermost open block: it counts as that block's
-        `wait_ms` and not as its `compute_ms`, and is no record of its own."""
-        return Waiting(self)
+        """Time blocked on other ranks within the innermost open block: part of its `wait_ms`
+        instead of its `compute_ms`, without a record of its own."""
+        return Waiting(self._recording)
 
     def record(
         self,
@@ -201,43 +220,49 @@ class Monitor:
         max_len: int = -1,
         peer: int = -1,
     ) -> None:
-        """A record of what the caller timed itself; the fields are those of `TelemetryBatch`."""
-        self._recorded = True
-        self._put((
-            self.plan_version, self.current_step if step is None else step, microbatch, chunk, op,
+        """Add a record that the caller timed; the fields are those of `TelemetryBatch`."""
+        recording = self._recording
+        recording.recorded = True
+        put = recording.put
+        put((
+            recording.plan_version, recording.step if step is None else step, microbatch, chunk, op,
             compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer,
         ))  # fmt: skip
 
     def between_steps(self) -> None:
-        """Run what the sidecar asks for, if anything; `step` does it by itself as it ends."""
+        """Run a probe that the sidecar has requested, if any; `step` calls this at its end."""
         if self._probes.orders:
             self._probes.run()
 
     def while_idle(self) -> None:
-        """For the loop in which a rank waits for work: tells the sidecar now and then that it is
-        there, and runs the probes asked for in return: a slow device may be healthy again."""
+        """Run the probes requested of a rank without work; to be called in its waiting loop.
+
+        An empty record every 5 s keeps the requests coming: a slow device may be healthy again.
+        """
         if self._probes.is_call_due():
             self.record(op=Op.DATA, compute_ms=0.0)
         self.between_steps()
 
     @property
     def stats(self) -> Stats:
-        """What became of the records so far."""
+        """Counts of the records so far."""
         counts, buffer = self._sender.counts, self._sender.buffer
         return Stats(
-            queued=len(buffer.rows) + self._sender.in_hand,
+            queued=len(buffer.entries) + self._sender.in_flight,
             sent=counts.records,
             batches=counts.batches,
             dropped=buffer.dropped,
             retries=counts.retries,
             refused=counts.refused,
-            failures=self._failures.count,
+            failures=self._recording.failures.count,
         )
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Send what is buffered, for at most `timeout_s`. The end of the process does the same."""
-        self._finalizer.detach()
-        self._sender.close(timeout_s)
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Send what is buffered and that this rank leaves, for at most `timeout_s`.
+
+        The end of the process does the same.
+        """
+        self._close(timeout_s, None)
 
     def __enter__(self) -> Monitor:
         return self
@@ -248,7 +273,11 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close(_CLOSE_TIMEOUT_S, error)
+
+    def _close(self, timeout_s: float, error: BaseException | None) -> None:
+        self._finalizer.detach()
+        self._sender.close(timeout_s, lambda: error)
 
     def _pass(
         self,
@@ -259,44 +288,78 @@ class Monitor:
         chunk: int,
         index: int | None,
     ) -> HostSpan | DeviceSpan:
+        recording = self._recording
         work: Work | None = None
         try:
             if index is None:
                 key = chunk << 3 | op
-                counts = self._next_index
+                counts = recording.next_index
                 index = counts.get(key, 0)
                 counts[key] = index + 1
             if seq_lens is not None or cu_seqlens is not None or attention_mask is not None:
                 work = snapshot(seq_lens, cu_seqlens, attention_mask)
-        except Exception as error:  # noqa: BLE001 the boundary: the time is worth having without
-            self._failures.add("reading a microbatch's work", error)
-        return self._kind(self, op, -1 if index is None else index, chunk, -1, work)
+        except Exception as error:  # noqa: BLE001 the boundary: the time is useful without it
+            recording.failures.add("reading a microbatch's work", error)
+        kind = recording.kind
+        return kind(recording, op, -1 if index is None else index, chunk, -1, work)
 
-    def _exchange(self, op: int, peer: int) -> Exchange:
-        outer = self._open
-        index, chunk = (-1, 0) if outer is None else (outer.microbatch, outer.chunk)
-        return Exchange(self._kind(self, op, index, chunk, peer, None), Waiting(self))
-
-    def _begin_step(self) -> HostSpan | DeviceSpan:
-        self._next_index.clear()
-        self._recorded = False
-        if self._look_for_cuda:
-            try:
-                self._use(running_cuda())
-            except Exception as error:  # noqa: BLE001 the boundary: the host's clock does as well
-                self._failures.add("looking for CUDA", error)
-                self._look_for_cuda = False
-        return self._kind(self, _FORWARD, -1, 0, -1, None)
-
-    def _use(self, device: CudaClock | None) -> None:
-        self._device = device
-        self._kind = HostSpan if device is None else DeviceSpan
-        self._look_for_cuda = device is None
-
-    def _start_afresh(self) -> None:
-        """In a forked child: the parent's records, thread and device are not this process's."""
-        if self._device is not None:
-            self._use(None)
-        self._open = None
+    def _reset(self) -> None:
+        """Drop the parent's records, thread and device in a forked child."""
+        self._recording.reset(self._sender.buffer.open)
         self._probes.reset()
         self._sender.reset()
+
+
+def hook(
+    *, job: str | Job, url: str | None = None, **options: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a training step: `@resihp.hook(job=job)` is `@Monitor(job=job).step`.
+
+    `options` are those of `Monitor`. The decorated function has the monitor as its attribute
+    `monitor`, for `train_step.monitor.microbatch(…)` inside it; without any such block the step is
+    recorded as a whole.
+    """
+    monitor = Monitor(job=job, url=url, **options)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        timed = monitor.step(function)
+        timed.monitor = monitor  # type: ignore[attr-defined]
+        return timed
+
+    return decorate
+
+
+def _rank_of_process(given: int | None) -> int:
+    if given is None:
+        text = os.environ.get("RANK", "0")
+        if not text.isdigit():
+            raise ContractError("RANK", f"must be a whole number, 0 or more, not {text!r}")
+        return int(text)
+    if given < 0:
+        raise ContractError("rank", f"must be 0 or more, not {given}")
+    return given
+
+
+def _check(
+    job: str | Job, capacity: int, batch_records: int, interval_s: float, heartbeat_s: float
+) -> None:
+    if not job:
+        raise ContractError("job", "must be the job, or its name")
+    for name, value in (("capacity", capacity), ("batch_records", batch_records)):
+        if value < 1:
+            raise ContractError(name, f"must be 1 or more, not {value}")
+    if not interval_s > 0:
+        raise ContractError("interval_s", f"must be above 0, not {interval_s}")
+    if not heartbeat_s >= 0:
+        raise ContractError("heartbeat_s", f"must be 0 or more, not {heartbeat_s}")
+
+
+def _reset_in_children(monitor: Monitor) -> None:
+    reference = weakref.ref(monitor)
+
+    def reset() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._reset()
+
+    os.register_at_fork(after_in_child=reset)

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from resihp.contracts import ContractError, Job
+from resihp.contracts import ContractError, Job, Op
 from resihp.contracts.codec import WireFormat
 
 from ..errors import ContentEncodingError, MediaTypeError
@@ -26,11 +26,27 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Heartbeat(_Strict):
-    """These ranks live."""
+class HeartbeatPosition(_Strict):
+    """Position of the training thread of a rank; `op` is a code of telemetry's column."""
+
+    step: Annotated[int, Field(ge=0)]
+    microbatch: Annotated[int, Field(ge=-1)] = -1
+    op: Annotated[int, Field(ge=min(Op), le=max(Op))] | None = None
+    waiting: bool = False
+    passes: Annotated[int, Field(ge=0)] = 0
+    for_s: Annotated[float, Field(ge=0)] = 0.0
+
+
+class HeartbeatBody(_Strict):
+    """Sign of life of the process that holds these ranks."""
 
     ranks: Ranks
     step: int | None = None
+    process: Annotated[str, Field(max_length=64)] = ""
+    sequence: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    position: HeartbeatPosition | None = None
+    left: bool = False
+    error: Detail = ""
 
 
 class Ack(_Strict):

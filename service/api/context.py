@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from ..settings import Settings
 from ..store.http_store import HttpStore
+from .heartbeats import HeartbeatBatches
 from .metrics import HttpMetrics
 from .notifier import Notifier
 
@@ -21,6 +22,7 @@ class AppContext:
     store: HttpStore
     notifier: Notifier
     metrics: HttpMetrics
+    heartbeats: HeartbeatBatches
 
 
 def _context(request: Request) -> AppContext:

@@ -119,12 +119,13 @@ def _retry_key(given: str | None) -> str | None:
 
 
 @router.post(
-    "/{job}/heartbeats", status_code=202, openapi_extra=bodies.documented(bodies.Heartbeat)
+    "/{job}/heartbeats", status_code=202, openapi_extra=bodies.documented(bodies.HeartbeatBody)
 )
 async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
-    """These ranks live. A rank that has sent heartbeats and falls silent has stopped."""
-    heartbeat = await bodies.read(request, bodies.Heartbeat)
-    await ctx.store.put(job, MessageKind.HEARTBEAT, heartbeat.model_dump_json().encode())
+    """Report that these ranks are alive, or with `left` that their process ends. A rank that has
+    sent heartbeats and falls silent has stopped; its telemetry counts as heartbeats too."""
+    heartbeat = await bodies.read(request, bodies.HeartbeatBody)
+    await ctx.heartbeats.add(job, heartbeat.model_dump(exclude_defaults=True))
     return {"accepted": len(heartbeat.ranks)}
 
 

@@ -13,8 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
+import numpy as np
 
-from resihp.contracts import ContractError, Job, Plan, Status, Verdict, from_json, to_json
+from resihp.contracts import (
+    ContractError,
+    Heartbeat,
+    Job,
+    Plan,
+    Status,
+    Verdict,
+    from_json,
+    to_json,
+)
 
 from ..logs import logger
 from ..store.documents import JobMessage, MessageKind, PendingChanges, plan_from_json, plan_json
@@ -28,6 +38,8 @@ from .replanning import next_plan
 from .step_times import StepTimes
 
 log = logger("resihp.session")
+
+_CHECK_ALIVE_EVERY_S = 0.5
 
 
 @dataclass
@@ -69,6 +81,7 @@ class JobSession:
         self._detector: DetectorLike = self._predictors.detector(predictor)
         self._state = SessionState(PlanningState({plan.version: plan}, plan.version))
         self._forecast = Forecast(job, self._state.forecast)
+        self._checked_s = float("-inf")
 
     @property
     def last_step(self) -> int:
@@ -115,13 +128,22 @@ class JobSession:
         or behind never counts against a rank.
         """
         self._state.clock_s += elapsed_s
-        alive = self._detector.check_alive
-        self._guarded("check_alive", lambda: self._report(alive(self._state.clock_s)))
+        self._guarded("check_alive", lambda: self._report(self._check_alive()))
         self._guarded("probe_requests", self._request_probes)
 
     def _heartbeat(self, message: JobMessage) -> None:
-        ranks = message.document()["ranks"]
-        self._report(self._detector.heartbeat(ranks, self._state.clock_s))
+        documents = message.document()["heartbeats"]
+        heartbeats = [from_json(Heartbeat, document) for document in documents]
+        changed = self._detector.take_heartbeats(heartbeats, self._state.clock_s)
+        if changed:
+            self._report(changed)
+
+    def _check_alive(self) -> list[Verdict]:
+        now_s = self._state.clock_s
+        if now_s - self._checked_s < _CHECK_ALIVE_EVERY_S:
+            return []
+        self._checked_s = now_s
+        return self._detector.check_alive(now_s)
 
     def _request_probes(self) -> None:
         now_s = self._state.clock_s
@@ -148,7 +170,8 @@ class JobSession:
             return  # from a rank outside the layout, which reports only to receive probes
         self._state.steps.add(batch)
         self._forecast.add(batch)
-        changed = self._detector.update(batch)
+        revived = self._detector.heard(np.unique(batch.rank).tolist(), self._state.clock_s)
+        changed = [*revived, *self._detector.update(batch)]
         self._close_steps()
         self._report(changed)
 

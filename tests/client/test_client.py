@@ -167,7 +167,9 @@ def test_both_sides_of_a_fork_have_their_own_connection(client, service):
 
 def test_a_monitor_over_real_http(service):
     service.answers = [(500, b""), (202, {})]
-    with Monitor(job="j", url=service.url, token="t", rank=1, interval_s=0.01) as monitor:
+    with Monitor(
+        job="j", url=service.url, token="t", rank=1, interval_s=0.01, heartbeat_s=0
+    ) as monitor:
         for _ in range(3):
             with monitor.step(), monitor.microbatch(seq_lens=[2, 3]):
                 pass

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from resihp.contracts import Job, ServiceError, TelemetryBatch
+from resihp.contracts import Heartbeat, Job, ServiceError, TelemetryBatch
 from resihp.contracts.codec import decode
 from resihp.hooks import HostClock, Monitor
 
@@ -20,6 +20,7 @@ class Sidecar:
         self.script: list[int | Exception | None] = []
         self.jobs: list[Job] = []
         self.batches: list[TelemetryBatch] = []
+        self.heartbeats: list[Heartbeat] = []
         self.keys: list[str] = []
         self.open = threading.Event()
         self.open.set()
@@ -36,6 +37,9 @@ class Sidecar:
                 raise fault
             raise ServiceError("scripted", status=fault)
         self.batches.append(decode(message, form))
+
+    def send_heartbeat(self, job, heartbeat):
+        self.heartbeats.append(heartbeat)
 
     @property
     def records(self) -> TelemetryBatch:

@@ -7,12 +7,12 @@ import logging
 import pytest
 
 from resihp.hooks import _probe_kernels as _probe_work
-from resihp.hooks._failures import Failures
 from resihp.hooks._probes import Probes, allowed_by_environment
+from resihp.hooks._stats import FailureLog
 
 
 def probes_of(*, allowed: bool = True, link=None) -> Probes:
-    return Probes(Failures(), allowed=allowed, link=link, budget_ms=2.0)
+    return Probes(FailureLog(), allowed=allowed, link=link, budget_ms=2.0)
 
 
 def ask(probes: Probes, *kinds: str, peer: int = -1) -> None:
@@ -74,7 +74,7 @@ def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, cap
         raise MemoryError("no room")
 
     monkeypatch.setitem(_probe_work.TIMED, "gemm", broken)
-    failures = Failures()
+    failures = FailureLog()
     probes = Probes(failures, allowed=True, link=None, budget_ms=2.0)
     for round_ in range(2):
         probes.take({"probes": [{"id": str(round_), "kind": "gemm"}]})

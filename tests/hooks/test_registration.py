@@ -38,6 +38,10 @@ class Forgetful:
         self.taken += 1
         return {}
 
+    def send_heartbeat(self, job, heartbeat):
+        if job not in [known.name for known in self.jobs]:
+            raise ServiceError("no such job", status=404)
+
 
 @pytest.fixture
 def forgetful() -> Forgetful:
@@ -119,11 +123,42 @@ def test_a_job_that_is_refused_costs_its_messages_and_is_said_once(
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
-def test_where_only_the_name_is_given_an_unknown_job_is_refused(start, forgetful, wait_until):
+def test_where_only_the_name_is_given_records_wait_until_the_job_is_registered(
+    start, forgetful, wait_until, caplog
+):
     monitor = start(FIRST, "j")
     monitor.record(op=Op.FORWARD, compute_ms=1, step=0)
-    wait_until(lambda: monitor.stats.refused == 1)
+    wait_until(lambda: forgetful.asked >= 2)
     assert not forgetful.registered
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    forgetful.register(JOB)
+    wait_until(lambda: monitor.stats.sent == 1)
+    assert (monitor.stats.refused, monitor.stats.dropped) == (0, 0)
+    monitor.close()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 30.0], ids=["too long", "to the end"])
+def test_a_name_that_stays_unregistered_is_warned_of_once(
+    start, forgetful, wait_until, caplog, monkeypatch, patience_s
+):
+    monkeypatch.setattr("resihp.hooks._registration._PATIENCE_S", patience_s)
+    monitor = start(FIRST, "j")
+    monitor.record(op=Op.FORWARD, compute_ms=1, step=0)
+    wait_until(lambda: forgetful.asked >= 2)
+    monitor.close(timeout_s=0.3)
+    wait_until(lambda: monitor.stats.dropped == 1)
+    (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "no job named 'j'" in warning.message
+    assert "Client.register" in warning.message
+
+
+def test_a_first_rank_that_is_late_makes_no_other_warn(start, forgetful, wait_until, caplog):
+    other = start(OTHER)
+    for _ in range(2):
+        forgetful.forget()
+        send(other, wait_until)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def test_a_forked_child_registers_anew(start, forgetful, wait_until):

@@ -44,7 +44,7 @@ def test_a_message_is_repeated_under_its_key_until_it_is_taken(
 
 
 def test_a_refused_message_is_dropped_counted_and_logged_once(monitor, sidecar, wait_until, caplog):
-    sidecar.script = [404, 422]
+    sidecar.script = [400, 422]
     for step in range(2):
         record(monitor, step)
         wait_until(lambda step=step: monitor.stats.refused == step + 1)

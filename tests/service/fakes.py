@@ -17,6 +17,7 @@ from detector import ProbeRequest, ProbeResult
 from resihp.contracts import (
     Cause,
     Diagnosis,
+    Heartbeat,
     InfeasibleError,
     Job,
     Layout,
@@ -82,8 +83,15 @@ class FakeDetector:
     def apply_plan(self, plan: Plan) -> None:
         self.plan_version = plan.version
 
-    def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:
-        self.beats.update(dict.fromkeys(ranks, now))
+    def take_heartbeats(self, heartbeats: Iterable[Heartbeat], now: float) -> list[Verdict]:
+        for heartbeat in heartbeats:
+            self.beats.update(dict.fromkeys(heartbeat.ranks, now))
+            if heartbeat.left:
+                self.beats = {r: s for r, s in self.beats.items() if r not in heartbeat.ranks}
+        return []
+
+    def heard(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+        self.beats.update((rank, now) for rank in ranks if rank in self.beats)
         return []
 
     def check_alive(self, now: float) -> list[Verdict]:

@@ -1,0 +1,199 @@
+"""Training threads that hang although their processes are alive.
+
+A rank hangs when its training thread stays in one timed block for longer than a time-out that
+adapts to what the job has come back from. When one rank hangs, all others soon wait for it, so the
+ranks that only wait are told apart: those in a block that waits for other ranks (P2P, collective,
+`waiting`), and those that another rank is behind. A rank is behind in an earlier step, or in the
+same step with fewer finished passes than a rank that holds the same layers.
+
+A rank outside of all timed blocks (evaluation, checkpoint, set-up) pauses: that is reported after
+ten minutes only, the default time-out of torch's collectives, and if a rank waits; until then the
+ranks that may wait for it do not hang. The same time-out holds in the first step of a process,
+which compiles and connects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from resihp.contracts import TrainingPosition
+from resihp.formatting import duration, rank_list
+
+from .persistence import Persistent
+from .rank_table import RankTable
+
+_SHORTEST_S = 10.0
+_PAUSE_S = 600.0
+_FACTOR = 2.0
+"""Time-out over the longest stay in a block that a rank came back from."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank whose training thread hangs.
+
+    since_s    by the clock of the heartbeats
+    suspects   ranks that may be the cause, this one included
+    named      they are few enough to be named as the cause
+    waiting    number of ranks that wait for them
+    """
+
+    position: TrainingPosition
+    since_s: float
+    suspects: tuple[int, ...]
+    named: bool
+    waiting: int
+
+    def evidence(self, now: float) -> tuple[str, ...]:
+        """Sentences on the hang as of `now`."""
+        position = self.position
+        lasted = duration(1e3 * max(0.0, now - self.since_s))
+        if position.op is None:
+            where = f"outside of all timed blocks since step {position.step}"
+        else:
+            where = f"in {position.op.name.lower()} of step {position.step}"
+            where += f", microbatch {position.microbatch}" if position.microbatch >= 0 else ""
+        lines = [f"its training thread has been {where} for {lasted}; its process is alive"]
+        if not self.named:
+            lines.append("the rank that the others wait for cannot be told from the positions")
+        elif len(self.suspects) > 1:
+            lines.append(f"one of {rank_list(self.suspects)} is the cause")
+        if self.named and self.waiting:
+            lines.append(f"{self.waiting} other ranks wait")
+        return tuple(lines)
+
+
+@dataclass(slots=True)
+class _Stay:
+    """Position of a rank that does not move, `since_s`; `is_suspect` if nothing excuses it."""
+
+    position: TrainingPosition
+    since_s: float
+    is_suspect: bool = False
+
+
+class HangTracker(Persistent):
+    """Positions of the ranks of one job. Times are seconds of the heartbeats' clock."""
+
+    _saved = ("_stays", "_first_steps", "_longest_s")
+    _stays: dict[int, _Stay]
+    _first_steps: dict[int, int]
+
+    def __init__(self) -> None:
+        self._stays = {}
+        self._first_steps = {}
+        self._longest_s = 0.0
+
+    def observe(self, rank: int, position: TrainingPosition, now: float) -> None:
+        """Note a position that a heartbeat carried."""
+        self._first_steps.setdefault(rank, position.step)
+        since_s = now - position.for_s
+        known = self._stays.get(rank)
+        if known is not None and _same(known.position, position):
+            since_s = min(since_s, known.since_s)
+            self._stays[rank] = _Stay(position, since_s, known.is_suspect)
+        else:
+            self.moved(rank, now - position.for_s)
+            self._stays[rank] = _Stay(position, since_s)
+
+    def moved(self, rank: int, now: float) -> None:
+        """Note that a rank makes progress, e.g. that records of it arrived."""
+        stay = self._stays.pop(rank, None)
+        if stay is not None and stay.is_suspect:
+            self._longest_s = max(self._longest_s, min(now - stay.since_s, _PAUSE_S))
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Drop what is known of ranks."""
+        for rank in ranks:
+            self._stays.pop(rank, None)
+            self._first_steps.pop(rank, None)
+
+    def last_position(self, rank: int) -> TrainingPosition | None:
+        """The last position of a rank that did not move since."""
+        stay = self._stays.get(rank)
+        return None if stay is None else stay.position
+
+    def hangs(self, now: float, ranks: RankTable) -> dict[int, Hang]:
+        """The ranks of a layout that hang and do not merely wait for another rank."""
+        if not any(now - stay.since_s > _SHORTEST_S for stay in self._stays.values()):
+            return {}
+        classes = dict(zip(ranks.ranks.tolist(), ranks.peers.tolist(), strict=True))
+        stays = {rank: stay for rank, stay in self._stays.items() if rank in classes}
+        if all(stay.position.op is None and not stay.position.waiting for stay in stays.values()):
+            return {}  # the whole job pauses
+        rear = _rear(stays, classes)
+        suspects = []
+        for rank, stay in stays.items():
+            lasted_s = now - stay.since_s
+            excused = lasted_s <= _SHORTEST_S or _is_excused(rank, stay.position, rear, classes)
+            stay.is_suspect = not excused and stay.position.op is not None
+            if not excused and lasted_s > self._time_out_s(rank, stay.position):
+                suspects.append(rank)
+        waiting = len(stays) - len(suspects)
+        named = len(suspects) == 1 or 2 * len(suspects) <= ranks.size
+        return {
+            rank: Hang(stays[rank].position, stays[rank].since_s, tuple(suspects), named, waiting)
+            for rank in suspects
+        }
+
+    def _time_out_s(self, rank: int, position: TrainingPosition) -> float:
+        if position.op is None or position.step <= self._first_steps.get(rank, -1):
+            return _PAUSE_S
+        return min(max(_SHORTEST_S, _FACTOR * self._longest_s), _PAUSE_S)
+
+
+@dataclass(frozen=True)
+class _Rear:
+    """Least progress of the job: first step, fewest passes in it per class of peers, and the
+    pausing ranks with the least progress, each with its passes."""
+
+    step: int
+    passes: Mapping[int, int]
+    pausing: Mapping[int, int]
+
+
+def _rear(stays: Mapping[int, _Stay], classes: Mapping[int, int]) -> _Rear:
+    step = min(stay.position.step for stay in stays.values()) if stays else 0
+    passes: dict[int, int] = {}
+    pausing = {}
+    for rank, stay in stays.items():
+        position = stay.position
+        if position.step == step:
+            kind = classes[rank]
+            passes[kind] = min(passes.get(kind, position.passes), position.passes)
+            if position.op is None and not position.waiting:
+                pausing[rank] = position.passes
+    return _Rear(step, passes, pausing)
+
+
+def _is_excused(
+    rank: int, position: TrainingPosition, rear: _Rear, classes: Mapping[int, int]
+) -> bool:
+    """Return whether a rank may wait for another one, as far as positions tell."""
+    kind = classes[rank]
+    if position.waiting or position.step > rear.step or position.passes > rear.passes[kind]:
+        return True
+    if position.op is None:
+        return False
+    return any(
+        classes[other] != kind or passes <= position.passes
+        for other, passes in rear.pausing.items()
+    )
+
+
+def _same(one: TrainingPosition, other: TrainingPosition) -> bool:
+    return (one.step, one.microbatch, one.op, one.waiting, one.passes) == (
+        other.step, other.microbatch, other.op, other.waiting, other.passes
+    )  # fmt: skip
+
+
+def silence_note(position: TrainingPosition | None) -> tuple[str, ...]:
+    """The last known position of a rank that fell silent, as evidence."""
+    if position is None:
+        return ()
+    place = "outside of all timed blocks"
+    if position.op is not None:
+        place = f"in {position.op.name.lower()}"
+        place += f" of microbatch {position.microbatch}" if position.microbatch >= 0 else ""
+    return (f"last seen {place} in step {position.step}",)

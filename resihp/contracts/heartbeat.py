@@ -1,0 +1,55 @@
+"""Signs of life of the ranks of a job, and the position of each training thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ContractError
+from .telemetry import Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPosition:
+    """Position of a rank's training thread.
+
+    step        present step
+    microbatch  microbatch of the innermost open block; -1 where it has none
+    op          op of that block; None outside of all blocks
+    waiting     the block waits for other ranks
+    passes      forward and backward passes finished in this step
+    for_s       seconds since the thread got there, by the rank's own monotonic clock
+    """
+
+    step: int
+    microbatch: int = -1
+    op: Op | None = None
+    waiting: bool = False
+    passes: int = 0
+    for_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.passes < 0 or self.microbatch < -1:
+            raise ContractError("step", "step and passes must be 0 or more, microbatch -1 or more")
+        if not 0.0 <= self.for_s < float("inf"):
+            raise ContractError("for_s", f"must be 0 or more seconds, not {self.for_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """One sign of life of the process that holds `ranks`.
+
+    process   identity of the process, new at each start; "" where not known
+    sequence  number of this heartbeat of the process; 0 where it does not count
+    step      present step, for senders that do not know a position
+    position  position of the training thread; None where not known
+    left      the process ends on purpose: no heartbeat follows
+    error     error that ends the process; "" where it ends without one
+    """
+
+    ranks: tuple[int, ...]
+    process: str = ""
+    sequence: int = 0
+    step: int | None = None
+    position: TrainingPosition | None = None
+    left: bool = False
+    error: str = ""

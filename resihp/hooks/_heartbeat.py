@@ -1,0 +1,147 @@
+"""Heartbeats of a rank, with the position of its training thread."""
+
+from __future__ import annotations
+
+import os
+from time import monotonic
+from typing import Protocol
+
+import numpy as np
+
+from resihp.contracts import Heartbeat, Op, ServiceError, TelemetryBatch, TrainingPosition
+
+from ._spans import FORWARD, Recording, Span
+from ._stats import FailureLog
+
+_UNKNOWN_JOB = 404
+_MOST_PER_SECOND = 1_000
+"""Heartbeats of a whole job; larger jobs beat less often."""
+_UNCONDITIONAL = 10
+"""A heartbeat is sent once in so many intervals even while telemetry shows that the rank lives."""
+_EXCHANGES = (Op.P2P, Op.COLLECTIVE)
+
+
+class HeartbeatReceiver(Protocol):
+    """Destination of heartbeats, e.g. `resihp.Client`. Raises `ServiceError`."""
+
+    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> None:
+        """Deliver one heartbeat."""
+        ...
+
+
+def spread_interval(interval_s: float, ranks: int) -> float:
+    """Seconds between two heartbeats of one of `ranks` ranks.
+
+    >>> spread_interval(1.0, 64), spread_interval(1.0, 10_000)
+    (1.0, 10.0)
+    """
+    return max(interval_s, ranks / _MOST_PER_SECOND) if interval_s > 0 else interval_s
+
+
+class HeartbeatSender:
+    """Sends a heartbeat every `interval_s` in which no telemetry was accepted; 0: never.
+
+    All methods are called by the sender's thread, and the position is what this thread sees of the
+    training thread, which therefore pays nothing. A heartbeat that is lost is not repeated.
+    """
+
+    def __init__(
+        self,
+        receiver: HeartbeatReceiver,
+        job: str,
+        rank: int,
+        recording: Recording,
+        failures: FailureLog,
+        *,
+        interval_s: float,
+    ) -> None:
+        self._receiver, self._job, self._rank = receiver, job, rank
+        self._recording, self._failures = recording, failures
+        self.interval_s = interval_s
+        self.reset("")
+
+    def reset(self, process: str) -> None:
+        """Start as the process `process` that has not sent anything."""
+        self._process, self._sequence = process, 0
+        self._last_sign_s = self._last_beat_s = float("-inf")
+        self._seen: tuple[int, Span | None, bool, int] | None = None
+        self._since_s = monotonic()
+        self._step, self._passes = -1, 0
+
+    def count(self, batch: TelemetryBatch) -> None:
+        """Count the passes in a batch of records, in their order."""
+        step = int(batch.step[-1])
+        if step != self._step:
+            self._step, self._passes = step, 0
+        passes = (batch.step == step) & (batch.op <= Op.BACKWARD)
+        self._passes += int(np.count_nonzero(passes))
+
+    def telemetry_accepted(self) -> None:
+        """Note that a message of records has shown that this rank lives."""
+        self._last_sign_s = monotonic()
+
+    def observe(self, entries: int) -> None:
+        """Look where the training thread is; `entries` counts the records that it has made."""
+        recording = self._recording
+        span = recording.open
+        seen = (recording.step, span, span is not None and span.waiting, entries)
+        if seen != self._seen:
+            self._seen, self._since_s = seen, monotonic()
+
+    def beat_if_due(self) -> None:
+        """Send a heartbeat if neither it nor telemetry was sent for an interval."""
+        now_s, interval_s = monotonic(), self.interval_s
+        if interval_s <= 0:
+            return
+        since_beat_s = now_s - self._last_beat_s
+        is_silent = now_s - max(self._last_sign_s, self._last_beat_s) >= interval_s
+        if is_silent or since_beat_s >= _UNCONDITIONAL * interval_s:
+            self._last_beat_s = now_s
+            self._send(left=False, error="")
+
+    def leave(self, error: str) -> None:
+        """Say that this process ends; `error` is what ended it, "" if nothing did."""
+        if self.interval_s > 0 and self._sequence:
+            self._send(left=True, error=error)
+
+    def _send(self, *, left: bool, error: str) -> None:
+        self._sequence += 1
+        position = self._position()
+        heartbeat = Heartbeat(
+            ranks=(self._rank,),
+            process=self._process,
+            sequence=self._sequence,
+            step=position.step,
+            position=position,
+            left=left,
+            error=error[:1_000],
+        )
+        try:
+            self._receiver.send_heartbeat(self._job, heartbeat)
+        except ServiceError as lost:
+            self._last_beat_s -= (_UNCONDITIONAL - 1) * self.interval_s
+            refused = lost.status is not None and 400 <= lost.status < 500
+            if refused and lost.status not in (_UNKNOWN_JOB, 429):
+                self._failures.warn_once("heartbeat", f"the sidecar refuses heartbeats: {lost}")
+
+    def _position(self) -> TrainingPosition:
+        step, span, waiting, _ = self._seen or (self._recording.step, None, False, 0)
+        step = step or max(self._step, 0)  # an engine that times itself counts no steps here
+        op: Op | None = None
+        microbatch = -1
+        if span is not None and not (span.op == FORWARD and span.microbatch < 0):  # not a step
+            op, microbatch = Op(span.op), span.microbatch
+        return TrainingPosition(
+            step=step,
+            microbatch=microbatch,
+            op=op,
+            waiting=waiting or op in _EXCHANGES,
+            passes=self._passes if self._step == step else 0,
+            for_s=round(monotonic() - self._since_s, 3),
+        )
+
+
+def size_of_job() -> int:
+    """Number of ranks by WORLD_SIZE; 1 where it is not set."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() else 1
