@@ -87,7 +87,7 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: P
     report = folder / "report.html"
     write_report(record, report)
     plans = [switch.plan for switch in record.switches]
-    write_recording(folder, settings.job(), plans, trace)
+    write_recording(folder, settings.at(record.flops_per_ms).job(), plans, trace)
     print_summary(record, report, console)
     console.print(f"The job's recording: resihp analyze {trace}", soft_wrap=True)
     if json_path is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from resihp.contracts import Layout, Plan, Stage, Status, Verdict
 
-from .phases import PHASES
-from .record import LayoutChangeRecord
+from .phases import PHASES, pace_changes
+from .record import DemoRecord, LayoutChangeRecord
 
 STATUS_WORDS: Mapping[Status, str] = {
     Status.HEALTHY: "healthy",
@@ -108,6 +108,33 @@ def plan_line(plan: Plan) -> str:
     if plan.bound_ms > 0:
         line += f", {plan.gap * 100:.0f}% above the certified bound"
     return line
+
+
+def paced(flops_per_ms: float, wanted: float) -> str:
+    """The pace of the emulated devices, and why it is not the wanted one."""
+    pace = f"devices paced to {flops_per_ms / 1e6:.2g} GFLOP/s"
+    if flops_per_ms >= wanted:
+        return pace
+    return f"{pace}, not {wanted / 1e6:.2g}: this machine computes no faster for all of them"
+
+
+def pace_lines(record: DemoRecord) -> list[str]:
+    """The pace of the emulated devices at the start of a run and each change of it."""
+    if record.flops_per_ms is None:
+        return []
+    lines = [paced(record.flops_per_ms, record.wanted_flops_per_ms or 0.0)]
+    lines += [pace_change(at, record.flops_per_ms * pace) for at, pace in pace_changes(record)]
+    if len(lines) > 1:
+        lines.append("step times are given at the pace of the first step")
+    return lines
+
+
+def pace_change(step: int, flops_per_ms: float) -> str:
+    """A change of the pace as a sentence without its full stop."""
+    return (
+        f"this machine became busy: all devices alike paced to {flops_per_ms / 1e6:.2g} GFLOP/s "
+        f"from step {step} on"
+    )
 
 
 def layout_lines(layout: Layout, quotas: tuple[int, ...]) -> list[str]:

@@ -11,9 +11,11 @@ from statistics import median
 
 from resihp.contracts import Layout, Status, Verdict, even_quotas
 
-from .descriptions import duration, plural, ranks
+from .descriptions import duration, percent, plural, ranks
 from .phases import first_loss, first_resize, loss_difference, scripted, step_times
 from .record import DemoRecord, LayoutChangeRecord, VerdictRecord
+
+_MEASURABLE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def _start_quotas(record: DemoRecord) -> tuple[int, ...]:
 
 def period_ms(record: DemoRecord, period: PlanPeriod) -> float | None:
     """Median step time of a period without its first step; None where there is no such step."""
-    times = [seen.step_ms for seen in record.steps if period.start < seen.step < period.stop]
+    times = [seen.paced_ms for seen in record.steps if period.start < seen.step < period.stop]
     return median(times) if times else None
 
 
@@ -104,12 +106,27 @@ def lost_by(record: DemoRecord, step: int) -> frozenset[int]:
 
 
 def time_recovered(record: DemoRecord) -> float | None:
-    """Share of the time lost to the slow device that the resize brought back."""
+    """Share of the time lost to the slow device that the resize brought back, in [0, 1].
+
+    1 also where the new layout is faster than the first one was without the fault. None where
+    it cannot be measured: the slow device cost less than `_MEASURABLE` of a healthy step.
+    """
     times = step_times(record)
     healthy, slow, resized = times["healthy"], times["slow"], times["resized"]
-    if healthy is None or slow is None or resized is None or slow <= healthy:
+    if healthy is None or slow is None or resized is None or slow < (1 + _MEASURABLE) * healthy:
         return None
-    return (slow - resized) / (slow - healthy)
+    return min(max((slow - resized) / (slow - healthy), 0.0), 1.0)
+
+
+def recovered_sentence(record: DemoRecord) -> str:
+    """The share of the lost time that came back, in words; empty without a resize."""
+    share = time_recovered(record)
+    if share is None:
+        measured = step_times(record)["slow"] and first_resize(record)
+        return "the slow device cost too little time to tell what came back" if measured else ""
+    if share in (0.0, 1.0):
+        return f"{'all' if share else 'none'} of the time lost to the slow device came back"
+    return f"{percent(share)} of the time lost to the slow device came back"
 
 
 def outcome(record: DemoRecord) -> str:

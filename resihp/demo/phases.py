@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from .record import DemoRecord, LayoutChangeRecord, StepRecord
@@ -59,11 +60,23 @@ def phase_spans(record: DemoRecord) -> dict[str, tuple[int, int]]:
 
 
 def step_times(record: DemoRecord) -> dict[str, float | None]:
-    """Median step time in ms of each of `PHASES`; None where no step was completed in it."""
+    """Median step time in ms, at the pace of the first step, of each of `PHASES`.
+
+    None where no step was completed in it.
+    """
     spans = phase_spans(record)
     return {
         name: _median_ms(record.steps, spans[name]) if name in spans else None for name in PHASES
     }
+
+
+def pace_changes(record: DemoRecord) -> list[tuple[int, float]]:
+    """Steps with another pace than the step before, and the pace over that of the first step."""
+    return [
+        (seen.step, seen.pace)
+        for before, seen in pairwise(record.steps)
+        if seen.pace != before.pace
+    ]
 
 
 def loss_difference(record: DemoRecord) -> LossDifference | None:
@@ -87,5 +100,5 @@ def scripted(record: DemoRecord, name: str) -> int | None:
 
 
 def _median_ms(steps: Sequence[StepRecord], span: tuple[int, int]) -> float | None:
-    times = [seen.step_ms for seen in steps if span[0] <= seen.step < span[1]]
+    times = [seen.paced_ms for seen in steps if span[0] <= seen.step < span[1]]
     return median(times) if times else None

@@ -9,12 +9,21 @@ from resihp.contracts import Layout, Plan, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One completed step, as the lowest rank alive saw it."""
+    """One completed step, as one rank measured it.
+
+    pace  of the emulated devices in this step over that of the first step
+    """
 
     step: int
     loss: float
     step_ms: float
     plan_version: int
+    pace: float = 1.0
+
+    @property
+    def paced_ms(self) -> float:
+        """Step time as it would be at the pace of the first step."""
+        return self.step_ms * self.pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,8 @@ class DemoRecord:
     emulated     sentences that say what was not real
     quotas       microbatches of each replica at the start; empty means spread evenly
     trained      a sentence on the model, the data and the optimizer
+    flops_per_ms  pace of a healthy emulated device in the first step; None: not paced
+    wanted_flops_per_ms  the pace that the settings asked for
     """
 
     machine: str
@@ -80,6 +91,8 @@ class DemoRecord:
     emulated: tuple[str, ...]
     quotas: tuple[int, ...] = ()
     trained: str = ""
+    flops_per_ms: float | None = None
+    wanted_flops_per_ms: float | None = None
 
     @property
     def passed(self) -> bool:

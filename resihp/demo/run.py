@@ -1,13 +1,15 @@
-"""Runs the demo: sidecar, training job, scripted faults, reference run; returns what happened."""
+"""Run the demo: sidecar, training job, scripted faults and reference run, as one record."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +19,53 @@ from resihp.testing.local_ranks import LocalRanks
 from service.launch import Sidecar
 
 from .checks import check
+from .descriptions import paced
 from .live.display import LiveDisplay
 from .record import DemoRecord, LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
+from .training.pacing import LoadTable
 from .training.reference import run_reference
 from .training.settings import DemoSettings
 from .training.worker import run_rank
 
-_LIMIT_S = 600.0
+_STALLED_S = 300.0
 
 
 class DemoError(RuntimeError):
-    """The demo could not be played to its end; carries the ranks' output."""
+    """The demo did not reach its end; carries the output of the ranks."""
 
 
 def play(settings: DemoSettings, folder: Path, display: LiveDisplay) -> DemoRecord:
-    """Play the whole demo; its files stay in `folder`. Raises `DemoError`."""
+    """Run the demo; its report data and logs are left in `folder`. Raises `DemoError`."""
     start = time.monotonic()
-    story = _Story(settings, folder, display)
+    for leftover in (folder / "sidecar", folder / "logs"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for file in chain.from_iterable(folder.glob(name) for name in ("*.jsonl", "*.f64")):
+        file.unlink()
+    run = _Run(settings, folder, display)
     display.phase("Starting the sidecar on an embedded Redis")
     with Sidecar(folder / "sidecar") as sidecar:
         display.links(sidecar.url, f"{sidecar.url}/docs", folder / "report.html")
-        client = Client(sidecar.url)
-        client.register(settings.job())
-        display.phase("Training")
+        display.phase("Measuring this machine")
         with LocalRanks("demo", folder / "logs") as ranks:
             ranks.start(settings.layout.ranks, run_rank, settings, sidecar.url, folder)
-            story.follow(ranks, client)
+            run.follow(ranks, Client(sidecar.url))
     display.phase("Training the undisturbed reference")
     try:
         reference = run_reference(settings, folder, display.reference)
     except (RuntimeError, TimeoutError) as error:
         raise DemoError(str(error)) from error
-    return story.record(reference, time.monotonic() - start)
+    return run.record(reference, time.monotonic() - start)
 
 
-class _Story:
-    """Follows the job through its ranks' events and the sidecar's verdicts."""
+class _Run:
+    """The running job, followed through its ranks' events and the sidecar's verdicts."""
 
     def __init__(self, settings: DemoSettings, folder: Path, display: LiveDisplay) -> None:
-        self._settings, self._display = settings, display
+        self._settings, self._display, self._folder = settings, display, folder
         self._tails = {
             rank: _Tail(folder / f"events-{rank}.jsonl") for rank in settings.layout.ranks
         }
+        self._flops_per_ms: float | None = None
         self._steps: dict[int, StepRecord] = {}
         self._switches: dict[int, LayoutChangeRecord] = {}
         self._verdicts: list[VerdictRecord] = []
@@ -67,8 +74,8 @@ class _Story:
         self._dead: set[int] = set()
 
     def follow(self, ranks: LocalRanks, client: Client) -> None:
-        """Follow until all ranks have ended."""
-        deadline = time.monotonic() + _LIMIT_S
+        """Follow until all ranks have ended. Raises `DemoError` if they stop making steps."""
+        progress = (time.monotonic(), 0)
         while True:
             alive = ranks.poll(0.25)
             self._read_events()
@@ -76,13 +83,15 @@ class _Story:
             self._see_deaths(ranks)
             if not alive:
                 break
-            if time.monotonic() > deadline:
-                raise DemoError(f"the job did not end in {_LIMIT_S:.0f} s\n{ranks.logs()}")
+            if len(self._steps) > progress[1]:
+                progress = (time.monotonic(), len(self._steps))
+            if time.monotonic() > progress[0] + _STALLED_S:
+                raise DemoError(f"the job made no step in {_STALLED_S:.0f} s\n{ranks.logs()}")
         if max(self._steps, default=-1) < self._settings.steps - 1:
             raise DemoError(f"the job ended early\n{ranks.logs()}")
 
     def record(self, reference: tuple[float, ...], seconds: float) -> DemoRecord:
-        """What happened."""
+        """The record of the run, checked."""
         settings = self._settings
         steps = tuple(self._steps[step] for step in sorted(self._steps))
         switches = tuple(self._switches[version] for version in sorted(self._switches))
@@ -92,7 +101,7 @@ class _Story:
             trained=_trained(settings),
             seconds=seconds,
             layout=settings.layout,
-            script=_script(settings),
+            script=_script(settings, switches),
             steps=steps,
             reference=reference,
             switches=switches,
@@ -100,6 +109,8 @@ class _Story:
             health=tuple(self._health[key] for key in sorted(self._health)),
             checks=(),
             emulated=_emulated(settings),
+            flops_per_ms=self._flops_per_ms,
+            wanted_flops_per_ms=settings.flops_per_ms,
         )
         return check(record)
 
@@ -116,16 +127,22 @@ class _Story:
     def _see_step(self, seen: StepRecord) -> None:
         if seen.step in self._steps:
             return
+        settings, before = self._settings, self._steps.get(seen.step - 1)
+        if not self._steps and settings.flops_per_ms is not None:
+            table = LoadTable.calibration(self._folder, settings.layout)
+            self._flops_per_ms = table.calibrated(settings.flops_per_ms)
+            self._display.phase(f"Training, {paced(self._flops_per_ms, settings.flops_per_ms)}")
+        if before is not None and before.pace != seen.pace and self._flops_per_ms:
+            self._display.pace(seen.step, self._flops_per_ms * seen.pace)
         self._steps[seen.step] = seen
         self._display.step(seen)
-        settings = self._settings
         if settings.slow_rank is not None and seen.step + 1 == settings.slow_at:
             self._display.fault(
                 f"rank {settings.slow_rank} now runs at 1/{settings.slow_factor:g} of its speed"
             )
 
     def _see_switch(self, seen: LayoutChangeRecord) -> None:
-        """The pause is the longest that a rank saw; the bytes are those of all ranks."""
+        """Merge the reports of all ranks: the longest pause, the sum of the bytes."""
         known = self._switches.get(seen.plan.version)
         self._switches[seen.plan.version] = LayoutChangeRecord(
             step=seen.step,
@@ -167,7 +184,7 @@ class _Story:
 
 
 class _Tail:
-    """Reads the lines that were added to a file since the last time."""
+    """Reader of the lines added to a file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -184,14 +201,15 @@ class _Tail:
                 yield json.loads(line)
 
 
-def _script(settings: DemoSettings) -> dict[str, float]:
+def _script(settings: DemoSettings, switches: Sequence[LayoutChangeRecord]) -> dict[str, float]:
     slow, dead = settings.slow_rank, settings.dead_rank
+    died = next((switch.step for switch in switches if dead in switch.lost), settings.dead_at)
     return {
         "slow_rank": -1 if slow is None else slow,
         "slow_factor": settings.slow_factor,
         "slow_at": settings.slow_at,
         "dead_rank": -1 if dead is None else dead,
-        "dead_at": settings.dead_at,
+        "dead_at": died,
     }
 
 
@@ -215,11 +233,10 @@ def _emulated(settings: DemoSettings) -> tuple[str, ...]:
     )
     if settings.flops_per_ms is None:
         return (real, "Nothing was emulated: devices ran as fast as they could.")
-    rate = settings.flops_per_ms / 1e6
     return (
         real,
-        "Device speed was paced: all ranks share this machine's cores, so each rank computed for "
-        f"real and was then held until a device of {rate:.1f} GFLOP/s would have been done.",
-        "The slow device was one whose pace was divided by the factor given.",
+        "The speed of devices was emulated: all ranks share the cores of this machine, so each "
+        "rank computed for real and was then held until its device would have been done.",
+        "The slow device was one whose speed was divided by the factor given.",
         "The dead rank was killed for real, by SIGKILL in the middle of a step.",
     )

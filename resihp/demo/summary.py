@@ -17,12 +17,13 @@ from .descriptions import (
     PHASE_WORDS,
     duration,
     layout_lines,
+    pace_lines,
     plan_line,
     plural,
     switch_line,
     verdict_line,
 )
-from .findings import detections, outcome, time_recovered
+from .findings import detections, outcome, recovered_sentence
 from .phases import PHASES, loss_difference, scripted, step_times
 from .record import DemoRecord
 
@@ -125,11 +126,8 @@ def _times(record: DemoRecord) -> RenderableType:
         ms = times[name]
         ratio = f"{ms / healthy:.2f}× healthy" if ms is not None and healthy else ""
         table.add_row(PHASE_WORDS[name], duration(ms), ratio if name != "healthy" else "")
-    recovered = time_recovered(record)
-    if recovered is None:
-        return table
-    line = f"{recovered * 100:.0f}% of the time lost to the slow device came back (medians)"
-    return Group(table, Text(line, "dim"))
+    notes = [recovered_sentence(record), *pace_lines(record)]
+    return Group(table, *(Text(note, "dim") for note in notes if note))
 
 
 def _checks(record: DemoRecord) -> RenderableType:

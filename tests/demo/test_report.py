@@ -15,7 +15,15 @@ from records import RESIZE_AT, SCRIPT, demo_record, plain_record
 
 from resihp.contracts import Status, Verdict
 from resihp.demo.descriptions import duration, percent, ranks, size
-from resihp.demo.findings import detections, headline, outcome, plan_periods, time_recovered
+from resihp.demo.findings import (
+    detections,
+    headline,
+    outcome,
+    plan_periods,
+    recovered_sentence,
+    time_recovered,
+)
+from resihp.demo.phases import step_times
 from resihp.demo.record import Check, VerdictRecord
 from resihp.demo.report import render_report, write_report
 from resihp.demo.report.cards import cards
@@ -235,3 +243,33 @@ def test_only_certainty_is_shown_as_certain(share: float) -> None:
 )
 def test_words(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_a_layout_that_beats_the_healthy_one_brought_all_of_the_time_back() -> None:
+    record = demo_record()
+    faster = [
+        replace(seen, step_ms=300.0) if seen.plan_version == 1 else seen for seen in record.steps
+    ]
+    fast = replace(record, steps=tuple(faster))
+    assert time_recovered(fast) == 1.0
+    assert recovered_sentence(fast) == "all of the time lost to the slow device came back"
+
+
+def test_a_fault_that_costs_next_to_nothing_has_no_share_that_came_back() -> None:
+    record = demo_record()
+    flat = replace(record, steps=tuple(replace(seen, step_ms=400.0) for seen in record.steps))
+    assert time_recovered(flat) is None
+    assert "too little time" in recovered_sentence(flat)
+
+
+def test_a_pace_that_changed_is_said_and_taken_out_of_the_step_times() -> None:
+    record = demo_record(flops_per_ms=0.9e6, wanted_flops_per_ms=1.3e6)
+    halved = tuple(
+        replace(seen, step_ms=2 * seen.step_ms, pace=0.5) if seen.step >= 40 else seen
+        for seen in record.steps
+    )
+    changed = replace(record, steps=halved)
+    assert step_times(changed) == step_times(record)
+    words = Page(render_report(changed)).words()
+    assert "Devices paced to 0.9 GFLOP/s, not 1.3" in words
+    assert "all devices alike paced to 0.45 GFLOP/s from step 40 on" in words

@@ -15,9 +15,9 @@ from resihp.demo.training.trace_log import write_recording
 from resihp.offline import analyze, read_trace
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path: Path) -> None:
-    settings = DemoSettings(steps=30, slow_at=10, dead_at=22)
+    settings = DemoSettings(steps=36, slow_at=10, dead_at=20, plan_wait_s=3.0)
     with (tmp_path / "screen.txt").open("w") as screen:
         display = LiveDisplay(settings.layout, settings.steps, console=Console(file=screen))
         with display:
@@ -34,7 +34,9 @@ def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path
     assert settings.dead_rank not in after_death[0].plan.layout.ranks
     assert record.steps[-1].step == settings.steps - 1
     plans = [switch.plan for switch in record.switches]
-    write_recording(tmp_path, settings.job(), plans, tmp_path / "trace.parquet")
+    write_recording(
+        tmp_path, settings.at(record.flops_per_ms).job(), plans, tmp_path / "trace.parquet"
+    )
     analysis = analyze(read_trace(tmp_path / "trace.parquet"))
     assert len(analysis.trace.steps) == settings.steps
     assert named <= {

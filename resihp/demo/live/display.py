@@ -12,7 +12,7 @@ from rich.live import Live
 
 from resihp.contracts import Layout, Status
 
-from ..descriptions import duration, plan_line, switch_line, verdict_line
+from ..descriptions import duration, pace_change, plan_line, switch_line, verdict_line
 from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
 from .screen import Screen
 from .view_model import Event, ViewModel
@@ -89,7 +89,7 @@ class LiveDisplay:
             self.view.seen.append(seen)
             if seen.step % PLAIN_EVERY_STEPS == 0 or seen.step == self.view.steps - 1:
                 self._plain(
-                    f"step {seen.step + 1}/{self.view.steps}: {duration(seen.step_ms)}, "
+                    f"step {seen.step + 1}/{self.view.steps}: {duration(seen.paced_ms)}, "
                     f"loss {seen.loss:.4f}, plan {seen.plan_version}"
                 )
 
@@ -122,6 +122,11 @@ class LiveDisplay:
             if self.view.first_fault is None:
                 self.view.first_fault = at
             self._log("fault", text, at)
+
+    def pace(self, step: int, flops_per_ms: float) -> None:
+        """Log that all devices are paced to another speed from a step on."""
+        with self._lock:
+            self._log("phase", pace_change(step, flops_per_ms), step)
 
     def dead(self, rank: int) -> None:
         """A rank is gone."""

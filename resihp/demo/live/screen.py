@@ -128,7 +128,7 @@ def _figures(view: ViewModel, width: int) -> Table:
     table.add_column(width=max(width - 49, 8))
     shown = max(width - 49, 8)
     recent, healthy = view.recent_ms(), view.healthy_ms()
-    times = [seen.step_ms for seen in view.seen]
+    times = [seen.paced_ms for seen in view.seen]
     table.add_row(
         "step time",
         duration(recent),

@@ -62,7 +62,7 @@ class ViewModel:
     def healthy_ms(self) -> float | None:
         """Median step time between the warm-up and the first fault."""
         times = [
-            seen.step_ms
+            seen.paced_ms
             for seen in self.seen
             if seen.step >= WARM_UP_STEPS
             and (self.first_fault is None or seen.step < self.first_fault)
@@ -71,8 +71,8 @@ class ViewModel:
 
     def recent_ms(self) -> float | None:
         """Median of the last few step times under the present plan, its first step left out."""
-        times = [seen.step_ms for seen in self.seen if seen.step > self.plan_step]
-        times = times or [seen.step_ms for seen in self.seen[-1:]]
+        times = [seen.paced_ms for seen in self.seen if seen.step > self.plan_step]
+        times = times or [seen.paced_ms for seen in self.seen[-1:]]
         return median(times[-RECENT:]) if times else None
 
     def take_plan(self, switch: LayoutChangeRecord) -> None:

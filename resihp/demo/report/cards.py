@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..descriptions import PHASE_WORDS, duration, plural, ranks, size
-from ..findings import detections, time_recovered
+from ..findings import detections, recovered_sentence
 from ..phases import (
     PHASES,
     first_loss,
@@ -76,13 +76,13 @@ def _resize(record: DemoRecord) -> Card | None:
 
 
 def _time(record: DemoRecord) -> Card | None:
-    times, recovered = step_times(record), time_recovered(record)
+    times = step_times(record)
     slow, resized = times["slow"], times["resized"]
     if slow is None or resized is None:
         return None
     detail = f"healthy {duration(times['healthy'])}"
-    if recovered is not None:
-        detail += f"; {recovered * 100:.0f}% of the lost time came back"
+    if sentence := recovered_sentence(record):
+        detail += f"; {sentence}"
     return Card(
         name="Step time, slow to resized",
         figure=f"{duration(slow)} → {duration(resized)}",

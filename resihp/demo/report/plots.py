@@ -25,11 +25,11 @@ def step_time_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
 
     def draw(figure: Figure) -> None:
         axes = _axes(figure, record, "step time (ms)")
-        top = _top([seen.step_ms for seen in record.steps])
+        top = _top([seen.paced_ms for seen in record.steps])
         axes.set_ylim(0, top)
         _draw_periods(axes, record)
         steps = [seen.step for seen in record.steps]
-        shown = [min(seen.step_ms, top) for seen in record.steps]
+        shown = [min(seen.paced_ms, top) for seen in record.steps]
         axes.plot(steps, shown, color=SERIES, linewidth=1.2, marker="o", markersize=3, alpha=0.75)
         _beyond(axes, record, top)
         _medians(axes, record)
@@ -126,10 +126,10 @@ def _draw_periods(axes: Axes, record: DemoRecord) -> None:
 def _beyond(axes: Axes, record: DemoRecord, top: float) -> None:
     """Steps above the axis: a triangle at its upper end with the time in words."""
     for seen in record.steps:
-        if seen.step_ms > top:
+        if seen.paced_ms > top:
             axes.plot([seen.step], [top * 0.985], color=SERIES, marker="^", markersize=6)
             axes.annotate(
-                duration(seen.step_ms),
+                duration(seen.paced_ms),
                 (seen.step, top * 0.985),
                 xytext=(6, -5),
                 textcoords="offset points",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,14 +12,23 @@ from resihp.elastic.optim import Optimizer, warmup
 
 from .dataset import VOCABULARY, PackedText
 
+_SLOW_STEPS = 8
+_SETTLED_STEPS = 4
+_STEPS_AFTER = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """One demo run.
+    """Settings of one demo run.
 
-    slow_rank runs at 1/slow_factor of its speed from step slow_at on; dead_rank kills itself
-    (SIGKILL) in the middle of step dead_at. `flops_per_ms` is the speed to which a healthy device
-    is paced; None runs unpaced.
+    slow_rank     runs at 1/slow_factor of its speed from step slow_at on
+    dead_rank     kills itself (SIGKILL) in the middle of step dead_at, or of a later one if the
+                  plan for the slow rank has not been in effect for `_SETTLED_STEPS` by then
+    flops_per_ms  speed to which a healthy device is paced, less on a machine that computes too
+                  slowly for it; None runs unpaced
+    plan_wait_s   pause after each of the steps that the job makes without a plan although the slow
+                  rank has been slow for `_SLOW_STEPS`; makes a short run independent of the time
+                  that the sidecar takes
     """
 
     steps: int = 72
@@ -35,6 +44,7 @@ class DemoSettings:
     dead_at: int = 52
     seed: int = 0
     flops_per_ms: float | None = 1.3e6
+    plan_wait_s: float = 0.0
 
     @property
     def shape(self) -> ModelShape:
@@ -81,6 +91,22 @@ class DemoSettings:
             device="paced-cpu" if self.flops_per_ms else "cpu",
             cost=self._cost(),
         )
+
+    def at(self, flops_per_ms: float | None) -> DemoSettings:
+        """The same run at another pace."""
+        return replace(self, flops_per_ms=flops_per_ms)
+
+    def dies(self, rank: int, step: int, plan_version: int, since_step: int) -> bool:
+        """Whether the script kills a rank in a step under a plan in effect since `since_step`."""
+        if rank != self.dead_rank or step < self.dead_at:
+            return False
+        settled = plan_version > 0 and step >= since_step + _SETTLED_STEPS
+        return settled or self.slow_rank is None or step >= self.steps - _STEPS_AFTER
+
+    def wait_s(self, step: int, plan_version: int) -> float:
+        """Pause after a step; see `plan_wait_s`."""
+        late = self.slow_rank is not None and step >= self.slow_at + _SLOW_STEPS
+        return self.plan_wait_s if late and plan_version == 0 else 0.0
 
     def _cost(self) -> LayerCost:
         """Time of one mean microbatch on one healthy device, from the operations it takes."""

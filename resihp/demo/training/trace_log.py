@@ -1,5 +1,4 @@
-"""The demo's own recording, for `resihp analyze` and the notebook: each rank logs its records, and
-they are put together at the end."""
+"""The recording of a demo run, for `resihp analyze`: a log of each rank, merged at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _PATTERN = "records-*.jsonl"
 
 
 class RecordLog:
-    """One rank's records as JSON lines: what a killed process has written is kept."""
+    """Records of one rank as JSON lines, complete up to the last one of a killed process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
@@ -24,7 +23,7 @@ class RecordLog:
     def recorder(
         self, record: Callable[..., None], plan_version: Callable[[], int]
     ) -> Callable[..., None]:
-        """`record`, which also logs; `plan_version` tells under which plan it is made."""
+        """Wrap `record` to log as well, with the version of the plan in effect."""
 
         def record_and_log(**fields: Any) -> None:
             record(**fields)
@@ -34,12 +33,12 @@ class RecordLog:
         return record_and_log
 
     def close(self) -> None:
-        """No more records will come."""
+        """Close the log."""
         self._file.close()
 
 
 def write_recording(folder: Path, job: Job, plans: Iterable[Plan], path: Path) -> None:
-    """The trace of all ranks whose logs are in `folder`, with the plans that took effect."""
+    """Write the trace of all ranks, whose logs are in `folder`, with the plans that took effect."""
     rows = sorted(
         (row for file in sorted(folder.glob(_PATTERN)) for row in _rows(file)),
         key=lambda row: (row["plan_version"], row["step"]),
