@@ -14,7 +14,7 @@ from resihp.elastic.ddp import state_sync as user_state
 from resihp.elastic.ddp.replicas import Replicas
 
 # Methods that a process enters at certain points of a step.
-INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_enter"}
+INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_apply"}
 
 
 @dataclass(frozen=True)

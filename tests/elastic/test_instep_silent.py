@@ -62,7 +62,7 @@ def test_stopped_and_let_go_on_when_it_has_been_given_up(
     blow = Blow(1, 1, at=at, signal=signal.SIGSTOP, resume_s=math.inf)
     trace = play(Loop(3, blows=(blow,), deterministic=True, timeouts=BRISK), tmp_path)
     assert trace.exit_codes == {0: 0, 1: 1, 2: 0}, trace.logs
-    assert "rank 1 was given up by the others" in trace.logs
+    assert "rank 1 was given up by the other ranks" in trace.logs
     assert trace.alive[STEPS - 1] == [0, 2]
     assert_same_bits(trace, exact)
 
