@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: lazy, asynchronous, on several levels."""
+"""Checkpointer: lazy, asynchronous checkpoints of a training loop on several levels."""
 
 from __future__ import annotations
 
@@ -11,42 +11,39 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from resihp._shutdown import cancel_close_at_exit, close_at_exit
-from resihp.contracts import CheckpointError, FaultRate, Protection
+from resihp.contracts import CheckpointError, ContractError, FaultRate, Protection
 
-from .arguments import check
 from .counters import Counters, ProblemLog, seconds_since
-from .history import Lineage, RunHistory, valid_step
+from .history import RunHistory, valid_step
 from .level_pipeline import LevelPipeline
-from .levels.host_memory import HostMemory
-from .levels.level import Level
-from .levels.peer_memory import PeerMemory
+from .levels import HostMemory, Level, PeerMemory
 from .policy import EveryStep, SavePolicy, SaveTiming
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored, restore
 from .staging.in_flight import CheckpointAbandoned, InFlightCheckpoint
-from .staging.stager import PlannedState, Stager
+from .staging.stager import CapturedState, Stager
 from .staging.write_plan import save_items_of
-from .state_dict import ObjectEntry, State, TensorEntry, collect
+from .state_dict import CollectedState, State, collect
 from .vote import Vote, VoteQueue
 
-_UNTIL_SETTLED_S = 10.0
-"""What is under way when a restore begins is given so long to complete."""
+_SETTLE_TIMEOUT_S = 10.0
+"""Time that checkpoints in flight get to complete before a restore begins."""
 
 
 class Checkpointer:
-    """Saves the state of a training loop while it trains on.
+    """Saves the state of a training loop while training continues.
 
-    levels   nearest first; each has a thread of its own
-    policy   at which steps to checkpoint; by default at every one
-    ranks    who checkpoints together; by default the process group's ranks where there is one
-    buffers  host buffers, each of the size of this rank's state. One is enough while the disk
-             keeps up; by default there is one more for a peer's memory, which takes up room only
-             once the peer lags behind. `HostMemory` holds as many in addition as it keeps.
-    clock    nanoseconds since 1970; tells a later lineage of a job that has gone back
-    niceness  how far the threads that write are below training's, as in `nice` (on Linux)
+    levels    nearest first; each has a thread of its own
+    policy    selects the steps to checkpoint; by default every step
+    ranks     the ranks that checkpoint together; by default those of the default process group
+    buffers   number of host buffers, each of the size of this rank's state. One is enough while the
+              disk keeps up; by default there is one more for a peer's memory, which takes memory
+              only once the peer is slow. `HostMemory` adds as many as it keeps.
+    clock     nanoseconds since 1970; orders the lineages of a job that has gone back
+    niceness  of the threads that write, relative to training (Linux)
 
-    Neither `save` nor `fence` raises or waits for storage: problems are counted in `counters`
-    and logged once. One thread calls them, the same at each step on all ranks.
+    `save` and `fence` neither raise nor wait for storage: problems are counted in `counters` and
+    logged once. One thread calls them, the same at each step on all ranks.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Checkpointer:
         clock: Callable[[], int] = time.time_ns,
         niceness: int = 0,
     ) -> None:
-        check(levels, policy, buffers, niceness)
+        _check_arguments(levels, policy, buffers, niceness)
         self.levels, self.policy = tuple(levels), policy or EveryStep()
         self.ranks = ranks or (ProcessGroupRanks() if dist.is_initialized() else IndependentRank())
         self.counters, self._problems = Counters(), ProblemLog()
@@ -68,12 +65,17 @@ class Checkpointer:
         spare = int(buffers is None and any(isinstance(level, PeerMemory) for level in levels))
         self._stager = Stager(self.ranks, held + (buffers or 1) + spare, spare)
         self._pipeline = LevelPipeline(
-            self.levels, self.counters.levels, self._problems, self._stager.settle, niceness
+            self.levels,
+            self.counters.levels,
+            self._problems,
+            self._stager.move_to_huge_pages,
+            niceness,
         )
         self._votes: VoteQueue | None = None
         if not isinstance(self.ranks, IndependentRank):
-            self._votes = VoteQueue(self.ranks, self._problems, self._give_up)
+            self._votes = VoteQueue(self.ranks, self._problems, self._abandon)
         self._version, self._is_closed = 0, False
+        self._last: CapturedState | None = None
         self._current: InFlightCheckpoint | None = None
         self._begun_s: float | None = None
         self._window_s = self._pause_s = 0.0
@@ -82,29 +84,33 @@ class Checkpointer:
         close_at_exit(self)
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
-        """Put a fence before each step of the optimizer, and copy in the order of its writes.
+        """Call `fence` before each step of the optimizer, and copy in the order of its writes.
 
-        Buffers of the modules (running statistics and the like), which the forward pass may
-        change, are copied within `save`. Modules that are values of the state need not be named.
+        Buffers of the modules (e.g. running statistics), which the forward pass may change, are
+        copied within `save`. Modules that are values of the state need not be named.
         """
         self._stager.know(optimizer, modules)
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def prepare(self, state: State) -> None:
-        """Plan, and allocate in the background, for a state like this one.
+        """Plan for a state like this one, and allocate buffers in the background.
 
-        The first `save` does so otherwise, and takes longer. A collective call where there is a
-        group. Raises `ContractError` for what cannot be saved.
+        Otherwise the first `save` does so and takes longer. A collective call with a process group.
+        Raises `ContractError` for a state that cannot be saved.
         """
         self._stager.fit(state)
-        self._stager.settle()
+        self._stager.move_to_huge_pages()
 
     def save(self, step: int, state: State, extra: Mapping[str, object] | None = None) -> bool:
-        """Begin a checkpoint, right after the optimizer's step; whether one was begun.
+        """Begin a checkpoint, right after the optimizer's step.
 
         state  nested mapping of tensors, modules, optimizers and other values; tensors must not
                change before `fence`. Other values are copied here.
-        extra  what else to have back, of each rank its own: RNG, data cursor, plan version, layout
+        extra  further values of this rank: RNG state, data cursor, plan version, layout
+
+        Returns True if a checkpoint was begun. False: the policy did not ask for one, no buffer or
+        level was free (`counters.no_buffer`), or the call failed (`counters.failures`). It does not
+        say that the checkpoint is complete: see `wait` and `counters.levels`.
         """
         vote, checkpoint = Vote(lambda: None, self._version), None
         with self._boundary("save"):
@@ -113,20 +119,21 @@ class Checkpointer:
             checkpoint = self._save(valid_step(step), state, extra or {}, vote)
         vote.begun.set_result(checkpoint)
         if self._votes is not None and vote.version is not None:
-            self._votes.cast(vote)  # whatever went wrong here: the others ask
+            self._votes.submit(vote)  # also after a failure, as the other ranks vote
         return checkpoint is not None
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Wait until these tensors (None: all) are copied; right before they change."""
+        """Wait until these tensors (None: all) are copied; call it right before they change."""
+        self._last = None
         with self._boundary("fence"):
             self._fence(tensors)
         if self._current is None:
             self._cost_s = self._pause_s
 
     def protection(self, faults: FaultRate) -> Protection:
-        """For `Job.protection`: interval and cost as measured so far, and the rate of faults.
+        """Build `Job.protection` from the measured interval and cost, and the rate of faults.
 
-        Both are 0 until two checkpoints have begun, so ask once the loop runs.
+        Both are 0 until two checkpoints have begun.
         """
         interval_s = self._interval_s or 0.0
         return Protection(
@@ -134,34 +141,49 @@ class Checkpointer:
         )
 
     def restore(self, into: State, *, step: int | None = None) -> Restored:
-        """Fill `into` from the newest complete checkpoint at the nearest level; see `restore`.
+        """Fill `into` from the newest complete checkpoint at the nearest level; a collective call.
 
-        What is saved next begins a new lineage: later checkpoints of the past that it does not
-        go on from are abandoned, and retired once a new one is complete.
+        into  as for `save`, in the layout that is needed now; `Stateful` values (modules,
+              optimizers) load their state, optimizers also moments that they do not have yet
+        step  only this one; None: the newest
+
+        The next save begins a new lineage: later checkpoints of the past are abandoned, and retired
+        once a new one is complete. Raises `CheckpointError` if no level has a usable checkpoint.
         """
-        self.wait(_UNTIL_SETTLED_S)  # nothing should come or go while it is read
+        self._last = None
+        self._drain(time.monotonic() + _SETTLE_TIMEOUT_S)  # levels should not change during reads
         self.ranks.gather(None)
         restored = restore(self.levels, into, self.ranks, step=step)
         self._history.branch(restored.newest_born)
         return restored
 
     def wait(self, timeout_s: float = 600.0) -> bool:
-        """Until every level has finished what it took; whether it did in time."""
-        deadline_s = time.monotonic() + timeout_s
-        self.fence()
-        return self._pipeline.wait(deadline_s)
+        """Wait until every level has finished the checkpoints that it accepted; False on timeout.
+
+        Finished is complete, failed or abandoned: `counters.levels` tells which. A `save` that
+        returned False is not made up for; `close` does that.
+        """
+        return self._drain(time.monotonic() + timeout_s)
 
     def close(self, timeout_s: float = 600.0) -> None:
-        """Finish what was begun, within the time, and end all threads.
+        """Finish all checkpoints within the time, and end all threads.
 
-        A program that ends without it does so at its end.
+        If the last due `save` was skipped, for want of a buffer or because a level was busy, the
+        state is saved now, provided that it has not changed since. At the end of the program
+        checkpointers that are still open are closed.
         """
+        if self._is_closed:
+            return
         deadline_s = time.monotonic() + timeout_s
         self._is_closed = True
         cancel_close_at_exit(self)
-        self.wait(timeout_s)
+        self._drain(deadline_s)
         if self._votes is not None:
+            self._votes.wait(deadline_s - time.monotonic())
             self._votes.close()
+        with self._boundary("close"):
+            self._save_last(deadline_s)
+        self._drain(deadline_s)
         self._pipeline.close(deadline_s)
         self._stager.close()
 
@@ -175,11 +197,11 @@ class Checkpointer:
         since_s = None if self._begun_s is None else seconds_since(self._begun_s)
         return self.policy.is_due(SaveTiming(step, since_s, self._cost_s, self._pipeline.durable_s))
 
-    def _fence(self, tensors: Sequence[Tensor] | None = None) -> None:
+    def _fence(self, tensors: Sequence[Tensor] | None = None, deadline_s: float = 0.0) -> None:
         checkpoint = self._current
         if checkpoint is None:
             return
-        if not self._stager.fence(checkpoint, tensors):
+        if not self._stager.fence(checkpoint, tensors, deadline_s):
             self.counters.no_buffer += 1
             self._begun_s = None  # due again
         elif tensors is not None:
@@ -187,50 +209,53 @@ class Checkpointer:
         self._window_s = seconds_since(checkpoint.begun_s)
         self._current = None
 
+    def _drain(self, deadline_s: float) -> bool:
+        is_done = self._pipeline.wait(deadline_s)
+        with self._boundary("fence"):
+            self._fence(deadline_s=deadline_s)
+        self._cost_s = self._pause_s
+        return is_done
+
     def _save(
         self, step: int, state: State, extra: Mapping[str, object], vote: Vote
     ) -> InFlightCheckpoint | None:
+        self._last = None
         lineage, is_due = self._history.at(step), self._is_due(step)
         if not is_due and self._votes is None:
             return None
-        found = self._fit(state, vote)  # all ranks look at the state: a new plan is theirs all
-        return self._begin(step, lineage, found, state, extra) if is_due else None
+        collected = self._collect(state, vote)  # also if not due: the ranks plan together
+        if not is_due:
+            return None
+        self._last = self._stager.capture(step, lineage, collected, state, extra)
+        return self._begin(self._last)
 
-    def _fit(self, state: State, vote: Vote) -> PlannedState:
-        self._fence()  # of a loop that saves twice without a step in between
+    def _collect(self, state: State, vote: Vote) -> CollectedState:
+        self._fence()  # for a loop that saves twice without a step in between
         self._pause_s = 0.0
         if self._votes is None:
             return self._stager.fit(state)
-        held = collect(state)
-        vote.items = lambda: save_items_of(*held)
-        if self._votes.newest.version != self._version or not self._stager.has_plan(*held):
-            self._share_out(held, vote, self._votes)
-        return self._stager.fitted(*held)
+        collected = collect(state)
+        vote.items = lambda: save_items_of(collected)
+        if self._votes.newest.version != self._version or not self._stager.has_plan(collected):
+            self._plan_together(collected, vote, self._votes)
+        return collected
 
-    def _share_out(
-        self, held: tuple[list[TensorEntry], list[ObjectEntry]], vote: Vote, votes: VoteQueue
-    ) -> None:
-        """Plan by what all ranks said last, if it still holds here; else let them say it again."""
-        told, me = votes.newest, self.ranks.all.index(self.ranks.rank)
-        if told.version == self._version or list(told.items[me]) != save_items_of(*held):
+    def _plan_together(self, collected: CollectedState, vote: Vote, votes: VoteQueue) -> None:
+        """Plan by the latest exchange of items if it is valid for this state, else by a new one."""
+        gathered, me = votes.newest, self.ranks.all.index(self.ranks.rank)
+        if gathered.version == self._version or (
+            list(gathered.items[me]) != save_items_of(collected)
+        ):
             vote.version = None
-            told = votes.ask(vote)
+            gathered = votes.submit_and_gather(vote)
         else:
-            vote.version = told.version
-        self._version = told.version
-        self._stager.plan(*held, told.items)
+            vote.version = gathered.version
+        self._version = gathered.version
+        self._stager.plan(collected, gathered.items)
 
-    def _begin(
-        self,
-        step: int,
-        lineage: Lineage,
-        found: PlannedState,
-        state: State,
-        extra: Mapping[str, object],
-    ) -> InFlightCheckpoint | None:
-        able, checkpoint = self._pipeline.able(), None
-        if found.has_buffers and able:
-            checkpoint = self._stager.lend(step, lineage, found, state, extra, self._window_s)
+    def _begin(self, captured: CapturedState) -> InFlightCheckpoint | None:
+        able = self._pipeline.able()
+        checkpoint = self._stager.lend(captured, self._window_s) if able else None
         if checkpoint is None:
             self.counters.no_buffer += 1
             return None
@@ -243,22 +268,59 @@ class Checkpointer:
         self.counters.started += 1
         return checkpoint
 
-    def _give_up(self, checkpoint: InFlightCheckpoint) -> None:
-        """In the background: not every rank takes part."""
+    def _save_last(self, deadline_s: float) -> None:
+        """Save the last captured state on the levels that skipped it, if it has not changed."""
+        last, self._last = self._last, None
+        lacking = [] if last is None else self._pipeline.lacking(last.identity)
+        if last is None or not lacking:
+            return
+        step, names = last.identity.step, ", ".join(worker.level.name for worker in lacking)
+        if not last.is_unchanged:
+            raise CheckpointError(f"step {step} is not on {names}: skipped, and changed since")
+        checkpoint = self._stager.lend(last, deadline_s - time.monotonic())
+        if checkpoint is None:
+            raise CheckpointError(f"step {step} is not on {names}: no buffer within the timeout")
+        self._pipeline.expect(checkpoint, lacking)
+        self._stager.start(checkpoint)
+        for worker in lacking:
+            worker.offer(checkpoint)
+        self._current = checkpoint
+        self.counters.started += 1
+
+    def _abandon(self, checkpoint: InFlightCheckpoint) -> None:
+        """Abandon a checkpoint that another rank does not take part in; called by the vote."""
         self.counters.vetoed += 1
         self._begun_s = None  # due again
-        checkpoint.veto(CheckpointAbandoned("another rank had no buffer"))
+        checkpoint.abandon(CheckpointAbandoned("another rank had no buffer"))
 
     @contextmanager
     def _boundary(self, where: str) -> Iterator[None]:
-        """Training goes on whatever happens within; time and failures are counted."""
+        """Count and log exceptions instead of raising them into the training loop; measure time."""
         begun = time.perf_counter()
         try:
             yield
         except Exception as problem:  # noqa: BLE001 - the boundary with the training loop
             self.counters.failures[f"{where}: {problem}"] += 1
-            self._problems.problem(where, problem)
+            self._problems.report(where, problem)
         finally:
             spent = time.perf_counter() - begun
             self.counters.blocking_s += spent
             self._pause_s += spent
+
+
+def _check_arguments(
+    levels: Sequence[Level], policy: SavePolicy | None, buffers: int | None, niceness: int
+) -> None:
+    """Raise `ContractError` for arguments that cannot work."""
+    if not isinstance(levels, Sequence) or not all(isinstance(level, Level) for level in levels):
+        raise ContractError("levels", "a list of levels, e.g. [LocalDisk(folder)]")
+    if not levels:
+        raise ContractError("levels", "at least one is needed, e.g. LocalDisk(folder)")
+    if len({level.name for level in levels}) < len(levels):
+        raise ContractError("levels", "two have the same name")
+    if isinstance(policy, type) or not hasattr(policy or EveryStep(), "is_due"):
+        raise ContractError("policy", f"e.g. EveryStep() or Every(10), not {policy!r}")
+    if buffers is not None and (not isinstance(buffers, int) or buffers < 1):
+        raise ContractError("buffers", f"at least one, not {buffers!r}")
+    if not 0 <= niceness <= 19:
+        raise ContractError("niceness", f"from 0 to 19, not {niceness!r}")

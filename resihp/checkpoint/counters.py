@@ -1,4 +1,4 @@
-"""What has been saved, skipped and failed, said once and counted always."""
+"""Counters of saved, skipped and failed checkpoints, and a log without repetitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ log = logging.getLogger("resihp.checkpoint")
 
 @dataclass
 class LevelCounters:
-    """Of one level. Times in seconds; `durable_s` from `save` to complete, of the newest one."""
+    """Counters of one level.
+
+    newest_step  step of the newest complete checkpoint that this process has put there
+    durable_s    seconds from `save` until that checkpoint was complete
+    """
 
     saved: int = 0
     skipped: int = 0
@@ -24,13 +28,14 @@ class LevelCounters:
 
 @dataclass
 class Counters:
-    """Of a `Checkpointer`.
+    """Counters of a `Checkpointer`.
 
     started      checkpoints begun
-    no_buffer    checkpoints not begun, or given up at the fence, because every buffer was in use
-    vetoed       checkpoints that another rank could not take part in
-    failures     problems caught at the boundary with the training loop, by what they say
-    blocking_s   time that the training thread spent in `save` and `fence`, all together
+    no_buffer    checkpoints not begun, or abandoned at the fence, because no buffer was free
+    vetoed       checkpoints abandoned because another rank could not take part
+    blocking_s   seconds that the training thread spent in `save` and `fence`, in total
+    failures     exceptions caught at the boundary with the training loop, by message
+    levels       counters of each level, by its name
     """
 
     started: int = 0
@@ -42,29 +47,34 @@ class Counters:
 
 
 class ProblemLog:
-    """Logs a problem when it is new, and that it has gone; in between it is silent."""
+    """Logs the first of consecutive problems at each place, and the recovery from them."""
 
     def __init__(self) -> None:
-        self._now: dict[str, str] = {}
+        self._open: dict[str, str] = {}
         self._lock = Lock()
 
-    def problem(self, where: str, problem: BaseException | str) -> None:
-        """Say it unless it has just been said."""
+    def is_open(self, where: str) -> bool:
+        """Return True if a problem has been logged and not resolved since."""
+        with self._lock:
+            return where in self._open
+
+    def report(self, where: str, problem: BaseException | str) -> None:
+        """Log a problem unless one is open at this place."""
         text = f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else problem
         with self._lock:
-            is_known = where in self._now
-            self._now[where] = str(text)
+            is_known = where in self._open
+            self._open[where] = str(text)
         if not is_known:
-            log.warning("%s: %s; training goes on without it", where, text)
+            log.warning("%s: %s; training continues without it", where, text)
 
-    def well(self, where: str) -> None:
-        """Say that it works again where a problem had been said."""
+    def resolve(self, where: str) -> None:
+        """Log the recovery if a problem is open at this place."""
         with self._lock:
-            was = self._now.pop(where, None)
-        if was is not None:
+            was_open = self._open.pop(where, None) is not None
+        if was_open:
             log.warning("%s: works again", where)
 
 
 def seconds_since(begun_s: float) -> float:
-    """By the monotonic clock."""
+    """Seconds since `begun_s` of the monotonic clock."""
     return time.monotonic() - begun_s

@@ -1,7 +1,7 @@
-"""Which checkpoints belong to the training that lives on, and which to a past that was given up.
+"""Run history: lineages of checkpoints, and their order after a job has gone back.
 
 A job that goes back to an older step and trains on from there begins a new lineage. Checkpoints of
-older lineages from its first step on are abandoned; those before are its own past.
+older lineages at or after its first step are abandoned; earlier ones belong to its own past.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from resihp.contracts import ContractError
 
 @dataclass(frozen=True)
 class Lineage:
-    """Training without a break, in one run of a job.
+    """An uninterrupted sequence of training steps in one run of a job.
 
-    run    the same text on all ranks, another one for each lineage
-    born   nanoseconds since 1970, later than of every lineage known then; ranks may differ
-    first  step at which it could first have been saved
+    run    identifier of the lineage, the same on all ranks
+    born   nanoseconds since 1970, later than any lineage known at that time; may differ by rank
+    first  first step that could have been saved
     """
 
     run: str
@@ -32,20 +32,20 @@ class Lineage:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A complete checkpoint at some level."""
+    """A complete checkpoint on a level."""
 
     step: int
     lineage: Lineage
 
 
 UNKNOWN = Lineage("")
-"""Of a checkpoint that does not tell: the last to be chosen, but never abandoned."""
+"""Lineage of a checkpoint without one: chosen last, and never abandoned."""
 
 
 class RunHistory:
-    """The lineage of what a process saves.
+    """Assigns lineages to the states that a process saves.
 
-    run    common text of all ranks
+    run    identifier of this start of the job, the same on all ranks
     clock  nanoseconds since 1970
     """
 
@@ -56,7 +56,7 @@ class RunHistory:
         self._lineage = Lineage(run)
 
     def at(self, step: int) -> Lineage:
-        """The lineage of a state at this step; a new one where it does not go on from the last."""
+        """Return the lineage of a state at `step`; a new one unless the step is a later one."""
         if self._last is None or step <= self._last:
             self._born = max(self._clock(), self._born + 1)
             suffix = f"-{self._count}" if self._count else ""
@@ -66,43 +66,42 @@ class RunHistory:
         return self._lineage
 
     def branch(self, newest_born: int) -> None:
-        """What is saved next is of a new lineage, born after those known."""
+        """Begin a new lineage with the next save, younger than `newest_born`."""
         self._last, self._born = None, max(self._born, newest_born)
 
 
 def valid_step(step: object) -> int:
-    """A step as a number. Raises `ContractError` for what names no checkpoint."""
+    """Convert a step to an integer. Raises `ContractError` if it is not from 0 to 2**63 - 1."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
-        raise ContractError("step", f"{step!r} is no whole number") from None
+        raise ContractError("step", f"{step!r} is not an integer") from None
     if not 0 <= number < 1 << 63:
         raise ContractError("step", f"{number} is not from 0 to 2**63 - 1")
     return number
 
 
 def lineage_json(lineage: Lineage) -> bytes:
-    """What stands beside a checkpoint."""
-    told = asdict(lineage)
-    return json.dumps({**told, "crc": _crc(told)}).encode()
+    """Content of the lineage file of a checkpoint."""
+    fields = asdict(lineage)
+    return json.dumps({**fields, "crc": _crc(fields)}).encode()
 
 
 def read_lineage(content: bytes) -> Lineage | None:
-    """What `lineage_json` gave; None where it is damaged."""
+    """Parse the output of `lineage_json`; None if it is damaged."""
     try:
-        told = json.loads(content)
-        crc = told.pop("crc", None)  # not there in checkpoints of before
-        return Lineage(**told) if crc in (None, _crc(told)) else None
-    except (ValueError, TypeError, AttributeError):
+        fields = json.loads(content)
+        return Lineage(**fields) if fields.pop("crc") == _crc(fields) else None
+    except (ValueError, TypeError, AttributeError, LookupError):
         return None
 
 
-def _crc(told: dict[str, object]) -> int:
-    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
+def _crc(fields: dict[str, object]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def merged_lineage(lineages: Iterable[Lineage]) -> Lineage:
-    """What the ranks of one checkpoint say together; `UNKNOWN` where they do not tell."""
+    """Merge the lineages that the ranks of one checkpoint recorded; `UNKNOWN` if there are none."""
     each = list(lineages)
     if not each:
         return UNKNOWN
@@ -110,15 +109,16 @@ def merged_lineage(lineages: Iterable[Lineage]) -> Lineage:
     return Lineage(each[0].run, born, first) if born else UNKNOWN
 
 
-def best_first(found: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
-    """Those that are not abandoned, best first: the newest lineage's newest step, and so on back.
+def best_first(stored: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
+    """Sort checkpoints by newest lineage, then newest step; abandoned ones are left out.
 
     >>> old, new = Lineage("a", 1, 0), Lineage("b", 2, 101)
-    >>> [f.step for f in living([Found(100, old), Found(120, old), Found(102, new)])]
+    >>> stored = [StoredCheckpoint(*each) for each in ((100, old), (120, old), (102, new))]
+    >>> [one.step for one in best_first(stored)]
     [102, 100]
     """
     by_run: dict[str, set[StoredCheckpoint]] = defaultdict(set)
-    for one in found:
+    for one in stored:
         by_run[one.lineage.run].add(one)
     best: list[StoredCheckpoint] = []
     limit: int | None = None
@@ -132,13 +132,13 @@ def best_first(found: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     return best
 
 
-def expired(found: Iterable[StoredCheckpoint], keep: int) -> set[int]:
-    """Steps to be retired where the best `keep` stay.
+def expired(stored: Iterable[StoredCheckpoint], keep: int) -> set[int]:
+    """Steps to delete so that the best `keep` checkpoints stay.
 
-    What does not tell its lineage, as torch's own writer leaves it, goes by its number alone: once
-    all that stay are later.
+    A checkpoint without lineage, as torch's own writer leaves it, expires once all that stay have
+    later steps.
     """
-    each = list(found)
+    each = list(stored)
     kept = {one.step for one in best_first(each)[:keep]}
     oldest = min(kept, default=0)
     return {

@@ -1,38 +1,46 @@
-"""One thread for each level, so that a slow or failing level delays only itself."""
+"""Level pipeline: a worker thread per level, and the routes of checkpoints through levels."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 
 from .counters import LevelCounters, ProblemLog, seconds_since
-from .levels.level import Level
-from .levels.local_disk import LocalDisk
-from .staging.in_flight import UNHURRIED, CheckpointAbandoned, InFlightCheckpoint, Pace
+from .history import best_first
+from .levels import Level, LocalDisk
+from .staging.in_flight import (
+    NO_FENCE_EXPECTED,
+    CheckpointAbandoned,
+    InFlightCheckpoint,
+    Pace,
+    ShardIdentity,
+)
 from .thread_priority import lower_priority
 
 
 class LevelWorker:
-    """Puts checkpoints into a level, one after the other.
+    """Puts checkpoints into one level, in a thread of its own.
 
-    `then` is called after each put with the checkpoint and whether the level holds it now. The
-    thread, and those that the level starts from it, are `niceness` below training's.
+    on_put    called after each put, with the checkpoint and whether the level now holds it
+    niceness  of the thread, and of threads that the level starts from it
     """
 
     def __init__(
         self,
         level: Level,
         counters: LevelCounters,
-        said: ProblemLog,
-        then: Callable[[InFlightCheckpoint, bool], None],
+        problems: ProblemLog,
+        on_put: Callable[[InFlightCheckpoint, bool], None],
         niceness: int,
     ) -> None:
         self.level, self.counters = level, counters
-        self._problems, self._then, self._niceness = said, then, niceness
+        self._problems, self._on_put, self._niceness = problems, on_put, niceness
         self._waiting: deque[InFlightCheckpoint] = deque()
         self._is_busy = self._is_closed = False
+        self._tried: ShardIdentity | None = None
         self._changed = Condition()
         name = f"resihp-checkpoint-{type(level).__name__}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -40,13 +48,17 @@ class LevelWorker:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more checkpoint would be taken."""
+        """True if one more checkpoint would be accepted."""
         with self._changed:
             limit = self.level.patience + (0 if self._is_busy else 1)
             return not self._is_closed and len(self._waiting) < limit
 
+    def has_tried(self, identity: ShardIdentity) -> bool:
+        """Return True if the last put was of this checkpoint, failed or not, and not abandoned."""
+        return self._tried == identity
+
     def offer(self, checkpoint: InFlightCheckpoint) -> bool:
-        """Take a checkpoint, or count it as skipped where too many wait."""
+        """Accept a checkpoint, or count it as skipped if too many are waiting."""
         if not self.has_room:
             self.counters.skipped += 1
             return False
@@ -55,13 +67,21 @@ class LevelWorker:
             self._changed.notify_all()
         return True
 
+    def withdraw_oldest(self) -> InFlightCheckpoint | None:
+        """Remove the oldest waiting checkpoint and count it as skipped; None if none waits."""
+        with self._changed:
+            if not self._waiting:
+                return None
+            self.counters.skipped += 1
+            return self._waiting.popleft()
+
     def wait(self, timeout_s: float) -> bool:
-        """Until everything taken has been put; whether that was so in time."""
+        """Wait until every accepted checkpoint has been put; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._is_busy), timeout_s)
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was taken, until then by the monotonic clock, and end the thread."""
+        """Put what was accepted, until the deadline of the monotonic clock, and end the thread."""
         self.wait(deadline_s - time.monotonic())
         with self._changed:
             self._is_closed = True
@@ -69,14 +89,14 @@ class LevelWorker:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         try:
             self.level.close()
-        except Exception as problem:  # noqa: BLE001 - any storage may fail in its own way
-            self._problems.problem(self.level.name, problem)
+        except Exception as problem:  # noqa: BLE001 - storage may fail in any way
+            self._problems.report(self.level.name, problem)
 
     def _run(self) -> None:
         lower_priority(self._niceness)
         while (checkpoint := self._next()) is not None:
             try:
-                self._then(checkpoint, self._put(checkpoint))
+                self._on_put(checkpoint, self._put(checkpoint))
             finally:
                 checkpoint.leave(self.level.name)
                 del checkpoint
@@ -98,22 +118,38 @@ class LevelWorker:
         except CheckpointAbandoned:
             return False
         except BaseException as problem:  # noqa: BLE001 - also one that would end the thread
+            self._tried = checkpoint.identity
             self.counters.failed += 1
-            self._problems.problem(self.level.name, problem)
+            self._report(checkpoint.identity.step, problem)
             return False
-        self._problems.well(self.level.name)
+        self._tried = checkpoint.identity
+        self._problems.resolve(self.level.name)
         self.counters.saved += 1
         self.counters.newest_step = checkpoint.identity.step
         self.counters.durable_s = seconds_since(checkpoint.begun_s)
         return True
 
+    def _report(self, step: int, problem: BaseException) -> None:
+        """Log a failed put, with the newest checkpoint that the level still has."""
+        if self._problems.is_open(self.level.name):
+            return
+        newest = self.counters.newest_step
+        if newest is None:
+            with contextlib.suppress(Exception):
+                newest = next((one.step for one in best_first(self.level.checkpoints())), None)
+        text = f"step {step} not saved ({type(problem).__name__}: {problem}); newest there: "
+        text += "none" if newest is None else f"step {newest}"
+        self._problems.report(self.level.name, text)
+
 
 class LevelPipeline:
-    """A thread for each level. The first ones take a checkpoint as it is copied; where one of them
-    is a disk, levels with `after_disk` get it from there once it is complete.
+    """The workers of all levels.
+
+    The first levels receive a checkpoint as it is copied. If one of them is a disk, levels with
+    `after_disk` receive it from there once it is complete.
 
     counters    of each level by its name; filled here
-    handed_on   called in a level's thread after each checkpoint that it was given
+    on_put      called in a level's thread after each put
     niceness    see `Checkpointer`
     """
 
@@ -121,97 +157,119 @@ class LevelPipeline:
         self,
         levels: Sequence[Level],
         counters: dict[str, LevelCounters],
-        said: ProblemLog,
-        handed_on: Callable[[], None],
+        problems: ProblemLog,
+        on_put: Callable[[], None],
         niceness: int,
     ) -> None:
-        self._handed_on = handed_on
+        self._on_put = on_put
         self._disk = next((level for level in levels if isinstance(level, LocalDisk)), None)
-        self._workers: list[LevelWorker] = []
+        self._first: list[LevelWorker] = []
+        self._after_disk: list[LevelWorker] = []
         for level in levels:
             counters[level.name] = LevelCounters()
-            then = self._after(level)
-            self._workers.append(LevelWorker(level, counters[level.name], said, then, niceness))
+            worker = LevelWorker(
+                level, counters[level.name], problems, self._handler(level), niceness
+            )
+            (self._after_disk if self._is_after_disk(level) else self._first).append(worker)
 
     @property
     def durable_s(self) -> float | None:
-        """From `save` to complete, at the slowest level that waits for no disk; None: not known."""
-        times = [r.counters.durable_s for r in self._workers if not r.level.after_disk]
+        """Seconds from `save` to complete, at the slowest level without `after_disk`, if known."""
+        times = [w.counters.durable_s for w in self._first if not w.level.after_disk]
         return max((t for t in times if t is not None), default=None)
 
     def able(self) -> list[LevelWorker]:
-        """The first levels that have room for one more checkpoint."""
-        return [worker for worker in self._first() if worker.has_room]
+        """List the first levels with room for one more checkpoint."""
+        return [worker for worker in self._first if worker.has_room]
+
+    def lacking(self, identity: ShardIdentity) -> list[LevelWorker]:
+        """List the levels that have not tried to store this checkpoint.
+
+        Levels after the disk are left out if the disk is listed: they receive it from there.
+        """
+        first = [worker for worker in self._first if not worker.has_tried(identity)]
+        if any(worker.level is self._disk for worker in first):
+            return first
+        return first + [worker for worker in self._after_disk if not worker.has_tried(identity)]
 
     def pace(self, able: Sequence[LevelWorker], window_s: float) -> Pace | None:
-        """How a disk that alone takes the checkpoint is expected to get on; None: others take it.
+        """Forecast of a disk that receives the checkpoint alone; None if other levels do too.
 
-        Of the first one nothing is known: it copies at the fence alone, into pages found by then.
+        The first checkpoint is copied at the fence alone, into pages allocated by then.
         """
         (one, *others) = able
         durable_s = one.counters.durable_s
         is_alone = isinstance(one.level, LocalDisk) and not others
-        known = Pace(window_s, durable_s) if durable_s else UNHURRIED
-        return known if is_alone else None
+        forecast = Pace(window_s, durable_s) if durable_s else NO_FENCE_EXPECTED
+        return forecast if is_alone else None
 
-    def expect(self, checkpoint: InFlightCheckpoint, able: Sequence[LevelWorker]) -> None:
-        """Note in a checkpoint who will need it, before its copy starts."""
-        checkpoint.uploads = len(self._fed_by_disk())
-        checkpoint.taken = {worker.level.name: 0 for worker in able}
+    def expect(self, checkpoint: InFlightCheckpoint, receivers: Sequence[LevelWorker]) -> None:
+        """Record in a checkpoint which levels will read it, before its copy begins."""
+        has_disk = any(worker.level is self._disk for worker in receivers)
+        direct = sum(worker in self._after_disk for worker in receivers)
+        checkpoint.uploads = len(self._after_disk) if has_disk else direct
+        checkpoint.taken = {worker.level.name: 0 for worker in receivers}
 
-    def offer(self, checkpoint: InFlightCheckpoint, able: Sequence[LevelWorker]) -> None:
-        """Give it to those that are able; the other first levels skip it."""
-        for worker in self._first():
-            if worker in able:
-                worker.offer(checkpoint)
-            else:
-                worker.counters.skipped += 1
+    def offer(self, checkpoint: InFlightCheckpoint, receivers: Sequence[LevelWorker]) -> None:
+        """Give a checkpoint to the receivers; the other first levels skip it."""
+        for worker in receivers:
+            worker.offer(checkpoint)
+        for worker in self._first:
+            worker.counters.skipped += worker not in receivers
 
     def wait(self, deadline_s: float) -> bool:
-        """Until every level has put what it took, or then by the monotonic clock; whether all did.
+        """Wait until every level has put what it accepted; False after the deadline.
 
-        In the levels' order, so that what one hands on to a later one is waited for too.
+        In the order of the routes, to include what the disk level passes on.
         """
-        return all(worker.wait(deadline_s - time.monotonic()) for worker in self._workers)
+        workers = (*self._first, *self._after_disk)
+        return all(worker.wait(deadline_s - time.monotonic()) for worker in workers)
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was taken, until then, and end the threads."""
-        for worker in self._workers:
+        """Finish what was accepted, until the deadline, and end the threads."""
+        for worker in (*self._first, *self._after_disk):
             worker.close(deadline_s)
 
-    def _first(self) -> list[LevelWorker]:
-        return [worker for worker in self._workers if not self._is_fed_by_disk(worker)]
+    def _is_after_disk(self, level: Level) -> bool:
+        return level.after_disk and self._disk is not None
 
-    def _fed_by_disk(self) -> list[LevelWorker]:
-        return [worker for worker in self._workers if self._is_fed_by_disk(worker)]
+    def _handler(self, level: Level) -> Callable[[InFlightCheckpoint, bool], None]:
+        """After a put: pass checkpoints of the disk on, also ones that it failed to write."""
 
-    def _is_fed_by_disk(self, worker: LevelWorker) -> bool:
-        return worker.level.after_disk and self._disk is not None
-
-    def _after(self, level: Level) -> Callable[[InFlightCheckpoint, bool], None]:
-        """Hand a checkpoint from the disk on to the levels after it; also one that it failed on."""
-
-        def hand_on(checkpoint: InFlightCheckpoint, is_put: bool) -> None:
-            self._handed_on()
+        def handle(checkpoint: InFlightCheckpoint, is_put: bool) -> None:
+            self._on_put()
             if level is self._disk:
-                for worker in self._fed_by_disk():
-                    if not self._passes(checkpoint, is_put, worker):
+                for worker in self._after_disk:
+                    if not self._pass_on(checkpoint, is_put, worker):
                         checkpoint.uploaded()
-            elif level.after_disk and self._disk is not None:
+            elif self._is_after_disk(level):
                 checkpoint.uploaded()
 
-        return hand_on
+        return handle
 
-    def _passes(self, checkpoint: InFlightCheckpoint, is_put: bool, worker: LevelWorker) -> bool:
-        """Whether a checkpoint goes on from the disk, or from the buffer where the disk failed."""
+    def _pass_on(self, checkpoint: InFlightCheckpoint, is_put: bool, worker: LevelWorker) -> bool:
+        """Pass a checkpoint on from the disk, or from the buffer if the disk failed."""
+        name = worker.level.name
         if not is_put:
             if checkpoint.problem is not None:
                 return False
             if not checkpoint.fall_back_to_buffer():
-                worker.counters.skipped += 1  # parts of the buffer may hold newer bytes already
+                worker.counters.skipped += 1  # the buffer may already hold newer bytes
                 return False
-            checkpoint.done_with(worker.level.name, 0)
-        is_taken = worker.offer(checkpoint)
-        if not is_taken:
-            checkpoint.leave(worker.level.name)
-        return is_taken
+            checkpoint.done_with(name, 0)
+        elif len(checkpoint.identity.ranks) == 1 and not worker.has_room:
+            self._replace_oldest(worker)
+        is_accepted = worker.offer(checkpoint)
+        if not is_accepted:
+            checkpoint.leave(name)
+        return is_accepted
+
+    def _replace_oldest(self, worker: LevelWorker) -> None:
+        """Make room for a newer checkpoint on a slow level.
+
+        With several ranks the level would complete nothing if each replaced another step.
+        """
+        oldest = worker.withdraw_oldest()
+        if oldest is not None:
+            oldest.leave(worker.level.name)
+            oldest.uploaded()

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree: who writes what, and whether all take part in a checkpoint."""
+"""The ranks that checkpoint together: assignment of writers, and collective calls between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveItem:
-    """Something that a rank holds and could write."""
+    """A tensor shard, or (without shape) another object, that a rank holds and could write."""
 
     key: str
     offsets: tuple[int, ...]
@@ -33,7 +33,7 @@ class SaveItem:
 class Ranks(Protocol):
     """The ranks that checkpoint together.
 
-    run   the same text on all of them, another one after a restart
+    run   identifier of this start of the job, the same on all ranks
     """
 
     rank: int
@@ -41,20 +41,20 @@ class Ranks(Protocol):
     run: str
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in the order of `all`; a collective call."""
+        """Return the value of every rank, in the order of `all`; a collective call."""
 
     def gather_in_background(self, value: T) -> list[T]:
-        """As `gather`, for a thread that also calls `all_ready`, beside one that calls `gather`."""
+        """Like `gather`, in the thread that calls `all_ready`, concurrent with `gather`."""
 
     def all_ready(self, is_ready: bool) -> bool:
-        """Whether every rank is; a collective call, made in the background at each save."""
+        """Return True if every rank is ready; a collective call, in the background per save."""
 
 
 class IndependentRank:
-    """One process; or one of several whose parts are known to be disjoint and that need no veto.
+    """A rank that saves without coordination: a single process, or one with disjoint shards.
 
-    The elastic runtime, which knows who holds which range, gives its rank, all ranks and a text
-    that names the run.
+    With several `ranks` the shards of all must be known to be disjoint and complete, and `run`
+    must be a text that is the same on all ranks and changes with each start of the job.
     """
 
     def __init__(self, rank: int = 0, ranks: Sequence[int] = (0,), run: str | None = None) -> None:
@@ -63,22 +63,22 @@ class IndependentRank:
         self.rank, self.all, self.run = rank, tuple(sorted(ranks)), run or uuid.uuid4().hex[:12]
 
     def gather(self, value: T) -> list[T]:
-        """The own value."""
+        """Return this rank's own value."""
         return [value]
 
     gather_in_background = gather
 
     def all_ready(self, is_ready: bool) -> bool:
-        """Whether this one is."""
+        """Return whether this rank is ready."""
         return is_ready
 
 
 class ProcessGroupRanks:
-    """The ranks of a process group, over gloo groups of our own.
+    """The ranks of a process group, over gloo groups of their own.
 
     Every rank of the world must construct it, as with `torch.distributed.new_group`.
 
-    timeout  of every collective call; a peer that is gone costs checkpoints, not training
+    timeout  of every collective call; a lost peer costs checkpoints and does not stop training
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ProcessGroupRanks:
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        # one for the caller's thread and one for the background, which must not mix their calls
+        # One group for the caller's thread and one for the background: their calls must not mix.
         self._group, self._background = (
             dist.new_group(members, timeout=timeout, backend="gloo") for _ in range(2)
         )
@@ -95,15 +95,15 @@ class ProcessGroupRanks:
         self.run = self.gather(uuid.uuid4().hex[:12])[0]
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank."""
+        """Return the value of every rank."""
         return self._gathered(value, self._group)
 
     def gather_in_background(self, value: T) -> list[T]:
-        """The same in the background."""
+        """Return the value of every rank, over the background group."""
         return self._gathered(value, self._background)
 
     def all_ready(self, is_ready: bool) -> bool:
-        """Whether every rank is."""
+        """Return True if every rank is ready."""
         flag = torch.tensor([int(is_ready)], dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._background)
         return bool(flag.item())
@@ -115,35 +115,38 @@ class ProcessGroupRanks:
 
 
 def assign_writers(items: Sequence[Sequence[SaveItem]]) -> list[set[tuple[str, tuple[int, ...]]]]:
-    """For each rank, what it writes: everything once, what several hold by whoever writes least.
+    """Assign each item to one of its holders, the one with the fewest bytes so far.
 
-    Raises `ContractError` where the parts of a tensor do not add up to the whole, or ranks hold the
-    same part in different shapes or types.
+    Takes the items of each rank; returns keys and offsets of each rank's share. Raises
+    `ContractError` if the shards of a tensor do not add up to the whole, or if ranks hold the same
+    shard in different shapes or types.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     known: dict[tuple[str, tuple[int, ...]], SaveItem] = {}
     for number, held in enumerate(items):
-        for claim in held:
-            place = claim.key, claim.offsets
+        for item in held:
+            place = item.key, item.offsets
             holders[place].append(number)
-            if known.setdefault(place, claim) != claim:
-                raise ContractError(claim.key, "its shape or type differs between ranks")
-    _check_whole(known)
-    mine: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in items]
+            if known.setdefault(place, item) != item:
+                raise ContractError(item.key, "its shape or type differs between ranks")
+    _check_complete(known)
+    assigned: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in items]
     load = [0] * len(items)
     for place, able in holders.items():
         chosen = min(able, key=lambda number: (load[number], number))
         load[chosen] += known[place].nbytes
-        mine[chosen].add(place)
-    return mine
+        assigned[chosen].add(place)
+    return assigned
 
 
-def _check_whole(known: Mapping[tuple[str, tuple[int, ...]], SaveItem]) -> None:
+def _check_complete(known: Mapping[tuple[str, tuple[int, ...]], SaveItem]) -> None:
     volume: dict[str, int] = defaultdict(int)
     whole: dict[str, int] = {}
-    for claim in known.values():
-        volume[claim.key] += math.prod(claim.sizes)
-        whole[claim.key] = math.prod(claim.shape)
+    for item in known.values():
+        volume[item.key] += math.prod(item.sizes)
+        whole[item.key] = math.prod(item.shape)
     for key, size in whole.items():
         if volume[key] != size:
-            raise ContractError(key, f"its parts have {volume[key]} elements, the whole has {size}")
+            raise ContractError(
+                key, f"its shards have {volume[key]} elements, the whole has {size}"
+            )

@@ -1,8 +1,8 @@
-"""What the ranks tell each other of each save, in the background and in the order of the saves.
+"""Votes of the ranks on each save, in the background and in the order of the saves.
 
-A checkpoint that not every rank takes part in is given up by all. Where the state of any rank has
-got new shapes, if only on that one, all say in the round of that save what they hold, and go by the
-same new plan as soon as they come to their next one; until then their checkpoints are given up.
+A checkpoint that not every rank takes part in is abandoned by all. If the state of any rank has new
+shapes, all ranks exchange their save items in the vote on that save, and plan anew at their next
+save; until then their checkpoints are abandoned.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .ranks import Ranks, SaveItem, assign_writers
 from .staging.in_flight import InFlightCheckpoint
 
 PATIENCE_S = 60.0
-"""Longest wait of a rank with new shapes for the others to come to the same save."""
+"""Longest wait of a rank with new shapes for the others to reach the same save."""
 
 
 class GatheredItems(NamedTuple):
-    """What all ranks hold, and which time it is that they say so."""
+    """Save items of all ranks; `version` counts the exchanges."""
 
     version: int
     items: Sequence[Sequence[SaveItem]]
@@ -31,61 +31,69 @@ class GatheredItems(NamedTuple):
 
 @dataclass(eq=False)
 class Vote:
-    """One rank's part in the round of one save.
+    """This rank's part in the vote on one save.
 
-    claims    what it holds; None where that cannot be saved
-    version   of what was told when its plan was made; None: it has no plan for these shapes
-    begun     the checkpoint that it has begun, or that it has begun none, once it knows
-    told      what all hold, if they say so in this round
+    items     returns its save items; None if its state cannot be saved
+    version   exchange of items that its plan is based on; None: it has no plan for these shapes
+    begun     its checkpoint; None if it has not begun one
+    gathered  items of all ranks, if they are exchanged in this vote
     """
 
     items: Callable[[], Sequence[SaveItem] | None]
     version: int | None
     begun: Future[InFlightCheckpoint | None] = field(default_factory=Future)
-    told: Future[GatheredItems] = field(default_factory=Future)
+    gathered: Future[GatheredItems] = field(default_factory=Future)
 
 
 class VoteQueue:
-    """The rounds, one after the other in a thread of their own.
+    """Holds the votes one after the other, in a thread of its own.
 
-    give_up  called with what this rank has begun and another takes no part in
-    newest   what was told last
+    abandon  called with this rank's checkpoint if another rank does not take part
+    newest   the latest exchange of items
     """
 
     def __init__(
-        self, ranks: Ranks, said: ProblemLog, give_up: Callable[[InFlightCheckpoint], None]
+        self, ranks: Ranks, problems: ProblemLog, abandon: Callable[[InFlightCheckpoint], None]
     ) -> None:
-        self._ranks, self._problems, self._give_up = ranks, said, give_up
-        self._thread = ThreadPoolExecutor(1, "resihp-checkpoint-agree")
+        self._ranks, self._problems, self._abandon = ranks, problems, abandon
+        self._thread = ThreadPoolExecutor(1, "resihp-checkpoint-vote")
         self.newest = GatheredItems(0, ())
 
-    def cast(self, vote: Vote) -> None:
-        """Take part in the next round."""
-        self._thread.submit(self._round, vote)
+    def submit(self, vote: Vote) -> None:
+        """Take part in the next vote."""
+        self._thread.submit(self._hold, vote)
 
-    def ask(self, vote: Vote) -> GatheredItems:
-        """Take part in the next round, and let all ranks say what they hold; what they said."""
-        self.cast(vote)
+    def submit_and_gather(self, vote: Vote) -> GatheredItems:
+        """Take part in the next vote, and exchange save items in it."""
+        self.submit(vote)
         try:
-            return vote.told.result(PATIENCE_S)
+            return vote.gathered.result(PATIENCE_S)
         except TimeoutError:
-            raise CheckpointError("the other ranks have not come to the same save") from None
+            raise CheckpointError("the other ranks have not reached the same save") from None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all submitted votes have ended; False on timeout."""
+        try:
+            self._thread.submit(bool).result(max(0.0, timeout_s))
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
-        """Take part in no more."""
+        """Take part in no more votes."""
         self._thread.shutdown(wait=False)
 
-    def _round(self, vote: Vote) -> None:
+    def _hold(self, vote: Vote) -> None:
         try:
             is_agreed = self._all_ready(vote)
         except RuntimeError as problem:
-            self._problems.problem("votes of the ranks", problem)
-            if not vote.told.done():
-                vote.told.set_exception(problem)
+            self._problems.report("vote of the ranks", problem)
+            if not vote.gathered.done():
+                vote.gathered.set_exception(problem)
             return
         checkpoint = vote.begun.result()
         if checkpoint is not None and not is_agreed:
-            self._give_up(checkpoint)
+            self._abandon(checkpoint)
 
     def _all_ready(self, vote: Vote) -> bool:
         ranks, has_plan = self._ranks, vote.version is not None
@@ -94,24 +102,26 @@ class VoteQueue:
         if ranks.all_ready(has_plan):
             return False
         try:
-            items = _usable(ranks.gather_in_background(vote.items()))
+            items = _complete_items(ranks.gather_in_background(vote.items()))
         except ContractError as problem:  # the same on all ranks
-            vote.told.set_exception(problem)
+            vote.gathered.set_exception(problem)
             return False
         self.newest = GatheredItems(self.newest.version + 1, items)
-        vote.told.set_result(self.newest)
+        vote.gathered.set_result(self.newest)
         return ranks.all_ready(not has_plan and self._is_ready(vote))
 
     def _is_ready(self, vote: Vote) -> bool:
-        """Ready, and by the newest plan."""
+        """Return True if a checkpoint has begun, by the newest plan."""
         has_begun = vote.begun.result() is not None
         return has_begun and vote.version in (None, self.newest.version)
 
 
-def _usable(everyones: Sequence[Sequence[SaveItem] | None]) -> Sequence[Sequence[SaveItem]]:
-    """What all ranks hold. Raises `ContractError` where that cannot be shared out."""
+def _complete_items(
+    everyones: Sequence[Sequence[SaveItem] | None],
+) -> Sequence[Sequence[SaveItem]]:
+    """Return the items of all ranks. Raises `ContractError` if they cannot be assigned."""
     items = [held for held in everyones if held is not None]
     if len(items) < len(everyones):
-        raise ContractError("state", "not every rank's can be saved")
+        raise ContractError("state", "cannot be saved on every rank")
     assign_writers(items)
     return items

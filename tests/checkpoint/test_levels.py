@@ -361,9 +361,9 @@ def test_a_save_after_close_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
         (lambda _: SharedStorage("nowhere://bucket"), "nowhere://bucket: Protocol not known"),
         (lambda _: SharedStorage(""), "url: is empty"),
         (lambda _: PeerMemory(None), "own: this process's HostMemory"),
-        (lambda _: Every(0), "steps: a whole number"),
-        (lambda _: Every(float("nan")), "steps: a whole number"),
-        (lambda _: LeastLoss(60.0), "faults: a FaultRate"),
+        (lambda _: Every(0), "steps: must be a positive integer"),
+        (lambda _: Every(float("nan")), "steps: must be a positive integer"),
+        (lambda _: LeastLoss(60.0), "faults: must be a FaultRate"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(

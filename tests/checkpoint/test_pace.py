@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from resihp.checkpoint.staging.in_flight import UNHURRIED, InFlightCheckpoint, Pace
+from resihp.checkpoint.staging.in_flight import NO_FENCE_EXPECTED, InFlightCheckpoint, Pace
 
 COUNT = 100
 NOW = 1000.0
@@ -46,5 +46,5 @@ def test_once_the_fence_is_overdue_the_rest_is_copied() -> None:
 
 
 def test_of_the_first_one_nothing_is_copied_before_the_fence() -> None:
-    assert nap_s(UNHURRIED, 0.0, 0) > 0
-    assert nap_s(UNHURRIED, 5.0, 20) > 0
+    assert nap_s(NO_FENCE_EXPECTED, 0.0, 0) > 0
+    assert nap_s(NO_FENCE_EXPECTED, 5.0, 20) > 0

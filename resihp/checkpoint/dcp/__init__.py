@@ -1,4 +1,4 @@
-"""For users of torch's distributed checkpoint: our writer and lazy copy behind its interfaces."""
+"""Adapter to torch's distributed checkpoint (DCP): storage writer and asynchronous stager."""
 
 from .writer import LazyWriter
 

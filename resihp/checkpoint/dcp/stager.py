@@ -1,4 +1,4 @@
-"""The lazy copy as a stager of torch's: a state goes in, a future of its copy comes out."""
+"""Lazy copy of a state for DCP's asynchronous saves."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from ..staging.stager import Stager
 
 StateDict: TypeAlias = dict[str, Any]
 
-_UPLOAD = "upload"
-_PATIENCE_S = 600.0
+_READER = "dcp"
+_RELEASE_TIMEOUT_S = 600.0
 
 
 class DcpStager:
-    """One buffer of the size of this rank's state, held from `stage` until `release`."""
+    """Copies states into one host buffer, which is in use from `stage` until `release`."""
 
     def __init__(self) -> None:
-        one_of_several = IndependentRank(
-            0, (0, 1), "torch"
-        )  # whose parts it knows, and shares out, itself
+        one_of_several = IndependentRank(0, (0, 1), "dcp")  # DCP assigns the writers itself
         self._stager = Stager(one_of_several, buffers=1)
         self._threads = ThreadPoolExecutor(1, "resihp-checkpoint-stage")
         self._checkpoint: InFlightCheckpoint | None = None
@@ -40,16 +38,18 @@ class DcpStager:
         self._stager.know(optimizer, modules)
 
     def stage(self, state: StateDict) -> Future[StateDict]:
-        """Begin to copy, once the copy before has been released."""
-        self._await_release()
-        found = self._stager.fit(state)
-        assert found.has_buffers, "the only buffer is free"
-        checkpoint = self._stager.lend(0, Lineage(""), found, state, {}, 0.0)
-        assert checkpoint is not None
-        checkpoint.taken[_UPLOAD] = 0
+        """Begin to copy, after the release of the copy before; returns the state on the host."""
+        self._wait_for_release()
+        collected = self._stager.fit(state)
+        captured = self._stager.capture(0, Lineage(""), collected, state, {})
+        checkpoint = self._stager.lend(captured, 0.0)
+        assert checkpoint is not None, "the only buffer is free"
+        checkpoint.taken[_READER] = 0
         self._checkpoint = checkpoint
-        where = {found.parts[pick].path: number for number, pick in enumerate(self._stager.picks)}
-        copied = _rebuilt(state, checkpoint, where, ())
+        numbers = {
+            collected.tensors[pick].path: number for number, pick in enumerate(self._stager.picks)
+        }
+        copied = _on_host(state, checkpoint, numbers, ())
         self._stager.start(checkpoint)
         return self._threads.submit(_once_copied, checkpoint, copied)
 
@@ -59,22 +59,22 @@ class DcpStager:
             self._stager.fence(self._checkpoint, tensors)
 
     def release(self) -> None:
-        """The copy is needed no more."""
+        """Release the buffer."""
         if self._checkpoint is not None:
-            self._checkpoint.done_with(_UPLOAD)
-            self._stager.settle()
+            self._checkpoint.done_with(_READER)
+            self._stager.move_to_huge_pages()
 
     def close(self) -> None:
         """End the threads."""
         self._stager.close()
         self._threads.shutdown()
 
-    def _await_release(self) -> None:
+    def _wait_for_release(self) -> None:
         checkpoint = self._checkpoint
         if checkpoint is None:
             return
         with checkpoint.changed:
-            if not checkpoint.changed.wait_for(lambda: checkpoint.is_idle, _PATIENCE_S):
+            if not checkpoint.changed.wait_for(lambda: checkpoint.is_idle, _RELEASE_TIMEOUT_S):
                 raise CheckpointError("the save before has not ended")
 
 
@@ -84,21 +84,21 @@ def _once_copied(checkpoint: InFlightCheckpoint, copied: StateDict) -> StateDict
     return copied
 
 
-def _rebuilt(
-    value: Any, checkpoint: InFlightCheckpoint, where: dict[Any, int], path: tuple[Any, ...]
+def _on_host(
+    value: Any, checkpoint: InFlightCheckpoint, numbers: dict[Any, int], path: tuple[Any, ...]
 ) -> Any:
-    """The state with each tensor replaced by its place in the buffer."""
+    """Rebuild a state with each tensor replaced by its view of the buffer."""
     if isinstance(value, dict):
         steps = {key: (key,) if isinstance(key, int) else str(key) for key in value}
         return {
-            key: _rebuilt(inner, checkpoint, where, (*path, steps[key]))
+            key: _on_host(inner, checkpoint, numbers, (*path, steps[key]))
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [_rebuilt(one, checkpoint, where, (*path, i)) for i, one in enumerate(value)]
-    if not isinstance(value, Tensor) or path not in where:
+        return [_on_host(one, checkpoint, numbers, (*path, i)) for i, one in enumerate(value)]
+    if not isinstance(value, Tensor) or path not in numbers:
         return copy.deepcopy(value)
-    host = _at(checkpoint, where[path])
+    host = _view(checkpoint, numbers[path])
     if isinstance(value, DTensor):
         shape, stride = value.shape, value.stride()
         mesh, placements = value.device_mesh, value.placements
@@ -108,7 +108,7 @@ def _rebuilt(
     return host
 
 
-def _at(checkpoint: InFlightCheckpoint, number: int) -> Tensor:
-    place, entry = checkpoint.file.places[number], checkpoint.file.entries[number]
-    content = checkpoint.slot.buffer.tensor[entry.data : entry.data + place.nbytes]
-    return content.view(place.dtype).view(place.sizes)
+def _view(checkpoint: InFlightCheckpoint, number: int) -> Tensor:
+    spec, entry = checkpoint.file.specs[number], checkpoint.file.entries[number]
+    content = checkpoint.slot.buffer.tensor[entry.data : entry.data + spec.nbytes]
+    return content.view(spec.dtype).view(spec.sizes)

@@ -1,11 +1,11 @@
-"""For users of torch's distributed checkpoint: our writer and lazy stager in one object.
+"""DCP storage writer over the file writer of `LocalDisk`, and its own asynchronous stager.
 
     writer = LazyWriter("/ckpt/step-000000010")
     dcp.save(state, storage_writer=writer)                   # large direct writes, atomic
-    dcp.async_save(state, storage_writer=writer)             # and a lazy copy; fence before
+    dcp.async_save(state, storage_writer=writer)             # lazy copy; fence before
     writer.attach(optimizer)                                 # the optimizer's next step
 
-torch plans and coordinates; what we write is the same as on our own levels.
+DCP plans and coordinates; the files are the same as those of the levels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import pickle
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as PythonFuture
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import torch
@@ -29,28 +30,37 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..format.index import FileIndex, IndexEntry
+from ..format.checksum import ROW_BYTES
+from ..format.index import IndexEntry
 from ..format.metadata import data_name
 from ..format.shard_file import ShardFile, ShardSpec
 from ..history import Lineage
-from ..levels.checkpoint_folder import publish_folder, step_of
+from ..levels.checkpoint_folder import part_folder, publish_folder, step_of, write_index
+from ..levels.local_disk import write_file
+from ..staging.host_buffer import HostBuffer
+from ..staging.in_flight import (
+    NO_FENCE_EXPECTED,
+    BufferSlot,
+    InFlightCheckpoint,
+    ShardIdentity,
+)
+from ..state_dict import Path as StatePath
 from .stager import DcpStager, StateDict
-from .stream import write_stream
 
 
 @dataclass(frozen=True)
-class _Assigned:
-    """What the coordinator tells each rank."""
+class _Assignment:
+    """Values that the coordinator gives to each rank."""
 
     run: str
     rank: int
     ranks: tuple[int, ...]
 
 
-class _Save(threading.local):
-    """The save under way in one thread, where torch runs all of it.
+class _CurrentSave(threading.local):
+    """The save of the current thread: torch runs all of a save in one thread.
 
-    The next one may begin in another thread while the coordinator publishes this one.
+    The next save may begin in another thread while the coordinator publishes this one.
     """
 
     path: Path | None = None
@@ -60,33 +70,33 @@ class _Save(threading.local):
 class LazyWriter(StorageWriter, AsyncStager):
     """A `StorageWriter` for `dcp.save`, and its own `AsyncStager` for `dcp.async_save`.
 
-    path  of the folder to be published; `checkpoint_id` given to torch replaces it
+    path  folder to publish; replaced by the `checkpoint_id` given to torch
 
-    With `dcp.async_save` the state is copied in the background: call `fence` (or `attach` the
-    optimizer) before it changes. A further save waits until the one before has been written.
+    With `dcp.async_save` the state is copied in the background: call `fence`, or `attach` the
+    optimizer, before it changes. A further save waits until the one before has been written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self._path = Path(path)
         self._stager = DcpStager()
-        self._save = _Save()
+        self._save = _CurrentSave()
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
-        """Put a fence before each step of the optimizer; see `Checkpointer.attach`."""
+        """Call `fence` before each step of the optimizer; see `Checkpointer.attach`."""
         self._stager.know(optimizer, modules)
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Wait until these tensors (None: all) are copied; right before they change."""
+        """Wait until these tensors (None: all) are copied; call it right before they change."""
         self._stager.fence(tensors)
 
     def stage(self, state_dict: StateDict) -> PythonFuture[StateDict]:
-        """Begin to copy; the future gives the state on the host."""
+        """Begin to copy; the future returns the state on the host."""
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """The fence, by torch's name."""
+        """Call `fence`, by torch's name."""
         self.fence()
 
     def close(self) -> None:
@@ -95,54 +105,72 @@ class LazyWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder."""
+        """Folder of the current save."""
         return self._save.path or self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a folder of this machine."""
+        """Return True for paths, False for URLs."""
         return "://" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new checkpoint begins."""
+        """Begin a new save."""
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
         self._save.path = self._path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare before the plan is known."""
+        """Do nothing: nothing to prepare before the plan is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Left as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give all ranks a common name for what is not published yet."""
+        """Give all ranks a common name of the unpublished folder."""
         run, ranks = uuid.uuid4().hex[:12], tuple(range(len(plans)))
         self._save.run = run
-        return [replace(p, storage_data=_Assigned(run, i, ranks)) for i, p in enumerate(plans)]
+        return [replace(p, storage_data=_Assignment(run, i, ranks)) for i, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Stream this rank's tensors into one file; nothing of it is held but a few chunks."""
+        """Write this rank's tensors into one file, large ones from their own memory."""
         try:
             return self._write(plan, planner)
         finally:
             self._stager.release()
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the folder, in place of one of the same name; on the coordinator."""
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint_id))
+        part = part_folder(self.checkpoint_id, self._save.run)
+        publish_folder(part, self.checkpoint_id, pickle.dumps(metadata))
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assigned: _Assigned = plan.storage_data
+        assigned: _Assignment = plan.storage_data
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        paths = getattr(planner, "mappings", {})
-        file = ShardFile([_place(item, paths) for item in tensors])
-        entries, section = _section(objects, planner, paths, file.nbytes)
+        paths: Mapping[str, StatePath] = getattr(planner, "mappings", {})
+        sources = [_tensor(planner, item) for item in tensors]
+        file = ShardFile(
+            [_spec(item, paths, source) for item, source in zip(tensors, sources, strict=True)]
+        )
         step = step_of(self.checkpoint_id.name) or 0
-        lineage = Lineage(assigned.run)
-        index = FileIndex(step, assigned.rank, lineage, assigned.ranks, file.entries, file.nbytes)
-        index = replace(index, objects=entries, file_bytes=file.nbytes + len(section))
-        part = self._part(assigned.run)
+        checkpoint = InFlightCheckpoint(
+            ShardIdentity(step, assigned.rank, Lineage(assigned.run), assigned.ranks),
+            file,
+            BufferSlot(HostBuffer(file.nbytes, huge=False), file),
+            sources,
+            lambda start: _object_section(objects, planner, paths, start),
+            Condition(),
+            pace=NO_FENCE_EXPECTED,
+        )
+        part = part_folder(self.checkpoint_id, assigned.run)
         part.mkdir(parents=True, exist_ok=True)
-        write_stream(part, index, file, lambda n: _resolve(planner, tensors[n]), section)
+        write_file(checkpoint, part / data_name(assigned.rank), "dcp")
+        index = checkpoint.index()
+        write_index(part, index)
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
@@ -152,50 +180,35 @@ class LazyWriter(StorageWriter, AsyncStager):
         )
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the folder, in place of any of its name; the coordinator alone."""
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint_id))
-        publish_folder(self._part(self._save.run), self.checkpoint_id, pickle.dumps(metadata))
 
-    def _part(self, run: str) -> Path:
-        return self.checkpoint_id.with_name(f".{self.checkpoint_id.name}.{run}.part")
-
-
-def _place(item: WriteItem, paths: dict[str, tuple[str | int, ...]]) -> ShardSpec:
-    data = item.tensor_data
-    assert data is not None
-    assert data.chunk is not None
-    path = paths.get(item.index.fqn, (item.index.fqn,))
-    box = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return ShardSpec(item.index.fqn, path, *box, data.properties.dtype)
-
-
-def _section(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    paths: dict[str, tuple[str | int, ...]],
-    start: int,
-) -> tuple[tuple[IndexEntry, ...], bytes]:
-    """torch has encoded each value already."""
-    contents = [planner.resolve_data(item) for item in items]
-    entries, section = [], bytearray()
-    for item, content in zip(items, contents, strict=True):
-        assert not isinstance(content, Tensor)
-        key = item.index.fqn
-        encoded = content.getbuffer()
-        at = start + len(section)
-        entries.append(IndexEntry(key, paths.get(key, (key,)), at, len(encoded)))
-        section += encoded
-    section += bytes(-len(section) % 4096)
-    return tuple(entries), bytes(section)
-
-
-def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
+def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
     return tensor
+
+
+def _spec(item: WriteItem, paths: Mapping[str, StatePath], source: Tensor) -> ShardSpec:
+    data = item.tensor_data
+    assert data is not None
+    assert data.chunk is not None
+    key, dtype, phase = item.index.fqn, data.properties.dtype, source.data_ptr() % ROW_BYTES
+    box = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return ShardSpec(key, paths.get(key, (key,)), *box, dtype, phase)
+
+
+def _object_section(
+    items: Sequence[WriteItem], planner: SavePlanner, paths: Mapping[str, StatePath], start: int
+) -> tuple[tuple[IndexEntry, ...], bytes]:
+    """Collect the objects, which the planner has encoded, into the section of the file."""
+    entries, section = [], bytearray()
+    for item in items:
+        content = planner.resolve_data(item)
+        assert not isinstance(content, Tensor)
+        key, encoded = item.index.fqn, content.getbuffer()
+        entries.append(IndexEntry(key, paths.get(key, (key,)), start + len(section), len(encoded)))
+        section += encoded
+    section += bytes(-len(section) % ROW_BYTES)
+    return tuple(entries), bytes(section)
 
 
 def _result(item: WriteItem, entry: IndexEntry, file: str) -> WriteResult:

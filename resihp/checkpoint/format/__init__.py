@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: archives, the file of a rank, its index, torch's metadata."""
+"""File format: tensor archives, the file of a rank, its index, and torch's metadata."""

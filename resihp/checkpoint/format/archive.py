@@ -1,8 +1,8 @@
-"""The bytes around a tensor's data that make it what `torch.load` reads.
+"""Zip archives around tensor data, as read by `torch.load`.
 
-torch's distributed checkpoint keeps each tensor as an archive of its own: a zip file, all members
-stored as they are, whose member `data/0` is the tensor's memory. What stands before and after that
-memory depends on shape and type alone, so it is made once and never touched again.
+torch's distributed checkpoint stores each tensor as an uncompressed zip archive, whose member
+`data/0` is the tensor's memory. The bytes before and after that memory depend on shape and dtype
+alone, so that they are generated once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 ALIGN = 64
-"""A tensor's memory starts at a multiple of this many bytes of the file."""
+"""File offsets of tensor data are multiples of this, in bytes."""
 
 _LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
 _END64, _LOCATOR64 = 0x06064B50, 0x07064B50
@@ -28,7 +28,7 @@ _MAX32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class ArchiveFrame:
-    """What goes before a tensor's memory and what goes after it."""
+    """Bytes of an archive before and after a tensor's data."""
 
     head: bytes
     tail: bytes
@@ -47,15 +47,14 @@ def frame(
     shape: tuple[int, ...],
     nbytes: int,
     start: int,
-    rest: int = 0,
+    remainder: int = 0,
     modulus: int = ALIGN,
 ) -> ArchiveFrame:
-    """The frame of an archive that starts at byte `start` of its file.
+    """Generate the frame of an archive that starts at byte `start` of its file.
 
-    The tensor's memory starts at the first byte possible that leaves `rest` modulo `modulus`.
-
-    The data's own CRC is left 0, as `torch.serialization.set_crc32_options(False)` does; torch
-    does not look at it, and the chunks of the file have checksums.
+    The tensor's data starts at the first possible file offset ≡ remainder (mod modulus). Its CRC
+    is 0, as with `torch.serialization.set_crc32_options(False)`: torch does not check it, and the
+    chunks of the file have checksums.
     """
     head, members = bytearray(), []
     order = sys.byteorder.encode()
@@ -64,7 +63,7 @@ def frame(
         head += _local(members[-1]) + content
     data = _Member(b"archive/data/0", nbytes, 0, len(head))
     unpadded = start + len(head) + len(_local(data)) + 4
-    head += _local(data, padding=(rest - unpadded) % modulus)
+    head += _local(data, padding=(remainder - unpadded) % modulus)
     version = _Member(b"archive/version", 2, zlib.crc32(b"3\n"), len(head) + nbytes)
     directory_at = version.offset + len(_local(version)) + 2
     directory = b"".join(map(_central, [*members, data, version]))
@@ -73,7 +72,7 @@ def frame(
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles tensors as `torch.save` does, the memory replaced by a reference to `data/0`."""
+    """Pickles tensors as `torch.save` does, with a reference to `data/0` in place of data."""
 
     def __init__(self, file: io.BytesIO, numel: int) -> None:
         super().__init__(file, protocol=2)
@@ -89,7 +88,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _Shaped:
-    """Stands for a tensor of a shape whose memory is elsewhere."""
+    """Placeholder that pickles like a contiguous tensor of a dtype and shape."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self._like, self._shape = torch.empty(0, dtype=dtype), shape

@@ -1,7 +1,6 @@
-"""torch's own metadata, built from the indexes of all ranks.
+"""torch's `.metadata` file, built from the indexes of all ranks.
 
-Nothing in it is of a class of ours, so that `torch.distributed.checkpoint` reads it in a process
-that knows nothing of us.
+It pickles classes of torch alone, so that `torch.distributed.checkpoint` reads it without resihp.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from ..state_dict import Path
 from .index import FileIndex, IndexEntry
 
 METADATA = ".metadata"
-"""Its presence says that a checkpoint is complete."""
+"""File whose presence marks a checkpoint as complete."""
 
 LINEAGE = "lineage.json"
-"""Of the checkpoint, so that one need not read an index to learn it."""
+"""File with the lineage of the checkpoint, which spares reading an index."""
 
 
 def data_name(rank: int) -> str:
-    """The file of a rank."""
+    """Name of a rank's file."""
     return f"__{rank}_0.distcp"
 
 
 def index_name(rank: int) -> str:
-    """The index of a rank's file."""
+    """Name of the index of a rank's file."""
     return f"__{rank}.index.json"
 
 
 def to_metadata(indexes: Sequence[FileIndex]) -> bytes:
-    """The content of `.metadata`."""
+    """Content of `.metadata`."""
     return _pickled(tuple((i.rank, i.tensors, i.objects) for i in indexes))
 
 
@@ -51,7 +50,7 @@ def to_metadata(indexes: Sequence[FileIndex]) -> bytes:
 def _pickled(
     ranks: tuple[tuple[int, tuple[IndexEntry, ...], tuple[IndexEntry, ...]], ...],
 ) -> bytes:
-    """Most checkpoints of a job have the same; only lengths of things may change it."""
+    """Cached: consecutive checkpoints of a job differ at most in the lengths of objects."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}

@@ -1,8 +1,8 @@
-"""How the file of one rank is laid out, and how a host buffer becomes that file.
+"""Layout of one rank's file, which is also the layout of its host buffers.
 
-The buffer is an image of the file, frames and all. What stands between tensors is put there once;
-a checkpoint changes only the tensors' own memory, and large aligned writes take it to disk as it
-is, whatever the sizes of the tensors.
+A host buffer is an image of the file, archive frames included. Frames are written into it once; a
+checkpoint changes tensor data alone, and large aligned writes store the buffer as it is, whatever
+the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LARGE = 64 * ROW_BYTES
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a part of a tensor goes: shape and type, without its memory.
+    """Name, shape and dtype of a tensor shard in the file.
 
-    phase  where its memory began within a row (4 KiB) when this was planned. What is large is put
-           at the same phase of the file, so that it can be written from where it lies.
+    phase  address of its data modulo 4096 at planning time; large tensors get the same phase in
+           the file, so that direct I/O can write them from their own memory
     """
 
     key: str
@@ -40,20 +40,20 @@ class ShardSpec:
     phase: int = 0
 
     @classmethod
-    def of(cls, part: TensorEntry) -> ShardSpec:
-        """The place that a part needs."""
-        sizes = tuple(part.tensor.shape)
-        phase = part.tensor.data_ptr() % ROW_BYTES
-        return cls(part.key, part.path, part.shape, part.offsets, sizes, part.tensor.dtype, phase)
+    def of(cls, entry: TensorEntry) -> ShardSpec:
+        """Describe a tensor of the state."""
+        tensor = entry.tensor
+        shape, phase = (entry.shape, entry.offsets, tuple(tensor.shape)), tensor.data_ptr()
+        return cls(entry.key, entry.path, *shape, tensor.dtype, phase % ROW_BYTES)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's memory."""
+        """Bytes of the tensor's data."""
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
     @property
     def alignment(self) -> tuple[int, int]:
-        """Its memory starts at a byte of the file that leaves this rest when divided by that."""
+        """`(remainder, modulus)`: its data starts at a file offset ≡ remainder (mod modulus)."""
         if self.nbytes < _LARGE or self.phase % ALIGN:
             return 0, ALIGN
         return self.phase, ROW_BYTES
@@ -61,7 +61,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ChunkSegment:
-    """Bytes [start, stop) of a tensor's memory belong at byte `at` of the file."""
+    """Bytes [start, stop) of a tensor's data, at offset `at` of the file, within one chunk."""
 
     tensor: int
     start: int
@@ -70,19 +70,19 @@ class ChunkSegment:
 
 
 class ShardFile:
-    """The fixed section of a rank's file: one archive for each place, in the order given."""
+    """The tensor section of a rank's file: one archive for each spec, in the given order."""
 
-    def __init__(self, places: Sequence[ShardSpec]) -> None:
-        self.places = tuple(places)
+    def __init__(self, specs: Sequence[ShardSpec]) -> None:
+        self.specs = tuple(specs)
         frames: list[ArchiveFrame] = []
         entries, at = [], 0
-        for place in self.places:
-            around = frame(place.dtype, place.sizes, place.nbytes, at, *place.alignment)
+        for spec in self.specs:
+            around = frame(spec.dtype, spec.sizes, spec.nbytes, at, *spec.alignment)
             data = at + len(around.head)
-            length = len(around.head) + place.nbytes + len(around.tail)
-            kind = str(place.dtype).removeprefix("torch.")
-            shape = (place.shape, place.offsets, place.sizes)
-            entries.append(IndexEntry(place.key, place.path, at, length, kind, *shape, data))
+            length = len(around.head) + spec.nbytes + len(around.tail)
+            kind = str(spec.dtype).removeprefix("torch.")
+            shape = (spec.shape, spec.offsets, spec.sizes)
+            entries.append(IndexEntry(spec.key, spec.path, at, length, kind, *shape, data))
             frames.append(around)
             at = _up(at + length, ALIGN)
         self.entries = tuple(entries)
@@ -92,10 +92,10 @@ class ShardFile:
         self._frames = self._framing(frames)
 
     def _segments(self) -> list[list[ChunkSegment]]:
-        """For each chunk, what of the tensors lies in it."""
+        """For each chunk, its segments of tensor data."""
         found: dict[int, list[ChunkSegment]] = defaultdict(list)
-        for index, (entry, place) in enumerate(zip(self.entries, self.places, strict=True)):
-            at, end = entry.data, entry.data + place.nbytes
+        for index, (entry, spec) in enumerate(zip(self.entries, self.specs, strict=True)):
+            at, end = entry.data, entry.data + spec.nbytes
             while at < end:
                 chunk = at // CHUNK_BYTES
                 stop = min(end, (chunk + 1) * CHUNK_BYTES)
@@ -104,7 +104,7 @@ class ShardFile:
         return [found[number] for number in range(len(self.chunks))]
 
     def put_frames(self, chunk: int, goal: Tensor) -> None:
-        """Write what stands between tensors in a chunk into the chunk's bytes (uint8)."""
+        """Write the frames of a chunk into `goal`, the bytes of that chunk (uint8)."""
         first, last = self.chunks[chunk]
         for at, content in self._frames[chunk]:
             low, high = max(at, first), min(at + len(content), last)
@@ -112,10 +112,10 @@ class ShardFile:
             goal[low - first : high - first] = torch.frombuffer(part, dtype=torch.uint8)
 
     def _framing(self, frames: Sequence[ArchiveFrame]) -> list[list[tuple[int, bytes]]]:
-        """For each chunk, the frames that reach into it, and where they start."""
+        """For each chunk, offset and content of the frames that overlap it."""
         found: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
-        for entry, place, around in zip(self.entries, self.places, frames, strict=True):
-            ends = entry.data + place.nbytes
+        for entry, spec, around in zip(self.entries, self.specs, frames, strict=True):
+            ends = entry.data + spec.nbytes
             for at, content in ((entry.start, around.head), (ends, around.tail)):
                 for chunk in range(at // CHUNK_BYTES, (at + len(content) - 1) // CHUNK_BYTES + 1):
                     found[chunk].append((at, content))
@@ -123,7 +123,7 @@ class ShardFile:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as bytes; a copy only where it has gaps."""
+    """View the data of a tensor as bytes; a copy if it is not contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
@@ -131,13 +131,16 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def encode_objects(
     objects: Iterable[ObjectEntry], start: int
 ) -> tuple[tuple[IndexEntry, ...], bytes]:
-    """The section after the tensors: each value as `torch.save` gives it, padded to whole rows."""
+    """Encode the object section with `torch.save`, from file offset `start`, in whole rows.
+
+    Returns the entries and the bytes of the section.
+    """
     section, entries = bytearray(), []
-    for thing in objects:
+    for entry in objects:
         file = io.BytesIO()
-        torch.save(thing.value, file)
+        torch.save(entry.value, file)
         content = file.getbuffer()
-        entries.append(IndexEntry(thing.key, thing.path, start + len(section), len(content)))
+        entries.append(IndexEntry(entry.key, entry.path, start + len(section), len(content)))
         section += content
     section += bytes(-len(section) % ROW_BYTES)
     return tuple(entries), bytes(section)

@@ -1,4 +1,4 @@
-"""Where checkpoints go: host memory, a peer's memory, node-local disk, shared storage."""
+"""Levels of storage: host memory, a peer's memory, node-local disk, shared storage."""
 
 from .host_memory import HostMemory
 from .level import CheckpointReader, Level

@@ -1,14 +1,14 @@
-"""A folder of checkpoints: how one becomes visible as a whole, and how old ones go.
+"""Folder of checkpoints: atomic publication, and retirement of old checkpoints.
 
     step-000000042/            complete: `.metadata`, and for each rank a file and its index
-    .step-000000043.RUN.part/  being written; RUN keeps a restarted job apart from its former self,
-                               and what follows a dot in it one layout of the job from another.
-                               As .ready.part it is complete and about to be published.
-                               The same step of another lineage has another RUN.
-    .step-000000040.retired/   dropped; its files serve the next checkpoint as room on disk
+    .step-000000043.RUN.part/  being written. RUN names the start of the job and, after a dot, its
+                               layout; another lineage of the same step has another RUN. Renamed to
+                               .ready.part when it is complete and about to be published.
+    .step-000000040.retired/   deleted later; the next checkpoint overwrites its files, which spares
+                               the file system the allocation
 
-Whichever rank finds the index of every rank in place writes `.metadata` and renames the folder, so
-nobody waits for anybody, and a checkpoint that a lost rank did not finish never becomes visible.
+The rank that finds the index of every rank in place writes `.metadata` and renames the folder.
+No rank waits for another, and a checkpoint that a lost rank did not finish is never published.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from ..format.index import FileIndex, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
 from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
 from .direct_file import DirectFile, sync_folder, write_whole
+from .level import CheckpointReader
 
 _PREFIX = "step-"
 
 
 def step_name(step: int) -> str:
-    """The folder of a step; names sort as steps do."""
+    """Name of the folder of a step; names sort like steps."""
     return f"{_PREFIX}{step:09d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder that has been published under this name."""
+    """Step of a published folder of this name; None for other names."""
     digits = name.removeprefix(_PREFIX)
     return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
 
 
-def found_in(root: Path) -> list[StoredCheckpoint]:
-    """The complete checkpoints, in the order of their steps."""
+def checkpoints_in(root: Path) -> list[StoredCheckpoint]:
+    """List the complete checkpoints, by ascending step."""
     if not root.is_dir():
         return []
     found = [(step_of(path.name), path) for path in sorted(root.iterdir())]
@@ -55,7 +56,7 @@ def found_in(root: Path) -> list[StoredCheckpoint]:
 
 
 def torn_in(root: Path) -> dict[int, str]:
-    """What is wrong with folders that have the name of a complete checkpoint and are none."""
+    """Steps of published folders without `.metadata`, with the reason for messages."""
     steps = {step_of(path.name): path for path in root.glob(f"{_PREFIX}*")}
     return {
         step: f"{path / METADATA} is missing"
@@ -64,33 +65,31 @@ def torn_in(root: Path) -> dict[int, str]:
     }
 
 
-def steps_in(root: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
-    return [found.step for found in found_in(root)]
+def part_folder(final: Path, run: str) -> Path:
+    """Folder in which the ranks write before its publication as `final`."""
+    return final.with_name(f".{final.name}.{run}.part")
 
 
-def part_folder(root: Path, step: int, run: str) -> Path:
-    """Where the ranks write before publication; created where it is missing."""
-    part = root / f".{step_name(step)}.{run}.part"
-    part.mkdir(parents=True, exist_ok=True)
-    return part
+def write_index(part: Path, index: FileIndex) -> None:
+    """Write the index of a rank's file; file and index are on the medium when this returns."""
+    write_whole(part / index_name(index.rank), index.to_json().encode())
+    sync_folder(part)
 
 
 def publish(root: Path, part: Path, own: FileIndex) -> bool:
-    """Put this rank's index in place, and publish if it is the last one. Whether it was."""
-    write_whole(part / index_name(own.rank), own.to_json().encode())
-    sync_folder(part)
+    """Write this rank's index, and publish if it is the last one; True if published."""
+    write_index(part, own)
     if not all((part / index_name(rank)).exists() for rank in own.ranks):
         return False
     claimed = part.with_suffix(".ready.part")
     try:
         os.rename(part, claimed)
     except FileNotFoundError:
-        return False  # another rank, as late as this one, is about to publish
+        return False  # another rank is publishing
     indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
     lineage = merged_lineage(index.lineage for index in indexes)
     if _lineage(root / step_name(own.step)).born > lineage.born:
-        shutil.rmtree(claimed, ignore_errors=True)  # late, from a past that was given up
+        shutil.rmtree(claimed, ignore_errors=True)  # belongs to an abandoned lineage
         return False
     write_whole(claimed / LINEAGE, lineage_json(lineage))
     publish_folder(claimed, root / step_name(own.step), to_metadata(indexes))
@@ -98,7 +97,7 @@ def publish(root: Path, part: Path, own: FileIndex) -> bool:
 
 
 def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
-    """Make a folder visible under its name, in place of any that has it."""
+    """Write `.metadata` and rename a folder to its final name, in place of an existing one."""
     write_whole(part / METADATA, metadata)
     sync_folder(part)
     if os.path.lexists(final):
@@ -108,14 +107,12 @@ def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
 
 
 def drop_old(root: Path, keep: int, published: FileIndex) -> None:
-    """Retire what is abandoned and all but the best `keep`; delete what was retired before.
+    """Retire all but the best `keep` checkpoints, and delete those retired before.
 
-    What this lineage left unfinished before the published one goes, too: every rank is past it.
+    Older unfinished checkpoints of this lineage are deleted too: every rank is past them.
     """
-    for path in root.glob(".step-*.retired"):
-        _delete(path)
-    for step in expired(found_in(root), keep) - {published.step}:
-        _retire(root / step_name(step))
+    delete_retired(root)
+    retire_expired(root, keep, spared=published.step)
     for path in _parts_of(root, published.run):
         step_of_part = step_of(path.name.split(".")[1])
         is_ready = path.name.endswith(".ready.part")
@@ -123,33 +120,46 @@ def drop_old(root: Path, keep: int, published: FileIndex) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def retire_expired(root: Path, keep: int, *, spared: int = -1) -> None:
+    """Retire all but the best `keep` checkpoints and the one of step `spared`."""
+    for step in expired(checkpoints_in(root), keep) - {spared}:
+        with contextlib.suppress(FileNotFoundError):  # retired by another rank
+            _retire(root / step_name(step))
+
+
+def delete_retired(root: Path) -> None:
+    """Delete the retired checkpoints."""
+    for path in root.glob(".step-*.retired"):
+        _delete(path)
+
+
 def sweep(root: Path, run: str) -> None:
-    """Delete what a former run of the job left unfinished."""
+    """Delete unfinished checkpoints of former runs of the job."""
     for path in set(root.glob(".step-*.part")) - set(_parts_of(root, run)):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _parts_of(root: Path, run: str) -> list[Path]:
-    """What this run has begun, in whichever layout."""
+    """List the unfinished checkpoints of this run, in any layout."""
     job = run.partition(".")[0]
     return [path for path in root.glob(".step-*.part") if path.name.split(".")[2] == job]
 
 
 def reuse(root: Path, target: Path) -> None:
-    """Move a retired file of the same name to `target`: writing it anew allocates nothing."""
+    """Move a retired file of the same name to `target`, to overwrite it without allocation."""
     for path in root.glob(f".step-*.retired/{target.name}"):
         try:
             os.rename(path, target)
         except OSError:
-            continue  # deleted in between
+            continue  # deleted by another rank
         if _is_read_elsewhere(target):
             target.unlink()
             continue
         return
 
 
-class FolderReader:
-    """A published checkpoint, read past the page cache."""
+class FolderReader(CheckpointReader):
+    """Reads a published checkpoint past the page cache."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[int, DirectFile] = {}
@@ -158,7 +168,7 @@ class FolderReader:
             self._files[rank] = DirectFile.existing(folder / data_name(rank))
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Bytes of a rank's file."""
+        """Fill `into` from a rank's file."""
         self._files[rank].read(into, start)
 
     def close(self) -> None:
@@ -185,14 +195,14 @@ def _read(folder: Path, rank: int) -> FileIndex:
 
 
 def _lineage(folder: Path) -> Lineage:
-    """Of one that has been published; without a past where torch's own writer was at work.
+    """Read the lineage of a published checkpoint; `UNKNOWN` for one of torch's own writer.
 
-    The indexes know it, too, where the file that says it is gone or damaged.
+    Falls back to the indexes if the lineage file is missing or damaged.
     """
     with contextlib.suppress(OSError):
-        told = read_lineage((folder / LINEAGE).read_bytes())
-        if told is not None:
-            return told
+        lineage = read_lineage((folder / LINEAGE).read_bytes())
+        if lineage is not None:
+            return lineage
     indexes = []
     for path in folder.glob("__*.index.json"):
         with contextlib.suppress(OSError, UnicodeError, CheckpointError):
@@ -207,7 +217,7 @@ def _retire(folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Whatever it is; what cannot be deleted stays."""
+    """Delete a file or folder, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -216,10 +226,10 @@ def _delete(path: Path) -> None:
 
 
 def _is_read_elsewhere(path: Path) -> bool:
-    """Whether somebody has the file open: the kernel grants a write lease only if nobody has.
+    """Return True if a file is open elsewhere; the kernel grants no write lease on it then.
 
-    A reader that opened it before it was retired must not see it change. The signal that breaks a
-    lease is set to one that is ignored.
+    A reader that opened the file before its retirement must not see it change. The signal that
+    breaks a lease is set to one that is ignored by default.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Files written and read past the page cache where the file system allows it."""
+"""Direct I/O: files written and read past the page cache if the file system allows it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_PARTS = 512
 
 
 class DirectFile:
-    """Positional reads and writes from several threads at once.
+    """Positional reads and writes, by several threads at once.
 
-    Direct I/O wants offsets, lengths and memory at multiples of 4096 bytes. Where the file system
-    refuses (at opening or at the first access), the same goes through the page cache.
+    Direct I/O needs offsets, lengths and addresses that are multiples of 4096 bytes. If the file
+    system refuses it, when opening or at an access, the page cache is used.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -27,32 +27,32 @@ class DirectFile:
 
     @classmethod
     def create(cls, path: Path) -> DirectFile:
-        """A file to be written from its start, new or in place of what it held."""
+        """Open a file for writing; existing content is overwritten in place."""
         return cls(path, os.O_RDWR | os.O_CREAT)
 
     @classmethod
     def existing(cls, path: Path) -> DirectFile:
-        """A file to be read."""
+        """Open a file for reading."""
         return cls(path, os.O_RDONLY)
 
     def write(self, parts: Sequence[memoryview], at: int) -> None:
-        """All of the parts, one after the other. Raises `OSError`."""
+        """Write all parts, contiguously from offset `at`. Raises `OSError`."""
         self._all(lambda rest, where: os.pwritev(self._fd, rest, where), parts, at)
 
     def read(self, view: memoryview, at: int) -> None:
-        """Fill `view`. Raises `OSError`, also where the file ends before."""
+        """Fill `view` from offset `at`. Raises `OSError`, also if the file ends too early."""
         self._all(lambda rest, where: os.preadv(self._fd, rest, where), [view], at)
 
     def truncate(self, nbytes: int) -> None:
-        """Set the length."""
+        """Set the length of the file."""
         os.ftruncate(self._fd, nbytes)
 
     def sync(self) -> None:
-        """Return when the bytes are on the medium."""
+        """Wait until all bytes are on the medium."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self._fd)
 
     def _all(
@@ -79,7 +79,7 @@ class DirectFile:
 
 
 def _beyond(parts: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the parts after the first `done` bytes."""
+    """Return the parts without their first `done` bytes."""
     rest = []
     for part in parts:
         if done < len(part):
@@ -89,7 +89,7 @@ def _beyond(parts: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A small file, whole or not at all, and on the medium when this returns."""
+    """Write a small file atomically; it is on the medium when this returns."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     with open(partial, "wb") as file:
         file.write(content)
@@ -99,7 +99,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in a folder are on the medium."""
+    """Wait until the entries of a folder are on the medium."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

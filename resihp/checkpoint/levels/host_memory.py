@@ -1,4 +1,4 @@
-"""Host memory: the newest checkpoints stay in the buffers that they were copied into."""
+"""Host memory: the newest checkpoints stay in the buffers into which they were copied."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from resihp.contracts import CheckpointError
 from ..format.index import FileIndex
 from ..history import StoredCheckpoint
 from ..staging.in_flight import InFlightCheckpoint
-from .level import valid_keep
+from .level import CheckpointReader, Level, valid_keep
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryImage:
-    """The file of a rank in memory: the tensors' part, what comes after it, and the index."""
+    """The file of a rank in memory: index, tensor section and object section.
+
+    release  called when the image is dropped
+    """
 
     index: FileIndex
     tensors: memoryview
@@ -24,7 +27,7 @@ class MemoryImage:
     release: Callable[[], None]
 
     def read(self, start: int, into: memoryview) -> None:
-        """Copy out what a read of the file would give."""
+        """Fill `into` with the bytes of the file from offset `start`."""
         split, stop = self.index.tensor_bytes, start + len(into)
         if start < split:
             into[: min(stop, split) - start] = self.tensors[start : min(stop, split)]
@@ -34,7 +37,7 @@ class MemoryImage:
 
 
 class ImageStore:
-    """Images by rank and step; of every rank the newest `keep` stay."""
+    """Images by rank and step, the newest `keep` of each rank."""
 
     def __init__(self, keep: int) -> None:
         self.keep = valid_keep(keep)
@@ -42,9 +45,10 @@ class ImageStore:
         self._lock = Lock()
 
     def add(self, image: MemoryImage) -> None:
-        """Take an image and let the oldest of its rank go, or one of the same step.
+        """Add an image; drop the oldest of its rank, or the one of the same step.
 
-        Once all of its rank are of the new lineage, those of ranks without a part in it go too.
+        Once all images of its rank are of the new lineage, older ones of ranks that no longer take
+        part are dropped too.
         """
         rank, step = image.index.rank, image.index.step
         with self._lock:
@@ -52,12 +56,12 @@ class ImageStore:
             self._images[rank, step] = image
             held = sorted((k for k in self._images if k[0] == rank), key=self._age)
             dropped += [self._images.pop(key) for key in held[: -self.keep]]
-            dropped += [self._images.pop(key) for key in self._outlived(image.index)]
+            dropped += [self._images.pop(key) for key in self._left_behind(image.index)]
         for old in dropped:
             if old is not None:
                 old.release()
 
-    def _outlived(self, index: FileIndex) -> list[tuple[int, int]]:
+    def _left_behind(self, index: FileIndex) -> list[tuple[int, int]]:
         mine = [i.index.run for (rank, _), i in self._images.items() if rank == index.rank]
         if mine.count(index.run) < self.keep:
             return []
@@ -69,46 +73,44 @@ class ImageStore:
         ]
 
     def _age(self, key: tuple[int, int]) -> tuple[int, int]:
-        """Of a job that has gone back, the newer lineage is worth more than the later step."""
+        """Sort key: lineage first, as a job that has gone back repeats steps."""
         return self._images[key].index.lineage.born, key[1]
 
     def get(self, rank: int, step: int) -> MemoryImage:
-        """Raises `CheckpointError` where it is not held."""
+        """Return an image. Raises `CheckpointError` if it is not there."""
         with self._lock:
             image = self._images.get((rank, step))
         if image is None:
             raise CheckpointError(f"rank {rank} of step {step} is not in memory")
         return image
 
-    def forget(self) -> None:
-        """Let everything go."""
+    def clear(self) -> None:
+        """Drop all images."""
         with self._lock:
             dropped, self._images = self._images, {}
         for image in dropped.values():
             image.release()
 
     def indexes(self) -> list[FileIndex]:
-        """Of all images."""
+        """List the indexes of all images."""
         with self._lock:
             return [image.index for image in self._images.values()]
 
 
-class HostMemory:
-    """This process's own checkpoints, without another copy: the buffer itself is held.
+class HostMemory(Level):
+    """This process's own checkpoints, in the buffers into which they were copied.
 
-    keep  how many stay; each takes a buffer of the size of the state
+    keep  number of checkpoints that stay; each takes a buffer of the size of the state
     """
 
     name = "host memory"
-    after_disk = False
-    patience = 1
 
     def __init__(self, *, keep: int = 1) -> None:
         self.store = ImageStore(keep)
         self.keep = keep
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Wait for the copy and hold the buffer until newer checkpoints are complete."""
+        """Wait for the copy and keep the buffer until newer checkpoints are complete."""
         checkpoint.take(checkpoint.count - 1)
         index, buffer = checkpoint.index(), checkpoint.slot.buffer.view
 
@@ -118,32 +120,22 @@ class HostMemory:
         checkpoint.keep_for(self.name)
         self.store.add(MemoryImage(index, buffer, checkpoint.section, release))
 
-    def found(self) -> list[StoredCheckpoint]:
-        """What this process holds."""
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the checkpoints of this process."""
         return [StoredCheckpoint(index.step, index.lineage) for index in self.store.indexes()]
 
-    def steps(self) -> list[int]:
-        """Steps that this process holds."""
-        return sorted(found.step for found in self.found())
-
     def open(self, step: int) -> MemoryReader:
-        """Raises `CheckpointError` where it is gone."""
+        """Open a checkpoint."""
         found = [index for index in self.store.indexes() if index.step == step]
         return MemoryReader(self.store, {index.rank: index for index in found})
 
-    def close(self) -> None:
-        """Nothing to let go of."""
 
-
-class MemoryReader:
-    """A checkpoint in this process's memory."""
+class MemoryReader(CheckpointReader):
+    """Reads a checkpoint from this process's memory."""
 
     def __init__(self, store: ImageStore, indexes: Mapping[int, FileIndex]) -> None:
         self._store, self.indexes = store, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Bytes of a rank's file."""
+        """Fill `into` from a rank's image."""
         self._store.get(rank, self.indexes[rank].step).read(start, into)
-
-    def close(self) -> None:
-        """Nothing to let go of."""

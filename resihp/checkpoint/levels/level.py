@@ -1,9 +1,9 @@
-"""What every level does."""
+"""Interfaces of a level, the storage of checkpoints, and of a reader of one checkpoint."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
 
 from resihp.contracts import ContractError
 
@@ -12,54 +12,63 @@ from ..history import StoredCheckpoint
 from ..staging.in_flight import InFlightCheckpoint
 
 
-class CheckpointReader(Protocol):
-    """One complete checkpoint, ready to be read."""
+class CheckpointReader(ABC):
+    """Reads one complete checkpoint.
 
-    @property
-    def indexes(self) -> Mapping[int, FileIndex]:
-        """The index of every rank's file."""
+    indexes  index of every rank's file, by rank
+    """
 
+    indexes: Mapping[int, FileIndex]
+
+    @abstractmethod
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Bytes of a rank's file from `start` on; may be called by several threads at once."""
+        """Fill `into` with the bytes of a rank's file from offset `start`; thread-safe."""
 
-    def close(self) -> None:
-        """Let go of what is open."""
+    def close(self) -> None:  # noqa: B027 - most readers hold nothing open
+        """Close files and connections."""
 
 
-class Level(Protocol):
-    """A place for checkpoints. `put` runs in a thread that belongs to the level alone.
+class Level(ABC):
+    """Stores checkpoints.
 
-    name          says in messages which level it is
-    after_disk    takes checkpoints from the disk level before it, where there is one, so that
+    name          names the level in messages and counters
+    after_disk    takes checkpoints from the disk level's file, if there is a disk level, so that
                   it holds no host buffer
-    patience      how many checkpoints may wait while one is being put; one more is skipped
+    patience      number of checkpoints that may wait while one is being put
+
+    `put` is called in a thread that belongs to the level alone.
     """
 
     name: str
-    after_disk: bool
-    patience: int
+    after_disk = False
+    patience = 1
 
+    @abstractmethod
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Store a checkpoint and make it visible as a whole. Raises `OSError` or what ended it.
+        """Store a checkpoint and make it visible as a whole.
 
-        Says with `checkpoint.done_with` which chunks it needs no more.
+        Releases chunks with `checkpoint.done_with`. Raises `OSError` or the problem that ended the
+        checkpoint.
         """
 
-    def found(self) -> list[StoredCheckpoint]:
-        """The complete checkpoints that this level holds, of each step one at most."""
+    @abstractmethod
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the complete checkpoints, at most one per step."""
+
+    @abstractmethod
+    def open(self, step: int) -> CheckpointReader:
+        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
 
     def steps(self) -> list[int]:
-        """Their steps, ascending."""
+        """List the steps of the complete checkpoints, ascending."""
+        return sorted(one.step for one in self.checkpoints())
 
-    def open(self, step: int) -> CheckpointReader:
-        """Raises `OSError` or `CheckpointError` where it cannot be read."""
-
-    def close(self) -> None:
-        """Let go of threads and sockets; what is stored stays."""
+    def close(self) -> None:  # noqa: B027 - most levels hold nothing open
+        """End threads and close sockets; stored checkpoints stay."""
 
 
 def valid_keep(keep: int) -> int:
-    """How many checkpoints stay. Raises `ContractError` for none."""
+    """Return the number of checkpoints to keep. Raises `ContractError` unless it is positive."""
     if not isinstance(keep, int) or keep < 1:
         raise ContractError("keep", f"at least one checkpoint must stay, not {keep!r}")
     return keep

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 
 from resihp.contracts import ContractError
 
@@ -18,39 +18,41 @@ from ..staging.in_flight import InFlightCheckpoint
 from ..staging.zero_copy import ZeroCopyChunks
 from .checkpoint_folder import (
     FolderReader,
+    checkpoints_in,
+    delete_retired,
     drop_old,
-    found_in,
     part_folder,
     publish,
+    retire_expired,
     reuse,
     step_name,
-    steps_in,
     sweep,
     torn_in,
 )
 from .direct_file import DirectFile
-from .level import CheckpointReader, valid_keep
+from .level import CheckpointReader, Level, valid_keep
 
 WRITERS = 2
-"""Threads; while one sums chunks the other keeps the disk busy."""
+"""Threads per file: while one computes checksums the other keeps the disk busy."""
 
 RUN_CHUNKS = 4
-"""Chunks that a thread takes at once and, where it can, writes with one call.
+"""Chunks that a thread claims at a time and writes with one call if possible.
 
-The kernel makes of it as many requests as keep the disk busy, and Python, on which training waits,
-runs less."""
+The kernel splits a large write into enough requests to keep the disk busy, and fewer calls need
+less of the interpreter lock.
+"""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class LocalDisk:
+class LocalDisk(Level):
     """Checkpoints in a folder, in torch's distributed format.
 
-    keep   how many complete ones stay; one more is on disk while it is written
-    ranks  which ranks write into this very folder; None: all of the job. A folder that only the
-           ranks of one node see holds the parts of that node.
+    keep   number of complete checkpoints that stay; one more exists while it is being written. A
+           disk without room for that keeps fewer, and at least one.
+    ranks  the ranks that write into this folder; None: all of the job. A folder that only the
+           ranks of one node see holds the files of that node.
     """
-
-    after_disk = False
-    patience = 1
 
     def __init__(
         self, folder: str | Path, *, keep: int = 2, ranks: Collection[int] | None = None
@@ -60,72 +62,103 @@ class LocalDisk:
         if ranks is not None and not ranks:
             raise ContractError("ranks", "at least one writes into the folder; None: all do")
         self.folder, self.name = Path(folder), str(folder)
-        self._keep, self._ranks = (
-            valid_keep(keep),
-            tuple(sorted(ranks)) if ranks is not None else None,
-        )
+        self._keep = valid_keep(keep)
+        self._ranks = None if ranks is None else tuple(sorted(ranks))
         self._swept_for = ""
+        self._fits, self._enough_bytes = 0, 0
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Write this rank's file beside those of the others; the last one publishes."""
+        """Write this rank's file and index; the last rank to finish publishes the folder."""
         me = checkpoint.identity
         ranks = self._ranks or me.ranks
-        part = part_folder(self.folder, me.step, me.lineage.run)
         self._sweep(me.lineage.run, is_first=me.rank == min(ranks))
+        self._make_room()
+        part = part_folder(self.folder / step_name(me.step), me.lineage.run)
         target = part / data_name(me.rank)
-        reuse(self.folder, target)
         try:
-            self._write(checkpoint, target)
+            part.mkdir(parents=True, exist_ok=True)
+            reuse(self.folder, target)
+            write_file(checkpoint, target, self.name)
             if checkpoint.uploads:
                 checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
             index = replace(checkpoint.index(), ranks=ranks)
             if publish(self.folder, part, index):
                 drop_old(self.folder, self._keep, index)
-        except BaseException:
+        except BaseException as problem:
             _discard(target)
+            if isinstance(problem, OSError) and problem.errno in _FULL:
+                self._note_full(checkpoint.file.nbytes)
             raise
 
-    def found(self) -> list[StoredCheckpoint]:
-        """The complete checkpoints in this folder."""
-        return found_in(self.folder)
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the complete checkpoints in this folder."""
+        return checkpoints_in(self.folder)
 
     def torn(self) -> dict[int, str]:
-        """Steps whose checkpoint has been damaged so that it is not found, and how."""
+        """Steps whose published checkpoint is incomplete, with the reason."""
         return torn_in(self.folder)
 
-    def steps(self) -> list[int]:
-        """Steps of which this folder holds a complete checkpoint."""
-        return steps_in(self.folder)
-
     def open(self, step: int) -> CheckpointReader:
-        """Raises `OSError` or `CheckpointError` where it cannot be read."""
+        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
         return FolderReader(self.folder / step_name(step))
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    def _write(self, checkpoint: InFlightCheckpoint, target: Path) -> None:
-        file = DirectFile.create(target)
-        try:
-            work = _DiskWrite(checkpoint, file, self.name)
-            with ThreadPoolExecutor(WRITERS, "resihp-checkpoint-disk") as pool:
-                futures = [pool.submit(work.run) for _ in range(WRITERS)]
-            for future in futures:  # all have ended: none writes once the descriptor is closed
-                future.result()
-            file.write([memoryview(checkpoint.section)], checkpoint.file.nbytes)
-            file.truncate(checkpoint.file.nbytes + len(checkpoint.section))
-            file.sync()
-        finally:
-            file.close()
 
     def _sweep(self, run: str, *, is_first: bool) -> None:
         if is_first and self._swept_for != run:
             sweep(self.folder, run)
         self._swept_for = run
 
+    def _note_full(self, nbytes: int) -> None:
+        """Record how many checkpoints fit, and the free space from which on more may fit."""
+        with contextlib.suppress(OSError):
+            delete_retired(self.folder)
+            self._fits = len(self.checkpoints())
+            self._enough_bytes = _free_bytes(self.folder) + nbytes
 
-class _DiskWrite:
-    """Chunks of a checkpoint that several threads write, in order as far as they can."""
+    def _make_room(self) -> None:
+        """On a full disk, retire the oldest checkpoints first; at least one stays."""
+        if self._fits and _free_bytes(self.folder) >= self._enough_bytes:
+            self._fits = 0
+        if self._fits:
+            retire_expired(self.folder, max(1, self._fits - 1))
+
+
+def write_file(checkpoint: InFlightCheckpoint, target: Path, level: str) -> None:
+    """Write a rank's file; it is on the medium when this returns."""
+    file = DirectFile.create(target)
+    try:
+        _in_threads(_FileWrite(checkpoint, file, level).run)
+        file.write([memoryview(checkpoint.section)], checkpoint.file.nbytes)
+        file.truncate(checkpoint.file.nbytes + len(checkpoint.section))
+        file.sync()
+    finally:
+        file.close()
+
+
+def _in_threads(work: Callable[[], None]) -> None:
+    """Run `work` in `WRITERS` threads; raises the first exception after all have ended.
+
+    An executor would accept no work at the end of the program, where torch and our own levels
+    still finish their saves.
+    """
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as problem:  # noqa: BLE001 - raised below
+            problems.append(problem)
+
+    threads = [Thread(target=run, name="resihp-checkpoint-disk") for _ in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+class _FileWrite:
+    """Chunks of a checkpoint that several threads write, roughly in order."""
 
     def __init__(self, checkpoint: InFlightCheckpoint, file: DirectFile, level: str) -> None:
         self._checkpoint, self._file, self._level = checkpoint, file, level
@@ -136,11 +169,11 @@ class _DiskWrite:
         self._is_broken = False
 
     def run(self) -> None:
-        """Until no chunk is left, or one could not be written."""
-        straight = ZeroCopyChunks(self._checkpoint)
+        """Write until no chunk is left or a write fails."""
+        chunks = ZeroCopyChunks(self._checkpoint)
         try:
             while run := self._claim():
-                straight.write(run[0], run[-1] + 1, self._put)
+                chunks.write(run[0], run[-1] + 1, self._put)
                 self._finish(run)
         except BaseException:
             self._is_broken = True
@@ -150,12 +183,11 @@ class _DiskWrite:
         self._file.write(parts, self._checkpoint.file.chunks[chunk][0])
 
     def _claim(self) -> range:
-        """What is next; nothing once all is taken."""
+        """Claim the next run of chunks; empty at the end."""
         with self._lock:
             first = self._next
-            self._next = (
-                first if self._is_broken else min(first + self._at_once, self._checkpoint.count)
-            )
+            if not self._is_broken:
+                self._next = min(first + self._at_once, self._checkpoint.count)
             return range(first, self._next)
 
     def _finish(self, run: range) -> None:
@@ -166,8 +198,13 @@ class _DiskWrite:
             self._checkpoint.done_with(self._level, self._prefix)
 
 
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def _discard(target: Path) -> None:
-    """Give the room of an unfinished file back; the folder too, once it is empty."""
+    """Delete an unfinished file, and its folder if that is empty."""
     with contextlib.suppress(OSError):
         target.unlink(missing_ok=True)
         target.parent.rmdir()

@@ -1,10 +1,10 @@
-"""A peer's memory: when a node is lost, its newest state is still in the memory of another."""
+"""Peer memory: copies of a rank's newest checkpoints in the memory of another rank."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from threading import Lock
 
@@ -16,25 +16,29 @@ from ..format.index import FileIndex, read_index
 from ..history import StoredCheckpoint, best_first, merged_lineage
 from ..staging.in_flight import InFlightCheckpoint
 from .host_memory import HostMemory, ImageStore
+from .level import CheckpointReader, Level
 from .peer_server import Address, Connection, PeerServer
 
+Holder = tuple[FileIndex, Address]
+"""Index of an image, and the address of the server that holds it."""
 
-class PeerMemory:
-    """Sends each checkpoint of this rank to a peer, and keeps those of the ranks that send here.
 
-    own      this process's own level; its checkpoints are handed out as well
-    listen   address to listen on; port 0: any free one. Whoever connects must know `token`,
-             by default a random one.
-    keep     checkpoints kept for each sender; their memory is one more
-    server   what listens and keeps, where it is to outlive this level; instead of the three above
-    timeout  of every wait on a peer
+class PeerMemory(Level):
+    """Sends each checkpoint of this rank to a peer, and stores those of the ranks that send here.
 
-    `connect` says where all ranks listen; `connect_group` finds that out by itself. The peer of a
-    rank is the one `distance` after it: with as many ranks on each node, a rank of another node.
+    own      this process's own level; its checkpoints are served as well
+    listen   address to listen on; port 0: any free one. Clients must know `token`, by default a
+             random one.
+    keep     number of checkpoints stored for each sender; they take memory for one more
+    server   an existing server that outlives this level, in place of the three above
+    timeout  of every wait for a peer
+
+    `connect` sets the addresses of all ranks; `connect_group` exchanges them in a process group.
+    The peer of a rank is the one `distance` after it: with as many ranks on each node, a rank of
+    another node.
     """
 
     name = "peer memory"
-    after_disk = False
     patience = 0
 
     def __init__(
@@ -60,30 +64,30 @@ class PeerMemory:
         )
         self._addresses: Mapping[int, Address] = {}
         self._target: Address | None = None
-        self._line: Connection | None = None
+        self._connection: Connection | None = None
 
     @property
     def address(self) -> Address:
-        """Where this rank listens."""
+        """Address of this rank's server."""
         return self._server.address
 
     @property
     def token(self) -> str:
-        """What the ranks know each other by."""
+        """Shared secret of the ranks."""
         return self._server.token
 
     def connect(self, rank: int, addresses: Mapping[int, Address], *, distance: int = 1) -> None:
-        """Say where every rank listens (this one included). No rank is its own peer."""
+        """Set the addresses of all ranks, this one included. No rank is its own peer."""
         if rank not in addresses:
             raise ContractError("addresses", f"rank {rank}, this one, is not among {[*addresses]}")
-        self._hang_up()
+        self._disconnect()
         ranks = sorted(addresses)
         peer = ranks[(ranks.index(rank) + distance) % len(ranks)]
         self._addresses = dict(addresses)
         self._target = addresses[peer] if peer != rank else None
 
     def connect_group(self, group: dist.ProcessGroup | None = None, *, distance: int = 1) -> None:
-        """The same for all ranks of a group at once; a collective call of its CPU backend."""
+        """Exchange the addresses in a group and connect; a collective call of its CPU backend."""
         told: list[tuple[int, Address, str]] = [(0, ("", 0), "")] * dist.get_world_size(group)
         dist.all_gather_object(told, (dist.get_rank(), self.address, self.token), group=group)
         self._server.token = told[0][2]
@@ -91,108 +95,128 @@ class PeerMemory:
         self.connect(dist.get_rank(), addresses, distance=distance)
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Send each chunk as soon as it is copied; the peer verifies what arrived."""
+        """Send each chunk once it is copied; the peer verifies the image."""
         if self._target is None:
             raise CheckpointError("no peer to send to")
         try:
-            if self._line is None:
-                self._line = Connection.to(self._target, self.token, self._timeout_s)
-            self._send(checkpoint, self._line)
+            if self._connection is None:
+                self._connection = Connection.to(self._target, self.token, self._timeout_s)
+            self._send(checkpoint, self._connection)
         except BaseException:
-            self._hang_up()
+            self._disconnect()
             raise
 
-    def _send(self, checkpoint: InFlightCheckpoint, line: Connection) -> None:
+    def _send(self, checkpoint: InFlightCheckpoint, connection: Connection) -> None:
         checkpoint.take(0 if checkpoint.count else -1)
-        line.send(do="put", tensor_bytes=checkpoint.file.nbytes)
+        connection.send(do="put", tensor_bytes=checkpoint.file.nbytes)
         for number in range(checkpoint.count):
             checkpoint.take(number)
-            line.send_bytes(checkpoint.chunk(number))
+            connection.send_bytes(checkpoint.chunk(number))
             checkpoint.checksum(number)
             checkpoint.done_with(self.name, number + 1)
-        line.send(index=checkpoint.index().to_json())
-        line.send_bytes(memoryview(checkpoint.section))
-        line.receive()
+        connection.send(index=checkpoint.index().to_json())
+        connection.send_bytes(memoryview(checkpoint.section))
+        connection.receive()
 
-    def found(self) -> list[StoredCheckpoint]:
-        """Checkpoints of which the reachable ranks together hold every file."""
-        whole = _whole(self._inventory())
-        newest = {one.step: one for one in reversed(best_first(whole))}
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the checkpoints of which the reachable ranks together hold every file."""
+        newest = {one.step: one for one in reversed(best_first(_complete(self._inventory())))}
         return [newest[step] for step in sorted(newest)]
 
-    def steps(self) -> list[int]:
-        """Steps of which the reachable ranks together hold every file."""
-        return [found.step for found in self.found()]
-
     def open(self, step: int) -> PeerReader:
-        """Raises `CheckpointError` where no reachable rank holds any of it."""
-        held = [(i, address) for i, address in self._inventory() if i.step == step]
-        best = best_first(_whole(held)) or best_first(
-            StoredCheckpoint(step, i.lineage) for i, _ in held
+        """Open a checkpoint. Raises `CheckpointError` if no reachable rank holds any of it."""
+        held = [(index, address) for index, address in self._inventory() if index.step == step]
+        best = best_first(_complete(held)) or best_first(
+            StoredCheckpoint(step, index.lineage) for index, _ in held
         )
         if not best:
             raise CheckpointError(f"no reachable rank holds step {step}")
-        of_run = {i.rank: (i, address) for i, address in held if i.run == best[0].lineage.run}
-        return PeerReader(of_run, self.token, self._timeout_s)
+        holders: dict[int, list[Holder]] = {}
+        for index, address in held:
+            if index.run == best[0].lineage.run:
+                holders.setdefault(index.rank, []).append((index, address))
+        return PeerReader(holders, self.token, self._timeout_s)
 
     def close(self) -> None:
-        """Stop sending, and serving unless the server is another's."""
-        self._hang_up()
+        """Stop sending; also end the server unless it was passed in."""
+        self._disconnect()
         if self._owns_server:
             self._server.close()
 
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        self._line = None
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
-    def _inventory(self) -> list[tuple[FileIndex, Address]]:
-        found: list[tuple[FileIndex, Address]] = []
+    def _inventory(self) -> list[Holder]:
+        found: list[Holder] = []
         for address in self._addresses.values():
             with (
                 contextlib.suppress(OSError, CheckpointError),
-                _call(address, self.token, self._timeout_s) as line,
+                _connected(address, self.token, self._timeout_s) as connection,
             ):
-                line.send(do="list")
-                texts = line.receive()["indexes"]
+                connection.send(do="list")
+                texts = connection.receive()["indexes"]
                 found += [(read_index(text, f"memory at {address}"), address) for text in texts]
         return found
 
 
-class PeerReader:
-    """A checkpoint in the memory of several processes."""
+class PeerReader(CheckpointReader):
+    """Reads a checkpoint from the memory of several processes.
+
+    holders  for each rank, its index and every server with an image of its file
+    """
 
     def __init__(
-        self, held: Mapping[int, tuple[FileIndex, Address]], token: str, timeout_s: float
+        self, holders: Mapping[int, Sequence[Holder]], token: str, timeout_s: float
     ) -> None:
-        self.indexes = {rank: index for rank, (index, _) in held.items()}
-        self._addresses = {rank: address for rank, (_, address) in held.items()}
-        self._token, self._timeout_s = token, timeout_s
+        self.indexes = {rank: each[0][0] for rank, each in holders.items()}
+        self._holders, self._token, self._timeout_s = holders, token, timeout_s
         self._idle: dict[Address, list[Connection]] = {}
         self._lock = Lock()
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Bytes of a rank's file, over a connection that no other thread uses meanwhile."""
-        address, step = self._addresses[rank], self.indexes[rank].step
-        with self._lock:
-            idle = self._idle.setdefault(address, [])
-            line = idle.pop() if idle else None
-        line = line or Connection.to(address, self._token, self._timeout_s)
-        line.send(do="get", rank=rank, step=step, start=start, count=len(into))
-        line.receive()
-        line.receive_into(into)
-        with self._lock:
-            idle.append(line)
+        """Fill `into` from the first image of a rank that is reachable and, for chunks, intact."""
+        problem: Exception | None = None
+        for index, address in self._holders[rank]:
+            try:
+                self._read_from(address, index, start, into)
+            except (OSError, CheckpointError) as raised:
+                problem = raised
+                continue
+            problem, span = None, (start, start + len(into))
+            if span not in index.chunks or index.is_intact(index.chunks.index(span), into):
+                return
+        if problem is not None:
+            raise problem
 
     def close(self) -> None:
-        """Hang up."""
-        for lines in self._idle.values():
-            for line in lines:
-                line.close()
+        """Close all connections."""
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+
+    def _read_from(self, address: Address, index: FileIndex, start: int, into: memoryview) -> None:
+        """Read over a connection that no other thread uses at the same time."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            connection = idle.pop() if idle else None
+        connection = connection or Connection.to(address, self._token, self._timeout_s)
+        try:
+            connection.send(
+                do="get", rank=index.rank, step=index.step, start=start, count=len(into)
+            )
+            connection.receive()
+            connection.receive_into(into)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            idle.append(connection)
 
 
-def _whole(inventory: Iterable[tuple[FileIndex, Address]]) -> list[StoredCheckpoint]:
-    """The checkpoints of which every rank's file is there; files of different runs never mix."""
+def _complete(inventory: Iterable[Holder]) -> list[StoredCheckpoint]:
+    """List the checkpoints with the file of every rank; files of different runs never mix."""
     held: dict[tuple[int, str], list[FileIndex]] = {}
     for index, _ in inventory:
         held.setdefault((index.step, index.run), []).append(index)
@@ -204,9 +228,9 @@ def _whole(inventory: Iterable[tuple[FileIndex, Address]]) -> list[StoredCheckpo
 
 
 @contextlib.contextmanager
-def _call(address: Address, token: str, timeout_s: float):  # type: ignore[no-untyped-def]
-    line = Connection.to(address, token, timeout_s)
+def _connected(address: Address, token: str, timeout_s: float) -> Iterator[Connection]:
+    connection = Connection.to(address, token, timeout_s)
     try:
-        yield line
+        yield connection
     finally:
-        line.close()
+        connection.close()

@@ -1,7 +1,7 @@
 """Shared storage at any fsspec URL: a bucket, a network file system, a folder.
 
-Object stores cannot rename, so a checkpoint is complete when its `.metadata` is there, and that is
-written last, by whichever rank finds the index of every rank in place.
+Object stores cannot rename: a checkpoint is complete once its `.metadata` exists, which is written
+last, by the rank that finds the index of every rank in place.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metad
 from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
 from ..staging.in_flight import InFlightCheckpoint
 from .checkpoint_folder import step_name, step_of
-from .level import valid_keep
+from .level import CheckpointReader, Level, valid_keep
 
 
-class SharedStorage:
+class SharedStorage(Level):
     """Checkpoints below a URL, in torch's distributed format.
 
-    keep     how many complete ones stay
-    options  for the file system, as fsspec takes them
+    keep     number of complete checkpoints that stay
+    options  of the file system, as for fsspec
 
-    It takes a checkpoint from the disk level before it where there is one, and so holds no host
-    buffer; a checkpoint that comes while it is busy is skipped.
+    It reads the disk level's file if there is a disk level, and then holds no host buffer.
     """
 
     after_disk = True
-    patience = 1
 
     def __init__(self, url: str, *, keep: int = 2, **options: Any) -> None:
         if not url:
@@ -46,7 +44,7 @@ class SharedStorage:
             raise ContractError("url", f"{url}: {problem}") from problem
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Upload file and index; the rank that comes last writes `.metadata` and drops old ones."""
+        """Upload file and index; the last rank writes `.metadata` and deletes old checkpoints."""
         me = checkpoint.identity
         folder = f"{self._root}/{step_name(me.step)}"
         self._fs.makedirs(folder, exist_ok=True)
@@ -78,24 +76,20 @@ class SharedStorage:
             except FileNotFoundError:
                 return False
         if any(index.run != own.run for index in indexes):
-            return False  # a file of a former run of the job, soon to be written anew
+            return False  # of a former run of the job; will be overwritten
         lineage = merged_lineage(index.lineage for index in indexes)
         self._fs.pipe_file(f"{folder}/{LINEAGE}", lineage_json(lineage))
         self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes))
         return True
 
-    def found(self) -> list[StoredCheckpoint]:
-        """The complete checkpoints of the storage."""
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the complete checkpoints."""
         return [
             StoredCheckpoint(step, self._lineage(step)) for step, whole in self._folders() if whole
         ]
 
-    def steps(self) -> list[int]:
-        """Steps of which the storage holds a complete checkpoint."""
-        return [step for step, is_whole in self._folders() if is_whole]
-
     def open(self, step: int) -> SharedStorageReader:
-        """Raises `OSError` or `CheckpointError` where it cannot be read."""
+        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
         folder = f"{self._root}/{step_name(step)}"
         indexes = {rank: self._index(folder, rank) for rank in self._ranks(folder)}
         wanted = {rank for index in indexes.values() for rank in index.ranks}
@@ -108,15 +102,12 @@ class SharedStorage:
             self._fs, folder, {rank: indexes[rank] for rank in sorted(wanted)}
         )
 
-    def close(self) -> None:
-        """Nothing to let go of."""
-
     def _lineage(self, step: int) -> Lineage:
         folder = f"{self._root}/{step_name(step)}"
         with contextlib.suppress(FileNotFoundError):
-            told = read_lineage(self._fs.cat_file(f"{folder}/{LINEAGE}"))
-            if told is not None:
-                return told
+            lineage = read_lineage(self._fs.cat_file(f"{folder}/{LINEAGE}"))
+            if lineage is not None:
+                return lineage
         indexes = []
         for rank in self._ranks(folder):
             with contextlib.suppress(FileNotFoundError, UnicodeError, CheckpointError):
@@ -124,7 +115,7 @@ class SharedStorage:
         return merged_lineage(index.lineage for index in indexes)
 
     def _ranks(self, folder: str) -> list[int]:
-        """Those of whom there is an index."""
+        """List the ranks that have an index."""
         names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
         return sorted(int(n[2:].split(".")[0]) for n in names if n.endswith(".index.json"))
 
@@ -144,8 +135,8 @@ class SharedStorage:
                 yield step, self._fs.exists(f"{path}/{METADATA}")
 
     def _drop_old(self, published: int) -> None:
-        """Whatever is abandoned, unfinished before the published one, or not of the best `keep`."""
-        found = self.found()
+        """Delete all but the best `keep`, and unfinished ones older than those."""
+        found = self.checkpoints()
         dropped = expired(found, self._keep) - {published}
         oldest = min({one.step for one in found} - dropped | {published})
         for step, is_whole in list(self._folders()):
@@ -157,19 +148,16 @@ class SharedStorage:
                     self._fs.rm(folder, recursive=True)
 
 
-class SharedStorageReader:
-    """A checkpoint on shared storage, read by ranges."""
+class SharedStorageReader(CheckpointReader):
+    """Reads a checkpoint on shared storage by byte ranges."""
 
     def __init__(self, fs: Any, folder: str, indexes: Mapping[int, FileIndex]) -> None:
         self._fs, self._folder, self.indexes = fs, folder, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Bytes of a rank's file."""
+        """Fill `into` from a rank's file."""
         path = f"{self._folder}/{data_name(rank)}"
         content = self._fs.cat_file(path, start=start, end=start + len(into))
         if len(content) < len(into):
             raise OSError(f"{path} ends too early")
         into[:] = content
-
-    def close(self) -> None:
-        """Nothing to let go of."""

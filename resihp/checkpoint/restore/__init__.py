@@ -1,4 +1,4 @@
-"""Back from a checkpoint: which one, what is read of it, and how it gets into the state."""
+"""Restore: selection of a checkpoint, verified reads, and loading into the state."""
 
 from .selection import Restored, restore
 

@@ -1,4 +1,4 @@
-"""Puts what was read back into the state: into its containers, modules and optimizers."""
+"""Loads values that were read into a state: its containers, modules and optimizers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .shard_reader import Located
 def absent_tensors(
     into: State, entries: Sequence[Located], known: AbstractSet[str]
 ) -> list[TensorEntry]:
-    """Whole tensors that a `Stateful` value of `into` has not got yet, newly made.
+    """Create the global tensors that a `Stateful` value of `into` does not have yet.
 
-    An optimizer that has never stepped has no moments; they are made here.
+    For example the moments of an optimizer that has not stepped.
     """
     made: dict[str, TensorEntry] = {}
     for _, entry in entries:
@@ -32,7 +32,7 @@ def absent_tensors(
 
 
 def absent_objects(into: State, entries: Sequence[Located]) -> dict[str, Path]:
-    """Other values that belong to a `Stateful` value of `into`."""
+    """Keys and paths of the objects that belong to a `Stateful` value of `into`."""
     return {
         entry.key: entry.path
         for _, entry in entries
@@ -41,7 +41,7 @@ def absent_objects(into: State, entries: Sequence[Located]) -> dict[str, Path]:
 
 
 def set_at(state: Mapping[str, object], path: Path, value: object) -> None:
-    """Put a value where the path leads; containers on the way are made where they are missing."""
+    """Set the value at a path; missing containers on the way are created."""
     at: Any = state
     for step, following in pairwise(path):
         inner = _get(at, step)
@@ -53,7 +53,7 @@ def set_at(state: Mapping[str, object], path: Path, value: object) -> None:
 
 
 def load_into(into: State, state: Mapping[str, object]) -> None:
-    """Let `Stateful` values load what was read, and put plain values into the mapping given."""
+    """Load `Stateful` values of `into` from `state`, and set its other values."""
     if not isinstance(into, Mapping):
         return
     for key, value in into.items():

@@ -1,7 +1,7 @@
-"""Back from a checkpoint, into any layout: the newest that is whole, from the nearest level.
+"""Selects the newest complete checkpoint on the nearest level, and restores it into any layout.
 
-The ranks agree on the step before each attempt and on its success after it. An attempt that meets
-bytes other than those saved names the shards and gives way to the next-best checkpoint.
+The ranks agree on the step before each attempt and on its success after it. An attempt that finds
+damaged bytes names the shards, and the next-best checkpoint is tried.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger("resihp.checkpoint")
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back.
+    """Result of a restore.
 
-    extra    what this rank gave as `extra`; that of the lowest rank where it gave none
-    level    where it was read from, by name
-    skipped  better checkpoints that could not be used, and why, one line each
-    newest_born  of all lineages that were found, for the one that begins now to be newer
+    level        name of the level that was read
+    extra        the `extra` of this rank, or of the lowest rank if this one saved none
+    skipped      better checkpoints that could not be used, with the reason, one line each
+    newest_born  `born` of the newest lineage found; the next lineage must be younger
     """
 
     step: int
@@ -47,7 +47,11 @@ Key = tuple[int, str]
 
 @dataclass
 class _Inventory:
-    """Which level holds which checkpoint, as far as it can be asked."""
+    """Checkpoints on all levels.
+
+    torn      steps of incomplete checkpoints, with the reason
+    problems  levels that could not be listed, with the reason
+    """
 
     levels: dict[Key, list[Level]] = field(default_factory=dict)
     lineages: dict[Key, Lineage] = field(default_factory=dict)
@@ -58,24 +62,20 @@ class _Inventory:
 def restore(
     levels: Sequence[Level], into: State, ranks: Ranks, *, step: int | None = None
 ) -> Restored:
-    """Fill every tensor of `into` in place and put every other value back; a collective call.
+    """Fill the tensors of `into` in place and set its other values; see `Checkpointer.restore`.
 
-    into  as for `save`, in the layout that is wanted now; `Stateful` values (modules, optimizers)
-          get a state of theirs, an optimizer without state yet all of it
-    step  only this one; None: the newest
-
-    Raises `CheckpointError` where no level holds a usable checkpoint; tensors that an attempt has
-    begun to fill may then hold anything.
+    A collective call. Raises `CheckpointError` if no level has a usable checkpoint; the tensors
+    are then undefined, as an attempt may have filled some of them.
     """
-    offers = _ask(levels)
-    order, newest_born = _order(offers, ranks, step)
-    skipped, torn = offers.problems, sorted(offers.torn.items())
+    inventory = _list(levels)
+    order, newest_born = _order(inventory, ranks, step)
+    skipped, torn = inventory.problems, sorted(inventory.torn.items())
     for key in order:
-        found = _try(offers.levels[key], key[0], into, ranks, skipped)
-        have_it = ranks.gather(found is not None)
-        if found is not None and not all(have_it):
-            lost = ", ".join(str(r) for r, has in zip(ranks.all, have_it, strict=True) if not has)
-            skipped.append(f"step {key[0]} cannot be used by all: rank {lost}")
+        found = _try(inventory.levels[key], key[0], into, ranks, skipped)
+        successes = ranks.gather(found is not None)
+        if found is not None and not all(successes):
+            failed = [str(r) for r, ok in zip(ranks.all, successes, strict=True) if not ok]
+            skipped.append(f"step {key[0]} cannot be used by rank {', '.join(failed)}")
         elif found is not None:
             skipped += [
                 f"step {n} is torn: {what}" for n, what in torn if n > key[0] and step is None
@@ -84,41 +84,40 @@ def restore(
                 log.warning("%s; used step %d from %s", line, key[0], found.level)
             return replace(found, skipped=tuple(skipped), newest_born=newest_born)
     skipped += [f"step {n} is torn: {what}" for n, what in torn if step in (None, n)]
-    told = "; ".join(skipped) or ", ".join(level.name for level in levels) + ": nothing there"
-    raise CheckpointError(
-        f"no usable checkpoint{'' if step is None else f' of step {step}'}: {told}"
-    )
+    reason = "; ".join(skipped) or ", ".join(level.name for level in levels) + ": nothing there"
+    which = "" if step is None else f" of step {step}"
+    raise CheckpointError(f"no usable checkpoint{which}: {reason}")
 
 
-def _ask(levels: Sequence[Level]) -> _Inventory:
-    offers = _Inventory()
+def _list(levels: Sequence[Level]) -> _Inventory:
+    inventory = _Inventory()
     for level in levels:
         try:
             if isinstance(level, LocalDisk):
-                offers.torn.update(level.torn())
-            for found in level.found():
-                key = (found.step, found.lineage.run)
-                offers.levels.setdefault(key, []).append(level)
-                offers.lineages[key] = found.lineage
-        except Exception as problem:  # noqa: BLE001 - any storage may fail in its own way
-            offers.problems.append(f"{level.name} cannot be asked: {problem}")
-    return offers
+                inventory.torn.update(level.torn())
+            for stored in level.checkpoints():
+                key = (stored.step, stored.lineage.run)
+                inventory.levels.setdefault(key, []).append(level)
+                inventory.lineages[key] = stored.lineage
+        except Exception as problem:  # noqa: BLE001 - storage may fail in any way
+            inventory.problems.append(f"{level.name} cannot be listed: {problem}")
+    return inventory
 
 
-def _order(offers: _Inventory, ranks: Ranks, only: int | None) -> tuple[list[Key], int]:
-    """What every rank can try, best first, and when the newest lineage was born.
+def _order(inventory: _Inventory, ranks: Ranks, only: int | None) -> tuple[list[Key], int]:
+    """List what every rank can try, best first; also return the newest `born`.
 
-    Abandoned checkpoints are not among it unless their step is asked for.
+    Abandoned checkpoints are left out, except for the step `only`.
     """
-    everyones = ranks.gather(offers.lineages)
-    found = [
+    everyones = ranks.gather(inventory.lineages)
+    stored = [
         StoredCheckpoint(step, lineage)
         for lineages in everyones
         for (step, _), lineage in lineages.items()
         if only in (None, step)
     ]
     common = set.intersection(*(set(lineages) for lineages in everyones))
-    keys = [(one.step, one.lineage.run) for one in best_first(found)]
+    keys = [(one.step, one.lineage.run) for one in best_first(stored)]
     born = [lineage.born for lineages in everyones for lineage in lineages.values()]
     return [key for key in dict.fromkeys(keys) if key in common], max(born, default=0)
 
@@ -128,57 +127,57 @@ def _try(
 ) -> Restored | None:
     for level in levels:
         try:
-            source = level.open(step)
+            reader = level.open(step)
             try:
-                return Restored(step, level.name, _fill(source, into, ranks.rank))
+                return Restored(step, level.name, _fill(reader, into, ranks.rank))
             finally:
-                source.close()
+                reader.close()
         except ContractError:
             raise
-        except Exception as problem:  # noqa: BLE001 - as above; the next-best is tried
+        except Exception as problem:  # noqa: BLE001 - storage may fail in any way
             skipped.append(f"step {step} on {level.name} is unusable: {problem}")
     return None
 
 
-def _fill(source: CheckpointReader, into: State, rank: int) -> Mapping[str, object]:
-    """Everything of `into`, and the extra of this rank."""
+def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, object]:
+    """Fill `into`, and return the extra of this rank."""
     state = opened(into)
-    parts, objects = collect(state)
-    entries = [(index, entry) for index in source.indexes.values() for entry in index.entries]
-    created = absent_tensors(into, entries, {part.key for part in parts})
-    wants = [TensorRequest(part.key, part.box, part.tensor) for part in (*parts, *created)]
-    paths = {thing.key: thing.path for thing in objects}
-    differing = _other_shapes(parts, entries)
+    tensors, objects = collect(state)
+    entries = [(index, entry) for index in reader.indexes.values() for entry in index.entries]
+    created = absent_tensors(into, entries, {wanted.key for wanted in tensors})
+    requests = [TensorRequest(e.key, e.box, e.tensor) for e in (*tensors, *created)]
+    paths = {wanted.key: wanted.path for wanted in objects}
+    differing = _different_shapes(tensors, entries)
     if differing:
         raise CheckpointError(f"shapes differ: {'; '.join(differing[:6])}")
-    there = {e.key for _, e in entries if e.dtype is None} | {part.key for part in created}
-    missing = sorted(set(paths) - there) + missing_of(wants, entries)
+    there = {e.key for _, e in entries if e.dtype is None} | {made.key for made in created}
+    missing = sorted(set(paths) - there) + missing_of(requests, entries)
     if missing:
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
-    read_tensors(source, wants, entries)
-    for part in created:
-        set_at(state, part.path, part.tensor)
+    read_tensors(reader, requests, entries)
+    for made in created:
+        set_at(state, made.path, made.tensor)
     paths |= absent_objects(into, entries)
     for index, entry in entries:
         if entry.dtype is None and entry.key in paths:
-            set_at(state, paths[entry.key], read_object(source, index, entry))
+            set_at(state, paths[entry.key], read_object(reader, index, entry))
     load_into(into, state)
-    return _extra(source, rank)
+    return _extra(reader, rank)
 
 
-def _other_shapes(parts: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
-    """Tensors whose whole has another shape in the checkpoint than in the state."""
+def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
+    """Describe the tensors whose global shape differs between checkpoint and state."""
     saved = {entry.key: entry.shape for _, entry in entries if entry.dtype is not None}
     return [
-        f"{part.key} is {list(part.shape)}, the checkpoint has {list(saved[part.key])}"
-        for part in parts
-        if saved.get(part.key, part.shape) != part.shape
+        f"{e.key} is {list(e.shape)}, the checkpoint has {list(saved[e.key])}"
+        for e in tensors
+        if saved.get(e.key, e.shape) != e.shape
     ]
 
 
-def _extra(source: CheckpointReader, rank: int) -> Mapping[str, object]:
-    chosen = source.indexes.get(rank) or source.indexes[min(source.indexes)]
+def _extra(reader: CheckpointReader, rank: int) -> Mapping[str, object]:
+    chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
     entry = next((e for e in chosen.objects if e.key == extra_key(chosen.rank)), None)
-    extra = {} if entry is None else read_object(source, chosen, entry)
+    extra = {} if entry is None else read_object(reader, chosen, entry)
     assert isinstance(extra, dict)
     return extra

@@ -1,4 +1,4 @@
-"""Reads parts of tensors from a checkpoint: chunk by chunk, verified, by several threads."""
+"""Reads tensor shards from a checkpoint: chunk by chunk, verified, in several threads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ READERS = 4
 _BATCH_BYTES = 32 << 20
 
 Located = tuple[FileIndex, IndexEntry]
-"""An entry, and the file that it is in."""
+"""An entry and the index of its file."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorRequest:
-    """A part of a tensor to be filled."""
+    """A tensor shard to fill."""
 
     key: str
     box: Box
@@ -38,9 +38,9 @@ class TensorRequest:
 
 @dataclass(frozen=True, eq=False)
 class _ReadJob:
-    """The bytes of an entry from `start` to `stop` hold what a want shares with it."""
+    """Bytes [start, stop) of a file, which hold the intersection of a request and an entry."""
 
-    want: TensorRequest
+    request: TensorRequest
     index: FileIndex
     entry: IndexEntry
     shared: Box
@@ -48,25 +48,25 @@ class _ReadJob:
     stop: int
 
 
-def missing_of(wants: Sequence[TensorRequest], entries: Sequence[Located]) -> list[str]:
-    """What is wanted and not there, by name and place."""
+def missing_of(requests: Sequence[TensorRequest], entries: Sequence[Located]) -> list[str]:
+    """Describe the requested shards that the checkpoint does not cover, by name and range."""
     have: dict[int, int] = defaultdict(int)
-    for job in _jobs(wants, entries):
-        have[id(job.want)] += math.prod(job.shared[1])
+    for job in _jobs(requests, entries):
+        have[id(job.request)] += math.prod(job.shared[1])
     return [
-        f"{want.key}{[f'{a}:{a + n}' for a, n in zip(*want.box, strict=True)]}"
-        for want in wants
-        if have[id(want)] < want.tensor.numel()
+        f"{request.key}{[f'{a}:{a + n}' for a, n in zip(*request.box, strict=True)]}"
+        for request in requests
+        if have[id(request)] < request.tensor.numel()
     ]
 
 
 def read_tensors(
-    source: CheckpointReader, wants: Sequence[TensorRequest], entries: Sequence[Located]
+    reader: CheckpointReader, requests: Sequence[TensorRequest], entries: Sequence[Located]
 ) -> None:
-    """Fill every want. Raises `CheckpointDamagedError` naming all bad shards that were met."""
-    jobs = sorted(_jobs(wants, entries), key=lambda job: (job.index.rank, job.start))
+    """Fill all requests. Raises `CheckpointDamagedError` with all damaged shards found."""
+    jobs = sorted(_jobs(requests, entries), key=lambda job: (job.index.rank, job.start))
     with ThreadPoolExecutor(READERS, "resihp-checkpoint-read") as pool:
-        batches = [pool.submit(_read_batch, source, batch) for batch in _batches(jobs)]
+        batches = [pool.submit(_read_batch, reader, batch) for batch in _batches(jobs)]
     damaged = []
     for batch in batches:
         try:
@@ -78,23 +78,23 @@ def read_tensors(
         raise CheckpointDamagedError("its data", tuple(shards), damaged[0].problem)
 
 
-def read_object(source: CheckpointReader, index: FileIndex, entry: IndexEntry) -> object:
-    """A value that is no tensor. Like torch's reader, it trusts what the checkpoint pickles."""
+def read_object(reader: CheckpointReader, index: FileIndex, entry: IndexEntry) -> object:
+    """Read a value that is not a tensor. Like torch's reader, it unpickles: trust is required."""
     content = torch.empty(entry.length, dtype=torch.uint8)
-    _ChunkReader(source).copy(index, entry.start, content)
+    _ChunkReader(reader).copy(index, entry.start, content)
     return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)
 
 
 class _ChunkReader:
-    """Reads and verifies chunks; keeps the last one, which neighbours ask for again."""
+    """Reads and verifies chunks; caches the last one, which neighbouring shards share."""
 
-    def __init__(self, source: CheckpointReader) -> None:
-        self._source = source
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
         self._buffer = HostBuffer(CHUNK_BYTES)
         self._held: tuple[int, int] | None = None
 
     def copy(self, index: FileIndex, start: int, goal: Tensor) -> None:
-        """Fill `goal` (uint8, on the host) from byte `start` of the file on."""
+        """Fill `goal` (uint8, on the host) from offset `start` of the file."""
         stop = start + goal.numel()
         number = _chunk_at(index, start)
         while start < stop:
@@ -114,7 +114,7 @@ class _ChunkReader:
         start, stop = index.chunks[number]
         view = self._buffer.view[: stop - start]
         try:
-            self._source.read(index.rank, start, view)
+            self._reader.read(index.rank, start, view)
         except OSError as problem:
             raise _damaged(index, number, f"cannot be read ({problem})") from problem
         if not index.is_intact(number, view):
@@ -139,27 +139,30 @@ def _chunk_at(index: FileIndex, at: int) -> int:
     return before + (at - index.tensor_bytes) // CHUNK_BYTES
 
 
-def _jobs(wants: Sequence[TensorRequest], entries: Sequence[Located]) -> Iterator[_ReadJob]:
+def _jobs(requests: Sequence[TensorRequest], entries: Sequence[Located]) -> Iterator[_ReadJob]:
     by_key: dict[str, dict[Box, Located]] = defaultdict(dict)
     for index, entry in entries:
         if entry.dtype is not None:
             by_key[entry.key].setdefault(entry.box, (index, entry))
-    for want in wants:
-        for index, entry in by_key[want.key].values():
-            shared = overlap(want.box, entry.box) if len(want.box[0]) == len(entry.shape) else None
+    for request in requests:
+        for index, entry in by_key[request.key].values():
+            if len(request.box[0]) != len(entry.shape):
+                continue
+            shared = overlap(request.box, entry.box)
             if shared is not None:
-                yield _job(want, index, entry, shared)
+                yield _job(request, index, entry, shared)
 
 
-def _job(want: TensorRequest, index: FileIndex, entry: IndexEntry, shared: Box) -> _ReadJob:
-    """The shortest range of bytes that holds the shared box."""
+def _job(request: TensorRequest, index: FileIndex, entry: IndexEntry, shared: Box) -> _ReadJob:
+    """Build the job for the shortest range of bytes that holds the shared box."""
     assert entry.dtype is not None
     width = getattr(torch, entry.dtype).itemsize
     inside = [a - b for a, b in zip(shared[0], entry.offsets, strict=True)]
     strides = _strides(entry.sizes)
     low = sum(at * stride for at, stride in zip(inside, strides, strict=True))
     high = low + sum((n - 1) * stride for n, stride in zip(shared[1], strides, strict=True)) + 1
-    return _ReadJob(want, index, entry, shared, entry.data + low * width, entry.data + high * width)
+    start, stop = entry.data + low * width, entry.data + high * width
+    return _ReadJob(request, index, entry, shared, start, stop)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -167,7 +170,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 
 def _batches(jobs: Sequence[_ReadJob]) -> Iterator[list[_ReadJob]]:
-    """Neighbours together, so that a chunk is read once or twice at most."""
+    """Batch neighbouring jobs, so that a chunk is read at most twice."""
     batch: list[_ReadJob] = []
     held = 0
     for job in jobs:
@@ -180,15 +183,15 @@ def _batches(jobs: Sequence[_ReadJob]) -> Iterator[list[_ReadJob]]:
         yield batch
 
 
-def _read_batch(source: CheckpointReader, batch: Sequence[_ReadJob]) -> None:
-    chunks = _ChunkReader(source)
+def _read_batch(reader: CheckpointReader, batch: Sequence[_ReadJob]) -> None:
+    chunks = _ChunkReader(reader)
     for job in batch:
         _read(chunks, job)
 
 
 def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     dtype: torch.dtype = getattr(torch, job.entry.dtype or "uint8")
-    goal = _within(job.want, job.shared)
+    goal = _within(job.request, job.shared)
     is_dense = job.stop - job.start == goal.numel() * dtype.itemsize
     if is_dense and goal.is_contiguous() and goal.dtype == dtype and not goal.is_cuda:
         chunks.copy(job.index, job.start, flat_bytes(goal))
@@ -199,8 +202,8 @@ def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     goal.copy_(typed)
 
 
-def _within(want: TensorRequest, shared: Box) -> Tensor:
-    goal = want.tensor.detach()
+def _within(request: TensorRequest, shared: Box) -> Tensor:
+    goal = request.tensor.detach()
     for dim, (start, size) in enumerate(zip(*shared, strict=True)):
-        goal = goal.narrow(dim, start - want.box[0][dim], size)
+        goal = goal.narrow(dim, start - request.box[0][dim], size)
     return goal

@@ -1,1 +1,1 @@
-"""From a state to an image of a rank's file in host memory, while training goes on."""
+"""Lazy copy: from a state to an image of a rank's file in host memory, during training."""

@@ -1,4 +1,4 @@
-"""The host buffers: allocated once for a layout of the file, lent to one checkpoint at a time."""
+"""Pool of host buffers, allocated once per file layout and lent to one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .in_flight import BufferSlot, InFlightCheckpoint
 class BufferPool:
     """A fixed number of buffers, each an image of the same file.
 
-    spare  so many of them are for a level that lags behind: they get pages when they are needed
+    spare  number of buffers for a slow level; their pages are allocated at the first use
     """
 
     def __init__(self, count: int, spare: int = 0) -> None:
@@ -35,9 +35,9 @@ class BufferPool:
         return True
 
     def lend(self, window_s: float) -> tuple[BufferSlot, InFlightCheckpoint | None] | None:
-        """A free buffer; or one that, at its pace, will be free chunk by chunk within the window.
+        """Return a free slot, or one that will be released chunk by chunk within the window.
 
-        With the latter comes the checkpoint that is still read there. None: no buffer.
+        The latter comes with the checkpoint that is still being read there. None: no slot.
         """
         readers = [(slot, _reader(slot)) for slot in self._slots]
         for slot, reader in readers:
@@ -51,7 +51,7 @@ class BufferPool:
 
 
 def _reader(slot: BufferSlot) -> InFlightCheckpoint | None:
-    """Whoever's bytes in the slot are still wanted: checkpoints given up do not count."""
+    """Return the checkpoint in the slot that levels still read; abandoned ones do not count."""
     last = slot.last
     if last is not None and last.problem is not None and not last.taken:
         last = last.previous

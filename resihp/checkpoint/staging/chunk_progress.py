@@ -1,4 +1,4 @@
-"""How far each chunk of a checkpoint is on its way out of the optimizer's reach."""
+"""Progress of a checkpoint's chunks, from the tensors to the buffer or to storage."""
 
 from __future__ import annotations
 
@@ -7,77 +7,77 @@ from enum import IntEnum
 
 
 class ChunkState(IntEnum):
-    """Of one chunk. From ORDERED on, but for STRAIGHT, its tensors may change."""
+    """State of one chunk. From ORDERED on its tensors may change."""
 
     OPEN = 0
-    """Nobody has begun."""
+    """Not begun."""
     COPYING = 1
-    """Somebody copies it, or the edges of it, into the buffer."""
+    """A thread is copying it, or its edges, into the buffer."""
     ZERO_COPY = 2
-    """A level writes it from the tensors' own memory."""
+    """A level is writing it from the tensors' own memory."""
     ORDERED = 3
-    """Its copy is under way on the device."""
+    """Its copy has been submitted to the device's stream."""
     COPIED = 4
     """The buffer holds it."""
     STORED = 5
-    """The level that wrote it from the tensors' own memory is done; the buffer lacks it."""
+    """A level has written it from the tensors' own memory; the buffer does not hold it."""
 
 
 class ChunkProgress:
-    """The stages of all chunks. Not guarded by a lock of its own.
+    """States of all chunks of a checkpoint; callers hold the checkpoint's lock.
 
-    copied   chunks from the first one on that the buffer holds without a gap
-    copying  chunks that somebody is putting into the buffer now
-    safe     chunks whose tensors may change
+    copied   length of the prefix of chunks that the buffer holds
+    copying  number of chunks in state COPYING
+    safe     number of chunks whose tensors may change
     """
 
     def __init__(self, count: int) -> None:
-        self._stages = [ChunkState.OPEN] * count
+        self._states = [ChunkState.OPEN] * count
         self._low, self._high = 0, count
         self.copied = self.copying = self.safe = 0
 
     def __getitem__(self, number: int) -> ChunkState:
-        return self._stages[number]
+        return self._states[number]
 
-    def set(self, number: int, stage: ChunkState) -> None:
-        """Move one chunk."""
-        stages = self._stages
-        self.safe += (stage >= ChunkState.ORDERED) - (stages[number] >= ChunkState.ORDERED)
-        self.copying += (stage is ChunkState.COPYING) - (stages[number] is ChunkState.COPYING)
-        stages[number] = stage
-        if stage is ChunkState.OPEN:
+    def set(self, number: int, state: ChunkState) -> None:
+        """Set the state of one chunk."""
+        states = self._states
+        self.safe += (state >= ChunkState.ORDERED) - (states[number] >= ChunkState.ORDERED)
+        self.copying += (state is ChunkState.COPYING) - (states[number] is ChunkState.COPYING)
+        states[number] = state
+        if state is ChunkState.OPEN:
             self._low, self._high = min(self._low, number), max(self._high, number + 1)
-        while self.copied < len(stages) and stages[self.copied] is ChunkState.COPIED:
+        while self.copied < len(states) and states[self.copied] is ChunkState.COPIED:
             self.copied += 1
 
     def first_open(self) -> int | None:
-        """The lowest chunk that nobody has begun."""
-        while self._low < self._high and self._stages[self._low] is not ChunkState.OPEN:
+        """Return the lowest open chunk."""
+        while self._low < self._high and self._states[self._low] is not ChunkState.OPEN:
             self._low += 1
         return self._low if self._low < self._high else None
 
     def last_open(self) -> int | None:
-        """The highest chunk that nobody has begun."""
-        while self._low < self._high and self._stages[self._high - 1] is not ChunkState.OPEN:
+        """Return the highest open chunk."""
+        while self._low < self._high and self._states[self._high - 1] is not ChunkState.OPEN:
             self._high -= 1
         return self._high - 1 if self._low < self._high else None
 
-    def first_unsafe(self, among: Iterable[int]) -> int | None:
-        """The first of these that somebody has yet to copy, in the place of a level if need be."""
+    def first_uncopied(self, among: Iterable[int]) -> int | None:
+        """Return the first of these chunks that the fence may copy, also in place of a level."""
         waiting = (ChunkState.OPEN, ChunkState.ZERO_COPY)
-        return next((number for number in among if self._stages[number] in waiting), None)
+        return next((number for number in among if self._states[number] in waiting), None)
 
     def are_safe(self, among: Iterable[int]) -> bool:
-        """Whether the tensors of these may change."""
-        return all(self._stages[number] >= ChunkState.ORDERED for number in among)
+        """Return True if the tensors of these chunks may change."""
+        return all(self._states[number] >= ChunkState.ORDERED for number in among)
 
     @property
-    def beyond_buffer(self) -> bool:
-        """Whether any chunk was written, or is about to be, that the buffer lacks."""
-        return any(stage in (ChunkState.ZERO_COPY, ChunkState.STORED) for stage in self._stages)
+    def bypasses_buffer(self) -> bool:
+        """True if any chunk has been, or is being, written without the buffer."""
+        return any(state in (ChunkState.ZERO_COPY, ChunkState.STORED) for state in self._states)
 
     def reopen(self) -> None:
-        """Begin anew with what was written, or was about to be, past the buffer."""
-        for number, stage in enumerate(self._stages):
-            if stage in (ChunkState.ZERO_COPY, ChunkState.STORED):
+        """Reopen the chunks that have been, or are being, written without the buffer."""
+        for number, state in enumerate(self._states):
+            if state in (ChunkState.ZERO_COPY, ChunkState.STORED):
                 self.set(number, ChunkState.OPEN)

@@ -1,8 +1,8 @@
-"""The lazy copy: a thread that moves state into host buffers while training computes.
+"""Copier: a thread that copies state into host buffers while training computes.
 
 On a CUDA device the copies run on a stream of lowest priority that first waits for the optimizer,
-a few chunks in flight at a time, so that training's own transfers get in between; the fence then
-makes training's stream wait for the copies, not the host. (Written for CUDA; run on CPU so far.)
+a few chunks in flight at a time, so that transfers of the training run in between; the fence then
+makes the training stream wait for the copies, not the host.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .chunk_progress import ChunkState
 from .in_flight import InFlightCheckpoint
 
 IN_FLIGHT = 4
-"""Chunks of which the copy from a device is ordered and has not ended."""
+"""Maximum number of chunk copies submitted to the device and not completed."""
 
 
 class Copier:
-    """Copies one checkpoint after the other, each chunk as soon as its place is free."""
+    """Copies one checkpoint after the other, each chunk once its place in the buffer is free."""
 
     def __init__(self, device: torch.device) -> None:
         self._queue: SimpleQueue[InFlightCheckpoint | None] = SimpleQueue()
@@ -39,36 +39,36 @@ class Copier:
 
     @property
     def pins(self) -> bool:
-        """Whether host buffers should be pinned."""
+        """True if host buffers should be pinned."""
         return self._stream is not None
 
     def start(self, checkpoint: InFlightCheckpoint) -> None:
-        """Begin to copy; what the caller's stream does until here comes first."""
+        """Begin to copy, after the work that the caller's stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._queue.put(checkpoint)
 
     def help(self, checkpoint: InFlightCheckpoint, needed: Iterable[int]) -> bool:
-        """Copy in the caller's thread what nobody copies yet; whether the caller may do so."""
+        """Copy open chunks in the caller's thread; False on a device, where the stream copies."""
         if self._stream is not None:
             return False
         put = _ChunkCopy(checkpoint)
         for number in needed:
-            if _takes_over(checkpoint, number):
+            if _claim_at_fence(checkpoint, number):
                 put(number, ChunkState.COPIED)
         return True
 
     def fence(self) -> None:
-        """Let the caller's stream wait for every copy that has been ordered."""
+        """Make the caller's stream wait for every copy submitted so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def end(self) -> None:
-        """Have the thread end after what it has begun."""
+        """Ask the thread to end after its current work."""
         self._queue.put(None)
 
     def close(self) -> None:
-        """The same, and wait for it."""
+        """End the thread and wait for it."""
         self.end()
         self._thread.join()
 
@@ -78,8 +78,8 @@ class Copier:
         while (checkpoint := self._queue.get()) is not None:
             try:
                 self._copy(checkpoint)
-            except Exception as problem:  # noqa: BLE001 - told to the levels, which count it
-                checkpoint.veto(problem)
+            except Exception as problem:  # noqa: BLE001 - raised in the levels, which count it
+                checkpoint.abandon(problem)
             with checkpoint.changed:
                 checkpoint.sources = ()
             del checkpoint
@@ -94,7 +94,7 @@ class Copier:
 
 
 def _copy_from_device(checkpoint: InFlightCheckpoint, stream: torch.cuda.Stream) -> None:
-    """A few chunks in flight at a time; all at once when training's stream waits at the fence."""
+    """Copy with few chunks in flight; without limit once the training stream waits at the fence."""
     put = _ChunkCopy(checkpoint)
     flying: deque[tuple[int, torch.cuda.Event]] = deque()
     try:
@@ -106,7 +106,7 @@ def _copy_from_device(checkpoint: InFlightCheckpoint, stream: torch.cuda.Stream)
         while flying:
             _land(checkpoint, flying)
     finally:
-        stream.synchronize()  # the tensors are let go of after this
+        stream.synchronize()  # the references to the tensors are dropped after this
 
 
 def _land(checkpoint: InFlightCheckpoint, flying: deque[tuple[int, torch.cuda.Event]]) -> None:
@@ -116,9 +116,9 @@ def _land(checkpoint: InFlightCheckpoint, flying: deque[tuple[int, torch.cuda.Ev
 
 
 def _next(checkpoint: InFlightCheckpoint) -> int | None:
-    """For the copying thread: what to copy next, once there is room and reason; None at the end.
+    """Wait for the next chunk to copy, and claim it for the copying thread; None at the end.
 
-    Beside a level that writes from the tensors it begins at the other end, and as late as it can.
+    With a level that writes from the tensors it starts at the other end, as late as possible.
     """
     while True:
         with checkpoint.changed:
@@ -136,8 +136,8 @@ def _next(checkpoint: InFlightCheckpoint) -> int | None:
         checkpoint.hurry.wait(nap_s)
 
 
-def _takes_over(checkpoint: InFlightCheckpoint, number: int) -> bool:
-    """At the fence: whether to copy this chunk at once, though a level may be writing it."""
+def _claim_at_fence(checkpoint: InFlightCheckpoint, number: int) -> bool:
+    """Claim a chunk for the thread at the fence, even if a level is writing it; True if claimed."""
     with checkpoint.changed:
         is_free = checkpoint.progress[number] in (ChunkState.OPEN, ChunkState.ZERO_COPY)
         if checkpoint.problem is not None or not is_free or not checkpoint.has_room(number):
@@ -147,7 +147,7 @@ def _takes_over(checkpoint: InFlightCheckpoint, number: int) -> bool:
 
 
 class _ChunkCopy:
-    """Copies what of the tensors lies in a chunk into the buffer."""
+    """Copies the frames and tensor segments of a chunk into the buffer."""
 
     def __init__(self, checkpoint: InFlightCheckpoint) -> None:
         self._checkpoint, self._sources = checkpoint, checkpoint.sources
@@ -155,9 +155,9 @@ class _ChunkCopy:
         self._held, self._source = -1, torch.empty(0)
 
     def __call__(self, number: int, then: ChunkState) -> None:
-        """A claimed chunk, which is at that stage afterwards."""
+        """Copy a claimed chunk, which is in state `then` afterwards."""
         try:
-            self._checkpoint.slot.frame(number)
+            self._checkpoint.slot.write_frames(number)
             for segment in self._checkpoint.file.segments[number]:
                 if segment.tensor != self._held:
                     self._held, self._source = (
@@ -167,13 +167,13 @@ class _ChunkCopy:
                 goal = self._image[segment.at : segment.at + segment.stop - segment.start]
                 goal.copy_(self._source[segment.start : segment.stop], non_blocking=True)
         except BaseException:
-            self._checkpoint.move(number, ChunkState.OPEN)  # the buffer is not held for it
+            self._checkpoint.move(number, ChunkState.OPEN)  # so that the buffer is not kept for it
             raise
         self._checkpoint.move(number, then)
 
 
 def chunks_of(checkpoint: InFlightCheckpoint, tensors: Iterable[Tensor]) -> list[int]:
-    """The chunks that hold memory of any of these tensors, views and wholes alike, in order."""
+    """List the chunks that share memory with any of these tensors, in order."""
     starts, stops = _merged(sorted(_memory(tensor) for tensor in tensors))
     with checkpoint.changed:
         if not checkpoint.sources:
@@ -181,7 +181,7 @@ def chunks_of(checkpoint: InFlightCheckpoint, tensors: Iterable[Tensor]) -> list
         held = set()
         for number, source in enumerate(checkpoint.sources):
             start, stop = _memory(source)
-            before = bisect_left(starts, stop)  # of those that start before it ends
+            before = bisect_left(starts, stop)  # among spans that start before it ends
             if before and stops[before - 1] > start:
                 held.add(number)
     segments = checkpoint.file.segments
@@ -191,7 +191,7 @@ def chunks_of(checkpoint: InFlightCheckpoint, tensors: Iterable[Tensor]) -> list
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Starts and stops of the same bytes without overlaps, both ascending."""
+    """Merge overlapping spans; returns their starts and stops, both ascending."""
     starts: list[int] = []
     stops: list[int] = []
     for start, stop in spans:
@@ -206,7 +206,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
 def write_order(
     tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[int]:
-    """Positions of the tensors in the order in which the optimizers write them; others first."""
+    """Sort positions of tensors by the order in which optimizers write them; others first."""
     turn: dict[int, int] = {}
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -221,7 +221,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """First and last (exclusive) address that the tensor reaches, gaps included."""
+    """First and last (exclusive) address of the tensor, gaps included."""
     local = _local(tensor)
     reach = 1 + sum((n - 1) * by for n, by in zip(local.shape, local.stride(), strict=True))
     start = local.data_ptr()
@@ -229,6 +229,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What of it this process holds."""
+    """Return the local shard of a `DTensor`, or the tensor itself."""
     local = getattr(tensor, "to_local", None)
     return tensor.detach() if local is None else local().detach()

@@ -31,10 +31,12 @@ class HostBuffer:
     """`nbytes` bytes at an address that is a multiple of 4096, as tensor and as memory view.
 
     Filled with zeros. The kernel allocates pages at the first access, for pinned memory at once.
+
+    huge  use huge pages, if possible; not for buffers that are used in small parts
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        self.tensor = _pinned(nbytes) if pinned else _mapped(nbytes)
+    def __init__(self, nbytes: int, *, pinned: bool = False, huge: bool = True) -> None:
+        self.tensor = _pinned(nbytes) if pinned else _mapped(nbytes, huge=huge)
         self.view: memoryview = self.tensor.numpy().data
 
 
@@ -76,11 +78,11 @@ def populate(buffers: Sequence[Tensor], is_over: Event) -> None:
                 return
 
 
-def _mapped(nbytes: int) -> Tensor:
-    """Anonymous memory on huge pages if possible, excluded from forks (no copy on write)."""
+def _mapped(nbytes: int, *, huge: bool) -> Tensor:
+    """Map anonymous memory, excluded from forks (no copy on write)."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+    for advice in ("MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]

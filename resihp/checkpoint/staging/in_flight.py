@@ -1,11 +1,11 @@
-"""One checkpoint in one host buffer: how far it is copied, and who still reads it.
+"""A checkpoint in flight: its progress through one host buffer, and its readers.
 
-Copying, reading and the next checkpoint's copying chase each other through the buffer chunk by
-chunk: a level may take a chunk once it is copied, the next checkpoint may overwrite it once every
-level has taken it. So a single buffer is enough while the disk keeps up.
+Copying, reading and the next checkpoint's copying follow each other through the buffer chunk by
+chunk: a level may read a chunk once it is copied, and the next checkpoint may overwrite it once
+every level has read it. A single buffer is therefore enough while the disk keeps up.
 
-A level that reads tensors where they are (`views`) spares the copy: what it has written before the
-fence is never copied; what it is writing then is copied, and written again from the buffer.
+A level that writes from the tensors' own memory makes the copy unnecessary: chunks written before
+the fence are never copied; a chunk being written at the fence is copied and written again.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from ..history import Lineage
 from .chunk_progress import ChunkProgress, ChunkState
 from .host_buffer import HostBuffer
 
+EncodeObjects = Callable[[int], tuple[tuple[IndexEntry, ...], bytes]]
+"""Encodes the object section from a file offset; returns its entries and its bytes."""
+
 
 class CheckpointAbandoned(Exception):  # noqa: N818
-    """The checkpoint was given up; nobody is to blame. Never leaves this package."""
+    """Ends a checkpoint without an error of its own. Never leaves this package."""
 
 
 @dataclass(eq=False)
 class BufferSlot:
-    """A buffer that is an image of `file`, and the checkpoint that is, or was, last in it."""
+    """A buffer that is an image of `file`, with the current or last checkpoint in it."""
 
     buffer: HostBuffer
     file: ShardFile
     last: InFlightCheckpoint | None = None
     framed: set[int] = field(default_factory=set)
 
-    def frame(self, chunk: int) -> None:
-        """Put in place what stands between tensors, for whoever fills the chunk first."""
+    def write_frames(self, chunk: int) -> None:
+        """Write the archive frames of a chunk into the buffer, at its first use."""
         if chunk not in self.framed:
             start, stop = self.file.chunks[chunk]
             self.file.put_frames(chunk, self.buffer.tensor[start:stop])
@@ -49,7 +52,7 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class ShardIdentity:
-    """Which checkpoint of which job, and which rank's part of it."""
+    """One rank's part of one checkpoint."""
 
     step: int
     rank: int
@@ -59,22 +62,22 @@ class ShardIdentity:
 
 @dataclass(eq=False)
 class InFlightCheckpoint:
-    """A checkpoint on its way through a slot. All state is guarded by `changed`.
+    """A checkpoint on its way through a buffer slot. All state is guarded by `changed`.
 
-    pace       how the only level, which writes straight from the tensors, is expected to get on
-               until the fence; None: everything is copied
-    hurry      set when training waits at the fence
-    taken      for each level, chunks that it needs no more (a prefix of them all)
-    uploads    levels that take the checkpoint from the disk level's file
+    objects    encodes the objects, as they were at `save`
+    pace       forecast for the one level that writes from the tensors' own memory; None: copy all
+    hurry      set while training waits at the fence
+    taken      for each level, the length of the prefix of chunks that it no longer needs
+    uploads    number of levels that read the disk level's file
     stored     descriptor of that file, open while one of them needs it
-    previous   the checkpoint that was in the slot before and may still be read there
+    previous   the checkpoint before in the same slot, while levels still read it there
     """
 
     identity: ShardIdentity
     file: ShardFile
     slot: BufferSlot
     sources: Sequence[Tensor]
-    objects: Callable[[int], tuple[tuple[IndexEntry, ...], bytes]]
+    objects: EncodeObjects
     changed: Condition
     previous: InFlightCheckpoint | None = None
     begun_s: float = field(default_factory=time.monotonic)
@@ -89,57 +92,57 @@ class InFlightCheckpoint:
         self.progress = ChunkProgress(self.count)
         self._sums: dict[int, int] = {}
         self._kept: set[str] = set()
-        self._section: tuple[tuple[IndexEntry, ...], bytes] | None = None
+        self._encoded: tuple[tuple[IndexEntry, ...], bytes] | None = None
         self.slot.last = self
 
     @property
     def count(self) -> int:
-        """Chunks of tensors."""
+        """Number of chunks in the tensor section."""
         return len(self.file.chunks)
 
     @property
     def is_safe(self) -> bool:
-        """Whether the state may change again."""
+        """True if the state may change."""
         return self.progress.safe == self.count
 
     @property
     def is_idle(self) -> bool:
-        """Whether the slot may be given to another checkpoint as a whole."""
-        is_given_up = self.problem is not None and not self.progress.copying
-        return (self.is_safe or is_given_up) and not self.taken
+        """True if the whole slot may be lent to another checkpoint."""
+        is_ended = self.problem is not None and not self.progress.copying
+        return (self.is_safe or is_ended) and not self.taken
 
     @property
     def released(self) -> int:
-        """Chunks that the next checkpoint may overwrite."""
+        """Length of the prefix of chunks that the next checkpoint may overwrite."""
         return min(self.taken.values(), default=self.count)
 
     def released_within(self, window_s: float) -> bool:
-        """Whether, at the pace so far, every level will have taken everything by then."""
+        """Return True if, at the pace so far, all chunks will be released in `window_s`."""
         ahead, taken = self.count - self.released, self.released
         if not self.is_safe or not taken:
             return False
         return (time.monotonic() - self.begun_s) / taken * ahead <= window_s
 
     def has_room(self, chunk: int) -> bool:
-        """Whether nobody reads what was in the chunk's place before."""
+        """Return True if the checkpoint before has released this chunk of the buffer."""
         return self.previous is None or self.previous.released > chunk
 
-    def move(self, chunk: int, stage: ChunkState) -> None:
-        """A chunk has got further."""
+    def move(self, chunk: int, state: ChunkState) -> None:
+        """Set the state of a chunk and notify all waiting threads."""
         with self.changed:
-            self.progress.set(chunk, stage)
+            self.progress.set(chunk, state)
             if self.is_safe:
                 self.previous = None
             self.changed.notify_all()
 
-    def veto(self, problem: BaseException) -> None:
-        """Stop it whatever its state: another rank does not take part."""
+    def abandon(self, problem: BaseException) -> None:
+        """End the checkpoint; its levels get `problem`, or an earlier one, from `take`."""
         with self.changed:
             self.problem = self.problem or problem
             self.changed.notify_all()
 
     def take(self, chunk: int) -> None:
-        """Wait until the buffer holds a chunk. Raises what ended the checkpoint instead."""
+        """Wait until the buffer holds a chunk. Raises the problem that ended the checkpoint."""
         with self.changed:
             while self.progress.copied <= chunk and self.problem is None:
                 self.changed.wait()
@@ -147,7 +150,7 @@ class InFlightCheckpoint:
                 raise self.problem
 
     def done_with(self, level: str, chunks: int | None = None) -> None:
-        """The level needs the first `chunks` no more; None: it needs nothing any more."""
+        """Release the first `chunks` on behalf of a level; None: all, and for good."""
         with self.changed:
             if chunks is None:
                 self.taken.pop(level, None)
@@ -156,16 +159,16 @@ class InFlightCheckpoint:
             self.changed.notify_all()
 
     def keep_for(self, level: str) -> None:
-        """The level goes on to need every chunk after its `put` has returned."""
+        """Keep every chunk for the level after its `put` has returned."""
         self._kept.add(level)
 
     def leave(self, level: str) -> None:
-        """The level's `put` has returned."""
+        """Release the buffer on behalf of a level whose `put` has ended, unless it keeps it."""
         if level not in self._kept:
             self.done_with(level)
 
     def uploaded(self) -> None:
-        """One of the levels that read the disk level's file has ended, or will not begin."""
+        """Close the disk level's file once the last level that reads it has ended."""
         with self.changed:
             self.uploads -= 1
             if not self.uploads and self.stored is not None:
@@ -173,10 +176,10 @@ class InFlightCheckpoint:
                 self.stored = None
 
     def fall_back_to_buffer(self) -> bool:
-        """Write no more from the tensors; whether the buffer has, or will have, every chunk."""
+        """Stop writing from the tensors; return True if the buffer has or will have every chunk."""
         with self.changed:
-            was_straight, self.pace = self.pace is not None, None
-            if was_straight and self.progress.beyond_buffer:
+            was_direct, self.pace = self.pace is not None, None
+            if was_direct and self.progress.bypasses_buffer:
                 if self.hurry.is_set() or not self.sources:
                     return False
                 self.progress.reopen()
@@ -184,28 +187,28 @@ class InFlightCheckpoint:
             return not self.released
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk in the buffer, as they go into the file."""
+        """View the bytes of a chunk in the buffer."""
         start, stop = self.file.chunks[number]
         return self.slot.buffer.view[start:stop]
 
     def checksum(self, number: int) -> int:
-        """Of a chunk that is in the buffer; computed by the level that asks first."""
+        """Checksum of a chunk in the buffer, computed at the first call."""
         if number not in self._sums:
             self._sums[number] = checksum([self.chunk(number)])
         return self._sums[number]
 
-    def note_checksum(self, number: int, value: int) -> None:
-        """Of a chunk that was written straight from the tensors."""
+    def set_checksum(self, number: int, value: int) -> None:
+        """Record the checksum of a chunk that was written from the tensors."""
         self._sums[number] = value
 
     @property
     def section(self) -> bytes:
-        """What comes after the tensors."""
-        return self._encoded()[1]
+        """Bytes of the object section."""
+        return self._encode()[1]
 
     def index(self) -> FileIndex:
-        """The index of the file; every chunk must be there."""
-        objects, section = self._encoded()
+        """Build the index of the file; every chunk must be copied or stored."""
+        objects, section = self._encode()
         view = memoryview(section)
         sums = [self.checksum(number) for number in range(self.count)]
         sums += [checksum([view[start:stop]]) for start, stop in spans(0, len(section))]
@@ -215,44 +218,45 @@ class InFlightCheckpoint:
             objects, nbytes + len(section), tuple(sums),
         )  # fmt: skip
 
-    def _encoded(self) -> tuple[tuple[IndexEntry, ...], bytes]:
-        if self._section is None:
-            self._section = self.objects(self.file.nbytes)
-        return self._section
+    def _encode(self) -> tuple[tuple[IndexEntry, ...], bytes]:
+        if self._encoded is None:
+            self._encoded = self.objects(self.file.nbytes)
+        return self._encoded
 
 
 @dataclass(frozen=True)
 class Pace:
-    """When the fence is expected, and how fast the level was the last time.
+    """Forecast of a level that writes from the tensors until the fence.
 
-    window_s   from the start of the checkpoint to the fence
-    durable_s  that the level needed for the checkpoint before
+    window_s   seconds from the start of the checkpoint to the fence
+    durable_s  seconds that the level needed for the checkpoint before
     """
 
     window_s: float
     durable_s: float
 
     def nap_s(self, checkpoint: InFlightCheckpoint) -> float:
-        """How long the copy can wait; 0: it is time to copy what the level will not have taken.
+        """Seconds that the copy can wait; 0 if it must copy what the level will not write in time.
 
-        A copy costs training more than the wait for it gains, so it waits as long as it can.
+        The copy waits as long as possible, because it slows training more than a late copy does.
         """
         elapsed = time.monotonic() - checkpoint.begun_s
         left, safe = self.window_s - elapsed, checkpoint.progress.safe
-        chunk_s = elapsed / safe if safe >= _ENOUGH else self.durable_s / max(checkpoint.count, 1)
+        chunk_s = (
+            elapsed / safe if safe >= _MIN_SAMPLES else self.durable_s / max(checkpoint.count, 1)
+        )
         lacking = checkpoint.count - safe - _MARGIN * left / chunk_s
         spare_s = left - max(lacking, 0) * _COPY_S
-        return 0.0 if spare_s <= 0 else min(max(spare_s / 4, _SHORTEST_NAP_S), _LONGEST_NAP_S)
+        return 0.0 if spare_s <= 0 else min(max(spare_s / 4, _MIN_NAP_S), _MAX_NAP_S)
 
 
-UNHURRIED = Pace(window_s=1e6, durable_s=1.0)
-"""The level is expected to be done before any fence."""
+NO_FENCE_EXPECTED = Pace(window_s=1e6, durable_s=1.0)
+"""Pace of a level that is expected to finish before any fence."""
 
-_ENOUGH, _MARGIN = 16, 0.9
-"""Chunks that show the pace; part of the time left that is counted on."""
+_MIN_SAMPLES, _MARGIN = 16, 0.9
+"""Chunks needed to measure the pace; fraction of the remaining time that is planned with."""
 
 _COPY_S = 2e-3
-"""Reckoned for a chunk's copy: into memory never touched before; otherwise it takes a quarter."""
+"""Estimated seconds to copy a chunk into fresh memory; otherwise it takes a quarter."""
 
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
-"""Between two looks at the pace."""
+_MIN_NAP_S, _MAX_NAP_S = 1e-3, 0.05

@@ -1,48 +1,68 @@
-"""From a state to a checkpoint in a host buffer: the plan, the buffer, the order of the copy."""
+"""Stager: plans for a state, lends it a buffer, copies it, and waits for the copy at the fence."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Condition
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..format.shard_file import ShardFile
 from ..history import Lineage
 from ..ranks import Ranks, SaveItem
-from ..state_dict import ObjectEntry, State, TensorEntry, collect
+from ..state_dict import CollectedState, State, collect
 from .buffer_pool import BufferPool
 from .copier import Copier, chunks_of, write_order
 from .host_buffer import begin, collapse
-from .in_flight import CheckpointAbandoned, InFlightCheckpoint, Pace, ShardIdentity
+from .in_flight import (
+    CheckpointAbandoned,
+    EncodeObjects,
+    InFlightCheckpoint,
+    Pace,
+    ShardIdentity,
+)
 from .write_plan import (
     WritePlan,
     buffer_addresses,
+    copied_objects,
     extra_entry,
-    frozen,
     make_plan,
     save_items_of,
     signature_of,
-    snapshot,
+    stable,
 )
 
 
-class PlannedState(NamedTuple):
-    """What a state holds, and whether there are buffers of its shape (not: free ones)."""
+@dataclass(frozen=True, eq=False)
+class CapturedState:
+    """References to the tensors of a state at a step, and copies of everything else."""
 
-    parts: list[TensorEntry]
-    objects: list[ObjectEntry]
-    has_buffers: bool
+    identity: ShardIdentity
+    file: ShardFile
+    sources: Sequence[Tensor]
+    objects: EncodeObjects
+    versions: Sequence[int]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if no tensor has been modified in place since, as far as torch has noticed."""
+        return [_version(source) for source in self.sources] == self.versions
 
 
 class Stager:
-    """Copies states into host buffers, one state at a time, and waits for copies at the fence."""
+    """Copies states into host buffers, one at a time.
+
+    buffers  number of host buffers, each of the size of this rank's state
+    spare    number of those that a slow level uses
+    """
 
     def __init__(self, ranks: Ranks, buffers: int, spare: int = 0) -> None:
         self._ranks = ranks
-        self._slots = BufferPool(buffers, spare)
+        self._pool = BufferPool(buffers, spare)
         self._changed = Condition()
         self._copier: Copier | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -51,98 +71,104 @@ class Stager:
         self._unmoved: list[Tensor] = []
 
     def know(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Copy in the order in which this optimizer writes; save buffers of modules at once."""
+        """Copy in the order in which this optimizer writes; copy buffers of `modules` at `save`."""
         self._optimizers.append(optimizer)
         self._modules += modules
 
-    def fit(self, state: State) -> PlannedState:
-        """Plan for the state if its shapes are new, and make the buffers fit it; collective."""
-        held = collect(state)
-        if not self.has_plan(*held):
-            self.plan(*held, self._ranks.gather(save_items_of(*held)))
-        return self.fitted(*held)
+    def fit(self, state: State) -> CollectedState:
+        """Plan for the state if its shapes are new, and allocate buffers; a collective call."""
+        collected = collect(state)
+        if not self.has_plan(collected):
+            self.plan(collected, self._ranks.gather(save_items_of(collected)))
+        self._fit_pool()
+        return collected
 
-    def has_plan(self, parts: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> bool:
-        """Whether the plan is for a state of these shapes."""
-        return self._plan is not None and self._plan.signature == signature_of(parts, objects)
+    def has_plan(self, state: CollectedState) -> bool:
+        """Return True if the plan is for a state of these shapes."""
+        return self._plan is not None and self._plan.signature == signature_of(state)
 
-    def plan(
-        self,
-        parts: Sequence[TensorEntry],
-        objects: Sequence[ObjectEntry],
-        everyones: Sequence[Sequence[SaveItem]],
-    ) -> None:
-        """Plan for a state, given what all ranks hold."""
+    def plan(self, state: CollectedState, everyones: Sequence[Sequence[SaveItem]]) -> None:
+        """Plan for a state, given the items of all ranks."""
         self._plan = None
-        order = write_order([part.tensor for part in parts], self._optimizers)
-        plan = self._plan = make_plan(parts, objects, self._ranks, order, everyones)
-        self._unmoved = [parts[pick].tensor for pick in plan.picks]
-
-    def fitted(self, parts: list[TensorEntry], objects: list[ObjectEntry]) -> PlannedState:
-        """Make the buffers fit the plan."""
-        assert self._plan is not None
+        order = write_order([entry.tensor for entry in state.tensors], self._optimizers)
+        plan = self._plan = make_plan(state, self._ranks, order, everyones)
+        self._unmoved = [state.tensors[pick].tensor for pick in plan.picks]
         if self._copier is None:
-            cuda = (part.tensor.device for part in parts if part.tensor.is_cuda)
+            cuda = (e.tensor.device for e in state.tensors if e.tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
-            weakref.finalize(self, self._copier.end)  # where nobody closes it
-        return PlannedState(
-            parts, objects, self._slots.fit(self._plan.file, pinned=self._copier.pins)
-        )
+            weakref.finalize(self, self._copier.end)  # ends the thread of an unclosed stager
 
-    def settle(self) -> None:
-        """Move the state to huge pages, once for each plan, in the background.
+    def move_to_huge_pages(self) -> None:
+        """Move the state to huge pages in the background, once per plan.
 
-        After the first checkpoint rather than beside it, where the loop has not been prepared.
+        Called after the first checkpoint, or from `prepare`, so that it does not slow the former.
         """
         with self._changed:
             tensors, self._unmoved = self._unmoved, []
         begin(collapse, tensors)
 
-    def lend(
+    def capture(
         self,
         step: int,
         lineage: Lineage,
-        found: PlannedState,
+        collected: CollectedState,
         state: State,
         extra: Mapping[str, object],
-        window_s: float,
-    ) -> InFlightCheckpoint | None:
-        """A checkpoint in a buffer, not yet begun; None where no buffer is free in time."""
+    ) -> CapturedState:
+        """Capture a state that the plan is for; copies objects and buffers of modules."""
         assert self._plan is not None
-        lent = self._slots.lend(window_s)
-        if lent is None:
-            return None
-        given = state.values() if isinstance(state, Mapping) else ()
-        volatile = buffer_addresses([*self._modules, *given])
-        mine = [thing for thing in found.objects if thing.key in self._plan.objects]
-        mine.append(extra_entry(extra, self._ranks.rank))
-        return InFlightCheckpoint(
+        modules = state.values() if isinstance(state, Mapping) else ()
+        volatile = buffer_addresses([*self._modules, *modules])
+        objects = [entry for entry in collected.objects if entry.key in self._plan.objects]
+        objects.append(extra_entry(extra, self._ranks.rank))
+        sources = [stable(collected.tensors[pick].tensor, volatile) for pick in self._plan.picks]
+        return CapturedState(
             ShardIdentity(step, self._ranks.rank, lineage, self._ranks.all),
             self._plan.file,
-            lent[0],
-            [snapshot(found.parts[pick].tensor, volatile) for pick in self._plan.picks],
-            frozen(mine),
+            sources,
+            copied_objects(objects),
+            [_version(source) for source in sources],
+        )
+
+    def lend(self, captured: CapturedState, window_s: float) -> InFlightCheckpoint | None:
+        """Lend a buffer to a checkpoint, not begun yet; None if none is free within the window."""
+        lent = self._pool.lend(window_s) if self._fit_pool() else None
+        if lent is None:
+            return None
+        slot, previous = lent
+        return InFlightCheckpoint(
+            captured.identity,
+            captured.file,
+            slot,
+            captured.sources,
+            captured.objects,
             self._changed,
-            previous=lent[1],
+            previous=previous,
         )
 
     @property
     def picks(self) -> tuple[int, ...]:
-        """Positions of the parts that are copied, in the order of the buffer."""
+        """Positions of the tensors that are copied, in the order of the buffer."""
         return self._plan.picks if self._plan is not None else ()
 
     def start(self, checkpoint: InFlightCheckpoint, pace: Pace | None = None) -> None:
-        """Begin to copy; with a pace, what the level that reads tensors will not write in time."""
+        """Begin to copy; with a pace, only what the level will not write from the tensors."""
         assert self._copier is not None
         if checkpoint.previous is None and not self._copier.pins:
             checkpoint.pace = pace
         self._copier.start(checkpoint)
 
-    def fence(self, checkpoint: InFlightCheckpoint, tensors: Sequence[Tensor] | None) -> bool:
-        """Wait until the tensors (None: all) may change; False where it gives the checkpoint up.
+    def fence(
+        self,
+        checkpoint: InFlightCheckpoint,
+        tensors: Sequence[Tensor] | None,
+        deadline_s: float = 0.0,
+    ) -> bool:
+        """Wait until the tensors (None: all) may change; False if the checkpoint is abandoned.
 
-        It waits for copies, never for storage: a copy that waits for room in the buffer is given
-        up instead, and what a level is writing from the tensors is copied.
+        It waits for copies and not for storage: chunks that a level is writing from the tensors are
+        copied. A copy that needs room in the buffer waits until the deadline of the monotonic
+        clock, then the checkpoint is abandoned.
         """
         assert self._copier is not None
         if checkpoint.is_safe and not self._copier.pins:
@@ -150,29 +176,45 @@ class Stager:
         checkpoint.hurry.set()
         try:
             needed = range(checkpoint.count) if tensors is None else chunks_of(checkpoint, tensors)
-            return self._secure(checkpoint, needed, self._copier)
+            return self._secure(checkpoint, needed, self._copier, deadline_s)
         except BaseException as problem:
-            checkpoint.veto(problem)  # the state is about to change all the same
+            checkpoint.abandon(problem)  # the caller changes the state in any case
             raise
         finally:
             self._copier.fence()
 
     def _secure(
-        self, checkpoint: InFlightCheckpoint, needed: Sequence[int], copier: Copier
+        self,
+        checkpoint: InFlightCheckpoint,
+        needed: Sequence[int],
+        copier: Copier,
+        deadline_s: float,
     ) -> bool:
         while True:
             helps = copier.help(checkpoint, needed)
             with checkpoint.changed:
                 if checkpoint.problem is not None or checkpoint.progress.are_safe(needed):
                     return True
-                number = checkpoint.progress.first_unsafe(needed)
+                number = checkpoint.progress.first_uncopied(needed)
                 if number is not None and not checkpoint.has_room(number):
-                    checkpoint.veto(CheckpointAbandoned("no room in the buffer at the fence"))
-                    return False
-                if number is None or not helps:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        checkpoint.abandon(CheckpointAbandoned("no room in the buffer"))
+                        return False
+                    checkpoint.changed.wait(left_s)
+                elif number is None or not helps:
                     checkpoint.changed.wait()
 
     def close(self) -> None:
         """End the copying thread."""
         if self._copier is not None:
             self._copier.close()
+
+    def _fit_pool(self) -> bool:
+        assert self._plan is not None
+        assert self._copier is not None
+        return self._pool.fit(self._plan.file, pinned=self._copier.pins)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""For a level that writes from tensors' own memory: no copy of what lies in host memory anyway."""
+"""Zero-copy source for a level: bytes of tensors in host memory, not copied into the buffer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .chunk_progress import ChunkState
 from .in_flight import InFlightCheckpoint
 
 Put = Callable[[list[memoryview], int], None]
-"""Writes these bytes from a chunk on."""
+"""Writes bytes to storage, from the start of a chunk on."""
 
 
 class ZeroCopyChunks:
     """Chunks for one thread of a level: from the tensors before the fence, else from the buffer.
 
-    What shares a row of the file (4 KiB) with something else goes through the buffer, and so does
-    a tensor whose memory is not congruent with its place in the file.
+    Rows of the file (4 KiB) with more than one tensor go through the buffer, and so do tensors
+    whose address differs from their file offset modulo 4096.
     """
 
     def __init__(self, checkpoint: InFlightCheckpoint) -> None:
@@ -28,21 +28,21 @@ class ZeroCopyChunks:
         self._held, self._source = -1, torch.empty(0)
 
     def write(self, first: int, stop: int, put: Put) -> None:
-        """Let `put` write the bytes of a run of chunks, as many at once as are ready together.
+        """Write a run of chunks with `put`, as many per call as are ready together.
 
-        A chunk is written twice where the fence comes in between. Waits while somebody copies.
-        Raises what ended the checkpoint.
+        Waits while a chunk is being copied. A chunk that the fence claims during its write is
+        written again. Raises the problem that ended the checkpoint.
         """
         while first < stop:
-            is_ours, end = self._claim(first, stop)
-            if is_ours:
+            is_direct, end = self._claim(first, stop)
+            if is_direct:
                 self._from_tensors(range(first, end), put)
             else:
                 self._from_buffer(range(first, end), put)
             first = end
 
     def _claim(self, first: int, stop: int) -> tuple[bool, int]:
-        """True: chunks up to this one are ours to read from the tensors; False: they are copied."""
+        """Wait for chunks to write: True with the end of a run in the tensors, False if copied."""
         checkpoint = self._checkpoint
         with checkpoint.changed:
             while checkpoint.problem is None:
@@ -77,37 +77,37 @@ class ZeroCopyChunks:
         sums = [checksum(each) for each in views]
         put([view for each in views for view in each], numbers[0])
         for number in self._overtaken(numbers, sums):
-            self.write(number, number + 1, put)  # waits: the fence copies it
+            self.write(number, number + 1, put)  # waits for the copy by the fence
 
     def _views(self, numbers: range) -> list[list[memoryview]]:
-        """Fill the buffer where chunks need it; from then on the fence may take them over."""
-        stage = ChunkState.OPEN
+        """Build the views of chunks; from then on the fence may claim the chunks."""
+        state = ChunkState.OPEN
         try:
             views = [list(self._parts(number)) for number in numbers]
-            stage = ChunkState.ZERO_COPY
+            state = ChunkState.ZERO_COPY
         finally:
-            self._move(numbers, stage)
+            self._move(numbers, state)
         return views
 
     def _overtaken(self, numbers: range, sums: Sequence[int]) -> list[int]:
-        """Note what was written while the tensors stood still; the others."""
+        """Mark chunks whose tensors did not change as stored; return the others."""
         checkpoint = self._checkpoint
         with checkpoint.changed:
             still = [checkpoint.progress[number] is ChunkState.ZERO_COPY for number in numbers]
             for number, value, is_still in zip(numbers, sums, still, strict=True):
                 if is_still:
-                    checkpoint.note_checksum(number, value)
+                    checkpoint.set_checksum(number, value)
                     checkpoint.move(number, ChunkState.STORED)
         return [number for number, is_still in zip(numbers, still, strict=True) if not is_still]
 
-    def _move(self, numbers: range, stage: ChunkState) -> None:
-        with self._checkpoint.changed:  # who waits is woken once
+    def _move(self, numbers: range, state: ChunkState) -> None:
+        with self._checkpoint.changed:  # one wake-up of waiting threads
             for number in numbers:
-                self._checkpoint.move(number, stage)
+                self._checkpoint.move(number, state)
 
     def _parts(self, number: int) -> Iterator[memoryview]:
         file, buffer = self._checkpoint.file, self._checkpoint.slot.buffer
-        self._checkpoint.slot.frame(number)
+        self._checkpoint.slot.write_frames(number)
         at, stop = file.chunks[number]
         for segment in file.segments[number]:
             source = self._bytes(segment.tensor)[segment.start : segment.stop]
@@ -121,10 +121,11 @@ class ZeroCopyChunks:
         yield buffer.view[at:stop]
 
     def _in_place(self, segment: ChunkSegment, source: Tensor) -> tuple[int, int]:
-        """First and last byte (exclusive) of the file that are rows of this tensor alone."""
+        """First and last byte (exclusive) of the file in rows of this tensor alone."""
         end = segment.at + segment.stop - segment.start
         low, high = -(-segment.at // ROW_BYTES) * ROW_BYTES, end // ROW_BYTES * ROW_BYTES
-        if (source.data_ptr() - segment.at) % ROW_BYTES or low >= high:
+        is_apart = (source.data_ptr() - segment.at) % ROW_BYTES or source.device.type != "cpu"
+        if is_apart or low >= high:
             return end, end
         return low, high
 

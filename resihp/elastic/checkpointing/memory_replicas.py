@@ -71,7 +71,7 @@ class MemoryReplicas:
     def close(self) -> None:
         """Let everything go."""
         self._server.close()
-        self._own.store.forget()
+        self._own.store.clear()
 
     def _peer(self) -> PeerMemory:
         silence = timedelta(seconds=_SILENCE_S)
