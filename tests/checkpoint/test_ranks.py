@@ -305,9 +305,8 @@ def refused(rank: int, folder: Path) -> None:
     saver.close()
     assert begun == [False, True, not rank, not rank, True]
     said = " ".join(saver.counters.failures)
-    assert all(
-        text in said for text in (("sparse_coo", "differs") if rank else ("cannot be saved on every rank",))
-    )
+    texts = ("sparse_coo", "differs") if rank else ("cannot be saved on every rank",)
+    assert all(text in said for text in texts)
     dist.barrier()
     assert disk.steps() == [1, 4]
 

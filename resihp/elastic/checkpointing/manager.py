@@ -139,6 +139,7 @@ class CheckpointManager:
             before.plan = plan
             return
         if before is not None:
+            before.fence()  # its last state is about to change
             closing = threading.Thread(target=before.close, args=(_UNTIL_WRITTEN_S,), daemon=True)
             closing.name = "resihp-checkpoint-close"
             closing.start()
