@@ -188,7 +188,7 @@ class OnePlan:
         """Nothing is lost here."""
         raise AssertionError("no rank dies in this benchmark")
 
-    def joined(self, current: Plan, standbys: object, step: int) -> Plan | None:
+    def joined(self, current: Plan, joiners: object, step: int) -> Plan | None:
         """Nobody joins."""
         return None
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from resihp import _own_packages
+
 _OURS = {"resihp", "detector", "scheduler", "service"}
 
 
 def main() -> None:
     """Entry point of the `resihp` script."""
+    _own_packages.pin()
     try:
         from . import _analyze, _demo, _plan, _replay, _serve, _simulate, _worker  # noqa: F401
         from ._app import app

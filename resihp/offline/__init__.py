@@ -27,4 +27,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from resihp import _own_packages
+
+    _own_packages.check("detector")
+
     return getattr(import_module(_HOME[name], __name__), name)

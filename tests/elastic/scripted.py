@@ -37,7 +37,7 @@ class Scripted:
             schedule=current.schedule,
         )
 
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
         return next((p for p in self._welcome if p.version == current.version + 1), None)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:

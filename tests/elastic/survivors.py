@@ -31,11 +31,11 @@ class Survivors:
         quotas = even_quotas(MICROBATCHES, len(left))
         return Plan(version=current.version + 1, layout=Layout(tuple(left)), quotas=quotas)
 
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        if not standbys:
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
+        if not joiners:
             return None
         whole = (0, current.layout.layers)
-        new = [Replica((Stage((rank,), whole, (4,)),)) for rank in sorted(standbys)]
+        new = [Replica((Stage((rank,), whole, (4,)),)) for rank in sorted(joiners)]
         layout = Layout((*current.layout.replicas, *new))
         quotas = even_quotas(MICROBATCHES, layout.dp)
         return Plan(version=current.version + 1, layout=layout, quotas=quotas)

@@ -54,7 +54,7 @@ class Chaos(Scripted):
             offered = replace(drawn, version=after + 1)
         return self._given.setdefault(after, offered)
 
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
         return plan(current.version + 1, GRID)
 
 

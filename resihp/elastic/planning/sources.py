@@ -1,23 +1,30 @@
-"""Where plans come from: the sidecar, or the scheduler in this process while it is away."""
+"""Sources of plans: the sidecar, or the scheduler in this process while the sidecar is away."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from resihp.contracts import InfeasibleError, Job, Plan, ServiceError
-
-if TYPE_CHECKING:
-    from resihp.client import Client
+from resihp import _own_packages
+from resihp.client import Client
+from resihp.contracts import InfeasibleError, Job, Layout, Plan, ServiceError
 
 _log = logging.getLogger("resihp.elastic")
 
 
 class PlanSource(Protocol):
-    """Asked by one rank at a time, never by the training thread while all is well."""
+    """Makes plans for a job; one rank at a time asks it, the first one alive.
+
+    1. `wait` is called again and again by a thread of the first rank alive.
+    2. `after_loss` is called once in a recovery, by the training thread, and by the thread of 1
+       for ranks that are to leave.
+    3. `joined` is called by the thread of 1 when joiners have announced themselves.
+    4. `applied` is called on every rank, in a thread of its own, when a plan is committed;
+       `refused` by the thread of 1 for a plan that the job will not run.
+    """
 
     def wait(self, after: int, seconds: float) -> Plan | None:
         """A plan newer than version `after`, or None after `seconds`. Never raises."""
@@ -27,69 +34,128 @@ class PlanSource(Protocol):
         """A plan for the survivors. Raises `InfeasibleError` if there is none."""
         ...
 
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        """A plan that gives `standbys` a place; None if they are of no use now. Never raises."""
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
+        """A plan that uses some of `joiners`; None if it has no use for them. Never raises."""
         ...
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        """Told when `plan` holds from `step` on. Never raises."""
+        """Record that `plan` holds from `step` on. Never raises."""
         ...
 
     def refused(self, plan: Plan, rank: int, why: str) -> None:
-        """Told when the job will not take on `plan`. Never raises."""
+        """Record that the job will not run `plan`. Never raises."""
         ...
 
 
 class NoPlans:
-    """For a job whose layout is never to change."""
+    """Source of a job whose layout never changes."""
 
     def wait(self, after: int, seconds: float) -> Plan | None:
-        """Nothing, after `seconds`."""
+        """None, after `seconds`."""
         time.sleep(seconds)
         return None
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        """Refuses."""
+        """Raises `InfeasibleError`."""
         raise InfeasibleError("elasticity", "this job's layout is fixed")
 
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        """Nothing."""
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
+        """None."""
         return None
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def refused(self, plan: Plan, rank: int, why: str) -> None:
-        """Nothing."""
+        """Do nothing."""
+
+
+class _MakePlan(Protocol):
+    """`scheduler.make_plan`, as far as it is used here."""
+
+    def __call__(
+        self,
+        job: Job,
+        speeds: Mapping[int, float],
+        layout: Layout,
+        *,
+        version: int,
+        from_step: int = 0,
+    ) -> Plan: ...
+
+
+class LocalPlans:
+    """Plans of ResiHP's scheduler in this process: for lost, leaving and joining ranks only.
+
+    Slow devices are found by the sidecar alone. The scheduler is loaded here, not at the first
+    loss, and by its location: the training script may have a module `scheduler` of its own.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._make_plan: _MakePlan = _own_packages.load("scheduler").make_plan
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        """None, after `seconds`."""
+        time.sleep(seconds)
+        return None
+
+    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
+        """A plan for the survivors. Raises `InfeasibleError` if there is none."""
+        lost = {*self._job.layout.ranks, *current.layout.ranks} - set(survivors)
+        speeds = dict.fromkeys(sorted(lost), 0.0)
+        return self._make_plan(self._job, speeds, current.layout, version=current.version + 1)
+
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
+        """A plan with the joiners at full speed, or None if it uses none of them."""
+        gone = set(self._job.layout.ranks) - set(current.layout.ranks) - set(joiners)
+        speeds = {**dict.fromkeys(gone, 0.0), **dict.fromkeys(joiners, 1.0)}
+        version = current.version + 1
+        try:
+            plan = self._make_plan(
+                self._job, speeds, current.layout, version=version, from_step=step + 1
+            )
+        except InfeasibleError as error:
+            _log.warning("no plan uses the joiners %s: %s", sorted(joiners), error)
+            return None
+        return plan if set(plan.layout.ranks) & set(joiners) else None
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        """Do nothing."""
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
+        """Do nothing."""
 
 
 class ServicePlans:
-    """Plans of the sidecar; after a loss, the scheduler's own if the sidecar does not answer.
+    """Plans of the sidecar; after a loss those of `LocalPlans` if the sidecar does not answer.
 
-    Where the job stands is told again after any silence: a sidecar that was away, or that has been
-    too slow, does not know of a plan that was made here. Each silence is logged once.
+    After each silence of the sidecar the current plan is sent to it: it may have missed a plan
+    that was made in this process. Each silence is logged once.
+
+    patience  longest wait for the sidecar's plan after a loss
     """
 
     def __init__(self, client: Client, job: Job, *, patience: timedelta) -> None:
         self._client, self._job, self._patience = client, job, patience
         self._local = LocalPlans(job)
         self._lost: set[int] = set()
-        self._held: Plan | None = None  # what this rank works by, where that is not the first plan
-        self._told: Plan | None = None  # what the sidecar is known to know of that
+        self._current: Plan | None = None  # None: the job's first plan
+        self._reported: Plan | None = None  # the current plan as far as the sidecar knows it
         self._is_silent = False
 
     def wait(self, after: int, seconds: float) -> Plan | None:
-        """Long-poll the sidecar; first tell it what it has missed."""
+        """Long-poll the sidecar, after sending it the current plan if it may not know that."""
         try:
-            held = self._held
-            if held is not self._told and held is not None:
-                self._client.tell_plan(self._job.name, held, lost=self._lost)
-                self._told = held
+            current = self._current
+            if current is not self._reported and current is not None:
+                self._client.tell_plan(self._job.name, current, lost=self._lost)
+                self._reported = current
             plan = self._client.plan(self._job.name, after=after, wait=seconds)
         except ServiceError as error:
             if not self._is_silent:
                 _log.warning("no plans from the sidecar for now: %s", error)
-            self._is_silent, self._told = True, None
+            self._is_silent, self._reported = True, None
             time.sleep(min(seconds, 1.0))
             return None
         if self._is_silent:
@@ -98,7 +164,7 @@ class ServicePlans:
         return plan
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        """Report the loss, and take the sidecar's plan once it uses survivors only."""
+        """Report the loss, and wait for a plan of the sidecar that uses survivors only."""
         self._lost |= {*self._job.layout.ranks, *current.layout.ranks} - set(survivors)
         try:
             self._client.report_failure(
@@ -109,27 +175,27 @@ class ServicePlans:
                 reported_by=min(survivors),
                 detail="connection lost",
             )
-            plan = self._await(current, survivors)
+            plan = self._await_plan(current, survivors)
         except ServiceError as error:
             _log.warning("planning without the sidecar: %s", error)
             plan = None
         return plan or self._local.after_loss(current, survivors, step)
 
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        """The sidecar's plan with some of the newcomers; the scheduler's own if it does not answer.
+    def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
+        """The sidecar's plan with some of the joiners; that of `LocalPlans` if it is silent.
 
-        None if the sidecar finds them of no use now: it knows them, and may offer a plan later.
+        None if the sidecar has no use for them now; it may offer a plan with them later.
         """
-        self._lost -= set(standbys)
+        self._lost -= set(joiners)
         try:
-            self._client.announce_joiners(self._job.name, ranks=standbys, step=step)
-            return self._await(current, {*current.layout.ranks, *standbys})
+            self._client.announce_joiners(self._job.name, ranks=joiners, step=step)
+            return self._await_plan(current, {*current.layout.ranks, *joiners})
         except ServiceError as error:
-            _log.warning("planning for standbys without the sidecar: %s", error)
-            return self._local.joined(current, standbys, step)
+            _log.warning("planning for joiners without the sidecar: %s", error)
+            return self._local.joined(current, joiners, step)
 
     def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        """Acknowledge. What cannot be said now, `wait` says later."""
+        """Acknowledge the plan. If that fails, `wait` sends the plan later."""
         try:
             self._client.acknowledge(
                 self._job.name,
@@ -140,69 +206,29 @@ class ServicePlans:
                 pause_ms=pause_ms,
                 digest=plan.digest,
             )
-            self._told = plan
+            self._reported = plan
         except ServiceError as error:
             _log.warning("plan %d was applied but not acknowledged: %s", plan.version, error)
-        self._held = plan
+        self._current = plan
 
     def refused(self, plan: Plan, rank: int, why: str) -> None:
-        """Say so, so that the sidecar plans from the layout that stays."""
+        """Report the refusal, so that the sidecar plans from the layout that stays."""
         try:
             self._client.acknowledge(
                 self._job.name, plan.version, rank=rank, state="refused", detail=why
             )
         except ServiceError as error:
-            _log.warning("plan %d was refused, but nobody was told: %s", plan.version, error)
+            _log.warning(
+                "plan %d was refused but the sidecar does not know: %s", plan.version, error
+            )
 
-    def _await(self, current: Plan, survivors: Collection[int]) -> Plan | None:
+    def _await_plan(self, current: Plan, available: Collection[int]) -> Plan | None:
+        """The sidecar's next plan that uses `available` ranks only; None after the patience."""
         deadline = time.monotonic() + self._patience.total_seconds()
         after = current.version
         while (left := deadline - time.monotonic()) > 0:
             plan = self._client.plan(self._job.name, after=after, wait=left)
-            if plan is not None and set(plan.layout.ranks) <= set(survivors):
+            if plan is not None and set(plan.layout.ranks) <= set(available):
                 return plan
             after = plan.version if plan is not None else after
         return None
-
-
-_log = logging.getLogger("resihp.elastic")
-
-
-class LocalPlans:
-    """A `PlanSource` that acts on what is certain: who is lost, who leaves, who joins."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def wait(self, after: int, seconds: float) -> Plan | None:
-        """Nothing, after `seconds`: slow devices are found by the sidecar alone."""
-        time.sleep(seconds)
-        return None
-
-    def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        """A plan for the survivors. Raises `InfeasibleError` if there is none."""
-        from scheduler import make_plan
-
-        lost = {*self._job.layout.ranks, *current.layout.ranks} - set(survivors)
-        speeds = dict.fromkeys(sorted(lost), 0.0)
-        return make_plan(self._job, speeds, current.layout, version=current.version + 1)
-
-    def joined(self, current: Plan, standbys: Collection[int], step: int) -> Plan | None:
-        """A plan with the newcomers at full speed, if it uses any of them."""
-        from scheduler import make_plan
-
-        gone = set(self._job.layout.ranks) - set(current.layout.ranks) - set(standbys)
-        speeds = {**dict.fromkeys(gone, 0.0), **dict.fromkeys(standbys, 1.0)}
-        version = current.version + 1
-        try:
-            plan = make_plan(self._job, speeds, current.layout, version=version, from_step=step + 1)
-        except InfeasibleError as error:
-            _log.warning("standbys %s find no place: %s", sorted(standbys), error)
-            return None
-        return plan if set(plan.layout.ranks) & set(standbys) else None
-
-    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        """Nobody to tell."""
-
-    def refused(self, plan: Plan, rank: int, why: str) -> None:
-        """Nobody to tell."""
