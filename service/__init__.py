@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "Sidecar", "create_app"]
 
-_HOMES = {"Settings": ".settings", "Sidecar": ".launch", "create_app": ".app"}
+_MODULES = {"Settings": ".settings", "Sidecar": ".launch", "create_app": ".app"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: a launcher needs no web framework."""
-    if name not in _HOMES:
+    """Import a public name at its first use: a launcher needs no web framework."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)

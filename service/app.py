@@ -1,11 +1,11 @@
-"""The app factory. Nothing is opened before the app starts, and all is closed when it ends."""
+"""The app factory. The app opens its resources at start and closes them at its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import redis
@@ -26,13 +26,13 @@ from .logs import logger
 from .settings import Settings
 from .store.embedded_redis import EmbeddedRedis
 from .store.http_store import HttpStore
-from .worker.adapters import Adapters, load_adapters
+from .worker.adapters import AdapterFactory, load_adapters
 from .worker.loop import Worker
 
 log = logger("resihp.app")
 
 
-def create_app(settings: Settings, adapters: Callable[[], Adapters] = load_adapters) -> FastAPI:
+def create_app(settings: Settings, adapters: AdapterFactory = load_adapters) -> FastAPI:
     """The sidecar as an ASGI app. `adapters` loads detector and scheduler for its worker."""
     metrics = HttpMetrics()
 
@@ -49,17 +49,17 @@ def create_app(settings: Settings, adapters: Callable[[], Adapters] = load_adapt
     app = FastAPI(
         title="ResiHP sidecar",
         description="Keeps hybrid-parallel training fast and alive on imperfect machines.",
-        docs_url=None,  # the framework's own page loads its assets from the net
+        docs_url=None,  # the framework's own page loads assets from a CDN
         redoc_url=None,
         lifespan=lifespan,
     )
-    # The packaged Swagger UI refuses to show 3.1.
+    # The packaged Swagger UI does not support 3.1.
     app.openapi_version = "3.0.3"
     app.state.start_error = None
     app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     add_problem_handlers(app)
-    for part in (jobs, plans, events, pages):
-        app.include_router(part.router)
+    for routes in (jobs, plans, events, pages):
+        app.include_router(routes.router)
     pages.mount_assets(app)
     return app
 
@@ -67,17 +67,16 @@ def create_app(settings: Settings, adapters: Callable[[], Adapters] = load_adapt
 async def _open(
     stack: contextlib.AsyncExitStack,
     settings: Settings,
-    adapters: Callable[[], Adapters],
+    adapters: AdapterFactory,
     metrics: HttpMetrics,
 ) -> AppContext:
     url = _open_redis(stack, settings)
-    # Two quick attempts more: a request that meets a Redis in restart may still be answered.
-    # One that hangs is not asked twice.
+    # Two quick retries bridge a restart of Redis; a time-out is not retried.
     retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
     try:
         client = Redis.from_url(url, protocol=2, socket_timeout=3, retry=retry)
     except ValueError as error:
-        raise StartError(f"not the address of a Redis: {url}: {error}") from None
+        raise StartError(f"not a Redis URL: {url}: {error}") from None
     stack.push_async_callback(client.aclose)
     try:
         await client.ping()
@@ -104,7 +103,7 @@ def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:
 
 
 def _run_task(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` beside the app, and cancel it when the app ends."""
+    """Run `work` until the app ends, then cancel it."""
     task = asyncio.create_task(work)
 
     async def cancel() -> None:
@@ -119,10 +118,10 @@ async def _start_worker(
     stack: contextlib.AsyncExitStack,
     url: str,
     settings: Settings,
-    adapters: Callable[[], Adapters],
+    adapters: AdapterFactory,
 ) -> None:
     stop = threading.Event()
-    worker = Worker(url, settings, await asyncio.to_thread(adapters))
+    worker = Worker(url, settings, await asyncio.to_thread(adapters, settings))
     thread = threading.Thread(target=worker.run, args=(stop,), name="worker")
     thread.start()
 

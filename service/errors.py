@@ -1,4 +1,4 @@
-"""What the sidecar refuses, and why."""
+"""Errors of the sidecar, below `ResiHPError`; `service.api.problems` maps them to HTTP statuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from resihp.contracts import ResiHPError
 
 
 class StartError(ResiHPError):
-    """The sidecar cannot start; the message says what to do."""
+    """The sidecar cannot start; the message gives the remedy."""
 
 
 class UnknownJobError(ResiHPError):
@@ -24,33 +24,33 @@ class UnknownPlanError(ResiHPError):
 
 
 class PlanMismatchError(ResiHPError):
-    """What a rank says is of a plan that has this version, too."""
+    """An acknowledgement of another plan with the same version."""
 
     def __init__(self, job: str, version: int) -> None:
         super().__init__(
-            f"plan {version} of job {job!r} is another one here; PUT the one that the job works by"
+            f"plan {version} of job {job!r} differs from the acknowledged one; PUT the plan in use"
         )
 
 
 class BodyTooLargeError(ResiHPError):
-    """A request body above the limit."""
+    """A request body exceeds the limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request body is larger than {limit} bytes; send smaller batches")
 
 
 class MediaTypeError(ResiHPError):
-    """A body in a format that the route does not take."""
+    """The content type is not one of the route's."""
 
     def __init__(self, given: str, known: tuple[str, ...]) -> None:
-        super().__init__(f"content type {given or 'missing'!r}; known are {', '.join(known)}")
+        super().__init__(f"content type {given or 'missing'!r}; accepted are {', '.join(known)}")
 
 
 class ContentEncodingError(ResiHPError):
-    """A body that is compressed."""
+    """The body is compressed."""
 
     def __init__(self, given: str) -> None:
-        super().__init__(f"content encoding {given!r}; send the body as it is")
+        super().__init__(f"content encoding {given!r}; send the body without compression")
 
 
 class TooManyJobsError(ResiHPError):
@@ -68,7 +68,7 @@ class TooManyWatchersError(ResiHPError):
 
 
 class BacklogFullError(ResiHPError):
-    """Messages arrive faster than workers apply them."""
+    """Messages arrive faster than the workers apply them."""
 
     def __init__(self, job: str) -> None:
         super().__init__(
@@ -77,4 +77,4 @@ class BacklogFullError(ResiHPError):
 
 
 class LeaseLostError(ResiHPError):
-    """Another worker owns the job now, or the job was reset; in-memory state must be dropped."""
+    """Another worker owns the job, or it was reset; the state in memory is void."""

@@ -1,4 +1,4 @@
-"""Start a sidecar as a process of its own: for demos, tests and notebooks."""
+"""A sidecar in a child process: for demos, tests and notebooks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ class Sidecar:
         with Sidecar(data) as sidecar:
             client = Client(sidecar.url, ...)
 
-    `options` are further command-line options of `resihp serve`. A sidecar that was killed can
-    be started again with `start` on the same data, and on the same port.
+    data             data folder, also for the log
+    options          further command-line options of `resihp serve`
+    command          arguments of the Python interpreter in place of `-m resihp.cli serve`
+    log              log file; `serve.log` in the data folder by default
+    start_timeout_s  longest time until it serves
+
+    A sidecar that was killed can be started again with `start`, on the same data and port.
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class Sidecar:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None when it does not run."""
+        """Process id; None if it is not running."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
@@ -68,7 +73,7 @@ class Sidecar:
         self.url = json.loads(ready.read_text())["url"]
 
     def stop(self, *, timeout_s: float = 20.0) -> int | None:
-        """End it gracefully, by force if it takes too long; its exit status."""
+        """Terminate it, or kill it after `timeout_s`; the exit status, None if not started."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -80,14 +85,14 @@ class Sidecar:
             return process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it as a crash would (SIGKILL)."""
+        """Kill the process (SIGKILL)."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait(20)
 
     def tail(self, lines: int = 20) -> str:
-        """The end of its log."""
+        """The last lines of the log."""
         if not self._log.exists():
             return ""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])

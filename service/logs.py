@@ -1,4 +1,4 @@
-"""Structured logs of the whole process: ours and the web server's, as text or as JSON lines."""
+"""Structured logs of the sidecar and the web server, as text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 
 
 def logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A structured logger that goes through `logging`, whose levels and handlers hold for it.
+    """A structured logger on top of `logging`, with the levels and handlers set there.
 
-    Also where `configure_logs` was not called, as by a program that embeds the app: structlog by
-    itself would print every record, those for debugging as well.
+    This holds without `configure_logs` too, as in a program that embeds the app: structlog with
+    its default configuration prints every record, at every level.
     """
     found: structlog.stdlib.BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
@@ -37,13 +37,13 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def configure_logs(settings: Settings) -> None:
-    """Send every log record to stderr in one format. Called by the commands, never by imports."""
+    """Send all log records to stderr in one format. Called by commands, never on import."""
     as_json = settings.log_format == "json"
     last: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if as_json
         else [
-            # Tracebacks with locals would show tokens, and take seconds of the event loop each.
+            # Tracebacks with local variables would show tokens and block the event loop.
             structlog.dev.ConsoleRenderer(
                 colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
             )
@@ -58,12 +58,12 @@ def configure_logs(settings: Settings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.log_level.upper())
-    # The web server's own start and stop messages say what ours say better.
+    # uvicorn's messages at start and stop repeat those of the sidecar.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(_is_not_start_error)
 
 
 def _is_not_start_error(record: logging.LogRecord) -> bool:
-    """The command prints a failed start in one line; no traceback beside it."""
+    """Filter out tracebacks of a failed start, which the command reports in one line."""
     message = record.getMessage()
     return "StartError" not in message and "Application startup failed" not in message

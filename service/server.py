@@ -1,4 +1,4 @@
-"""Serves the app in this process until a signal ends it."""
+"""The web server: serves the app in this process until a signal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -17,19 +16,19 @@ from .app import create_app
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .worker.adapters import Adapters, load_adapters
+from .worker.adapters import AdapterFactory, load_adapters
 
 log = logger("resihp.server")
 
 
-def serve(settings: Settings, adapters: Callable[[], Adapters] = load_adapters) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `StartError` with one clear line."""
+def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
+    """Serve until SIGINT or SIGTERM. Raises `StartError` with a message of one line."""
     app = create_app(settings, adapters)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5
     )
     listener = _bind(settings)
-    # The web server raises the signal that ended it once more when it is done.
+    # uvicorn raises the signal that ended it again after its shutdown.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     try:
@@ -46,7 +45,7 @@ def serve(settings: Settings, adapters: Callable[[], Adapters] = load_adapters) 
 
 
 class _Server(uvicorn.Server):
-    """Announces that it serves, and wakes the waiting requests before it closes."""
+    """Writes the ready file at start, and wakes waiting requests before the shutdown."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, settings: Settings, url: str) -> None:
         super().__init__(config)
@@ -58,15 +57,15 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         log.info("serving", url=self._url, docs=f"{self._url}/docs")
         if self._settings.ready_file is not None:
-            announce(self._settings.ready_file, self._url)
+            write_ready_file(self._settings.ready_file, self._url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.context.notifier.close()
         await super().shutdown(sockets)
 
 
-def announce(path: Path, url: str) -> None:
-    """Write url and pid, whole or not at all."""
+def write_ready_file(path: Path, url: str) -> None:
+    """Write url and pid atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     partial.replace(path)

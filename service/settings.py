@@ -1,4 +1,4 @@
-"""Settings of the sidecar: environment variables (prefix `RESIHP_`), overridden by the CLI."""
+"""Settings of the sidecar: environment variables with the prefix `RESIHP_`, and CLI options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def default_data_folder() -> Path:
 
 
 class Settings(BaseSettings):
-    """Everything that can be set; each limit has its own clear error when it is passed."""
+    """Settings of API and worker. A request beyond a limit fails with an error of its own."""
 
     model_config = SettingsConfigDict(
         env_prefix="RESIHP_", frozen=True, populate_by_name=True, extra="ignore"
@@ -56,6 +56,26 @@ class Settings(BaseSettings):
     )
     plan_time_limit_s: float = Field(5.0, gt=0, description="longest time that planning may take")
 
+    # Of the detector; None: the default of `detector.DetectorSettings`.
+    min_slowdown: float | None = Field(
+        None, gt=1, description="smallest slowdown that makes a device fail_slow"
+    )
+    false_alarm_steps: int | None = Field(
+        None, gt=0, description="mean number of steps of a job between two false alarms"
+    )
+    confirm_steps: int | None = Field(
+        None, gt=0, description="consecutive slow steps before a device is fail_slow"
+    )
+    recover_steps: int | None = Field(
+        None, gt=0, description="consecutive healthy steps before it is healthy again"
+    )
+    probes_per_minute: int | None = Field(
+        None, ge=0, description="most probes of a job per minute; 0: none"
+    )
+    probation_probe_s: float | None = Field(
+        None, ge=0, description="time between two probes of a slow device outside the layout"
+    )
+
     @model_validator(mode="after")
     def _public_address_needs_a_token(self) -> Settings:
         if self.token is not None and not self.token.get_secret_value():
@@ -69,7 +89,7 @@ class Settings(BaseSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine only."""
+    """True if `host` names only this machine."""
     if host.lower() == "localhost":
         return True
     try:

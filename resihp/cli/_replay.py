@@ -1,4 +1,4 @@
-"""`resihp replay`: a recorded job, step by step, past the detector."""
+"""`resihp replay`: a recorded job, step by step, through the detector."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from resihp.formatting import listed, plural, rank_list, ratio
 
 from ._app import app
 
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
 _HELP = """
 Replay a **recorded job** step by step and print every verdict as it changes.
 
-Past a detector of its own, or, with `--url`, through a running sidecar, where its dashboard shows
-the job as if it ran now, as `NAME (replay)`. TRACE is what `resihp analyze` reads.
+The detector runs in this process or, with `--url`, in a running sidecar, whose dashboard shows the
+job as `NAME (replay)` as if it ran now. TRACE is in any format that `resihp analyze` reads.
 
 **Examples**
 
-- `resihp replay run.parquet` — as fast as it goes
+- `resihp replay run.parquet` — as fast as possible
 - `resihp replay run.parquet --url http://127.0.0.1:8700 --rate 2` — two steps a second
 
-Exit status: 0 whatever it finds, 2 with one clear line for a file that it cannot read or a sidecar
-that does not answer, or does not judge.
+Exit status: 0 for any verdict, 2 with one clear line for a file that cannot be read or a sidecar
+that does not answer or gives no verdicts.
 """
-_PATIENCE_S = 20.0  # for the sidecar to have judged the last step
+_PATIENCE_S = 20.0  # until the sidecar has verdicts on the last step
 _POLL_S = 0.5
 
 
@@ -44,10 +46,10 @@ def replay_command(
         str | None, typer.Option(help="Its bearer token.", envvar="RESIHP_TOKEN")
     ] = None,
     rate: Annotated[
-        float, typer.Option(help="Steps per second; 0: as fast as it goes.", min=0.0)
+        float, typer.Option(help="Steps per second; 0: as fast as possible.", min=0.0)
     ] = 0.0,
 ) -> None:
-    """Reads, replays, says how it ended."""
+    """Replay a trace and print a summary of the final verdicts."""
     from rich.console import Console
 
     from resihp.contracts import ServiceError, TraceError
@@ -62,10 +64,30 @@ def replay_command(
             final = _remote(recorded, console, rate, url, token)
     except (TraceError, ServiceError, OSError) as error:
         _fail(" ".join(str(error).split()))
-    unwell = [str(verdict.rank) for verdict in final if verdict.status.value != "healthy"]
-    console.print(
-        f"\n{len(recorded.steps)} steps replayed; not healthy: {', '.join(unwell) or '-'}"
-    )
+    steps = plural(len(recorded.steps), "step")
+    console.print(f"\n{steps} replayed: {summary(final)}", highlight=False)
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """The ranks of each status except healthy, the most serious first, with their slowdowns."""
+    from resihp.contracts import Status
+
+    by_status: dict[Status, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_status.setdefault(verdict.status, []).append(verdict)
+    healthy = by_status.pop(Status.HEALTHY, [])
+    if not by_status:
+        return "all ranks are healthy"
+    parts = []
+    for status in (Status.FAIL_STOP, Status.FAIL_SLOW, Status.SUSPECT, Status.INCONCLUSIVE):
+        if found := by_status.get(status):
+            verb = "is" if len(found) == 1 else "are"
+            slowdowns = listed(ratio(v.slowdown) for v in sorted(found, key=lambda v: v.rank))
+            factors = f" ({slowdowns})" if status is Status.FAIL_SLOW else ""
+            parts.append(f"{rank_list(v.rank for v in found)} {verb} {status.value}{factors}")
+    if healthy:
+        parts.append(f"{plural(len(healthy), 'rank')} healthy")
+    return "; ".join(parts)
 
 
 def _local(trace: Trace, console: Console, rate: float) -> list[Verdict]:
@@ -88,15 +110,15 @@ def _remote(
     from resihp.contracts.codec import WireFormat, encode
 
     if trace.plans:
-        raise TraceError(f"{trace.path}: was recorded under several plans; replay it without --url")
-    # A job of the same name may be running.
+        raise TraceError(f"{trace.path}: the job changed its plan; replay it without --url")
+    # A job with the recorded name may be running.
     job = replace(trace.job, name=trace.job.name[:119] + " (replay)")
     client = Client(url, token)
     try:
         client.register(job)
         shown: dict[int, str] = {}
 
-        def judged() -> list[Verdict] | None:
+        def final_verdicts() -> list[Verdict] | None:
             verdicts = client.verdicts(job.name)
             _show(console, (v for v in verdicts if shown.get(v.rank, "healthy") != v.status.value))
             shown.update({verdict.rank: verdict.status.value for verdict in verdicts})
@@ -106,17 +128,19 @@ def _remote(
         for batch in _paced(trace, console, rate):
             client.send_telemetry(job.name, encode(batch), WireFormat.MSGPACK)
             if rate > 0:
-                judged()
-        final = _wait(judged) or client.verdicts(job.name)
+                final_verdicts()
+        final = _wait(final_verdicts) or client.verdicts(job.name)
         if all(verdict.step is None for verdict in final):
-            raise ServiceError(f"{url} has taken all steps and judged none; is there a worker?")
+            raise ServiceError(
+                f"{url} accepted all steps and has no verdicts; is a worker running?"
+            )
         return final
     finally:
         client.close()
 
 
 def _wait(done: Callable[[], list[Verdict] | None]) -> list[Verdict] | None:
-    """What `done` returns once it returns something; None if it takes too long."""
+    """The first result of `done` that is not None; None after a time-out."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         found = done()
@@ -127,7 +151,7 @@ def _wait(done: Callable[[], list[Verdict] | None]) -> list[Verdict] | None:
 
 
 def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBatch]:
-    """The batches, with a progress bar, no faster than `rate` steps per second."""
+    """The batches at `rate` steps per second at most, with a progress bar."""
     from rich.progress import track
 
     start = time.monotonic()

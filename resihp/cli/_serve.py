@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 _HELP = """
 Start the **sidecar**: telemetry in, verdicts and plans out.
 
-It listens on `http://127.0.0.1:8700`, shows a dashboard there and its API at `/docs`, and keeps
-everything in Redis: the one that `--redis` or `REDIS_URL` names, else an embedded one of its own
-in the data folder, so that nothing else needs to be installed.
+It listens on `http://127.0.0.1:8700`, with a dashboard at `/` and its API at `/docs`. Its data are
+in Redis: the server given by `--redis` or `REDIS_URL`, else an embedded one in the data folder, so
+that nothing else needs to be installed.
 
 Point a training job at it with `resihp.Monitor(job=job, url="http://127.0.0.1:8700")`.
 
@@ -27,8 +27,9 @@ Point a training job at it with `resihp.Monitor(job=job, url="http://127.0.0.1:8
 - `resihp serve --host 0.0.0.0 --token SECRET` — for a cluster; jobs set `RESIHP_TOKEN`
 - `resihp serve --no-worker` and a few `resihp worker` — for many jobs
 
-Every option is also an environment variable with the prefix `RESIHP_` (`RESIHP_PORT`), and so are
-the limits: `RESIHP_MAX_BODY_BYTES`, `RESIHP_MAX_RECORDS`, `RESIHP_MAX_JOBS`, `RESIHP_MAX_BACKLOG`.
+Each option is also an environment variable with the prefix `RESIHP_` (`RESIHP_PORT`). Limits and
+thresholds are environment variables only (`RESIHP_MAX_JOBS`, `RESIHP_MIN_SLOWDOWN`): see
+`docs/service.md`.
 
 Exit status: 0 when stopped by a signal, 2 with one clear line when it cannot start.
 """
@@ -39,7 +40,7 @@ Data = Annotated[
 ]
 Redis = Annotated[
     str | None,
-    typer.Option(help="Redis to use, e.g. redis://host:6379/0.", envvar="REDIS_URL"),
+    typer.Option(help="URL of a Redis, e.g. redis://host:6379/0.", envvar="REDIS_URL"),
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogFormat = Annotated[str | None, typer.Option(help="console or json (one object a line).")]
@@ -53,13 +54,13 @@ def serve_command(
     redis: Redis = None,
     token: Annotated[
         str | None,
-        typer.Option(help="Bearer token that requests must carry.", envvar="RESIHP_TOKEN"),
+        typer.Option(help="Bearer token required in requests.", envvar="RESIHP_TOKEN"),
     ] = None,
     worker: Annotated[
         bool | None, typer.Option("--worker/--no-worker", help="Run a worker in this process.")
     ] = None,
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write url and pid there (JSON) once it serves.")
+        Path | None, typer.Option(help="File for url and pid (JSON), written once it serves.")
     ] = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -79,7 +80,7 @@ def serve_command(
 
 
 def settings_from(**given: Any) -> Settings:
-    """Settings from the environment, overridden by the options that were given."""
+    """Settings from the environment, overridden by the given options."""
     from pydantic import ValidationError
 
     from service.logs import configure_logs
@@ -90,13 +91,13 @@ def settings_from(**given: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        words = first["msg"].removeprefix("Value error, ")
-        fail(f"{where}: {words}" if where else words)
+        problem = first["msg"].removeprefix("Value error, ")
+        fail(f"{where}: {problem}" if where else problem)
     configure_logs(settings)
     return settings
 
 
 def fail(problem: str) -> NoReturn:
-    """One line on stderr, exit status 2."""
+    """Print one line on stderr and exit with status 2."""
     typer.echo(f"resihp: {problem}", err=True)
     raise typer.Exit(2)

@@ -13,12 +13,12 @@ from ._serve import Data, LogFormat, LogLevel, Redis, fail, settings_from
 _HELP = """
 Start one more **worker** for a sidecar.
 
-A worker owns some of the jobs: it applies their telemetry to the detector, asks the scheduler for
-plans, and saves both. Jobs are spread over all workers; when one dies, the others take its jobs
-over, where its last saved state ends.
+A worker owns some of the jobs: it applies their telemetry to the detector, requests plans from the
+scheduler, and saves both. Jobs are distributed over all workers; when one dies, the others resume
+its jobs from the last saved state.
 
-Give it the same `--data` (the sidecar's embedded Redis on this machine) or the same `--redis`. One
-that is started before its sidecar waits for half a minute.
+Use the same `--data` as the sidecar (its embedded Redis on this machine) or the same `--redis`. A
+worker started before its sidecar waits for it, half a minute at most.
 """
 
 

@@ -1,1 +1,1 @@
-"""The HTTP side: routes, problem documents, limits, metrics."""
+"""HTTP routes, problem documents, limits and metrics."""

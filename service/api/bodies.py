@@ -1,4 +1,4 @@
-"""Request bodies: their shapes, how they are read, and how OpenAPI shows them."""
+"""Request bodies: their models, validation, and OpenAPI schemas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HeartbeatBody(_Strict):
 
 
 class Ack(_Strict):
-    """What one rank says of a plan."""
+    """Answer of one rank to a plan."""
 
     rank: Rank
     state: Literal["applied", "refused"]
@@ -61,7 +61,7 @@ class Ack(_Strict):
 
 
 class OwnPlan(_Strict):
-    """A plan that the job has taken on by itself, and the ranks that it has lost so far."""
+    """A plan that the job made and applied by itself, and the ranks that it has lost so far."""
 
     plan: dict[str, Any]
     lost: Annotated[list[Rank], Field(max_length=1_000_000)] = []
@@ -69,7 +69,7 @@ class OwnPlan(_Strict):
 
 
 class Failure(_Strict):
-    """These ranks stopped, seen by a survivor."""
+    """Stopped ranks, reported by a survivor."""
 
     ranks: Ranks
     step: int | None = None
@@ -79,32 +79,32 @@ class Failure(_Strict):
 
 
 class Joiners(_Strict):
-    """These ranks are ready to take a place in the layout."""
+    """Ranks that are ready to join the layout."""
 
     ranks: Ranks
     step: int | None = None
 
 
 class ProbeAnswer(_Strict):
-    """Best time of a probe on one rank; null, with a reason, if it was not run."""
+    """Best time of a probe on one rank; null, with a reason, if it was refused."""
 
     rank: Rank
     ms: Annotated[float, Field(gt=0)] | None
     detail: Detail = ""
 
 
-async def read(request: Request, shape: type[_Body]) -> _Body:
-    """A JSON body of a shape. Raises what the problem table knows, naming the field."""
+async def read(request: Request, model: type[_Body]) -> _Body:
+    """A JSON body of a model. Raises `RequestValidationError` and `MediaTypeError`."""
     _require_json(request)
     try:
-        return shape.model_validate_json(await request.body())
+        return model.model_validate_json(await request.body())
     except ValidationError as error:
         items = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
         raise RequestValidationError(items) from None
 
 
 async def read_document(request: Request) -> Any:
-    """A JSON body of any shape."""
+    """A JSON body of any content. Raises `ContractError` and `MediaTypeError`."""
     _require_json(request)
     try:
         return json.loads(await request.body())
@@ -113,7 +113,7 @@ async def read_document(request: Request) -> Any:
 
 
 def wire_format(request: Request) -> WireFormat:
-    """The format of a telemetry message."""
+    """The format of a telemetry message, by its content type. Raises `MediaTypeError`."""
     given = _content_type(request)
     if given in _MSGPACK:
         return WireFormat.MSGPACK
@@ -122,18 +122,18 @@ def wire_format(request: Request) -> WireFormat:
     raise MediaTypeError(given, (WireFormat.MSGPACK.value, WireFormat.JSON.value))
 
 
-def documented(shape: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI part for a body that the route reads itself."""
-    return _json_body(shape.model_json_schema())
+def documented(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI schema of a body that the route validates itself."""
+    return _json_body(model.model_json_schema())
 
 
 def documented_job() -> dict[str, Any]:
-    """The OpenAPI part for a job."""
+    """OpenAPI schema of a job."""
     return _json_body(TypeAdapter(Job).json_schema())
 
 
 def documented_telemetry() -> dict[str, Any]:
-    """The OpenAPI part for a telemetry message."""
+    """OpenAPI schema of a telemetry message."""
     example = {
         "version": 1,
         "plan_version": 0,

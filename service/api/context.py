@@ -1,4 +1,4 @@
-"""What every route needs, opened by the app's lifespan and closed by it."""
+"""Resources of the routes, opened and closed by the app's lifespan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .notifier import Notifier
 
 @dataclass
 class AppContext:
-    """The open parts of a running sidecar."""
+    """Resources of a running sidecar."""
 
     settings: Settings
     store: HttpStore

@@ -1,4 +1,4 @@
-"""Route: the server-sent events of a job."""
+"""Route: server-sent events of a job."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def get_events(
     last_event_id: Annotated[str | None, Header()] = None,
     replay: bool = False,
 ) -> StreamingResponse:
-    """Verdicts, plans, acknowledgements, failures and step summaries as they come. A client that
-    reconnects with `Last-Event-ID` misses nothing that is still kept; `replay` begins with all
-    kept events but the step summaries, which `steps` answers."""
-    ctx.notifier.require_room()  # here, while the answer can still be an error
+    """Verdicts, plans, acknowledgements, failures and step summaries as they occur. A client that
+    reconnects with `Last-Event-ID` receives all kept events since; `replay` starts with all kept
+    events except step summaries, which `GET .../steps` returns."""
+    ctx.notifier.require_capacity()  # before the response starts, while it can be an error
     await ctx.store.require(job)
     cursor = await _start(ctx, job, last_event_id, replay=replay)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -40,11 +40,11 @@ async def get_events(
 
 
 async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> tuple[str, str]:
-    """Where to begin: one cursor for the events and one for the step summaries."""
+    """First cursor: a stream id for the events and one for the step summaries."""
     if last is not None:
         match = _CURSOR.fullmatch(last)
         if match is None:
-            raise ContractError("Last-Event-ID", "is not an id that this stream gave out")
+            raise ContractError("Last-Event-ID", "is not an id of this event stream")
         return match[1], match[2]
     start = "0-0" if replay else await ctx.store.last_event(job)
     return start, await ctx.store.last_event(job, steps=True)
@@ -54,25 +54,25 @@ async def _stream(ctx: AppContext, job: str, cursor: tuple[str, str]) -> AsyncIt
     yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n"
     with ctx.notifier.watching():
         while not ctx.notifier.closed:
-            news = ctx.notifier.next(job)
+            change = ctx.notifier.next_change(job)
             try:
                 await ctx.store.require(job)
             except UnknownJobError:
                 yield 'event: deleted\ndata: {"kind":"deleted"}\n\n'
                 return
             before = cursor
-            async for behind, message in _new(ctx, job, before):
-                cursor = behind
+            async for after, message in _new(ctx, job, before):
+                cursor = after
                 yield message
             if cursor == before:
-                await ctx.notifier.wait(news, ctx.notifier.RECHECK_S)
+                await ctx.notifier.wait(change, ctx.notifier.RECHECK_S)
                 yield ": keepalive\n\n"
 
 
 async def _new(
     ctx: AppContext, job: str, cursor: tuple[str, str]
 ) -> AsyncIterator[tuple[tuple[str, str], str]]:
-    """What came after a cursor: (cursor behind it, message)."""
+    """Events after a cursor as (cursor after the event, message)."""
     for identity, document in await ctx.store.events(job, cursor[0]):
         cursor = (identity, cursor[1])
         yield cursor, _message(document, cursor)

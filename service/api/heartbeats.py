@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..store.http_store import HttpStore
 from ..store.documents import MessageKind
+from ..store.http_store import HttpStore
 
 _WINDOW_S = 0.1
 _MOST = 4_096

@@ -1,4 +1,4 @@
-"""Routes: jobs, their telemetry, heartbeats and failures, and what is said of their devices."""
+"""Routes: jobs, their telemetry, heartbeats and failures, verdicts and diagnosis."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def register(job: str, request: Request, response: Response, ctx: Ctx) -> 
         layout=description.layout,
         quotas=description.quotas,
         schedule=description.schedule,
-        reason=("the layout that the job started with",),
+        reason=("the layout that the job was registered with",),
     )
     response.status_code = 201 if await ctx.store.register(description, first) else 200
     plan = await ctx.store.plan(job, await ctx.store.require(job))
@@ -42,7 +42,7 @@ async def register(job: str, request: Request, response: Response, ctx: Ctx) -> 
 
 @router.get("")
 async def list_jobs(ctx: Ctx) -> dict[str, Any]:
-    """All jobs with their newest step, devices by verdict, and plan."""
+    """All jobs with their newest step, number of devices by verdict, and plan."""
     return {"jobs": [await _summary(ctx, name) for name in await ctx.store.names()]}
 
 
@@ -61,7 +61,7 @@ async def _summary(ctx: AppContext, name: str) -> dict[str, Any]:
 
 @router.get("/{job}")
 async def get_job(job: str, ctx: Ctx) -> dict[str, Any]:
-    """A job, its newest plan, how far that is rolled out, and how far behind the worker is."""
+    """A job, its newest plan, the roll-out of that plan, and the backlog of the worker."""
     description = await ctx.store.job(job)
     status = await ctx.store.status(job)
     return {
@@ -76,7 +76,7 @@ async def get_job(job: str, ctx: Ctx) -> dict[str, Any]:
 
 @router.delete("/{job}", status_code=204)
 async def delete_job(job: str, ctx: Ctx) -> Response:
-    """Forget a job and everything that is known of it."""
+    """Delete a job with all its data."""
     await ctx.store.delete(job)
     return Response(status_code=204)
 
@@ -89,8 +89,8 @@ async def post_telemetry(
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> dict[str, Any]:
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
-    `Idempotency-Key` is applied once. The answer asks the rank of the records for `probes`, if
-    one is wanted: `{"id", "kind", "peer"}`."""
+    `Idempotency-Key` is applied once. The answer lists the `probes` that the sending rank should
+    run, if any: `{"id", "kind", "peer"}`."""
     form = bodies.wire_format(request)
     body = await request.body()
     limit = ctx.settings.max_records
@@ -108,7 +108,7 @@ async def post_telemetry(
 
 
 def _only_rank(batch: TelemetryBatch) -> int | None:
-    """The rank of all records; None where they are of several: nobody there could be asked."""
+    """The rank of all records; None where they come from several, which probes cannot address."""
     if not len(batch) or int(batch.rank.min()) != int(batch.rank.max()):
         return None
     return int(batch.rank[0])
@@ -136,7 +136,7 @@ async def post_failure(
     ctx: Ctx,
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> dict[str, Any]:
-    """These ranks stopped, seen by a survivor. A plan without them follows at once."""
+    """Stopped ranks, reported by a survivor. A plan without them follows at once."""
     failure = await bodies.read(request, bodies.Failure)
     await ctx.store.put(
         job, MessageKind.FAILURE, failure.model_dump_json().encode(),
@@ -152,7 +152,7 @@ async def post_joiners(
     ctx: Ctx,
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> dict[str, Any]:
-    """These ranks are ready to work. A plan with them follows if it is worth its moves."""
+    """Ranks that are ready to work. A plan with them follows if it is worth its migration."""
     joiners = await bodies.read(request, bodies.Joiners)
     await ctx.store.put(
         job, MessageKind.JOINER, joiners.model_dump_json().encode(),
@@ -165,7 +165,7 @@ async def post_joiners(
     "/{job}/probes/{probe}", status_code=202, openapi_extra=bodies.documented(bodies.ProbeAnswer)
 )
 async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[str, Any]:
-    """What a rank measured that telemetry's answer asked it for. An unknown probe is forgotten."""
+    """Result of a probe that an answer to telemetry requested. Unknown probes are ignored."""
     answer = await bodies.read(request, bodies.ProbeAnswer)
     document = {"probe": probe[:64], **answer.model_dump()}
     await ctx.store.put(job, MessageKind.PROBE, json.dumps(document).encode())
@@ -174,14 +174,14 @@ async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[s
 
 @router.get("/{job}/verdicts")
 async def get_verdicts(job: str, ctx: Ctx) -> dict[str, Any]:
-    """What the detector says of every device."""
+    """The verdict on each device."""
     await ctx.store.require(job)
     return {"job": job, "verdicts": (await ctx.store.status(job)).get("verdicts", [])}
 
 
 @router.get("/{job}/diagnosis")
 async def get_diagnosis(job: str, ctx: Ctx) -> dict[str, Any]:
-    """Why the job is slower than it could be."""
+    """Causes of the job's slowdown, with their shares of the lost time."""
     await ctx.store.require(job)
     nothing = {"slowdown": 1.0, "root_cause": "none", "attribution": {}, "steps": 0, "detail": []}
     diagnosis: dict[str, Any] = (await ctx.store.status(job)).get("diagnosis", nothing)
@@ -195,6 +195,6 @@ async def get_steps(
     after: Annotated[int, Query(ge=-1)] = -1,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1_000,
 ) -> dict[str, Any]:
-    """Observed and predicted time of the newest steps above `after`, oldest first."""
+    """Observed and predicted times of the newest steps above `after`, oldest first."""
     await ctx.store.require(job)
     return {"job": job, "steps": await ctx.store.steps(job, after=after, limit=limit)}

@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests of this process, and per job what Redis counts for all."""
+"""Prometheus metrics: requests of this process, and counters of the jobs from Redis."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COUNTERS = {
     "messages": "messages accepted",
     "records": "microbatch records accepted",
     "bytes": "bytes of messages accepted",
-    "duplicates": "messages that a retry sent again, not applied twice",
+    "duplicates": "repeated messages, not applied again",
     "refused": "messages refused because the backlog was full",
     "dropped": "records that senders reported as dropped",
-    "applied_messages": "messages that are in a saved state of the detector",
-    "applied_records": "records that are in a saved state of the detector",
+    "applied_messages": "messages contained in a saved state of the detector",
+    "applied_records": "records contained in a saved state of the detector",
     "verdicts": "changed verdicts",
     "plans": "plans published",
     "errors": "messages skipped after an error",
@@ -31,7 +31,7 @@ _COUNTERS = {
 
 
 class HttpMetrics:
-    """Requests that this process answered."""
+    """Count and duration of the requests to this process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,7 +51,7 @@ class HttpMetrics:
 
 
 async def exposition(store: HttpStore, http: HttpMetrics) -> bytes:
-    """The text that Prometheus scrapes."""
+    """All metrics in the text format of Prometheus."""
     registry = CollectorRegistry()
     registry.register(_Jobs({name: await _of_job(store, name) for name in await store.names()}))
     return generate_latest(http.registry) + generate_latest(registry)
@@ -75,14 +75,14 @@ class _Jobs(Collector):
         self._jobs = jobs
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        for name, words in _COUNTERS.items():
-            counter = CounterMetricFamily(f"resihp_{name}", words, labels=["job"])
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(f"resihp_{name}", text, labels=["job"])
             for job, values in self._jobs.items():
                 counter.add_metric([job], values["counts"].get(name, 0))
             yield counter
-        yield self._gauge("backlog", "messages that no saved state contains", "backlog")
-        yield self._gauge("lag_seconds", "age of the oldest of them", "lag")
-        yield self._gauge("last_step", "newest step reported", "last_step")
+        yield self._gauge("backlog", "messages not yet contained in a saved state", "backlog")
+        yield self._gauge("lag_seconds", "age of the oldest message in the backlog", "lag")
+        yield self._gauge("last_step", "newest step reported by any rank", "last_step")
         yield self._gauge("plan_version", "plan that the ranks work under", "plan")
         devices = GaugeMetricFamily(
             "resihp_devices", "devices by verdict", labels=["job", "status"]
@@ -92,8 +92,8 @@ class _Jobs(Collector):
                 devices.add_metric([job, status], count)
         yield devices
 
-    def _gauge(self, name: str, words: str, key: str) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(f"resihp_{name}", words, labels=["job"])
+    def _gauge(self, name: str, text: str, key: str) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(f"resihp_{name}", text, labels=["job"])
         for job, values in self._jobs.items():
             gauge.add_metric([job], values[key])
         return gauge

@@ -1,4 +1,4 @@
-"""ASGI middleware: who may speak, how much they may say, and what is counted and logged."""
+"""ASGI middleware: authorization, limit of the body size, metrics and request log."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from .problems import problem, send_problem
 
 log = logger("resihp.http")
 
-# Pages and probes that hold nothing of a job; everything else needs the token, if one is set.
+# Paths without data of a job; all others need the token if one is set.
 _OPEN = ("/", "/dashboard", "/healthz", "/v1/healthz", "/docs", "/openapi.json")
 _OPEN_FOLDERS = ("/assets/",)
 
 
 class RequestMiddleware:
-    """Checks the bearer token; without one, that the caller addressed this machine by a local
-    name (a web page elsewhere must not reach a local service by a name of its own). Bounds the
-    size of a body while it is read."""
+    """Checks the bearer token and bounds the size of a body while it is read.
+
+    Without a token the `Host` header must be a local name, so that a foreign web page cannot reach
+    the sidecar through a DNS name of its own (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: HttpMetrics) -> None:
         self._app = app
@@ -61,7 +63,7 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         if not self._may_pass(scope["path"], headers):
             challenge = {"WWW-Authenticate": "Bearer"}
-            detail = "this sidecar wants 'Authorization: Bearer TOKEN'"
+            detail = "this sidecar requires 'Authorization: Bearer TOKEN'"
             await send_problem(send, problem(401, "unauthorized", detail, challenge))
         elif self._local_only and not _names_this_machine(headers.get("host", "")):
             detail = "without a token only local names (127.0.0.1, localhost) are served"

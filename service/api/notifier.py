@@ -1,4 +1,4 @@
-"""Wakes the requests that wait for news of a job: one subscription for all of them."""
+"""Wakes requests that wait for changes of a job, through one subscription for all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from ..store.schema import NEWS
 
 
 class Notifier:
-    """Waiters take `next(job)` first, look at the store, and then wait, so that no news is lost
-    in between. A waiter looks again after `RECHECK_S` anyway: Redis may have been away."""
+    """Events of changed jobs.
+
+    A request takes `next_change(job)` first, then reads the store, then waits, so that no change in
+    between is lost. It reads the store again after `RECHECK_S` in any case: the subscription may
+    have been interrupted.
+    """
 
     RECHECK_S = 5.0
 
@@ -27,42 +31,42 @@ class Notifier:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts one more waiting request. Raises `TooManyWatchersError`."""
-        self.require_room()
+        """Count one more waiting request. Raises `TooManyWatchersError`."""
+        self.require_capacity()
         self._watchers += 1
         try:
             yield
         finally:
             self._watchers -= 1
 
-    def require_room(self) -> None:
-        """Raises `TooManyWatchersError` if one more may not wait."""
+    def require_capacity(self) -> None:
+        """Check that one more request may wait. Raises `TooManyWatchersError`."""
         if self._watchers >= self._max_watchers:
             raise TooManyWatchersError(self._max_watchers)
 
-    def next(self, job: str) -> asyncio.Event:
-        """Set at the next news of a job."""
+    def next_change(self, job: str) -> asyncio.Event:
+        """An event that is set at the next change of a job."""
         return self._events.setdefault(job, asyncio.Event())
 
     async def wait(self, event: asyncio.Event, timeout_s: float) -> None:
-        """Until the news, or until it is time to look again."""
+        """Wait for the event, at most `timeout_s` and `RECHECK_S`."""
         if not self.closed and timeout_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), min(timeout_s, self.RECHECK_S))
 
-    def ring(self, job: str) -> None:
-        """Wake everybody who waits for this job."""
+    def notify(self, job: str) -> None:
+        """Wake all requests that wait for this job."""
         if event := self._events.pop(job, None):
             event.set()
 
     def close(self) -> None:
-        """Wake everybody for good: the sidecar stops."""
+        """Wake all requests for the last time: the sidecar stops."""
         self.closed = True
         for job in list(self._events):
-            self.ring(job)
+            self.notify(job)
 
     async def listen(self, client: Any) -> None:
-        """Ring for every message on the channel; runs until cancelled."""
+        """Notify for every message on the channel; runs until cancelled."""
         while True:
             try:
                 async with client.pubsub() as channel:
@@ -72,6 +76,6 @@ class Notifier:
                             ignore_subscribe_messages=True, timeout=1.0
                         )
                         if message is not None:
-                            self.ring(message["data"].decode())
+                            self.notify(message["data"].decode())
             except (redis.RedisError, OSError):
                 await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Routes: health, metrics, the API's documentation and the dashboard, all from this machine."""
+"""Routes: health, metrics, API documentation and dashboard, without external assets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DASHBOARD = Path(__file__).parent.parent / "dashboard"
 @router.get("/v1/healthz")
 @router.get("/healthz", include_in_schema=False)
 async def healthz(ctx: Ctx) -> dict[str, Any]:
-    """Whether the sidecar and its Redis answer; 503 if not."""
+    """Health of the sidecar and its Redis; 503 if Redis does not answer."""
     await ctx.store.ping()
     return {"status": "ok"}
 
@@ -33,13 +33,13 @@ async def healthz(ctx: Ctx) -> dict[str, Any]:
 @router.get("/v1/metrics", response_class=Response)
 @router.get("/metrics", include_in_schema=False)
 async def metrics(ctx: Ctx) -> Response:
-    """Metrics in the format of Prometheus."""
+    """Metrics in the text format of Prometheus."""
     return Response(await exposition(ctx.store, ctx.metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/docs", include_in_schema=False)
 async def docs() -> HTMLResponse:
-    """Swagger UI, served from the installed package."""
+    """Swagger UI, from the installed package."""
     return get_swagger_ui_html(
         openapi_url="/openapi.json",
         title="ResiHP sidecar",
@@ -57,7 +57,7 @@ async def dashboard() -> FileResponse:
 
 
 def mount_assets(app: FastAPI) -> None:
-    """Static files: the dashboard's own, and Swagger UI's from its package."""
+    """Mount the static files of the dashboard and of Swagger UI."""
     app.mount("/assets/dashboard", StaticFiles(directory=_DASHBOARD), name="dashboard-assets")
     app.mount("/assets/swagger", StaticFiles(directory=_swagger_folder()), name="swagger")
 

@@ -1,4 +1,4 @@
-"""Routes: plans by long poll, what the ranks made of them, and plans of the job's own."""
+"""Routes: plans by long poll, their acknowledgements, and plans made by the job itself."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def get_plan(
     after: Annotated[int | None, Query(ge=-1)] = None,
     wait: Annotated[float, Query(ge=0)] = 0.0,
 ) -> Response:
-    """The newest plan; with `after`, only one of a higher version, waiting up to `wait` seconds
-    for it (204 if none came)."""
+    """The newest plan. With `after`, only a plan of a higher version; the request waits for it, at
+    most `wait` seconds, and answers 204 without one."""
     if after is None:
         version: int | None = await ctx.store.require(job)
     else:
@@ -39,14 +39,14 @@ async def get_plan(
 async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> int | None:
     deadline_s = time.monotonic() + wait_s
     while True:
-        news = ctx.notifier.next(job)
+        change = ctx.notifier.next_change(job)
         version = await ctx.store.require(job)
         if version > after:
             return version
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or ctx.notifier.closed:
             return None
-        await ctx.notifier.wait(news, left_s)
+        await ctx.notifier.wait(change, left_s)
 
 
 @router.get("/{version}")
@@ -58,7 +58,7 @@ async def get_version(job: str, version: int, ctx: Ctx) -> dict[str, Any]:
 
 @router.post("/{version}/ack", status_code=202, openapi_extra=bodies.documented(bodies.Ack))
 async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
-    """One rank took a plan on, or refused it."""
+    """Answer of one rank to a plan: applied or refused."""
     ack = await bodies.read(request, bodies.Ack)
     await ctx.store.require(job)
     known = await ctx.store.digest(job, version)
@@ -71,14 +71,15 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
 
 @router.put("/{version}", status_code=202, openapi_extra=bodies.documented(bodies.OwnPlan))
 async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
-    """The plan that all ranks work by, which the job made while the sidecar was away."""
-    told = await bodies.read(request, bodies.OwnPlan)
-    known, plan = await ctx.store.job(job), plan_from_json(told.plan)
+    """Register a plan that the job made while the sidecar was unavailable and that all ranks work
+    under."""
+    own = await bodies.read(request, bodies.OwnPlan)
+    known, plan = await ctx.store.job(job), plan_from_json(own.plan)
     if plan.version != version:
         raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")
     if plan.microbatches != known.microbatches:
         raise ContractError("plan.quotas", f"must sum to the job's {known.microbatches}")
     if plan.layout.layers != known.layout.layers:
         raise ContractError("plan.layout", f"must have the job's {known.layout.layers} layers")
-    await ctx.store.put(job, MessageKind.OWN_PLAN, dumps(told.model_dump()).encode())
+    await ctx.store.put(job, MessageKind.OWN_PLAN, dumps(own.model_dump()).encode())
     return {"accepted": True}

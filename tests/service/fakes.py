@@ -29,6 +29,7 @@ from resihp.contracts import (
     Verdict,
 )
 from scheduler import ReplanDecision, SwitchCandidate
+from service.settings import Settings
 from service.worker.adapters import Adapters
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -166,5 +167,5 @@ def replan(
     return ReplanDecision(plan=plan)
 
 
-def fake_adapters() -> Adapters:
+def fake_adapters(settings: Settings | None = None) -> Adapters:
     return Adapters(FakeDetector, FakeDetector.restore, replan)

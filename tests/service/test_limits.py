@@ -10,8 +10,10 @@ from conftest import batch_of, eventually, job_of, running
 from pydantic import ValidationError
 from test_api import JSON, problem_of
 
+from detector import Detector, DetectorSettings
 from resihp.contracts import to_json
 from service.settings import Settings
+from service.worker.adapters import load_adapters
 
 
 def settings_of(tmp_path, **more):
@@ -112,7 +114,7 @@ def test_two_jobs_do_not_mix(tmp_path):
     [
         (["--host", "0.0.0.0"], "set a bearer token"),
         (["--redis", "redis://127.0.0.1:1"], "cannot reach Redis"),
-        (["--redis", "db:6379"], "not the address of a Redis: db:6379"),
+        (["--redis", "db:6379"], "not a Redis URL: db:6379"),
         (["--port", "70000"], "port"),
     ],
 )
@@ -124,3 +126,12 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments, words):
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("resihp: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_thresholds_of_the_detector_are_settings(monkeypatch):
+    monkeypatch.setenv("RESIHP_MIN_SLOWDOWN", "1.2")
+    monkeypatch.setenv("RESIHP_FALSE_ALARM_STEPS", "9000")
+    detector = load_adapters(Settings()).detector(job_of())
+    assert isinstance(detector, Detector)
+    assert (detector.settings.min_slowdown, detector.settings.horizon_steps) == (1.2, 9000)
+    assert detector.settings.confirm_steps == DetectorSettings().confirm_steps

@@ -36,11 +36,11 @@ def test_only_jobs_of_the_same_model_and_device_share_a_predictor():
 
 
 def test_a_new_job_starts_with_what_was_learned_and_news_are_told_once():
-    teacher, learning = trained(), PredictorCache(load_adapters(), JOB)
+    teacher, learning = trained(), PredictorCache(load_adapters(Settings()), JOB)
     news = learning.new_fit(teacher)
     assert news is not None
     assert learning.new_fit(teacher) is None
-    pupil = PredictorCache(load_adapters(), JOB)
+    pupil = PredictorCache(load_adapters(Settings()), JOB)
     detector = pupil.detector(news[1])
     assert isinstance(detector, Detector)
     assert detector.predictor is not None
@@ -48,7 +48,7 @@ def test_a_new_job_starts_with_what_was_learned_and_news_are_told_once():
 
 
 def test_a_predictor_that_cannot_be_read_is_left_alone():
-    detector = PredictorCache(load_adapters(), JOB).detector(b"of another version")
+    detector = PredictorCache(load_adapters(Settings()), JOB).detector(b"of another version")
     assert isinstance(detector, Detector)
     assert detector.predictor is None
 

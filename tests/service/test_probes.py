@@ -55,18 +55,18 @@ class Hopeful(Doubting):
         return [replace(request, rank=42) for request in super().probe_requests(now)]
 
 
-def hopeful_engines() -> Adapters:
+def hopeful_adapters(settings: Settings) -> Adapters:
     return replace(fake_adapters(), detector=Hopeful, restore=Hopeful.restore)
 
 
-def doubting_engines() -> Adapters:
+def doubting_adapters(settings: Settings) -> Adapters:
     return replace(fake_adapters(), detector=Doubting, restore=Doubting.restore)
 
 
 @pytest.fixture
 def doubtful(tmp_path: Path):
     with running(
-        Settings(redis_url=None, data=tmp_path, commit_every_s=0.05), doubting_engines
+        Settings(redis_url=None, data=tmp_path, commit_every_s=0.05), doubting_adapters
     ) as http:
         http.register(job_of())
         yield http
@@ -123,7 +123,7 @@ def test_a_rank_without_work_is_asked_too_and_its_signs_of_life_are_no_records(
 ):
     monkeypatch.setattr("resihp.hooks._probes._CALL_S", 0.1)
     settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.05)
-    with running(settings, hopeful_engines) as http:
+    with running(settings, hopeful_adapters) as http:
         http.register(job_of())
         *working, idle = (
             Monitor(job="j", url=http.url, rank=r, interval_s=0.05) for r in (1, 3, 42)

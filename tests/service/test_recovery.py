@@ -201,7 +201,7 @@ def test_two_sidecars_on_one_folder_are_refused(sidecar: Sidecar):
 def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path):
     stop, is_at_work = threading.Event(), threading.Event()
 
-    def adapters() -> Adapters:
+    def adapters(settings: Settings) -> Adapters:
         is_at_work.set()
         return fake_adapters()
 

@@ -31,8 +31,8 @@ class Hurried(Detector):
         return super().probe_requests(60.0 * now)
 
 
-def hurried_engines() -> Adapters:
-    return replace(load_adapters(), detector=Hurried, restore=Hurried.restore)
+def hurried_adapters(settings: Settings) -> Adapters:
+    return replace(load_adapters(settings), detector=Hurried, restore=Hurried.restore)
 
 
 class Ranks:
@@ -110,7 +110,7 @@ class Ranks:
 def test_a_device_that_recovered_outside_the_layout_is_taken_back(tmp_path: Path) -> None:
     settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.05)
     job = job_of(cost=LayerCost(forward_ms=2.0, backward_ms=4.0))
-    with running(settings, hurried_engines) as http:
+    with running(settings, hurried_adapters) as http:
         client = Client(http.url)
         client.register(job)
         ranks = Ranks(client, job)
