@@ -234,13 +234,22 @@ class Detector(Persistent):
             self._hangs.forget([rank])
             failed += self.report_failure([rank], detail=_SILENCE)
             self._notes[rank] = (_SILENCE, *silence_note(position))
-        hanging, self._hanging = self._hanging, self._hangs.hangs(now, self._layout_state.places)
+        hanging, self._hanging = self._hanging, self._hanging_ranks(now)
         changed = {
             rank
             for rank in hanging.keys() | self._hanging.keys()
             if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
         }
         return self._verdicts_on(sorted(changed | set(dead)))
+
+    def _hanging_ranks(self, now: float) -> dict[int, Hang]:
+        """Ranks that hang. While a rank has stopped all others may wait for it, and while one is
+        silent nothing new is said."""
+        if (self._layout_state.status_table.status == FAIL_STOP).any():
+            return {}
+        if self._heartbeats.any_quiet(now):
+            return self._hanging
+        return self._hangs.hangs(now, self._layout_state.places)
 
     def _is_known(self, rank: int) -> bool:
         in_layout = self._layout_state.places.index(np.array([rank]))[0] >= 0

@@ -4,7 +4,8 @@ A rank hangs when its training thread stays in one timed block for longer than a
 adapts to what the job has come back from. When one rank hangs, all others soon wait for it, so the
 ranks that only wait are told apart: those in a block that waits for other ranks (P2P, collective,
 `waiting`), and those that another rank is behind. A rank is behind in an earlier step, or in the
-same step with fewer finished passes than a rank that holds the same layers.
+same step with fewer finished passes than a rank that holds the same layers. Where all ranks of the
+layout wait, those that are behind are the cause.
 
 A rank outside of all timed blocks (evaluation, checkpoint, set-up) pauses: that is reported after
 ten minutes only, the default time-out of torch's collectives, and if a rank waits; until then the
@@ -120,7 +121,11 @@ class HangTracker(Persistent):
             return {}
         classes = dict(zip(ranks.ranks.tolist(), ranks.peers.tolist(), strict=True))
         stays = {rank: stay for rank, stay in self._stays.items() if rank in classes}
-        if all(stay.position.op is None and not stay.position.waiting for stay in stays.values()):
+        present = len(stays)
+        busy = {rank: stay for rank, stay in stays.items() if not stay.position.waiting}
+        if busy or present < ranks.size:
+            stays = busy  # else all wait for each other
+        if present == len(busy) and all(stay.position.op is None for stay in busy.values()):
             return {}  # the whole job pauses
         rear = _rear(stays, classes)
         suspects = []
@@ -130,7 +135,7 @@ class HangTracker(Persistent):
             stay.is_suspect = not excused and stay.position.op is not None
             if not excused and lasted_s > self._time_out_s(rank, stay.position):
                 suspects.append(rank)
-        waiting = len(stays) - len(suspects)
+        waiting = present - len(suspects)
         named = len(suspects) == 1 or 2 * len(suspects) <= ranks.size
         return {
             rank: Hang(stays[rank].position, stays[rank].since_s, tuple(suspects), named, waiting)
@@ -162,7 +167,7 @@ def _rear(stays: Mapping[int, _Stay], classes: Mapping[int, int]) -> _Rear:
         if position.step == step:
             kind = classes[rank]
             passes[kind] = min(passes.get(kind, position.passes), position.passes)
-            if position.op is None and not position.waiting:
+            if position.op is None:
                 pausing[rank] = position.passes
     return _Rear(step, passes, pausing)
 
@@ -172,7 +177,7 @@ def _is_excused(
 ) -> bool:
     """Return whether a rank may wait for another one, as far as positions tell."""
     kind = classes[rank]
-    if position.waiting or position.step > rear.step or position.passes > rear.passes[kind]:
+    if position.step > rear.step or position.passes > rear.passes[kind]:
         return True
     if position.op is None:
         return False

@@ -126,6 +126,11 @@ class HeartbeatTracker(Persistent):
             sender.dead = silence > self._time_out(sender)
         return sorted(rank for rank, sender in self._senders.items() if sender.dead)
 
+    def any_quiet(self, now: float) -> bool:
+        """Return whether a rank that is not held for dead has missed a few heartbeats."""
+        senders = self._senders.values()
+        return any(not sender.dead and self._is_quiet(sender, now) for sender in senders)
+
     def _is_quiet(self, sender: _Sender, now: float) -> bool:
         silence = now - sender.last
         return silence > self.floor_s and (not sender.gaps or silence > 3.0 * sender.mean)

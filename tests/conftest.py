@@ -27,6 +27,7 @@ RUN_BY_RANKS = (
     "tests.elastic.strikes",
     "tests.elastic.test_engine_resizes",
     "tests.elastic.test_with_sidecar",
+    "tests.hooks.ddp_ranks",
 )
 
 

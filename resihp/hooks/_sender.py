@@ -29,6 +29,11 @@ _RETRY_STATUSES = (408, 425, 429)
 _UNKNOWN_JOB = 404
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _POLL_S = 0.002
+_LOST_PEER = (
+    "by peer", "gloo/transport", "ncclRemoteError", "remote process exited", "DistNetworkError",
+    "DistBackendError", "WorldBrokenError", "FencedOutError",
+)  # fmt: skip
+"""Marks of an error by which a process learns that another one is gone."""
 _EXIT_TIMEOUT_S = 2.0
 _SENDING_SHARE = 0.9
 """Share of the closing time in which messages are sent; the rest is for counting what is left."""
@@ -42,6 +47,19 @@ def fatal_error() -> BaseException | None:
 def current_error() -> BaseException | None:
     """Return the error that is being handled, if any."""
     return sys.exc_info()[1]
+
+
+def own_fault(error: BaseException | None) -> str:
+    """Describe the error that ends a process; "" for none, and for the loss of a peer, which is
+    that peer's fault.
+
+    >>> own_fault(ValueError("bad batch")), own_fault(RuntimeError("Connection closed by peer"))
+    ('ValueError: bad batch', '')
+    """
+    if not isinstance(error, Exception):
+        return ""
+    text = f"{type(error).__name__}: {error}"
+    return "" if any(sign in text for sign in _LOST_PEER) else text
 
 
 class TelemetryReceiver(Registry, HeartbeatReceiver, Protocol):
@@ -125,8 +143,7 @@ class Sender:
         """Send what is buffered, for at most `timeout_s`; the rest is dropped. `error()` is the
         error that ends the process, if any."""
         self._deadline_s = monotonic() + _SENDING_SHARE * timeout_s
-        cause = error()
-        self._error = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else ""
+        self._error = own_fault(error())
         self.buffer.close()
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -1,12 +1,21 @@
 """Heartbeats and probes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings, ProbeKind, ProbeResult
-from resihp.contracts import ContractError, Job, Layout, Status, TelemetryBatch
+from resihp.contracts import (
+    ContractError,
+    Heartbeat,
+    Job,
+    Layout,
+    Status,
+    TelemetryBatch,
+    Verdict,
+)
 from resihp.testing.scenarios import Fault, steps_of
 
 JOB = Job(
@@ -45,6 +54,80 @@ def test_a_rank_that_was_only_silent_is_alive_again() -> None:
         detector.check_alive(float(tick))
     (verdict,) = detector.heartbeat([5], 90.0)
     assert (verdict.rank, verdict.status) == (5, Status.HEALTHY)
+
+
+def beat(detector: Detector, now: float, ranks: Iterable[int], **of: Any) -> list[Verdict]:
+    """One heartbeat of each rank, all of the process `p` unless told otherwise."""
+    of = {"process": "p", "sequence": int(now * 10), **of}
+    return detector.take_heartbeats([Heartbeat(ranks=(rank,), **of) for rank in ranks], now)
+
+
+def test_a_rank_that_leaves_is_not_waited_for() -> None:
+    detector = Detector(JOB)
+    for tick in range(30):
+        beat(detector, tick, range(8))
+    assert beat(detector, 30, [5], left=True) == []
+    for tick in range(31, 200):
+        beat(detector, tick, [0, 1, 2, 3, 4, 6, 7])
+        assert detector.check_alive(float(tick)) == []
+
+
+def test_a_process_that_ends_with_an_error_has_failed_until_another_takes_its_place() -> None:
+    detector = Detector(JOB)
+    for tick in range(30):
+        beat(detector, tick, range(8))
+    (verdict,) = beat(detector, 30, [5], left=True, error="ValueError: bad batch", step=7)
+    assert (verdict.rank, verdict.status, verdict.since_step) == (5, Status.FAIL_STOP, 7)
+    assert verdict.evidence == ("its process ended with ValueError: bad batch",)
+    (verdict,) = beat(detector, 60, [5], process="next", sequence=1)
+    assert (verdict.rank, verdict.status) == (5, Status.HEALTHY)
+
+
+def test_the_goodbye_of_a_process_that_was_replaced_is_ignored() -> None:
+    detector = Detector(JOB)
+    for tick in range(30):
+        beat(detector, tick, range(8))
+    beat(detector, 30, [5], process="next", sequence=1)
+    assert beat(detector, 31, [5], left=True, error="SystemError: late") == []
+    for tick in range(32, 90):
+        beat(detector, tick, [5], process="next", sequence=tick)
+        beat(detector, tick, [0, 1, 2, 3, 4, 6, 7])
+    for tick in range(90, 150):
+        beat(detector, tick, [0, 1, 2, 3, 4, 6, 7])
+        detector.check_alive(float(tick))
+    dead = [v.rank for v in detector.verdicts() if v.status is Status.FAIL_STOP]
+    assert dead == [5]
+
+
+def test_a_heartbeat_that_was_overtaken_is_ignored() -> None:
+    detector = Detector(JOB)
+    for tick in range(30):
+        beat(detector, tick, range(8))
+    beat(detector, 30, range(8), sequence=400)
+    assert beat(detector, 31, [5], process="p", sequence=1, left=True, error="late") == []
+
+
+def test_ranks_outside_the_layout_are_counted_and_not_kept() -> None:
+    detector = Detector(JOB)
+    size = len(detector.save())
+    for tick in range(10):
+        beat(detector, tick, range(100, 1100))
+    assert detector.counters["unknown_ranks"] == 10_000
+    assert len(detector.save()) - size < 100
+    assert detector.check_alive(1e6) == []
+
+
+def test_records_are_signs_of_life_of_ranks_that_send_heartbeats() -> None:
+    detector = Detector(JOB)
+    for tick in range(30):
+        beat(detector, tick, range(4))
+    for tick in range(30, 200):  # ranks 4 to 7 never sent a heartbeat
+        detector.heard(range(3) if tick < 100 else range(8), float(tick))
+        detector.check_alive(float(tick))
+        if tick == 99:
+            (dead,) = [v for v in detector.verdicts() if v.status is Status.FAIL_STOP]
+            assert dead.rank == 3
+    assert all(v.status is Status.HEALTHY for v in detector.verdicts())
 
 
 def slowly_failing() -> Iterator[TelemetryBatch]:
