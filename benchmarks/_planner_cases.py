@@ -1,4 +1,4 @@
-"""The jobs and faults of the planner benchmark."""
+"""Jobs and faults of the planner benchmark."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from resihp.contracts import Job, LayerCost, Layout, Links, Memory, Schedule
 HEADS = 64  # units of a share: a 70B model's attention heads
 PEERS = ("nothing", "nvrx", "restart", "greyhound", "recycle", "oobleck", "malleus", "resihp-rule")
 
-# Of a 70B model in bf16 over TP4 and PP8, 80 GB a device: 12 GB are parameters, gradients and the
-# rank's part of the optimizer state, 4 GB are kept free; a layer's activations of one microbatch of
-# 4,096 tokens take 34 bytes for each token and hidden unit (8,192).
+# A 70B model in bf16 over TP4 and PP8 on devices of 80 GB: 12 GB hold parameters, gradients and the
+# rank's part of the optimizer state, 4 GB stay free; the activations of one layer for one
+# microbatch of 4,096 tokens take 34 bytes per token and hidden unit (8,192).
 MEMORY = Memory(budget_bytes=64_000_000_000, activation_bytes_per_layer=34 * 4096 * 8192)
 
 DEFAULT = "what fits (default)"
@@ -30,7 +30,7 @@ PERMITTED: dict[str, tuple[Schedule, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Microbatches per step, and how many devices are slow and dead."""
+    """Microbatches per step, and numbers of slow and dead devices."""
 
     microbatches: int
     slow: int
@@ -52,7 +52,7 @@ def job_of(
     units: int = HEADS,
     schedules: tuple[Schedule, ...] = (),
 ) -> Job:
-    """80 layers, no cost but computing: what counts are decisions."""
+    """A job of 80 layers whose only cost is compute."""
     return Job(
         name="planner",
         layout=Layout.grid(dp=dp, pp=pp, tp=tp, layers=80, units=units),
@@ -65,7 +65,7 @@ def job_of(
 
 
 def faults(ranks: int, slow: int, dead: int, seed: int) -> dict[int, float]:
-    """Speeds of devices picked at random: slow ones by a factor of 1.2 to 4, dead ones at 0."""
+    """Speeds of randomly chosen devices: slow by a factor of 1.2 to 4, or dead (0)."""
     random = np.random.default_rng([seed, ranks, slow, dead])
     picked = random.permutation(ranks)[: slow + dead].tolist()
     speeds = (1.0 / random.uniform(1.2, 4.0, slow)).tolist() + [0.0] * dead
@@ -73,5 +73,5 @@ def faults(ranks: int, slow: int, dead: int, seed: int) -> dict[int, float]:
 
 
 def remaining(ranks: int, speeds: dict[int, float]) -> float:
-    """The part of all speed that is left."""
+    """Remaining fraction of the total speed."""
     return (ranks - len(speeds) + sum(speeds.values())) / ranks

@@ -1,4 +1,4 @@
-"""Predicted and simulated steps of jobs whose microbatches hold real documents."""
+"""Predicted and simulated steps with microbatches of real documents."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Floats = NDArray[np.float64]
 SHAPE = model_preset("llama-2-70b")
 BYTES_PER_TOKEN = 4
 SIZES = (8192, 32768, 131072)  # tokens of a microbatch
-STEPS = 24  # simulated, of which the mean counts
-KNOWN = 4000  # microbatches whose lengths a prediction knows
+STEPS = 24  # simulated steps per mean
+KNOWN = 4000  # microbatches in the sample given to the planner
 
 
 def document_tokens() -> list[int]:
@@ -32,7 +32,7 @@ def document_tokens() -> list[int]:
 
 
 def packed(lengths: list[int], tokens: int, random: np.random.Generator) -> Iterator[float]:
-    """Work of one microbatch after the other: documents in random order, cut where it is full.
+    """Work of successive microbatches: documents in random order, cut at the end of each.
 
     FLOPs of the weights and of causal attention within each piece (`scheduler.cost_model`).
     """
@@ -48,7 +48,7 @@ def packed(lengths: list[int], tokens: int, random: np.random.Generator) -> Iter
 
 
 def print_sequences(seeds: int) -> None:
-    """Errors of predictions, with and without knowledge of the lengths, by size of microbatch."""
+    """Print prediction errors with and without sequence lengths, by size of microbatch."""
     lengths, rows = document_tokens(), []
     for tokens in SIZES:
         random = np.random.default_rng(tokens)
@@ -56,24 +56,24 @@ def print_sequences(seeds: int) -> None:
         sample = random.permutation([next(source) for _ in range(2 * KNOWN)])
         plain, fitted = _errors(job_of(256), sample / sample.mean(), random, seeds)
         spread = sample.std() / sample.mean()
-        rows.append([tokens, f"{spread:.1%}", *_told(plain), *_told(fitted)])
+        rows.append([tokens, f"{spread:.1%}", *_error_cells(plain), *_error_cells(fitted)])
     columns = ["tokens", "spread of work", "mean work alone", "worst", "with lengths", "worst"]
     title = "Microbatches of real documents: predicted over simulated steps (256 microbatches)"
     print_table(title, columns, rows)
 
 
-def _told(errors: list[float]) -> tuple[str, str]:
+def _error_cells(errors: list[float]) -> tuple[str, str]:
     return f"{fmean(errors):+.1%}", f"{max(errors, key=abs):+.1%}"
 
 
 def _errors(
     job: Job, relative: Floats, random: np.random.Generator, seeds: int
 ) -> tuple[list[float], list[float]]:
-    """Predicted over simulated time, less 1, of plans for slow and dead devices.
+    """Relative prediction errors of plans for slow and dead devices.
 
-    The first of mean work alone, the second with what uneven work costs; against the mean of
-    steps whose microbatches are others than those that the prediction knows. A loader packs
-    documents and then shuffles what it packed, and so did the caller.
+    First from mean work only, then with a sample of microbatches; relative to the mean of simulated
+    steps of microbatches outside the sample. The caller has shuffled the packed microbatches, as a
+    data loader does.
     """
     known, fresh = relative[:KNOWN], relative[KNOWN:]
     plain, fitted = [], []

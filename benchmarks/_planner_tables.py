@@ -1,4 +1,4 @@
-"""Results of the planner benchmark and the tables that show them."""
+"""Results and tables of the planner benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks._report import print_table
 
 @dataclass(frozen=True)
 class Result:
-    """One row: by policy and seed, the fraction of the remaining speed and the processor's ms."""
+    """Results of one row, by policy and seed: fraction of the remaining speed, processor time."""
 
     fractions: dict[str, list[float]]
     took_ms: dict[str, list[float]]
@@ -27,13 +27,13 @@ class Result:
         return fmean(self.fractions[name])
 
     def json(self) -> dict[str, Any]:
-        """For a file."""
+        """JSON document."""
         return {**vars(self), "schedules": dict(self.schedules)}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One size of a fleet; best and worst time of a plan."""
+    """Best and worst planning time for one number of devices."""
 
     devices: int
     faulty: int
@@ -44,12 +44,12 @@ class Scale:
     peak_mib: float
 
     def json(self) -> dict[str, Any]:
-        """For a file."""
+        """JSON document."""
         return asdict(self)
 
 
 def print_quality(permitted: str, rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Means of every row, and over the rows of equally many microbatches."""
+    """Print means of every row, and over the rows of equal microbatches."""
     names = (*PEERS, "joint", "own")
     table = []
     for row, result in zip(rows, results, strict=True):
@@ -80,7 +80,7 @@ def _summary(results: Sequence[Result]) -> str:
 def print_ratios(
     permitted: str, rows: Sequence[Row], results: Sequence[Result], published: Sequence[Result]
 ) -> None:
-    """Our throughput over each policy's: with the same schedules, and with its own (1F1B)."""
+    """Print our throughput over that of each policy: with the same and the published schedule."""
     table = []
     for name in PEERS:
         if name == "recycle" and "split" not in permitted:
@@ -90,22 +90,26 @@ def print_ratios(
         finite = [ratio for ratio in ratios if ratio < inf]
         own = [ratio for ratio in _ratios(name, results, published) if ratio < inf]
         took = fmean(ms for result in results for ms in result.took_ms[name])
-        told = f"{geometric_mean(finite):.3f}", f"{min(finite):.3f}", f"{geometric_mean(own):.3f}"
+        ratios_text = (
+            f"{geometric_mean(finite):.3f}",
+            f"{min(finite):.3f}",
+            f"{geometric_mean(own):.3f}",
+        )
         stopped = len(ratios) - len(finite)
-        table.append([name, *told, stopped, f"{took:.0f}", "; ".join(behind) or "none"])
+        table.append([name, *ratios_text, stopped, f"{took:.0f}", "; ".join(behind) or "none"])
     columns = ["policy", "ratio", "least row", "as published", "stopped", "its cpu ms", "behind in"]
     title = f"Jobs that permit {permitted}: ours over each policy (geometric mean of the rows)"
     print_table(title, columns, table)
 
 
 def _ratios(name: str, ours: Sequence[Result], theirs: Sequence[Result]) -> list[float]:
-    """By row; inf where the policy stands still."""
+    """Ratio by row; inf if the job cannot run under the policy."""
     means = [(one.mean("joint"), other.mean(name)) for one, other in zip(ours, theirs, strict=True)]
     return [one / other if other else inf for one, other in means]
 
 
 def print_scales(scales: Sequence[Scale]) -> None:
-    """Planning time by size."""
+    """Print planning times by number of devices."""
     table = []
     for s in scales:
         quality = f"{s.fraction:.3f}", f"{s.gap:.2%}"

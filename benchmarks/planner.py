@@ -1,18 +1,17 @@
-"""Quality and speed of plans against the policies of other systems.
+"""Quality and speed of plans compared with policies of other systems.
 
 `python -m benchmarks.planner [--json PATH] [--seeds N] [--quick]`
 
-A figure of 1.0 means that the job lost no more throughput than the fleet lost speed, against the
-job as it was started: fault-free, 1F1B. It can be above 1 where a plan also shortens the pipeline's
-filling and draining. `own` is stricter: against our best plan without a fault.
+A figure of 1.0 means that the job lost no more throughput than the devices lost speed, relative to
+the initial job: fault-free, 1F1B. It exceeds 1 if a plan also shortens warm-up and drain of the
+pipelines. `own` is stricter: relative to the best plan without a fault.
 
-The first table is the product as it comes: a job that says nothing of schedules and tells its
-memory gets plans for 1F1B or its eager kind, whichever is better and fits. The others permit 1F1B
-alone, and a split backward as well. Ratios are given twice: every policy with the same choice of
-schedules, of which it takes what serves it best; and, as published, with its own schedule, which is
-1F1B for all but ReCycle, which splits the backward by definition and is compared where all may.
-No policy but ours and ResiHP's rule is held to the memory. Times are those of the processor, so
-that others on the same machine do not count.
+The first table is the default: a job that permits no schedules explicitly and describes its memory
+gets plans for 1F1B or eager 1F1B, whichever fits and is faster. The others permit 1F1B only, and a
+split backward as well. Ratios are given twice: with the same choice of schedules for every policy,
+of which it takes the best; and with the published schedule, which is 1F1B for all but ReCycle.
+ReCycle splits the backward by definition and is compared where that is permitted. Only this
+scheduler and ResiHP's rule respect the memory budget. Times are processor times.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SCALES = ((256, 8, 4, 256), (1024, 8, 4, 1024), (8192, 16, 8, 2048), (65536, 16,
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--seeds", type=int, default=8)
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 def _row(row: Row, permitted: str, seeds: int, units: int) -> Result:
-    """All policies under the faults of a row, for every seed."""
+    """Results of all policies under the faults of a row, for every seed."""
     job = job_of(row.microbatches, units=units, schedules=PERMITTED[permitted])
     started_ms = policy_outcome("nothing", replace(job, schedules=(job.schedule,)), {}).step_ms
     own_ms = make_plan(job, {}).step_ms
@@ -108,7 +107,7 @@ def _scale(devices: int, pp: int, tp: int, microbatches: int) -> Scale:
 
 
 def _fault_free_ms(job: Job) -> float:
-    """Fault-free step time of one replica, which all of them share."""
+    """Fault-free step time, from one replica."""
     single = Layout((job.layout.replicas[0],))
     alone = Job(
         name=job.name, layout=single, microbatches=job.quotas[0], cost=job.cost, links=job.links

@@ -97,7 +97,7 @@ def _activation_bytes(job: Job) -> float:
 
 
 def spans_nodes(job: Job, ranks: Sequence[int]) -> bool:
-    """Whether ranks are in different nodes; nodes hold consecutive ranks."""
+    """True if ranks are in different nodes; nodes hold consecutive ranks."""
     return len({rank // job.links.ranks_per_node for rank in ranks}) > 1
 
 

@@ -53,7 +53,7 @@ def expected_step_ms(
     for rows in by_length.values():
         counts = np.array([quotas[row] for row in rows])
         drawn = random.choice(relative, (len(rows) * _STEPS, int(counts.max())))
-        spans = pipeline_makespans(
+        makespans = pipeline_makespans(
             np.repeat([times[row][0] for row in rows], _STEPS, axis=0),
             np.repeat([times[row][1] for row in rows], _STEPS, axis=0),
             np.repeat(counts, _STEPS),
@@ -62,7 +62,7 @@ def expected_step_ms(
             schedule=schedule,
             work=drawn,
         )
-        ends[rows] = spans.reshape(len(rows), _STEPS)
+        ends[rows] = makespans.reshape(len(rows), _STEPS)
     return mean_of_latest(ends) + layer_cost(job).step_ms
 
 

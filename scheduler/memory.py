@@ -49,7 +49,7 @@ class MemoryFootprint:
 
     @property
     def is_known(self) -> bool:
-        """Whether the budget and the size of activations are known."""
+        """True if the budget and the size of activations are known."""
         return self.budget_bytes is not None and self.activation_bytes > 0.0
 
     def most_layers(
@@ -84,7 +84,7 @@ def job_budget(job: Job) -> float | None:
 
 
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
-    """Whether every rank of `layout` has enough memory under `schedule`."""
+    """True if every rank of `layout` has enough memory under `schedule`."""
     footprint = MemoryFootprint.of(job, layout.dp)
     pairs = zip(layout.replicas, quotas, strict=True)
     return all(replica_fits(job, footprint, *pair, schedule) for pair in pairs)
@@ -93,7 +93,7 @@ def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) ->
 def replica_fits(
     job: Job, footprint: MemoryFootprint, replica: Replica, quota: int, schedule: Schedule
 ) -> bool:
-    """Whether every rank of a replica has enough memory for `quota` microbatches."""
+    """True if every rank of a replica has enough memory for `quota` microbatches."""
     budget, last = footprint.budget_bytes, len(replica.stages) - 1
     if budget is None:
         return True
@@ -134,8 +134,8 @@ def most_held(order: Sequence[Pass]) -> int:
 def plan_schedules(job: Job) -> tuple[Schedule, ...]:
     """Schedules that plans of the job may use, the preferred one first.
 
-    Those that the job permits; by default its own schedule, and eager 1F1B besides 1F1B. Eager
-    1F1B runs the same passes on the same data and sums gradients in the same order; it starts
+    Those that the job permits; by default its own schedule, and eager 1F1B in addition to 1F1B.
+    Eager 1F1B runs the same passes on the same data and sums gradients in the same order; it starts
     forwards earlier and so holds more activations. By default it is only permitted if the memory
     budget and the size of activations are known. A split backward runs other passes, so the job
     has to permit it. For interleaved stages the arrangement is searched under 1F1B, and the chunks

@@ -1,4 +1,4 @@
-"""Sentences of `Plan.reason`: what a plan changes and why."""
+"""Sentences of `Plan.reason`: changes of a plan and their causes."""
 
 from __future__ import annotations
 

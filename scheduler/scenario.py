@@ -176,8 +176,8 @@ def _step_ms(job: Job, outcome: PolicyOutcome, speeds: Mapping[int, float]) -> f
     layout = outcome.layout
     if layout is None or any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return math.inf
-    spans = replica_makespans(job, layout.replicas, outcome.quotas, speeds, outcome.schedule)
-    return max(spans) + layer_cost(job).step_ms
+    makespans = replica_makespans(job, layout.replicas, outcome.quotas, speeds, outcome.schedule)
+    return max(makespans) + layer_cost(job).step_ms
 
 
 def _pause_s(job: Job, old: PolicyOutcome, new: PolicyOutcome, restart_s: float) -> float:

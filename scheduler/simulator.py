@@ -106,8 +106,8 @@ def simulate(
         orders, played = play_replica(job, replica, loads[index], known, chosen, chunks)
         rows = zip(replica.stages, orders, played.starts, played.ends, strict=True)
         for s, (stage, order, starts, ends) in enumerate(rows):
-            spans = zip(order, starts.tolist(), ends.tolist(), strict=True)
-            passes += [TimedPass(index, s, item, start, end) for item, start, end in spans]
+            timed = zip(order, starts.tolist(), ends.tolist(), strict=True)
+            passes += [TimedPass(index, s, item, start, end) for item, start, end in timed]
             held = footprint.stage_bytes(
                 stage, first=s == 0, last=s == len(orders) - 1, in_flight=most_held(order)
             )

@@ -1,4 +1,4 @@
-"""When to change the plan of a running job: gain per step, migration cost and ski-rental rule."""
+"""Switching rule for the plan of a running job: gain per step, migration cost, ski rental."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_GAIN_IN_PLACE = 0.005  # of a step, for a change without migration
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchCandidate:
-    """A plan with a new layout: what it saves per step, and what the migration to it costs."""
+    """A plan with a new layout, its savings per step and the cost of the migration to it."""
 
     plan: Plan
     saved_ms: float
@@ -49,7 +49,7 @@ class SkiRental:
 
     @property
     def due(self) -> bool:
-        """Whether the candidate should be applied before the next step."""
+        """True if the candidate should be applied before the next step."""
         candidate = self.candidate
         if candidate is None:
             return False
@@ -202,7 +202,8 @@ def migration_ms(job: Job, old: Layout, new: Layout) -> float:
 def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
     """Bytes of parameters and optimizer state that each rank receives; empty without a model.
 
-    A rank holds layer ranges times a range of each layer, and keeps what both layouts give it.
+    A rank holds layer ranges times a range of each layer, and keeps the intersection of both
+    layouts.
     """
     model = job.model
     if model is None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from resihp.contracts import Job, Plan, Stage
 
 _HELP = """
-Plan a **job** for devices of unequal speed: what changes and why, what it gains and when its
-migration pays, and how far it is from a certified lower bound.
+Plan a **job** for devices of unequal speed. Prints the changes with their reasons, the gain, the
+break-even point of the migration, and the distance from a certified lower bound.
 
-JOB is a TOML file. SPEEDS is JSON or a file with it: an object `{"rank": speed}`, or a list with
-one speed for each rank. 1.0 is healthy (also where none is given), 0.5 half as fast, 0.0 dead.
+JOB is a TOML file. SPEEDS is JSON or a JSON file: an object `{"rank": speed}`, or a list with
+one speed per rank. 1.0 is healthy (the default), 0.5 half as fast, 0.0 dead.
 
 **Examples**
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from scheduler import PolicyRun, Scenario
 
 _HELP = """
-Play a **timeline of faults** on a job and compare what several policies make of it.
+Simulate a **timeline of faults** on a job under several policies and compare them.
 
 JOB is a TOML file, and so is SCENARIO: `hours`, `restart_s`, and for each `[[fault]]` the fields
 `at_s`, `rank`, `speed` and, where the device recovers, `until_s`.
@@ -26,7 +26,7 @@ JOB is a TOML file, and so is SCENARIO: `hours`, `restart_s`, and for each `[[fa
 - `resihp simulate job.toml --scenario faults.toml`
 - `resihp simulate job.toml --scenario faults.toml --policy joint --policy malleus --plot out.svg`
 
-Exit status: 0, or 2 with one clear line for input that it cannot read.
+Exit status: 0, or 2 with one line for invalid input.
 """
 
 
@@ -35,14 +35,14 @@ def simulate_command(
     job_file: Annotated[Path, typer.Argument(help="Job description (TOML).", metavar="JOB")],
     scenario_file: Annotated[Path, typer.Option("--scenario", help="Faults over time (TOML).")],
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policy to play; several times for several.")
+        list[str] | None, typer.Option(help="Policy to simulate; repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write throughput over time (png, svg or pdf).")
     ] = None,
 ) -> None:
-    """Reads, plays, prints and draws."""
+    """Simulate the scenario, print a table or JSON, and plot."""
     from resihp.contracts import ContractError
     from scheduler import POLICIES, parse_job, parse_scenario
 
@@ -71,7 +71,7 @@ def _play(job: Job, scenario: Scenario, names: Sequence[str], *, quiet: bool) ->
     from scheduler import play_scenario
 
     console = Console(stderr=True)
-    quiet = quiet or not console.is_terminal  # elsewhere all that it leaves is an empty line
+    quiet = quiet or not console.is_terminal  # elsewhere the bar leaves an empty line
     with Progress(console=console, disable=quiet, transient=True) as bar:
         tasks = {name: bar.add_task(name, total=3600.0 * scenario.hours) for name in names}
         return play_scenario(
@@ -118,7 +118,7 @@ def _print_table(job: Job, results: Sequence[PolicyRun]) -> None:
 
     from scheduler import POLICIES
 
-    table = Table(title=f"{job.name}: work done under faults", title_justify="left")
+    table = Table(title=f"{job.name}: completed work under faults", title_justify="left")
     table.add_column("policy")
     table.add_column("of fault-free", justify="right")
     table.add_column("paused", justify="right")
@@ -131,7 +131,7 @@ def _print_table(job: Job, results: Sequence[PolicyRun]) -> None:
             played.policy,
             f"{played.goodput:.1%}",
             f"{played.paused_s:.1f} s",
-            f"{worst:.0f} ms" if isfinite(worst) else "stands still",
+            f"{worst:.0f} ms" if isfinite(worst) else "cannot run",
             POLICIES[played.policy].source,
             style="bold" if played.goodput == best else None,
         )

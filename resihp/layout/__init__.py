@@ -1,4 +1,4 @@
-"""Layout algebra: which rank holds which range of which parameter, and what must move or be summed.
+"""Layout algebra: parameter ranges of ranks, moves between two layouts, gradient sums.
 
 A tensor-parallel shard is a half-open range along one dimension, so shards of any width and
 replicas of unequal shape are ordinary cases. Pure: communication and storage are elsewhere.

@@ -60,8 +60,8 @@ def in_flight_bound(
     if limits.split:
         reached = np.cumsum(f, axis=-1) - f + transfers
         before[..., 1:] += passes.weight[..., :1]
-    spans = stage_line(passes, m, limits, reached=reached, before=before, behind=behind)
-    return np.asarray((spans * (m > 0)).max(axis=-1))
+    bounds = stage_line(passes, m, limits, reached=reached, before=before, behind=behind)
+    return np.asarray((bounds * (m > 0)).max(axis=-1))
 
 
 _NO_WEIGHT = np.zeros((1, 1))
@@ -129,13 +129,13 @@ def stage_line(
     filling = np.maximum(0.0, behind - more * forward)
     draining = np.maximum(0.0, behind - more * inputs)
     work = m * (forward + inputs + weight)
-    spans = before + work + np.where(apart, filling + draining, np.maximum(filling, draining))
+    bounds = before + work + np.where(apart, filling + draining, np.maximum(filling, draining))
     if not split:
-        return np.asarray(spans)
+        return np.asarray(bounds)
     held = np.minimum(held, m)
     draining = np.maximum(0.0, behind - more * inputs - (held - 1) * weight)
     waits = np.where(apart, filling + draining, np.maximum(filling, draining))
-    return np.maximum(reached + work + waits, spans - held * weight)
+    return np.maximum(reached + work + waits, bounds - held * weight)
 
 
 def relaxed_factors(

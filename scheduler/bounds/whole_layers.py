@@ -36,7 +36,7 @@ class StageCosts:
     least: Ints | None = None
 
     def within(self, makespan_ms: float, microbatches: Ints, layers: int) -> StageCosts:
-        """Costs with `most` reduced to what a stage can compute within `makespan_ms`."""
+        """Costs with `most` reduced to the layers that a stage can compute within `makespan_ms`."""
         each = makespan_ms * (1 + 1e-9) / microbatches[:, None]
         room = np.floor((each - 3.0 * self.extra) / (self.forward + self.backward))
         most = np.clip(np.minimum(room, self.most), 0, layers).astype(np.int64)

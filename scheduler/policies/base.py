@@ -85,10 +85,10 @@ def timed(
     """Outcome of replicas with given quotas, under the job's first schedule."""
     if not replicas:
         return STOPPED
-    span = max(replica_makespans(job, replicas, quotas, speeds))
+    makespan = max(replica_makespans(job, replicas, quotas, speeds))
     chunked = any(replica.chunks > 1 for replica in replicas)
     return PolicyOutcome(
-        span + layer_cost(job).step_ms,
+        makespan + layer_cost(job).step_ms,
         Layout(tuple(replicas)),
         tuple(quotas),
         transition,

@@ -113,8 +113,8 @@ def recycle(job: Job, speeds: Speeds) -> PolicyOutcome:
         [[f * k] for f, k in zip(forward, longer, strict=True)],
         [[b * k] for b, k in zip(backward, longer, strict=True)],
     )
-    span = replay(orders, durations, p2p=transfer_ms(job)).span
-    step_ms = span + layer_cost(job).step_ms
+    makespan = replay(orders, durations, p2p=transfer_ms(job)).span
+    step_ms = makespan + layer_cost(job).step_ms
     quotas = (quota,) * len(replicas)
     return PolicyOutcome(step_ms, None, quotas, Transition.LIVE, Schedule.ZERO_BUBBLE)
 
@@ -129,9 +129,9 @@ def oobleck(job: Job, speeds: Speeds) -> PolicyOutcome:
     for replica in job.layout.replicas:
         options = _templates(job, replica, speeds)
         if options:
-            spans = replica_makespans(job, options, [job.microbatches] * len(options), speeds)
-            best = min(range(len(options)), key=lambda i: (spans[i], i))
-            chosen.append((job.microbatches / spans[best], options[best]))
+            makespans = replica_makespans(job, options, [job.microbatches] * len(options), speeds)
+            best = min(range(len(options)), key=lambda i: (makespans[i], i))
+            chosen.append((job.microbatches / makespans[best], options[best]))
     chosen = sorted(chosen, key=lambda pair: -pair[0])[: job.microbatches]
     if not chosen:
         return STOPPED

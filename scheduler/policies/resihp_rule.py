@@ -40,9 +40,9 @@ def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
             replicas.append(shaped)
     if not replicas:
         return STOPPED
-    spans = replica_makespans(job, replicas, [job.microbatches] * len(replicas), speeds)
-    order = sorted(range(len(replicas)), key=lambda i: (spans[i], i))[: job.microbatches]
-    rates = [job.microbatches / spans[i] for i in order]
+    makespans = replica_makespans(job, replicas, [job.microbatches] * len(replicas), speeds)
+    order = sorted(range(len(replicas)), key=lambda i: (makespans[i], i))[: job.microbatches]
+    rates = [job.microbatches / makespans[i] for i in order]
     quotas = quotas_by_rate(rates, job.microbatches)
     return timed(job, [replicas[i] for i in order], quotas, speeds, transition=Transition.LIVE)
 

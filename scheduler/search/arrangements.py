@@ -8,8 +8,9 @@ from functools import cached_property
 
 from resihp.contracts import InfeasibleError, Job, Layout, Replica, Stage
 
+from .chains import Chain
 from .plan_bounds import chains_bound, quick_bound
-from .quotas import Chain, ChainEvaluator, WorkDivision
+from .quotas import ChainEvaluator, WorkDivision
 from .tp_groups import GroupBuilder, TPGroup, assign_ranks, share_units
 
 
@@ -24,7 +25,7 @@ class Arrangement:
     @property
     def layout(self) -> Layout:
         """Layout with the ranks, layers and shares of every stage."""
-        groups = self.evaluator.setting.fleet.groups
+        groups = self.evaluator.setting.table.groups
         replicas = []
         for chain, layers in zip(self.chains, self.division.layers, strict=True):
             stages, start = [], 0
@@ -55,7 +56,7 @@ class Arrangement:
         return self.division.makespan_ms / quick - 1.0
 
 
-def arrange(
+def initial_chains(
     job: Job, layout: Layout, speeds: Mapping[int, float], *, even: bool, folds: int
 ) -> tuple[list[TPGroup], list[Chain], list[int]]:
     """All groups, the chains of the layout's replicas, and the groups without a replica.
@@ -94,7 +95,7 @@ def _folded(groups: Sequence[TPGroup], chains: Sequence[Chain]) -> list[Chain]:
     return [tuple(sorted(pair, key=lambda g: (groups[g].column, g))) for pair in pairs]
 
 
-def feasible(
+def feasible_chains(
     evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
 ) -> tuple[list[Chain], list[int]]:
     """Chains that can hold all layers in memory, and the groups of the others.
@@ -136,7 +137,7 @@ def out_of_memory(evaluator: ChainEvaluator, chain: Chain, microbatches: int) ->
     """Error that names the device with the least memory in a chain that cannot hold all layers."""
     setting = evaluator.setting
     most = [max(count, 0) for count in evaluator.most_layers(chain, microbatches)]
-    group = setting.fleet.groups[chain[most.index(min(most))]]
+    group = setting.table.groups[chain[most.index(min(most))]]
     rank = group.ranks[group.shares.index(max(group.shares))]
     return InfeasibleError(
         "memory",

@@ -1,6 +1,6 @@
-"""Chains of groups as rows of arrays: what their stages take, hold and need together.
+"""Chains of TP groups as arrays: stage times, memory limits, bounds and makespans.
 
-A chain is a row of group indices, the stages of one replica in pipeline order.
+A chain is a tuple of group indices: the stages of one replica in pipeline order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from .tp_groups import GroupTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Chain = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """What is the same for all chains of a job."""
+    """Inputs that all chains of a search share."""
 
-    fleet: GroupTable
+    table: GroupTable
     footprint: MemoryFootprint
     layers: int
     p2p_ms: float
@@ -37,9 +38,9 @@ class SearchSetting:
 
 @dataclass(frozen=True, eq=False)
 class ChainBatch:
-    """Chains of equally many stages, each with a number of microbatches.
+    """Chains of equal length, each with a number of microbatches.
 
-    chains        [chain, stage], indices of groups
+    chains        indices of groups, [chain, stage]
     microbatches  [chain]
     """
 
@@ -49,44 +50,44 @@ class ChainBatch:
 
     @property
     def stages(self) -> int:
-        """Stages of every chain."""
+        """Number of stages of every chain."""
         return int(self.chains.shape[1])
 
     @cached_property
     def forward(self) -> Floats:
-        """Of one layer in every stage, [chain, stage]."""
-        return self.setting.fleet.forward_ms[self.chains]
+        """Forward time of one layer, [chain, stage]."""
+        return self.setting.table.forward_ms[self.chains]
 
     @cached_property
     def backward(self) -> Floats:
-        """Of one layer in every stage."""
-        return self.setting.fleet.backward_ms[self.chains]
+        """Backward time of one layer, [chain, stage]."""
+        return self.setting.table.backward_ms[self.chains]
 
     @cached_property
     def extra(self) -> Floats:
-        """Forward of the embedding in the first stage and of the head in the last; else 0."""
+        """Forward time of embedding (first stage) and head (last stage), [chain, stage]."""
         extra = np.zeros(self.chains.shape)
-        extra[:, 0] += self.setting.fleet.embedding_ms[self.chains[:, 0]]
-        extra[:, -1] += self.setting.fleet.head_ms[self.chains[:, -1]]
+        extra[:, 0] += self.setting.table.embedding_ms[self.chains[:, 0]]
+        extra[:, -1] += self.setting.table.head_ms[self.chains[:, -1]]
         return extra
 
     @cached_property
     def most(self) -> Ints:
-        """Layers that fit into the memory of every stage."""
+        """Layers that fit into memory, [chain, stage]."""
         setting, stages = self.setting, self.stages
         limit = np.array(most_in_flight(setting.schedule, stages, setting.max_in_flight))
         in_flight = np.minimum(limit, np.maximum(self.microbatches, 1)[:, None])
-        most = setting.footprint.most_layers(setting.fleet.widest[self.chains], in_flight)
+        most = setting.footprint.most_layers(setting.table.widest[self.chains], in_flight)
         return np.asarray(np.minimum(most, setting.layers - stages + 1))
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
-        """Whether the stages of a chain hold all layers together, [chain]."""
+        """True if a chain can hold all layers in memory, [chain]."""
         most = self.most
         return np.asarray((most.min(axis=1) >= 1) & (most.sum(axis=1) >= self.setting.layers))
 
     def pick(self, rows: Ints) -> ChainBatch:
-        """Some of them, in that order."""
+        """Batch of the given rows, in that order."""
         picked = ChainBatch(self.setting, self.chains[rows], self.microbatches[rows])
         for name in ("forward", "backward", "extra", "most", "fits"):
             if name in self.__dict__:
@@ -94,16 +95,16 @@ class ChainBatch:
         return picked
 
     def times(self, layers: Ints) -> tuple[Floats, Floats]:
-        """Forward and backward of every stage with that many layers, [..., chain, stage]."""
+        """Forward and backward time of every stage with these layers, [..., chain, stage]."""
         return layers * self.forward + self.extra, layers * self.backward + 2.0 * self.extra
 
     def slowest(self, layers: Ints) -> Floats:
-        """What the bottleneck stage needs for one microbatch, [..., chain]."""
+        """Time of the bottleneck stage for one microbatch, [..., chain]."""
         forward, backward = self.times(layers)
         return np.asarray((forward + backward).max(axis=-1))
 
     def bounds(self, layers: Ints) -> Floats:
-        """Lower bounds of the spans with these layers, [..., chain]."""
+        """Lower bounds of the makespans with these layers, [..., chain]."""
         return in_flight_bound(
             *self.times(layers),
             self.microbatches,
@@ -113,7 +114,7 @@ class ChainBatch:
         )
 
     def whole_layers(self, within_ms: float, *, tight: bool = False) -> tuple[Floats, Ints]:
-        """Bounds over all whole layers, inf beyond `within_ms`, and layers that attain them."""
+        """Bounds over all whole layers (inf beyond `within_ms`) and layers that attain them."""
         program = heterogeneous_layers if tight else whole_layers
         return program(
             StageCosts(self.forward, self.backward, self.extra, self.most),
@@ -125,8 +126,8 @@ class ChainBatch:
             schedule=self.setting.schedule,
         )
 
-    def spans(self, layers: Ints) -> Floats:
-        """Exact spans with these layers [chain, stage]."""
+    def makespans(self, layers: Ints) -> Floats:
+        """Exact makespans [chain] with these layers [chain, stage]."""
         return pipeline_makespans(
             *self.times(layers),
             self.microbatches,

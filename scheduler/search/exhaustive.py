@@ -8,8 +8,9 @@ from math import comb
 import numpy as np
 
 from .arrangements import Arrangement
+from .chains import Chain
 from .layer_partition import is_small
-from .quotas import Chain, ChainEvaluator, WorkDivision
+from .quotas import ChainEvaluator, WorkDivision
 
 _MAX_EVALUATIONS = 60_000  # pipelines to time
 
@@ -34,24 +35,24 @@ def exhaustive(evaluator: ChainEvaluator, replicas: int, microbatches: int) -> A
         return None
     counts = range(1, microbatches + 1)
     evaluator.prepare((chain, m) for chain in chains for m in counts)
-    spans = np.array([[evaluator.best(chain, m)[1] for m in counts] for chain in chains])
-    one = int(spans[:, -1].argmin())
+    makespans = np.array([[evaluator.best(chain, m)[1] for m in counts] for chain in chains])
+    one = int(makespans[:, -1].argmin())
     best: Arrangement | None = _arrangement(evaluator, (chains[one],), (microbatches,))
     if replicas == 2 and microbatches > 1:
-        pair = _best_pair(evaluator, chains, spans)
+        pair = _best_pair(evaluator, chains, makespans)
         if pair and best and pair.division.makespan_ms < best.division.makespan_ms:
             best = pair
     return best
 
 
 def _columns(evaluator: ChainEvaluator) -> list[list[int]]:
-    groups = evaluator.setting.fleet.groups
+    groups = evaluator.setting.table.groups
     numbers = sorted({group.column for group in groups})
     return [[i for i, g in enumerate(groups) if g.column == number] for number in numbers]
 
 
 def _best_pair(
-    evaluator: ChainEvaluator, chains: list[Chain], spans: np.ndarray
+    evaluator: ChainEvaluator, chains: list[Chain], makespans: np.ndarray
 ) -> Arrangement | None:
     pairs = [
         (a, b)
@@ -63,9 +64,9 @@ def _best_pair(
         return None
     first, second = np.array(pairs).T
     # [pair, quota of the first - 1]; the second replica runs the rest
-    ends = np.maximum(spans[first, :-1], spans[second, -2::-1])
+    ends = np.maximum(makespans[first, :-1], makespans[second, -2::-1])
     row, column = np.unravel_index(int(ends.argmin()), ends.shape)
-    total = spans.shape[1]
+    total = makespans.shape[1]
     members = (chains[first[row]], chains[second[row]])
     return _arrangement(evaluator, members, (int(column) + 1, total - int(column) - 1))
 

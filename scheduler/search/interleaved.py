@@ -13,8 +13,8 @@ from resihp.contracts import Job, Layout, Replica, Schedule, Stage, even_quotas
 from ..memory import replica_fits
 from ..simulator import replica_makespan
 from .arrangements import Arrangement
+from .chains import Chain
 from .plan_bounds import quick_bound
-from .quotas import Chain
 from .tp_groups import TPGroup
 
 _LEAST_GAIN = 1e-3  # current layers are kept unless others are faster by this fraction
@@ -51,7 +51,7 @@ def interleaved(
     shapes = _Shapes(job, found, current, speeds)
     ends = [shapes.best(*pair)[0] for pair in zip(chains, quotas, strict=True)]
     if inf in ends:
-        return "the limits on what is in flight leave no room for several model chunks in a stage"
+        return "memory or max_in_flight is too small for several model chunks per stage"
     _exchange(shapes, chains, quotas, ends, expired)
     layout = Layout(tuple(shapes.best(*pair)[1] for pair in zip(chains, quotas, strict=True)))
     setting = replace(found.evaluator.setting, schedule=Schedule.INTERLEAVED)
@@ -76,7 +76,7 @@ class _Shapes:
     def best(self, chain: Chain, quota: int) -> tuple[float, Replica]:
         """Makespan (inf if nothing fits) and replica."""
         if (chain, quota) not in self._best:
-            groups = [self._evaluator.setting.fleet.groups[group] for group in chain]
+            groups = [self._evaluator.setting.table.groups[group] for group in chain]
             counts = self._evaluator.partitions(chain, quota)[:_TRIES]
             chunks = self._job.chunks if len(chain) > 1 else 1
             fresh = [_replica(groups, layers, chunks) for layers in counts]
@@ -106,10 +106,12 @@ class _Shapes:
 
     def _replay(self, quota: int, replica: Replica) -> float:
         job, footprint = self._job, self._evaluator.setting.footprint
-        span = replica_makespan(job, replica, quota, self._speeds, Schedule.INTERLEAVED)
-        if span < inf and not replica_fits(job, footprint, replica, quota, Schedule.INTERLEAVED):
+        makespan = replica_makespan(job, replica, quota, self._speeds, Schedule.INTERLEAVED)
+        if makespan < inf and not replica_fits(
+            job, footprint, replica, quota, Schedule.INTERLEAVED
+        ):
             return inf
-        return span
+        return makespan
 
 
 def _groups(replica: Replica) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -120,11 +122,11 @@ def _replica(groups: Sequence[TPGroup], layers: Sequence[int], chunks: int) -> R
     """Replica of these groups and numbers of layers, divided evenly over the chunks."""
     parts = [even_quotas(count, chunks) for count in layers]
     sizes = [part[chunk] for chunk in range(chunks) for part in parts]
-    spans = list(pairwise(accumulate(sizes, initial=0)))
+    ranges = list(pairwise(accumulate(sizes, initial=0)))
     stages = len(groups)
     return Replica(
         tuple(
-            Stage(group.ranks, spans[s], group.shares, tuple(spans[s + stages :: stages]))
+            Stage(group.ranks, ranges[s], group.shares, tuple(ranges[s + stages :: stages]))
             for s, group in enumerate(groups)
         )
     )

@@ -1,4 +1,4 @@
-"""The joint search: arrangements of groups into replicas, each with its best layers and quotas."""
+"""Joint search over placements of groups, schedules, layers and quotas."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from ..cost_model import transfer_ms
 from ..memory import MemoryFootprint, plan_schedules
-from .arrangements import Arrangement, arrange, feasible, out_of_memory
-from .chains import SearchSetting
+from .arrangements import Arrangement, feasible_chains, initial_chains, out_of_memory
+from .chains import Chain, SearchSetting
 from .exhaustive import exhaustive
-from .placement import gathered, inserted, settled, thinned, traded
-from .quotas import Chain, ChainEvaluator, divide
+from .placement import (
+    drop_slow_stages,
+    exchange_groups,
+    insert_spare,
+    restore_positions,
+    sort_by_speed,
+)
+from .quotas import ChainEvaluator, divide
 from .tp_groups import GroupTable
 
-_CLOSE = 2e-3  # a gap that is not worth a further search
-_AIMS = (0.99, 0.998)
-_WIDE = 5e-3  # a certified gap that is worth one under another schedule than the first
-_FAR = 1e-2  # one that is worth better layers
-_SHARP_CELLS = 1_000  # chains x stages^2 up to which they are looked for
-_SMALL_SLOTS = 48  # up to which a search is repeated from its own result
-_FEW_REPLICAS = 12  # up to which two trades are tried even where the gap is small
-_WORTH = 1e-3  # an arrangement must be better than a tidier one by this much
+_CLOSE = 2e-3  # gap up to which the search stops
+_TARGETS = (0.99, 0.998)  # of the makespan reached, for exchanges of groups
+_WIDE = 5e-3  # certified gap beyond which groups are exchanged under another schedule
+_FAR = 1e-2  # gap beyond which layers are refined
+_REFINE_CELLS = 1_000  # chains x stages^2 up to which layers are refined
+_FEW_GROUPS = 48  # up to which a search is repeated from its own result
+_FEW_REPLICAS = 12  # up to which groups are exchanged even if the gap is small
+_LEAST_GAIN = 1e-3  # an arrangement that moves more must be better by this fraction
 
 _Start = tuple[Sequence[Chain], Sequence[int]]  # chains, and groups without a replica
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What a plan is searched for; `schedules` are those it may choose from."""
+class _Request:
+    """Input of a search with the permitted schedules."""
 
     job: Job
     speeds: Mapping[int, float]
@@ -43,38 +49,38 @@ class _Question:
 def search(
     job: Job, layout: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
 ) -> Arrangement:
-    """The best arrangement that is found before `expired`. Raises `InfeasibleError`.
+    """Best arrangement found before `expired`. Raises `InfeasibleError`.
 
-    Starts from `layout`, and from the job's first one in case that has become better. Where memory
-    does not hold what is tried first, then without the schedules that need more of it, with equal
-    shares, and at last with fewer replicas, each of more stages.
+    Starts from `layout` and from the job's initial layout. If memory is insufficient, the search
+    is repeated without the first schedules, with equal shares, and finally with fewer replicas of
+    more stages.
     """
     schedules = plan_schedules(job)
     layouts = [layout] if layout == job.layout else [layout, job.layout]
     tails = [schedules[index:] for index in range(len(schedules))]
     failure: InfeasibleError | None = None
     for folds, tail, even in product(range(layout.dp.bit_length()), tails, (False, True)):
-        question = _Question(job, speeds, tail, expired)
+        request = _Request(job, speeds, tail, expired)
         best: Arrangement | None = None
         for start in layouts:
             if best is None or not expired():
                 try:
-                    best = _better(best, _search(question, start, even=even, folds=folds))
+                    best = _better(best, _search(request, start, even=even, folds=folds))
                 except InfeasibleError as error:
                     failure = error
         if best is not None:
-            return _settled_down(best, question, even=even)
+            return _repeated(best, request, even=even)
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
     raise failure
 
 
-def _settled_down(best: Arrangement, question: _Question, *, even: bool) -> Arrangement:
-    """Searched again from where it led, while that is better: a small fleet has the time."""
-    while len(best.evaluator.setting.fleet.groups) <= _SMALL_SLOTS and not question.expired():
+def _repeated(best: Arrangement, request: _Request, *, even: bool) -> Arrangement:
+    """Result of repeated searches of a small job from its own result while that improves it."""
+    while len(best.evaluator.setting.table.groups) <= _FEW_GROUPS and not request.expired():
         try:
-            found = _search(question, best.layout, even=even, folds=0)
+            found = _search(request, best.layout, even=even, folds=0)
         except InfeasibleError:
             break
         if not _is_less(found, best):
@@ -84,20 +90,20 @@ def _settled_down(best: Arrangement, question: _Question, *, even: bool) -> Arra
 
 
 def _better(best: Arrangement | None, found: Arrangement) -> Arrangement:
-    """The first one, which disturbs less, unless the second is clearly better."""
-    if best is None or found.division.makespan_ms < best.division.makespan_ms * (1 - _WORTH):
+    """The first arrangement, which moves less, unless the second is clearly better."""
+    if best is None or found.division.makespan_ms < best.division.makespan_ms * (1 - _LEAST_GAIN):
         return found
     return best
 
 
-def _search(question: _Question, layout: Layout, *, even: bool, folds: int) -> Arrangement:
-    """The best arrangement that starts from `layout`.
+def _search(request: _Request, layout: Layout, *, even: bool, folds: int) -> Arrangement:
+    """Best arrangement found from `layout`.
 
-    Replicas that are left out own no optimizer state any more, so that the others have to hold
-    theirs: then all is looked at again with the memory that this leaves.
+    With sharded optimizer state, dropped replicas leave theirs to the others: the search is then
+    repeated with the memory that is left.
     """
-    job = question.job
-    groups, chains, spare = arrange(job, layout, question.speeds, even=even, folds=folds)
+    job = request.job
+    groups, chains, spare = initial_chains(job, layout, request.speeds, even=even, folds=folds)
     owners = len(chains)
     while True:
         setting = SearchSetting(
@@ -106,35 +112,35 @@ def _search(question: _Question, layout: Layout, *, even: bool, folds: int) -> A
             job.layout.layers,
             transfer_ms(job),
             job.max_in_flight,
-            question.schedules[0],
+            request.schedules[0],
         )
-        found = _arranged(question, setting, chains, spare)
+        found = _arranged(request, setting, chains, spare)
         if len(found.chains) >= owners or not job.memory.sharded_optimizer:
             return found
         owners = len(found.chains)
 
 
 def _arranged(
-    question: _Question, setting: SearchSetting, chains: Sequence[Chain], spare: Sequence[int]
+    request: _Request, setting: SearchSetting, chains: Sequence[Chain], spare: Sequence[int]
 ) -> Arrangement:
-    job, expired = question.job, question.expired
+    job, expired = request.job, request.expired
     evaluator = ChainEvaluator(setting)
-    starts: list[_Start] = [(chains, spare), (gathered(evaluator, chains), spare)]
+    starts: list[_Start] = [(chains, spare), (sort_by_speed(evaluator, chains), spare)]
     if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
     best = _best_start(evaluator, starts, job.microbatches, expired)
-    best = _refined(best, job.microbatches, expired)
-    best = _without_hopeless(best, job.microbatches, expired)
+    best = _exchanged(best, job.microbatches, expired)
+    best = _without_slow_replicas(best, job.microbatches, expired)
     first = best
-    for other in _under_others(question, best):
+    for other in _other_schedules(request, best):
         best = _better(best, other)
-    if best is not first and len(chains) <= _FEW_REPLICAS and _is_loose(best, job.microbatches):
-        best = _refined(best, job.microbatches, expired)
-    best = _sharpened(best, job.microbatches, expired)
-    exact = _exact(question, setting, len(chains))
+    if best is not first and len(chains) <= _FEW_REPLICAS and _may_gain(best, job.microbatches):
+        best = _exchanged(best, job.microbatches, expired)
+    best = _with_refined_layers(best, job.microbatches, expired)
+    exact = _exact(request, setting, len(chains))
     if exact and (_schedule(exact) is not _schedule(best) or _is_less(exact, best)):
         best = exact
-    return replace(best, chains=tuple(settled(evaluator, chains, best.chains)))
+    return replace(best, chains=tuple(restore_positions(evaluator, chains, best.chains)))
 
 
 def _best_start(
@@ -167,64 +173,68 @@ def _started(
     microbatches: int,
     expired: Callable[[], bool],
 ) -> Arrangement:
-    """An arrangement without replicas that do not fit and stages that hurt; all groups placed."""
-    chains, left = feasible(evaluator, chains, microbatches)
-    chains = thinned(evaluator, chains, microbatches)
+    """Arrangement without replicas that do not fit and stages that slow it down."""
+    chains, left = feasible_chains(evaluator, chains, microbatches)
+    chains = drop_slow_stages(evaluator, chains, microbatches)
     division = divide(evaluator, chains, microbatches, expired)
     for chain, quota in zip(chains, division.quotas, strict=True):
         if isinf(evaluator.best(chain, quota)[1]):
             raise out_of_memory(evaluator, chain, quota)
     if spare or left:
-        chains = inserted(evaluator, chains, [*spare, *left], microbatches, division.makespan_ms)
+        chains = insert_spare(
+            evaluator, chains, [*spare, *left], microbatches, division.makespan_ms
+        )
         division = divide(evaluator, chains, microbatches, expired)
     return Arrangement(evaluator, tuple(chains), division)
 
 
-def _under_others(question: _Question, found: Arrangement) -> Iterator[Arrangement]:
-    """The same arrangement under the other schedules whose activations fit into memory.
+def _other_schedules(request: _Request, found: Arrangement) -> Iterator[Arrangement]:
+    """The same arrangement under the other schedules that fit into memory.
 
-    Which group serves which replica hardly depends on the schedule, so it is looked for once.
+    The placement of groups hardly depends on the schedule, so it is searched once.
     """
-    microbatches = question.job.microbatches
+    microbatches = request.job.microbatches
     typical = max(1, microbatches // len(found.chains))
-    for schedule in question.schedules[1:]:
-        evaluator = _under(found.evaluator.setting, schedule)
-        if not question.expired() and all(evaluator.fits(found.chains, typical)):
+    for schedule in request.schedules[1:]:
+        evaluator = _evaluator(found.evaluator.setting, schedule)
+        if not request.expired() and all(evaluator.fits(found.chains, typical)):
             near = found.division.quotas
-            division = divide(evaluator, found.chains, microbatches, question.expired, near=near)
+            division = divide(evaluator, found.chains, microbatches, request.expired, near=near)
             yield Arrangement(evaluator, found.chains, division)
 
 
-def _under(setting: SearchSetting, schedule: Schedule) -> ChainEvaluator:
+def _evaluator(setting: SearchSetting, schedule: Schedule) -> ChainEvaluator:
     return ChainEvaluator(replace(setting, schedule=schedule))
 
 
-def _sharpened(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
-    """With better layers for the quotas at hand and near them, and quotas for those."""
+def _with_refined_layers(
+    found: Arrangement, microbatches: int, expired: Callable[[], bool]
+) -> Arrangement:
+    """Arrangement with better layers for the quotas and their neighbours, and quotas for them."""
     cells = sum(len(chain) ** 2 for chain in found.chains)
-    if expired() or cells > _SHARP_CELLS or found.slack < _FAR or found.gap < _FAR:
+    if expired() or cells > _REFINE_CELLS or found.slack < _FAR or found.gap < _FAR:
         return found
     evaluator, division = found.evaluator, found.division
     pairs = list(zip(found.chains, division.quotas, strict=True))
     near = [(chain, quota + more) for chain, quota in pairs for more in (-1, 0, 1) if quota + more]
-    evaluator.sharpen(near, 1.1 * division.makespan_ms)
+    evaluator.refine_layers(near, 1.1 * division.makespan_ms)
     division = divide(evaluator, found.chains, microbatches, expired, near=division.quotas)
     better = Arrangement(evaluator, found.chains, division)
     return better if _is_less(better, found) else found
 
 
-def _is_loose(found: Arrangement, microbatches: int) -> bool:
-    """Whether trades may gain under this schedule: much filling and draining, or a wide gap."""
-    slots = sum(map(len, found.chains))
-    return microbatches < 2 * slots or (found.slack > _WIDE and found.gap > _WIDE)
+def _may_gain(found: Arrangement, microbatches: int) -> bool:
+    """True if exchanges may gain: a large share of warm-up and drain, or a wide gap."""
+    placed = sum(map(len, found.chains))
+    return microbatches < 2 * placed or (found.slack > _WIDE and found.gap > _WIDE)
 
 
-def _exact(question: _Question, setting: SearchSetting, replicas: int) -> Arrangement | None:
-    """The optimum over all arrangements under each schedule; None if the job is too large."""
+def _exact(request: _Request, setting: SearchSetting, replicas: int) -> Arrangement | None:
+    """Optimum over all arrangements and schedules; None if the job is too large."""
     best: Arrangement | None = None
-    for schedule in question.schedules:
-        evaluator = _under(setting, schedule)
-        optimum = exhaustive(evaluator, replicas, question.job.microbatches)
+    for schedule in request.schedules:
+        evaluator = _evaluator(setting, schedule)
+        optimum = exhaustive(evaluator, replicas, request.job.microbatches)
         if optimum is None:
             return None
         best = _better(best, optimum)
@@ -239,18 +249,17 @@ def _is_less(one: Arrangement, other: Arrangement) -> bool:
     return one.division.makespan_ms < other.division.makespan_ms * (1 - 1e-9)
 
 
-def _refined(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
-    """Trades that aim at a little less time than was reached, then counting whole microbatches.
+def _exchanged(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
+    """Arrangement after exchanges of groups that target a shorter makespan.
 
-    Where groups cannot be used better in place, the bound says so, and nothing is tried.
+    Nothing is tried if the bound for the groups in place is close.
     """
-    for index, aim in enumerate(_AIMS):
-        few = len(found.chains) <= _FEW_REPLICAS and index < 2
+    few = len(found.chains) <= _FEW_REPLICAS
+    for target in _TARGETS:
         if expired() or len(found.chains) == 1 or (not few and found.slack < _CLOSE):
             break
-        evaluator, aim_ms = found.evaluator, aim * found.division.makespan_ms
-        whole = aim < 1.0
-        chains = traded(evaluator, found.chains, microbatches, aim_ms, expired, whole=whole)
+        evaluator, target_ms = found.evaluator, target * found.division.makespan_ms
+        chains = exchange_groups(evaluator, found.chains, microbatches, target_ms, expired)
         if chains == list(found.chains):
             continue
         division = divide(evaluator, chains, microbatches, expired, near=found.division.quotas)
@@ -259,10 +268,10 @@ def _refined(found: Arrangement, microbatches: int, expired: Callable[[], bool])
     return found
 
 
-def _without_hopeless(
+def _without_slow_replicas(
     found: Arrangement, microbatches: int, expired: Callable[[], bool]
 ) -> Arrangement:
-    """Drops replicas that make the others wait although they run a single microbatch."""
+    """Arrangement without replicas that finish last although they run a single microbatch."""
     while len(found.chains) > 1 and not expired():
         evaluator = found.evaluator
         quotas = found.division.quotas
@@ -274,7 +283,7 @@ def _without_hopeless(
         rest = [chain for i, chain in enumerate(found.chains) if i != worst]
         spare = list(found.chains[worst])
         smaller = divide(evaluator, rest, microbatches, expired)
-        longer = inserted(evaluator, rest, spare, microbatches, smaller.makespan_ms)
+        longer = insert_spare(evaluator, rest, spare, microbatches, smaller.makespan_ms)
         options = [
             Arrangement(evaluator, tuple(rest), smaller),
             Arrangement(evaluator, tuple(longer), divide(evaluator, longer, microbatches, expired)),

@@ -1,4 +1,4 @@
-"""Layers per stage of many chains: candidates by bottleneck, judged by a bound or exactly."""
+"""Layer partitions of many chains: candidates by bottleneck, ranked by bound or exact makespan."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .chains import ChainBatch, Floats, Ints
 
 _SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35)
 _FEWER_SLACK = (0.0, 0.03, 0.1)
-_FEW = 60  # partitions of a chain up to which all of them are timed
+_FEW = 60  # partitions of a chain up to which all are timed
 
 
 def candidates(rows: ChainBatch, *, few: bool = False) -> tuple[Ints, Floats]:
     """Layer partitions [candidate, chain, stage] and their bounds [candidate, chain].
 
-    For a bottleneck W every stage could take `(W - extra) / w` layers; the least W that places all
-    layers is the exact optimum for many microbatches. A little more than it frees slow stages and
-    shortens filling and draining. What is surplus goes from the slowest stages, or from the fullest
-    ones. Infeasible chains have the bound inf. `few`: fewer candidates.
+    For a bottleneck W every stage can hold `(W - extra) / w` layers; the least W that places all
+    layers is optimal for many microbatches. A slightly larger W relieves slow stages and shortens
+    warm-up and drain. Surplus layers are removed from the slowest or from the fullest stages.
+    Infeasible chains have the bound inf. `few`: fewer candidates.
     """
     total = rows.setting.layers
     each, extra = rows.forward + rows.backward, 3.0 * rows.extra
@@ -39,9 +39,9 @@ def candidates(rows: ChainBatch, *, few: bool = False) -> tuple[Ints, Floats]:
 
 
 def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
-    """What fractional layers cannot beat, and then one whole layer more after the other.
+    """Least bottleneck time over whole layers [chain]; inf if memory cannot hold them all.
 
-    A layer goes where it ends first; inf where memory cannot hold them all.
+    Starts from the optimum of fractional layers, rounded down, and adds layers greedily.
     """
     low = (total + (extra / each).sum(axis=1)) / (1.0 / each).sum(axis=1)
     held = _room(low, each, extra, most)
@@ -57,13 +57,13 @@ def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Fl
 
 
 def _room(bottleneck: Floats, each: Floats, extra: Floats, most: Ints) -> Ints:
-    """Layers that every stage can take, [..., chain, stage]."""
+    """Layers that every stage can hold within a bottleneck time, [..., chain, stage]."""
     fits = np.floor((bottleneck[..., None] - extra) / each + 1e-9)
     return np.maximum(np.minimum(fits, most), 1.0).astype(np.int64)
 
 
 def _without_surplus(room: Ints, key: Floats, total: int, *, one_each: bool = False) -> Ints:
-    """Takes layers away in the order of `key` (least first, later stages first) down to `total`.
+    """Layers reduced to `total` in the order of `key` (least first, later stages first).
 
     room [candidate, chain, stage]; key [chain, stage]
     """
@@ -79,24 +79,26 @@ def _without_surplus(room: Ints, key: Floats, total: int, *, one_each: bool = Fa
     return result
 
 
-def partition(rows: ChainBatch) -> tuple[Ints, Floats]:
-    """The candidate with the least bound for every chain, and that bound."""
+def best_candidate(rows: ChainBatch) -> tuple[Ints, Floats]:
+    """Candidate with the least bound for every chain, and that bound."""
     layers, bounds = candidates(rows)
     best, row = bounds.argmin(axis=0), np.arange(bounds.shape[1])
     return layers[best, row], bounds[best, row]
 
 
-def polish(rows: ChainBatch, layers: Ints, *, rounds: int, tries: int = 4) -> tuple[Ints, Floats]:
-    """Moves single layers between stages as long as the exact span falls; layers and spans.
+def local_search(
+    rows: ChainBatch, layers: Ints, *, rounds: int, tries: int = 4
+) -> tuple[Ints, Floats]:
+    """Local search by moves of single layers between stages; layers and exact makespans.
 
-    First as long as the bound falls, which costs less to know. Then, of all moves of a chain the
-    `tries` with the least bound are timed; a move whose bound is not below the present span cannot
-    help.
+    Under eager 1F1B it descends on the bound first, which is cheaper. Then the `tries` moves of a
+    chain with the least bound are timed; a move whose bound is not below the current makespan
+    cannot help.
     """
-    if rows.setting.schedule is Schedule.EAGER_1F1B:  # whose bound is close
+    if rows.setting.schedule is Schedule.EAGER_1F1B:  # its bound is tight
         layers = _descended(rows, layers, rounds=rounds)
     layers = layers.copy()
-    present = rows.spans(layers)
+    current = rows.makespans(layers)
     active = np.arange(len(layers)) if rows.stages > 1 else np.empty(0, np.int64)
     for _ in range(rounds):
         if not active.size:
@@ -104,26 +106,25 @@ def polish(rows: ChainBatch, layers: Ints, *, rounds: int, tries: int = 4) -> tu
         some, take = rows.pick(active), np.arange(len(active))
         moved, bounds = _moves(some, layers[active])
         pick = np.argsort(bounds, axis=0, kind="stable")[:tries]
-        hopeful = bounds[pick, take] < present[active] * (1 - 1e-9)
+        hopeful = bounds[pick, take] < current[active] * (1 - 1e-9)
         if not hopeful.any():
             break
         trial = np.maximum(moved[pick, take], 1)
         _, at = np.nonzero(hopeful)
         exact = np.full(hopeful.shape, np.inf)
-        exact[hopeful] = some.pick(at).spans(trial[hopeful])
+        exact[hopeful] = some.pick(at).makespans(trial[hopeful])
         choice = exact.argmin(axis=0)
-        better = exact[choice, take] < present[active] * (1 - 1e-9)
+        better = exact[choice, take] < current[active] * (1 - 1e-9)
         layers[active[better]] = trial[choice, take][better]
-        present[active[better]] = exact[choice, take][better]
+        current[active[better]] = exact[choice, take][better]
         active = active[better]
-    return layers, present
+    return layers, current
 
 
-def sharpened(rows: ChainBatch, *, within_ms: float) -> tuple[Ints, Floats]:
-    """`polish` from every candidate and from the layers that attain the bound; the best of them.
+def multi_start_search(rows: ChainBatch, *, within_ms: float) -> tuple[Ints, Floats]:
+    """Best result of `local_search` from every candidate and from the layers that attain the bound.
 
-    Where filling and draining take much of a step, moves of single layers end in places of which
-    the best is a good deal better than the first.
+    With few microbatches the local optima differ widely.
     """
     layers, bounds = candidates(rows)
     ends, attained = rows.whole_layers(within_ms, tight=True)
@@ -132,31 +133,31 @@ def sharpened(rows: ChainBatch, *, within_ms: float) -> tuple[Ints, Floats]:
     row = np.arange(len(ends))
     starts = np.where(np.isfinite(bounds)[..., None], starts, starts[bounds.argmin(axis=0), row])
     each = rows.pick(np.tile(row, len(starts)))
-    polished, spans = polish(each, starts.reshape(-1, rows.stages), rounds=24, tries=8)
-    spans = spans.reshape(len(starts), -1)
-    best = spans.argmin(axis=0)
-    return polished.reshape(starts.shape)[best, row], spans[best, row]
+    polished, makespans = local_search(each, starts.reshape(-1, rows.stages), rounds=24, tries=8)
+    makespans = makespans.reshape(len(starts), -1)
+    best = makespans.argmin(axis=0)
+    return polished.reshape(starts.shape)[best, row], makespans[best, row]
 
 
 def _descended(rows: ChainBatch, layers: Ints, *, rounds: int) -> Ints:
-    """Layers after the moves of one layer after which the bound is least, as long as it falls."""
+    """Layers after greedy moves of single layers while the bound falls."""
     layers = layers.copy()
-    present = rows.bounds(layers)
+    current = rows.bounds(layers)
     active = np.arange(len(layers)) if rows.stages > 1 else np.empty(0, np.int64)
     for _ in range(rounds):
         if not active.size:
             break
         moved, bounds = _moves(rows.pick(active), layers[active])
         choice, take = bounds.argmin(axis=0), np.arange(len(active))
-        better = bounds[choice, take] < present[active] * (1 - 1e-9)
+        better = bounds[choice, take] < current[active] * (1 - 1e-9)
         layers[active[better]] = moved[choice, take][better]
-        present[active[better]] = bounds[choice, take][better]
+        current[active[better]] = bounds[choice, take][better]
         active = active[better]
     return layers
 
 
 def _moves(rows: ChainBatch, layers: Ints) -> tuple[Ints, Floats]:
-    """Layers after each move of a single one, and bounds, [move, chain]; inf where none may be."""
+    """Layers after each move of a single one, and bounds [move, chain]; inf for invalid moves."""
     moved = layers + _single_moves(rows.stages)[:, None, :]
     allowed = ((moved >= 1) & (moved <= rows.most)).all(axis=2)
     return moved, np.where(allowed, rows.bounds(moved), np.inf)
@@ -172,12 +173,12 @@ def _single_moves(stages: int) -> Ints:
 
 
 def is_small(layers: int, stages: int) -> bool:
-    """Whether all ways to spread the layers can be timed."""
+    """True if all partitions can be timed."""
     return comb(layers - 1, stages - 1) <= _FEW
 
 
-def every_partition(rows: ChainBatch) -> tuple[Ints, Floats]:
-    """The best of all partitions of every chain by exact span, inf where none fits."""
+def exhaustive_partition(rows: ChainBatch) -> tuple[Ints, Floats]:
+    """Best of all partitions of every chain by exact makespan; inf if none fits."""
     total, stages, chains = rows.setting.layers, rows.stages, len(rows.chains)
     cuts = combinations(range(1, total), stages - 1)
     edges = np.array([(0, *cut, total) for cut in cuts], np.int64)
@@ -186,7 +187,7 @@ def every_partition(rows: ChainBatch) -> tuple[Ints, Floats]:
         return np.ones_like(rows.chains), np.full(chains, np.inf)
     fits = (options[:, None, :] <= rows.most).all(axis=2)
     each = rows.pick(np.tile(np.arange(chains), len(options)))
-    ends = each.spans(np.repeat(options, chains, axis=0)).reshape(len(options), chains)
+    ends = each.makespans(np.repeat(options, chains, axis=0)).reshape(len(options), chains)
     ends = np.where(fits, ends, np.inf)
     best = ends.argmin(axis=0)
     return options[best], ends[best, np.arange(chains)]

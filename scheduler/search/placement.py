@@ -1,8 +1,8 @@
-"""Which group of a column serves which replica, and what becomes of groups without a replica.
+"""Placement of groups in replicas: exchanges within a column, spare groups, slow stages.
 
-Groups of one column hold the same weights, so that two of them trade places without moving any
-parameters (as far as their layers agree). Slow groups and gaps gathered in the same replicas make
-chains whose layers divide with less left over.
+Groups of one column hold the same weights, so two of them can exchange replicas without moving
+parameters (as far as their layers agree). Slow groups and gaps in the same replicas make chains
+whose layers divide with less remainder.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from .quotas import Chain, ChainEvaluator
+from .chains import Chain
+from .quotas import ChainEvaluator
 
-_TRIES = 1200  # trades looked at in one round
-_BUDGET = 4000  # trades looked at in all rounds
-_DEEP = 4  # stages from which on a replica may give one away: moving a larger part is too much
-_LEAST_GAIN = 1e-3  # microbatches; a trade for less is not worth the disturbance
+_TRIES = 1200  # exchanges evaluated in one round
+_BUDGET = 4000  # exchanges evaluated in all rounds
+_DEEP = 4  # least number of columns for moving a single group between replicas
+_LEAST_GAIN = 1e-3  # microbatches
 
-_Trade = tuple[int, int, Chain, Chain]  # two replicas and their chains after it
+_Exchange = tuple[int, int, Chain, Chain]  # two replicas and their chains after it
 
 
-def gathered(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
-    """Each column's groups dealt out by speed, the fastest to the first replica that has it.
+def sort_by_speed(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
+    """Chains with the groups of each column sorted by speed, the fastest in the first replica.
 
-    So slow groups and gaps meet in the last replicas.
+    Slow groups and gaps gather in the last replicas.
     """
-    groups = evaluator.setting.fleet.groups
+    groups = evaluator.setting.table.groups
     columns: dict[int, list[int]] = defaultdict(list)
     for chain in chains:
         for group in chain:
@@ -39,35 +40,33 @@ def gathered(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
     return [tuple(chain) for chain in fresh if chain]
 
 
-def traded(
+def exchange_groups(
     evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     microbatches: int,
     makespan_ms: float,
     expired: Callable[[], bool],
-    *,
-    whole: bool = False,
 ) -> list[Chain]:
-    """Trades of one column between two replicas as long as the fleet can do more in `makespan_ms`.
+    """Chains after exchanges of groups while the total capacity within `makespan_ms` grows.
 
-    Groups swap sides, or one goes over alone, which makes one replica longer and one shorter. Each
-    round applies the best trades that do not touch the same replica. `whole`: microbatches that
-    are complete by then count more than parts of them.
+    Two groups of a column are swapped between two replicas, or one moves alone, which makes one
+    replica longer and the other shorter. Each round applies the best exchanges of disjoint
+    replicas. Complete microbatches count more than fractions of one.
     """
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     known: dict[Chain, float] = {}
-    capacity = evaluator.capacities(current, typical, makespan_ms, whole=whole, known=known)
-    columns = {group.column for group in evaluator.setting.fleet.groups}
+    capacity = evaluator.capacities(current, typical, makespan_ms, whole=True, known=known)
+    columns = {group.column for group in evaluator.setting.table.groups}
     least = min(len(columns) - 1, *map(len, chains))
     looked_at = 0
     while looked_at < _BUDGET and not expired():
-        options = _trades(evaluator, current, least)
+        options = _exchanges(evaluator, current, least)
         looked_at += len(options)
         if not options:
             break
         flat = [chain for _, _, one, other in options for chain in (one, other)]
-        after = evaluator.capacities(flat, typical, makespan_ms, whole=whole, known=known)
+        after = evaluator.capacities(flat, typical, makespan_ms, whole=True, known=known)
         gains = [
             (after[2 * k] + after[2 * k + 1] - capacity[a] - capacity[b], k)
             for k, (a, b, _, _) in enumerate(options)
@@ -87,8 +86,8 @@ def traded(
     return current
 
 
-def _trades(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> list[_Trade]:
-    """Trades that change something, of the first replica of every distinct chain.
+def _exchanges(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> list[_Exchange]:
+    """Exchanges between the first replicas of all distinct chains that change their cost.
 
     No replica gets fewer than `least` stages.
     """
@@ -100,7 +99,7 @@ def _trades(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> l
     at = [{columns[g]: g for g in chains[row]} for row in rows]
     count = len(set(columns))
     full = [len(chains[row]) - count for row in rows]
-    found: list[_Trade] = []
+    found: list[_Exchange] = []
     for distance in range(1, len(rows)):
         for i in range(len(rows) - distance):
             j = i + distance
@@ -111,7 +110,7 @@ def _trades(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> l
             )
             for column in sorted({*at[i], *at[j]}):
                 given, taken = at[i].get(column), at[j].get(column)
-                for out, into in _exchanges(kinds, given, taken, leave=leave):
+                for out, into in _group_moves(kinds, given, taken, leave=leave):
                     fresh = _replaced(one, out, into, columns), _replaced(other, into, out, columns)
                     if min(map(len, fresh)) >= max(least, 1):
                         found.append((rows[i], rows[j], *fresh))
@@ -120,13 +119,13 @@ def _trades(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> l
     return found
 
 
-def _exchanges(
+def _group_moves(
     kinds: Sequence[int], one: int | None, other: int | None, *, leave: tuple[bool, bool]
 ) -> list[tuple[int | None, int | None]]:
-    """A swap of two groups, and either group alone changing sides where it may `leave`.
+    """Swap of two groups, and moves of either group alone where it may `leave`.
 
-    It may from a replica with all stages to one with no more than all, so that no replica is taken
-    apart to lengthen the others.
+    A group may leave a replica with at least all columns for one with at most all columns, so that
+    no replica is dismantled to lengthen the others.
     """
     if one is None or other is None:
         return [(one, other)]
@@ -141,24 +140,24 @@ def _exchanges(
 
 
 def _replaced(chain: Chain, old: int | None, new: int | None, columns: Sequence[int]) -> Chain:
-    """The chain with another group, or one more, or one less."""
+    """Chain with a group replaced, inserted or removed."""
     if new is None:
         return tuple([g for g in chain if g != old])
-    if old is not None:  # of one column: the order stays
+    if old is not None:  # same column, same position
         return tuple([new if g == old else g for g in chain])
     place = bisect(chain, columns[new], key=columns.__getitem__)
     return (*chain[:place], new, *chain[place:])
 
 
-def inserted(
+def insert_spare(
     evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     spare: Sequence[int],
     microbatches: int,
     makespan_ms: float,
 ) -> list[Chain]:
-    """Groups without a replica, each put as one more stage where it adds most; else left idle."""
-    columns = [group.column for group in evaluator.setting.fleet.groups]
+    """Chains with each spare group inserted where it adds most capacity, or left idle."""
+    columns = [group.column for group in evaluator.setting.table.groups]
     current = list(chains)
     typical = max(1, round(microbatches / len(current)))
     for group in spare:
@@ -171,10 +170,12 @@ def inserted(
     return current
 
 
-def thinned(evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int) -> list[Chain]:
-    """Without the stages that are so slow that their replica is better off without them."""
+def drop_slow_stages(
+    evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
+) -> list[Chain]:
+    """Chains without stages that are so slow that their replica is faster without them."""
     typical = max(1, round(microbatches / len(chains)))
-    speed = 1.0 / (evaluator.setting.fleet.forward_ms + evaluator.setting.fleet.backward_ms)
+    speed = 1.0 / (evaluator.setting.table.forward_ms + evaluator.setting.table.backward_ms)
     current = list(chains)
     active = list(range(len(current)))
     while active:
@@ -197,16 +198,16 @@ def thinned(evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: in
     return current
 
 
-def settled(
+def restore_positions(
     evaluator: ChainEvaluator, before: Sequence[Chain], chains: Sequence[Chain]
 ) -> list[Chain]:
-    """The same chains with their groups, as far as possible, in the replica that they were in.
+    """Equivalent chains with groups in their previous replica, as far as possible.
 
-    Groups of a column that cost the same are interchangeable.
+    Groups of a column and of equal cost are interchangeable.
     """
-    fleet = evaluator.setting.fleet
-    kinds = fleet.kind.tolist()
-    alike = [(group.column, kind) for group, kind in zip(fleet.groups, kinds, strict=True)]
+    table = evaluator.setting.table
+    kinds = table.kind.tolist()
+    alike = [(group.column, kind) for group, kind in zip(table.groups, kinds, strict=True)]
     home = {group: index for index, chain in enumerate(before) for group in chain}
     at_home: dict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
     for chain in chains:

@@ -50,7 +50,7 @@ class ChainBounds:
         if within_ms > self._within_ms:
             self._known.clear()
         self._within_ms = within_ms
-        cases = np.column_stack([self.setting.fleet.kind[rows.chains], rows.microbatches])
+        cases = np.column_stack([self.setting.table.kind[rows.chains], rows.microbatches])
         keys = [case.tobytes() for case in cases]
         missing = list(
             {key: row for row, key in enumerate(keys) if key not in self._known}.values()
@@ -115,13 +115,13 @@ def least_makespan(parts: Sequence[tuple[Ints, MakespanFn]]) -> float:
         tables = [_table(counts, times, low, high) for counts, times in parts]
         base = sum(int(first.sum()) for _, first in tables)
         ends = np.concatenate([table.ravel() for table, _ in tables])
-        span = float(np.sort(ends)[total - base - 1])
-        if any(((table[-1] <= span) & np.isfinite(table[-1])).any() for table, _ in tables):
+        makespan = float(np.sort(ends)[total - base - 1])
+        if any(((table[-1] <= makespan) & np.isfinite(table[-1])).any() for table, _ in tables):
             high *= 2
-        elif any(((table[0] > span) & (first > 0)).any() for table, first in tables):
+        elif any(((table[0] > makespan) & (first > 0)).any() for table, first in tables):
             low *= 2
         else:
-            return span
+            return makespan
 
 
 def _table(counts: Ints, times: MakespanFn, low: int, high: int) -> tuple[Floats, Ints]:
@@ -147,12 +147,12 @@ def _by_length(
 
 def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> MakespanFn:
     """Bounds with fractional layers; any stage may do the work of embedding and head."""
-    fleet = setting.fleet
-    speeds = 1.0 / (fleet.forward_ms + fleet.backward_ms)[chains]
+    table = setting.table
+    speeds = 1.0 / (table.forward_ms + table.backward_ms)[chains]
     extra = ChainBatch(setting, chains, np.ones(len(chains), np.int64)).extra
     ends = 3.0 * (extra * speeds).sum(axis=1)
-    parts = fleet.forward_ms / (fleet.forward_ms + fleet.backward_ms)
-    if fleet.embedding_ms.any() or fleet.head_ms.any():
+    parts = table.forward_ms / (table.forward_ms + table.backward_ms)
+    if table.embedding_ms.any() or table.head_ms.any():
         parts = np.append(parts, 1.0 / 3.0)
     forward_part = float(parts.min()), float(parts.max())
 

@@ -1,4 +1,4 @@
-"""Which replica runs how many microbatches, with the best layers for that many."""
+"""Quotas of replicas: microbatches of each chain, with the best layers for that many."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from math import inf
 import numpy as np
 
 from ..greedy import greedy_allocation
-from .chains import ChainBatch, SearchSetting
-from .layer_partition import candidates, every_partition, is_small, partition, polish, sharpened
+from .chains import Chain, ChainBatch, SearchSetting
+from .layer_partition import (
+    best_candidate,
+    candidates,
+    exhaustive_partition,
+    is_small,
+    local_search,
+    multi_start_search,
+)
 from .plan_bounds import ChainBounds
 
-Chain = tuple[int, ...]  # group indices in pipeline order
-_POLISH_CELLS = 12_000  # chains x stages^2 beyond which single layer moves are not timed
+_LOCAL_SEARCH_CELLS = 12_000  # chains x stages^2 beyond which layer moves are not timed
 _Estimate = Callable[[Sequence[Chain], Sequence[int]], tuple[list[float], list[float]]]
-_AROUND = (-2, -1, 0, 1, 2, 3)  # quotas near a wanted one
-_NEAR_CELLS = 4_000  # chains x stages^2 up to which those are worked out with it
-_WHOLE = 0.7  # weight of complete microbatches
+_AROUND = (-2, -1, 0, 1, 2, 3)  # offsets from a requested quota
+_NEAR_CELLS = 4_000  # chains x stages^2 up to which they are evaluated together
+_COMPLETE_WEIGHT = 0.7  # weight of complete microbatches in a capacity
 
 
 @dataclass(frozen=True)
 class WorkDivision:
-    """Layers of every chain, microbatches of every chain, and when the last one ends."""
+    """Layers and microbatches of every chain, and the makespan of the last one."""
 
     makespan_ms: float
     layers: tuple[tuple[int, ...], ...]
@@ -32,22 +38,22 @@ class WorkDivision:
 
 
 class ChainEvaluator:
-    """Best layers and exact span of a chain for a number of microbatches; looked up once known.
+    """Cache of the best layers and exact makespan of a chain for a number of microbatches.
 
-    Chains whose groups cost the same are the same chain.
+    Chains of groups of equal cost share entries.
     """
 
     def __init__(self, setting: SearchSetting) -> None:
         self.setting = setting
         self.proven = ChainBounds(setting)
-        self.columns = [group.column for group in setting.fleet.groups]
-        self.kinds: list[int] = setting.fleet.kind.tolist()
-        self._speed = 1.0 / (setting.fleet.forward_ms + setting.fleet.backward_ms)
+        self.columns = [group.column for group in setting.table.groups]
+        self.kinds: list[int] = setting.table.kind.tolist()
+        self._speed = 1.0 / (setting.table.forward_ms + setting.table.backward_ms)
         self._best: dict[tuple[Chain, int], tuple[tuple[int, ...], float]] = {}
         self._slowest: dict[tuple[Chain, int], float] = {}
 
     def signature(self, chain: Chain) -> Chain:
-        """Equal for chains that cost the same."""
+        """Cache key: equal for chains of equal cost."""
         return tuple(map(self.kinds.__getitem__, chain))
 
     def speed(self, chain: Chain) -> float:
@@ -55,18 +61,18 @@ class ChainEvaluator:
         return float(self._speed[list(chain)].sum())
 
     def best(self, chain: Chain, microbatches: int) -> tuple[tuple[int, ...], float]:
-        """Layers per stage, and span; inf where they do not fit."""
+        """Layers per stage and makespan; inf if they do not fit."""
         key = (self.signature(chain), microbatches)
         if key not in self._best:
             self.prepare([(chain, microbatches)])
         return self._best[key]
 
     def slowest(self, chain: Chain, microbatches: int) -> float:
-        """What the bottleneck stage of `best` needs for one microbatch."""
+        """Time of the bottleneck stage of `best` for one microbatch."""
         return self._slowest[self.signature(chain), microbatches]
 
     def prepare(self, wanted: Iterable[tuple[Chain, int]]) -> None:
-        """Works out many at once, which is far quicker than one by one."""
+        """Evaluate many at once, which is much faster than one by one."""
         missing: dict[tuple[Chain, int], Chain] = {}
         for chain, microbatches in wanted:
             key = (self.signature(chain), microbatches)
@@ -78,11 +84,11 @@ class ChainEvaluator:
         for stages, entries in by_length.items():
             rows = self._rows([chain for _, chain in entries], [key[1] for key, _ in entries])
             if is_small(self.setting.layers, stages):
-                layers, ends = every_partition(rows)
+                layers, ends = exhaustive_partition(rows)
             else:
-                layers, bounds = partition(rows)
-                rounds = 0 if rows.chains.size * stages > _POLISH_CELLS else 12
-                layers, ends = polish(rows, layers, rounds=rounds)
+                layers, bounds = best_candidate(rows)
+                rounds = 0 if rows.chains.size * stages > _LOCAL_SEARCH_CELLS else 12
+                layers, ends = local_search(rows, layers, rounds=rounds)
                 ends = np.where(np.isfinite(bounds), ends, np.inf)
             parts = zip(map(tuple, layers.tolist()), ends.tolist(), strict=True)
             keys = [key for key, _ in entries]
@@ -95,33 +101,33 @@ class ChainEvaluator:
             self.setting, np.array(chains, np.int64), np.array(microbatches, np.int64)
         )
 
-    def spans(
+    def makespans(
         self, chains: Sequence[Chain], quotas: Sequence[int]
     ) -> tuple[list[float], list[float]]:
-        """Spans of `best`, and what the bottleneck stages need for one microbatch."""
+        """Makespans of `best`, and times of the bottleneck stages for one microbatch."""
         pairs = list(zip(chains, quotas, strict=True))
         self.prepare_near(pairs)
         return [self.best(*pair)[1] for pair in pairs], [self.slowest(*pair) for pair in pairs]
 
     def prepare_near(self, pairs: Sequence[tuple[Chain, int]]) -> None:
-        """`prepare`, with a few microbatches more and less as well where that costs little.
+        """Evaluate like `prepare`, with neighbouring quotas as well if there are few chains.
 
-        What is looked at next is mostly there then: of few chains the calls take the time.
+        Neighbours are usually requested next, and for few chains the cost is per call.
         """
         missing = [(c, m) for c, m in pairs if (self.signature(c), m) not in self._best]
         cells = sum(len(chain) ** 2 for chain, _ in missing)
         around = _AROUND if len(_AROUND) * cells <= _NEAR_CELLS else (0,)
         self.prepare((c, m + more) for c, m in missing for more in around if m + more > 0)
 
-    def sharpen(self, pairs: Iterable[tuple[Chain, int]], within_ms: float) -> None:
-        """Looks for better layers from more starts, which takes longer than `prepare`."""
+    def refine_layers(self, pairs: Iterable[tuple[Chain, int]], within_ms: float) -> None:
+        """Search better layers from more starts, which takes longer than `prepare`."""
         by_length: dict[int, dict[tuple[Chain, int], Chain]] = defaultdict(dict)
         for chain, quota in pairs:
             if self.best(chain, quota)[1] < inf and not is_small(self.setting.layers, len(chain)):
                 by_length[len(chain)].setdefault((self.signature(chain), quota), chain)
         for distinct in by_length.values():
             rows = self._rows(list(distinct.values()), [quota for _, quota in distinct])
-            layers, ends = sharpened(rows, within_ms=within_ms)
+            layers, ends = multi_start_search(rows, within_ms=within_ms)
             for key, found, end, slowest in zip(
                 distinct, layers.tolist(), ends.tolist(), rows.slowest(layers).tolist(), strict=True
             ):
@@ -132,23 +138,23 @@ class ChainEvaluator:
     def estimates(
         self, chains: Sequence[Chain], quotas: Sequence[int]
     ) -> tuple[list[float], list[float]]:
-        """As `spans`, from the bounds of the candidate partitions, which is quicker."""
+        """Estimates of `makespans` from the bounds of candidate partitions, which is faster."""
         ends, rates = np.zeros(len(chains)), np.zeros(len(chains))
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, chain in enumerate(chains):
             by_length[len(chain)].append(index)
         for indices in by_length.values():
             rows = self._rows([chains[i] for i in indices], [quotas[i] for i in indices])
-            layers, ends[indices] = partition(rows)
+            layers, ends[indices] = best_candidate(rows)
             rates[indices] = rows.slowest(layers)
         return ends.tolist(), rates.tolist()
 
     def fits(self, chains: Sequence[Chain], microbatches: int) -> list[bool]:
-        """Whether the memory of each chain holds all layers."""
+        """True if each chain can hold all layers in memory."""
         return [bool(self._rows([chain], [microbatches]).fits[0]) for chain in chains]
 
     def partitions(self, chain: Chain, microbatches: int) -> list[tuple[int, ...]]:
-        """Ways to spread the layers that are worth a try, the best for 1F1B first."""
+        """Candidate layer partitions, the best one for 1F1B first."""
         layers, bounds = candidates(self._rows([chain], [microbatches]))
         found = [self.best(chain, microbatches)[0]]
         found += [
@@ -159,7 +165,7 @@ class ChainEvaluator:
         return list(dict.fromkeys(found))
 
     def most_layers(self, chain: Chain, microbatches: int) -> list[int]:
-        """Layers for which each stage has the memory."""
+        """Layers that fit into the memory of each stage."""
         return list(self._rows([chain], [microbatches]).most[0].tolist())
 
     def capacities(
@@ -171,12 +177,12 @@ class ChainEvaluator:
         whole: bool = False,
         known: dict[Chain, float] | None = None,
     ) -> list[float]:
-        """Microbatches (fractions allowed) that each chain can finish in `makespan_ms`, nearly.
+        """Approximate microbatches (with fractions) that each chain can finish in `makespan_ms`.
 
-        Extrapolated from the bound for `microbatches` with the bottleneck stage's time for each
-        further one, over the best of the candidate partitions. 0 where a chain is infeasible.
-        `whole` weighs complete microbatches more than parts of one. `known`: what earlier calls
-        with the same arguments found, by signature; it is added to.
+        Extrapolated from the bound for `microbatches` by the time of the bottleneck stage, over
+        the best candidate partition; 0 for an infeasible chain. `whole` gives complete
+        microbatches more weight than fractions. `known` caches results of calls with the same
+        arguments by signature; it is updated.
         """
         known = {} if known is None else known
         signatures = [self.signature(chain) for chain in chains]
@@ -193,7 +199,7 @@ class ChainEvaluator:
             )
             best = np.maximum(np.where(fits, capacity, 0.0).max(axis=0), 0.0)
             if whole:
-                best = _WHOLE * np.floor(best + 1e-9) + (1.0 - _WHOLE) * best
+                best = _COMPLETE_WEIGHT * np.floor(best + 1e-9) + (1.0 - _COMPLETE_WEIGHT) * best
             known.update(zip(distinct, best.tolist(), strict=True))
         return [known[signature] for signature in signatures]
 
@@ -205,14 +211,16 @@ def divide(
     expired: Callable[[], bool] = lambda: False,
     near: Sequence[int] | None = None,
 ) -> WorkDivision:
-    """Quotas (at least 1 each) by exchange until the last chain to end cannot be relieved.
+    """Quotas (at least 1 each) that minimise the makespan of the last chain.
 
-    Starts in proportion to speed, or from quotas of the same sum that are `near`; gives each
-    microbatch where it ends first; then moves one at a time from the latest chain to the one that
-    would end first with it.
+    Starts in proportion to speed, or from the quotas `near` of the same sum; allocates greedily by
+    estimated and exact makespans; then moves single microbatches from the last chain to the one
+    that would finish first with one more, until that does not help.
     """
     quotas = list(near or _in_proportion(evaluator, chains, microbatches))
-    for estimate in (evaluator.estimates, evaluator.spans) if near is None else (evaluator.spans,):
+    for estimate in (
+        (evaluator.estimates, evaluator.makespans) if near is None else (evaluator.makespans,)
+    ):
         for _ in range(2):
             again = _by_rate(estimate, chains, quotas)
             if expired() or again == quotas:
@@ -220,8 +228,8 @@ def divide(
             quotas = again
     _exchange(evaluator, chains, quotas, expired)
     parts = [evaluator.best(chain, quota) for chain, quota in zip(chains, quotas, strict=True)]
-    span = max(end for _, end in parts)
-    return WorkDivision(span, tuple(layers for layers, _ in parts), tuple(quotas))
+    makespan = max(end for _, end in parts)
+    return WorkDivision(makespan, tuple(layers for layers, _ in parts), tuple(quotas))
 
 
 def _in_proportion(evaluator: ChainEvaluator, chains: Sequence[Chain], total: int) -> list[int]:
@@ -234,11 +242,11 @@ def _in_proportion(evaluator: ChainEvaluator, chains: Sequence[Chain], total: in
 
 
 def _by_rate(estimate: _Estimate, chains: Sequence[Chain], quotas: Sequence[int]) -> list[int]:
-    """Every microbatch where it ends first, extrapolating the spans of `quotas`."""
-    spans, rates = estimate(chains, quotas)
-    if not np.isfinite(spans).all():
+    """Quotas by greedy allocation, extrapolating from the makespans of `quotas`."""
+    makespans, rates = estimate(chains, quotas)
+    if not np.isfinite(makespans).all():
         return list(quotas)
-    offsets = [s - r * q for s, r, q in zip(spans, rates, quotas, strict=True)]
+    offsets = [s - r * q for s, r, q in zip(makespans, rates, quotas, strict=True)]
     total = sum(quotas)
     level = (total + sum(o / r for o, r in zip(offsets, rates, strict=True))) / sum(
         1.0 / r for r in rates
@@ -259,7 +267,7 @@ def _exchange(
     quotas: list[int],
     expired: Callable[[], bool],
 ) -> None:
-    """Improves `quotas` in place."""
+    """Improve `quotas` in place by exchange of single microbatches."""
     pairs = list(zip(chains, quotas, strict=True))
     evaluator.prepare_near([*pairs, *((c, q + 1) for c, q in pairs)])
     ends = [evaluator.best(c, q)[1] for c, q in zip(chains, quotas, strict=True)]

@@ -109,7 +109,7 @@ def test_a_replica_of_one_stage_runs_beside_interleaved_ones():
 @pytest.mark.parametrize(
     ("given_", "speeds", "told"),
     [
-        ({"max_in_flight": 2}, {}, "no room for several model chunks"),
+        ({"max_in_flight": 2}, {}, "too small for several model chunks"),
         ({"dp": 1}, {0: 0.0}, "no replica has several stages"),
     ],
 )
