@@ -1,5 +1,5 @@
-// Step time over steps: observed, expected, and where plans were taken on.
-import { el, ms, svg } from "./dom.js";
+// Step time over steps: observed, expected, applied plans, and devices that became slow.
+import { el, ms, svg, WORDS } from "./dom.js";
 
 const LEFT = 52;
 const RIGHT = 12;
@@ -41,7 +41,20 @@ function path(points) {
     .join("");
 }
 
-export function drawChart(host, all) {
+// Verdicts that name a device, by the step since which they hold.
+function faultsByStep(verdicts, first, last) {
+  const found = new Map();
+  for (const verdict of verdicts) {
+    const { status, since_step: step } = verdict;
+    if (status !== "fail_slow" && status !== "fail_stop") continue;
+    if (step !== null && step >= first && step <= last) {
+      found.set(step, [...(found.get(step) ?? []), verdict]);
+    }
+  }
+  return found;
+}
+
+export function drawChart(host, all, verdicts) {
   if (all.length < 2) {
     host.replaceChildren(el("p.blank", {}, "Waiting for the first steps."));
     return;
@@ -77,6 +90,14 @@ export function drawChart(host, all) {
     picture.append(svg("line", { class: "switch", x1: at, x2: at, y1: TOP, y2: height - BOTTOM }));
     picture.append(svg("text", { x: at + 4, y: TOP + 6 }, `plan ${step.plan_version}`));
   });
+  for (const [step, named] of faultsByStep(verdicts, first, last)) {
+    const at = x(step);
+    const [{ rank, status }] = named;
+    const label = named.length > 1 ? `${named.length} devices` : `rank ${rank} ${WORDS[status]}`;
+    const side = at > width - 110 ? { x: at - 4, "text-anchor": "end" } : { x: at + 4 };
+    picture.append(svg("line", { class: "fault", x1: at, x2: at, y1: TOP, y2: height - BOTTOM }));
+    picture.append(svg("text", { class: "fault", ...side, y: height - BOTTOM - 6 }, label));
+  }
   const expected = steps.map((s) => [x(s.step), s.predicted_ms ? y(s.predicted_ms) : null]);
   picture.append(svg("path", { class: "predicted", d: path(expected) }));
   picture.append(

@@ -17,11 +17,11 @@ export function svg(tag, attributes = {}, text = null) {
   return element;
 }
 
-// `beside` is the largest of the values that stand together: all of them get its unit.
-export const ms = (value, beside = value) =>
+// `largest` of the values shown together determines the unit of all.
+export const ms = (value, largest = value) =>
   value === null || value === undefined
     ? "–"
-    : beside >= 10000
+    : largest >= 10000
       ? `${(value / 1000).toFixed(1)} s`
       : `${value >= 100 ? Math.round(value) : value.toFixed(1)} ms`;
 

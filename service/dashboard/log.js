@@ -1,7 +1,9 @@
-// The log: verdicts, plans and what the ranks made of them, newest first.
+// Events: verdicts, plans and their acknowledgements, newest first.
 import { el, ms, ranges, WORDS } from "./dom.js";
 
 const MOST = 300;
+
+const named = (ranks) => `${ranks.length > 1 ? "Ranks" : "Rank"} ${ranges(ranks)}`;
 
 function words(event) {
   switch (event.kind) {
@@ -13,22 +15,24 @@ function words(event) {
     }
     case "plan": {
       const { version, from_step: from, gap, reason } = event.plan;
-      const time = event.expected_ms ? `: ${ms(event.expected_ms)} a step expected` : "";
-      const bound = gap > 0 ? `, ${(gap * 100).toFixed(1)}% above the bound` : "";
+      const time = event.expected_ms ? `, expected step time ${ms(event.expected_ms)}` : "";
+      const bound = gap > 0 ? `, ${(gap * 100).toFixed(1)}% above the lower bound` : "";
       return ["plan", `plan ${version}`, `New plan from step ${from}${time}${bound}`, reason.join("; ")];
     }
     case "plan_applied":
       return ["plan", `plan ${event.version}`, `The ranks work under plan ${event.version}`, ""];
     case "planning":
       return event.state === "infeasible"
-        ? ["error", "no plan", event.detail, `bound by: ${event.constraint}`]
-        : ["", "kept", event.detail, ""];
+        ? ["error", "no plan", event.detail, `binding constraint: ${event.constraint}`]
+        : ["", "layout kept", event.detail, ""];
     case "failure":
-      return ["fail_stop", "failure", `Ranks ${ranges(event.ranks)} reported lost${event.reported_by === null ? "" : ` by rank ${event.reported_by}`}`, event.detail];
+      return ["fail_stop", "failure", `${named(event.ranks)} reported stopped${event.reported_by === null ? "" : ` by rank ${event.reported_by}`}`, event.detail];
+    case "joiner":
+      return ["", "joiner", `${named(event.ranks)} ready to join`, ""];
     case "error":
       return ["error", "error", `A message was skipped (${event.during})`, event.detail];
     case "probe":
-      return ["", "probe", `A ${event.probe} probe of rank ${event.rank} and rank ${event.reference}`, ""];
+      return ["", "probe", `${event.probe} probe on ranks ${event.rank} and ${event.reference}`, ""];
     case "probe_result":
       return ["", "probe", `Rank ${event.rank}: ${event.detail}`, ""];
     case "registered":
@@ -38,7 +42,7 @@ function words(event) {
   }
 }
 
-// One line for all acknowledgements of a plan: a large job sends thousands.
+// One line for all equal acknowledgements of a plan: a large job sends thousands.
 function ack(host, event) {
   const key = `${event.version}-${event.state}`;
   const old = host.querySelector(`[data-ack="${key}"]`);

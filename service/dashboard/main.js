@@ -1,4 +1,4 @@
-// One page: the jobs, and the job that is looked at, live.
+// The page: the list of jobs, and the selected job with live updates.
 import { drawChart } from "./chart.js";
 import { el } from "./dom.js";
 import { addToLog } from "./log.js";
@@ -8,7 +8,7 @@ import { follow, get, Unauthorized } from "./stream.js";
 const $ = (id) => document.getElementById(id);
 const KEEP_STEPS = 5000;
 
-let shown = null; // name of the job that is shown
+let shown = null; // name of the selected job
 let stop = () => {};
 let data = null;
 let timer = null;
@@ -21,7 +21,7 @@ function theme(name) {
 
 function state(name) {
   $("link").dataset.state = name;
-  $("link").textContent = { live: "live", away: "sidecar away", waiting: "connecting" }[name];
+  $("link").textContent = { live: "live", away: "disconnected", waiting: "connecting" }[name];
 }
 
 function only(id) {
@@ -39,7 +39,7 @@ async function loadJobs() {
       return el(
         "a",
         { href: `#${encodeURIComponent(job.name)}`, "aria-current": job.name === name ? "page" : null },
-        el(`span.dot${bad ? ".bad" : ""}`, { title: bad ? "has slow or lost devices" : "healthy" }),
+        el(`span.dot${bad ? ".bad" : ""}`, { title: bad ? "has slow or stopped devices" : "healthy" }),
         job.name,
       );
     }),
@@ -70,20 +70,29 @@ async function refresh() {
     get(`${path}/steps?after=${after}&limit=${KEEP_STEPS}`),
   ]);
   if (name !== shown) return;
-  data = { job, verdicts, diagnosis, steps: [...(data?.steps ?? []), ...steps].slice(-KEEP_STEPS) };
+  const version = job.rollout?.active ?? job.plan.version;
+  const active = job.plan.version === version ? job.plan : await get(`${path}/plan/${version}`);
+  if (name !== shown) return;
+  data = { job, active, verdicts, diagnosis, steps: merged(data?.steps ?? [], steps) };
   only("job");
   draw();
 }
 
+// Two overlapping refreshes may bring the same steps.
+function merged(known, fresh) {
+  const last = known.at(-1)?.step ?? -1;
+  return [...known, ...fresh.filter((step) => step.step > last)].slice(-KEEP_STEPS);
+}
+
 function draw() {
-  const { job, verdicts, diagnosis, steps } = data;
+  const { job, active, verdicts, diagnosis, steps } = data;
   drawFacts($("facts"), data);
-  drawChart($("chart"), steps);
-  drawHealth($("health"), job.plan.layout, verdicts);
+  drawChart($("chart"), steps, verdicts);
+  drawHealth($("health"), active.layout, verdicts);
   drawLayout($("layout"), job.plan);
   drawCause($("cause"), diagnosis);
   const waiting = job.rollout && job.rollout.newest > job.rollout.active;
-  $("plan-note").textContent = `plan ${job.plan.version}${waiting ? ", being taken on" : ""} · ${job.plan.schedule}`;
+  $("plan-note").textContent = `plan ${job.plan.version}${waiting ? ", not applied yet" : ""} · ${job.plan.schedule}`;
   document.title = `${shown} · ResiHP`;
 }
 

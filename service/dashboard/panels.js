@@ -1,4 +1,4 @@
-// Everything of a job but the chart and the log.
+// All panels of a job except the chart and the events.
 import { el, ms, ranges, WORDS } from "./dom.js";
 
 const CAUSES = {
@@ -77,7 +77,7 @@ export function drawLayout(host, plan) {
         { style: `flex:${Math.max(to - from, 0.5)}` },
         el("b", {}, to - from === 1 ? `layer ${from}` : `layers ${from}–${to - 1}`),
         el("small", {}, `rank${stage.ranks.length > 1 ? "s" : ""} ${ranges(stage.ranks)}`),
-        uneven ? el("small", {}, ` · shares ${stage.shares.join(":")}`) : null,
+        uneven ? el("small", {}, `shares ${stage.shares.join(":")}`) : null,
         el("div.shares", { "aria-hidden": "true" }, ...shares),
       );
     });
@@ -107,12 +107,13 @@ export function drawCause(host, diagnosis) {
       );
     });
   const words = diagnosis.detail.map((line) => el("p.words", {}, line));
-  if (!bars.length) words.push(el("p.blank", {}, "No time is lost that could be explained yet."));
+  if (!bars.length) words.push(el("p.blank", {}, "No lost time has been attributed yet."));
   host.replaceChildren(...bars, ...words);
 }
 
 export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
   const last = steps.at(-1);
+  const healthy = verdicts.filter((v) => v.status === "healthy").length;
   const bad = verdicts.filter((v) => v.status === "fail_slow" || v.status === "fail_stop");
   const ratio = last?.predicted_ms ? last.observed_ms / last.predicted_ms : null;
   const { rollout, planning } = job;
@@ -121,13 +122,18 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
     el(`div.card.fact${tone}`, {}, el("small", {}, title), el("strong", {}, value), el("span", {}, note));
   const names = bad.slice(0, 4).map((v) => `rank ${v.rank} ${WORDS[v.status]}`);
   host.replaceChildren(
-    fact("Step", job.last_step < 0 ? "–" : `${job.last_step}`, job.backlog ? `${job.backlog} messages to apply` : "up to date"),
-    fact("Step time", ms(last?.observed_ms), ratio ? `${ratio.toFixed(2)}× of what is expected` : "learning what to expect"),
-    fact("Devices", `${verdicts.length - bad.length} of ${verdicts.length} good`, names.join(", ") || "none slow, none lost", bad.length > 0),
+    fact("Step", job.last_step < 0 ? "–" : `${job.last_step}`, job.backlog ? `${job.backlog} messages waiting` : job.last_step < 0 ? "no steps yet" : "up to date"),
+    fact("Step time", ms(last?.observed_ms), ratio ? `${ratio.toFixed(2)}× the expected time` : "no prediction yet"),
+    fact(
+      "Devices",
+      verdicts.length ? `${healthy} of ${verdicts.length} healthy` : "–",
+      names.join(", ") || (verdicts.length ? "none slow, none stopped" : "no verdicts yet"),
+      bad.length > 0,
+    ),
     fact(
       "Plan",
       `${rollout?.active ?? 0}`,
-      planning.state === "infeasible" ? planning.detail : waiting ? `plan ${rollout.newest} is being taken on` : "in force",
+      planning.state === "infeasible" ? planning.detail : waiting ? `plan ${rollout.newest} is not applied yet` : "applied",
       planning.state === "infeasible",
     ),
     fact(

@@ -1,5 +1,5 @@
-// The API: requests with the token, and server-sent events over fetch (an EventSource cannot
-// send the token), resumed where they broke off.
+// API requests with the token, and server-sent events over fetch (an EventSource cannot send
+// the token), resumed after an interruption.
 const token = () => sessionStorage.getItem("resihp-token");
 const headers = () => (token() ? { Authorization: `Bearer ${token()}` } : {});
 
