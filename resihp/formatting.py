@@ -74,11 +74,14 @@ def plural(number: int, noun: str) -> str:
 def noun_for(number: int, noun: str) -> str:
     """The noun in the grammatical number of the count.
 
-    >>> noun_for(1, "layer"), noun_for(2, "layer"), noun_for(0, "match")
-    ('layer', 'layers', 'matches')
+    >>> noun_for(1, "layer"), noun_for(0, "match"), noun_for(2, "change of layout")
+    ('layer', 'matches', 'changes of layout')
     """
     if number == 1:
         return noun
+    if " of " in noun:
+        head, _, rest = noun.partition(" of ")
+        return f"{noun_for(number, head)} of {rest}"
     return f"{noun}es" if noun.endswith(("ch", "sh", "s", "x")) else f"{noun}s"
 
 

@@ -55,18 +55,22 @@ class Analysis:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout that the job ended with."""
+        """The last layout of the job."""
         plans = self.trace.plans
         return plans[-1].layout if plans else self.trace.job.layout
 
+    @property
+    def tp(self) -> int:
+        """The tensor-parallel degree of the last layout."""
+        return self.layout.tp if self.trace.plans else self.trace.tp
+
     def to_json(self) -> dict[str, Any]:
         """The object that `resihp analyze --json` prints."""
-        layout = self.trace.job.layout
-        diagnosis = self.diagnosis
+        layout, diagnosis = self.layout, self.diagnosis
         return {
             "trace": str(self.trace.path),
             "format": self.trace.format,
-            "layout": {"dp": layout.dp, "pp": layout.pp, "tp": self.trace.tp},
+            "layout": {"dp": layout.dp, "pp": layout.pp, "tp": self.tp},
             "steps": len(self.trace.steps),
             "slowdown": round(diagnosis.slowdown, 6),
             "root_cause": diagnosis.root_cause.value,
@@ -77,9 +81,12 @@ class Analysis:
         }
 
     def devices(self) -> list[dict[str, Any]]:
-        """One entry for every recorded rank, by rank."""
-        place = {p.rank: p for p in self.layout.places()}
-        place.update({p.rank: p for p in self.trace.job.layout.places()})
+        """One entry for every recorded rank, by rank, with its place in the last layout.
+
+        A rank outside the last layout has its place in the last one that held it.
+        """
+        layouts = (self.trace.job.layout, *(plan.layout for plan in self.trace.plans))
+        place = {place.rank: place for layout in layouts for place in layout.places()}
         return [
             {
                 "rank": verdict.rank,
@@ -123,6 +130,7 @@ def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
     for batch in trace.batches():
         step = int(batch.step[0])
         if batch.plan_version != detector.plan_version and batch.plan_version in plans:
+            latest.update({verdict.rank: verdict for verdict in detector.verdicts()})
             detector.apply_plan(plans[batch.plan_version])
         for verdict in detector.update(batch):
             changes.append(Change(step, verdict))

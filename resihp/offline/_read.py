@@ -33,7 +33,7 @@ def read_trace(path: str | Path) -> Trace:
         raise TraceError(f"{path}: {error}") from None
 
 
-_READABLE = (
+_ACCEPTED = (
     "parquet (a recording of ResiHP, or in the layout of the published what-if traces), JSON of "
     "the PyTorch profiler (also gzipped), or a folder with one such file for each rank"
 )
@@ -54,7 +54,16 @@ def _is_json(file: Path) -> bool:
         return False
     if start.startswith(b"\x1f\x8b") or start.lstrip()[:1] in (b"{", b"["):
         return True
-    raise TraceError(f"{file}: is no trace; what can be read is {_READABLE}")
+    raise TraceError(f"{file}: is {_kind(file, start)}; accepted are {_ACCEPTED}")
+
+
+def _kind(file: Path, start: bytes) -> str:
+    """The kind of a file that is no trace."""
+    if not start:
+        return "an empty file"
+    if b"\0" in start:
+        return "a binary file of an unknown format"
+    return "a CSV file" if file.suffix == ".csv" else "a text file of an unknown format"
 
 
 def _is_trace(file: Path) -> bool:

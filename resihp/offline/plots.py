@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from resihp.formatting import rank_span
+
 from ._analysis import Analysis
 from .timeline import Spans, Timeline
 
@@ -78,21 +80,10 @@ def onset(analysis: Analysis, timeline: Timeline) -> Figure:
     axes.set_xticks(columns, [str(timeline.steps[column]) for column in columns])
     rows = _ticks(worst.size, most=24)
     shown = [groups[row] for row in worst]
-    axes.set_yticks(rows, [_ranks(shown[row]) for row in rows])
+    axes.set_yticks(rows, [rank_span(shown[row]) for row in rows])
     _mark_onsets(axes, analysis, timeline, shown)
     _bar(figure, axes, image)
     return figure
-
-
-def _ranks(group: tuple[int, ...]) -> str:
-    """
-    >>> _ranks((4,)), _ranks((4, 5)), _ranks((4, 5, 6, 7)), _ranks((0, 8, 16))
-    ('4', '4, 5', '4-7', '0, …, 16')
-    """
-    if len(group) <= 2:
-        return ", ".join(map(str, group))
-    lies_together = group[-1] - group[0] == len(group) - 1
-    return f"{group[0]}{'-' if lies_together else ', …, '}{group[-1]}"
 
 
 def _mark_onsets(

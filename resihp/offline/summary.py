@@ -1,4 +1,4 @@
-"""An analysis for people, on a terminal."""
+"""The summary of an analysis on a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resihp.contracts import Cause, Status
+from resihp.formatting import plural, ratio
 
 from ._analysis import Analysis
 
@@ -24,7 +25,7 @@ _BAR = 30
 
 
 def print_summary(analysis: Analysis, console: Console | None = None) -> None:
-    """Prints what an analysis found."""
+    """Print the findings of an analysis."""
     console = console or Console()
     diagnosis = analysis.diagnosis
     console.print(f"[bold]{analysis.trace.job.name}[/bold]  {' · '.join(facts(analysis))}")
@@ -41,29 +42,22 @@ def print_summary(analysis: Analysis, console: Console | None = None) -> None:
 
 
 def facts(analysis: Analysis) -> list[str]:
-    """What the recording is of."""
-    layout = analysis.trace.job.layout
+    """Size, length and format of the recording; the layout is the last one of the job."""
+    layout, trace = analysis.layout, analysis.trace
+    changes = [plural(len(trace.plans), "change of layout")] if trace.plans else []
     return [
-        f"{count(layout.dp, 'replica')} × {count(layout.pp, 'stage')} × TP {analysis.trace.tp}",
-        f"{count(len(analysis.trace.ranks), 'rank')} recorded",
-        count(len(analysis.trace.steps), "step"),
+        f"{plural(layout.dp, 'replica')} × {plural(layout.pp, 'stage')} × TP {analysis.tp}",
+        *changes,
+        f"{plural(len(trace.ranks), 'rank')} recorded",
+        plural(len(trace.steps), "step"),
         f"{1e3 * step_seconds(analysis):.0f} ms per step",
         analysis.trace.format,
     ]
 
 
-def count(number: int, what: str) -> str:
-    """How many there are of something.
-
-    >>> count(1, "step"), count(2, "step")
-    ('1 step', '2 steps')
-    """
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def health(analysis: Analysis) -> str:
-    """How the devices are, in one sentence."""
-    devices = count(len(analysis.verdicts), "recorded device")
+    """Summarise the verdicts in one sentence."""
+    devices = plural(len(analysis.verdicts), "recorded device")
     unwell = sum(verdict.status is not Status.HEALTHY for verdict in analysis.verdicts)
     if unwell:
         return f"{unwell} of {devices} {'is' if unwell == 1 else 'are'} not healthy."
@@ -71,17 +65,17 @@ def health(analysis: Analysis) -> str:
 
 
 def step_seconds(analysis: Analysis) -> float:
-    """Mean step."""
+    """Mean step time in seconds."""
     return analysis.costs.step * (1e-3 if analysis.whatif is None else 1.0)
 
 
 def headline(analysis: Analysis) -> str:
-    """How much is lost, and to what most of it is due."""
+    """The slowdown of the job and the cause with the largest share of it."""
     diagnosis = analysis.diagnosis
     costs = analysis.costs
     lost = sum(costs.lost.values()) / costs.step if costs.step else 0.0
     said = (
-        f"Steps take {diagnosis.slowdown:.2f}x the ideal; all causes together cost {lost:.1%} of "
+        f"Steps take {ratio(diagnosis.slowdown)} the ideal; all causes together cost {lost:.1%} of "
         "the step"
     )
     if diagnosis.root_cause is Cause.NONE:
@@ -100,7 +94,7 @@ def _attribution(analysis: Analysis) -> Table:
 
 
 def _published(analysis: Analysis) -> Iterator[str]:
-    """The published measures (OSDI'25), each with what it says."""
+    """The published measures (OSDI'25) with their meaning."""
     whatif = analysis.whatif
     assert whatif is not None
     yield f"S {whatif.slowdown:.4f}: the step over the ideal one, {whatif.ideal_step_s:.4f} s"
@@ -122,7 +116,7 @@ def _print_devices(analysis: Analysis, console: Console) -> None:
         colour = _COLOURS.get(verdict.status, "cyan")
         console.print(
             f"  rank {verdict.rank} (replica {place['dp']}, stage {place['pp']}): "
-            f"[{colour}]{verdict.status.value}[/{colour}] {verdict.slowdown:.2f}x{since}",
+            f"[{colour}]{verdict.status.value}[/{colour}] {ratio(verdict.slowdown)}{since}",
             highlight=False,
         )
         for sentence in verdict.evidence:

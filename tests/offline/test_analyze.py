@@ -5,13 +5,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from resihp.cli import _analyze, _serve  # noqa: F401 - they register commands
 from resihp.cli._app import app
-from resihp.contracts import Cause, Job, Layout, Status
+from resihp.contracts import Cause, Job, Layout, Plan, Replica, Stage, Status
 from resihp.offline import analyze, read_trace, write_trace
 from resihp.offline.plots import onset
 from resihp.offline.report import html
@@ -189,3 +191,53 @@ def test_the_ideal_timeline_of_few_devices_does_not_hold_the_slow_one(tmp_path):
         for spans in (Timeline(analysis).actual(5), Timeline(analysis).ideal(5))
     ]
     assert ends[0] / ends[1] == pytest.approx(analysis.diagnosis.slowdown, rel=0.05)
+
+
+def test_places_are_those_of_the_last_layout_that_held_a_rank(tmp_path):
+    first = Job(name="moved", layout=Layout.grid(dp=3, pp=2, tp=1, layers=4), microbatches=6)
+    last = Layout(
+        tuple(
+            Replica((Stage((front,), (0, 2)), Stage((back,), (2, 4))))
+            for front, back in ((5, 0), (1, 2))
+        )
+    )
+    plan = Plan(version=1, layout=last, quotas=(3, 3), from_step=12)
+    fault = Fault(rank=2, factor=1.6, from_step=5)
+    lengths = np.arange(20, 200)
+    path = tmp_path / "moved.parquet"
+    write_trace(
+        path,
+        first,
+        [
+            *steps_of(first, lengths, steps=12, seed=0, faults=[fault]),
+            *steps_of(
+                replace(first, layout=last, quotas=(3, 3)),
+                lengths,
+                steps=12,
+                seed=0,
+                faults=[fault],
+                first_step=12,
+                plan_version=1,
+            ),
+        ],
+        [plan],
+    )
+    document = json.loads(run(path, "--json").stdout)
+    assert document["layout"] == {"dp": 2, "pp": 2, "tp": 1}
+    places = {device["rank"]: (device["dp"], device["pp"]) for device in document["devices"]}
+    left = {place.rank: (place.dp, place.pp) for place in first.layout.places()}
+    assert places == {5: (0, 0), 0: (0, 1), 1: (1, 0), 2: (1, 1), 3: left[3], 4: left[4]}
+    printed = " ".join(run(path).stdout.split())
+    assert "2 replicas × 2 stages × TP 1 · 1 change of layout" in printed
+    assert "rank 2 (replica 1, stage 1): fail_slow" in printed
+    headline_place = re.search(r"[Rr]ank 2 \(replica (\d), stage (\d)", printed)
+    assert headline_place is not None
+    assert headline_place.groups() == ("1", "1")
+
+
+def test_the_version_is_printed():
+    import resihp
+
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"resihp {resihp.__version__}\n"

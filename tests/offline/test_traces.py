@@ -167,13 +167,14 @@ def test_a_broken_column_is_named_in_one_line(tmp_path, changes, words):
         ("a.json", b"[]", "no timed events"),
         ("a.json", b'{"traceEvents": 3}', "not a profiler trace"),
         ("a.json.gz", b"plain", "not readable JSON"),
+        ("a.pt", b"\x80\x02\0", "is a binary file of an unknown format"),
         (
             "a.csv",
             b"rank,step\n0,1\n",
-            "no trace; what can be read is parquet .* JSON .* folder",
+            "is a CSV file; accepted are parquet .* JSON .* folder",
         ),
-        ("meta-a.yaml", b"job: a\n", "is no trace"),
-        ("empty", b"", "is no trace"),
+        ("meta-a.yaml", b"job: a\n", "is a text file of an unknown format; accepted"),
+        ("empty", b"", "is an empty file"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_one_line(tmp_path, name, content, words):
