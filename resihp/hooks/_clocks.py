@@ -1,4 +1,4 @@
-"""What time is told by: the host's monotonic clock, or events in a CUDA stream."""
+"""Clocks: the host's monotonic clock, and events in a CUDA stream."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class HostClock:
 
 
 class CudaClock:
-    """Events in the current CUDA stream; they are read later, from the sender's thread.
+    """Events in the current CUDA stream; they are read later, by the sender's thread.
 
-    No call here waits for the device. `cuda` is the module `torch.cuda`, or what behaves like it.
-    Events are used again, because making one costs more than recording it. While the current
-    stream is being captured into a graph there is no time to tell, and `stamp` gives None.
+    No call here waits for the device. `cuda` is the module `torch.cuda` or a stand-in. Events are
+    reused, because making one costs more than recording it. While the current stream is being
+    captured into a graph no time can be measured, and `stamp` returns None.
     """
 
     def __init__(self, cuda: Any) -> None:
@@ -31,7 +31,7 @@ class CudaClock:
         self._free: deque[Any] = deque()
 
     def stamp(self) -> Any:
-        """An event at the present end of the current stream. Training thread."""
+        """Record an event at the end of the current stream. Called by the training thread."""
         if self._cuda.is_current_stream_capturing():
             return None
         try:
@@ -42,8 +42,8 @@ class CudaClock:
         return event
 
     def adopt_thread(self) -> None:
-        """Let the calling thread use this device, lest its first query opens a context on
-        device 0, which costs hundreds of megabytes there."""
+        """Set the device of the calling thread: its first query would otherwise create a context
+        on device 0, of hundreds of megabytes."""
         self._cuda.set_device(self._device)
 
     def recycle(self, *events: Any) -> None:
@@ -52,7 +52,7 @@ class CudaClock:
 
 
 def running_cuda() -> CudaClock | None:
-    """A clock for CUDA if this process computes with it already; never loads or starts it."""
+    """Return a clock for CUDA if this process uses it already; never load or initialize it."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return None

@@ -1,9 +1,8 @@
-"""The fixed work of probes: the same on every rank, so that times can be compared.
+"""Kernels of probes: the same work on every rank, so that times can be compared.
 
-With CUDA in use it runs there, in the current stream, timed by events; else on the host, by torch
-if the trainer has loaded it, else by numpy. Nothing is loaded that the trainer does without. The
-first run warms up and is not counted; the best of the others counts, for what interrupts a probe
-makes it longer and nothing makes it shorter.
+With CUDA in use they run there, in the current stream, timed by events; else on the host, by torch
+if the trainer has loaded it, else by numpy. No library is loaded for them. The first run warms up
+and is not counted; the best of the others counts, because interruptions only make a run longer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CUDA_REPEATS = 8
 
 
 def gemm_ms(budget_ms: float) -> float:
-    """Best time of a square matrix product, in ms."""
+    """Measure the best time of a square matrix product, in ms."""
     torch, cuda = _torch()
     if cuda is not None:
         half = torch.ones((_CUDA_WIDTH, _CUDA_WIDTH), dtype=torch.float16, device="cuda")
@@ -39,7 +38,7 @@ def gemm_ms(budget_ms: float) -> float:
 
 
 def memory_ms(budget_ms: float) -> float:
-    """Best time of a copy within memory, in ms."""
+    """Measure the best time of a copy within memory, in ms."""
     torch, cuda = _torch()
     if cuda is not None:
         source = torch.ones(_CUDA_FLOATS, device="cuda")
@@ -53,11 +52,11 @@ def memory_ms(budget_ms: float) -> float:
 
 
 TIMED: dict[str, Callable[[float], float]] = {"gemm": gemm_ms, "memory": memory_ms}
-"""Kinds of probes that one rank runs alone."""
+"""Kernels by kind of probe, for probes that one rank runs alone."""
 
 
 def _torch() -> tuple[Any, Any]:
-    """The modules torch and torch.cuda, as far as the trainer uses them already."""
+    """Return the modules torch and torch.cuda, None for those that the trainer does not use."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     return torch, cuda if cuda is not None and cuda.is_initialized() else None
@@ -78,7 +77,7 @@ def _best(work: Callable[[], object], budget_ms: float) -> float:
 
 
 def _best_on_cuda(cuda: Any, work: Callable[[], object], budget_ms: float) -> float:
-    """Waits for its own last event only. A capturing stream has no time to tell."""
+    """Wait for the last event only. Raises `RuntimeError` in a stream that is being captured."""
     if cuda.is_current_stream_capturing():
         raise RuntimeError("the current stream is being captured")
     work()

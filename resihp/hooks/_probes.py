@@ -1,4 +1,4 @@
-"""Probes that the sidecar asks for: taken in by the sender, run on the training thread between two
+"""Probes requested by the sidecar: received by the sender, run by the training thread between two
 steps, answered by the sender."""
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from ._probe_kernels import TIMED
 from ._stats import FailureLog
 
 LinkProbe = Callable[[int], float | None]
-"""Best time in ms of a small transfer with a peer; None if the two did not meet. It bounds its own
-waiting: training waits for it."""
+"""Measures the best time in ms of a small transfer with a peer, which is asked at the same time;
+None if the peer did not take part. It bounds its own waiting: training waits for it."""
 
 _PAUSE_S = 1.0
-"""Least time between two probes of this process."""
+"""Minimum time between two probes of this process."""
 _CALL_S = 5.0
-"""Time between two signs of life of a rank without work."""
+"""Time between two records of a rank without work."""
 _MOST_WAITING = 4
 _OFF = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
-class Order:
-    """A probe that the sidecar asks this rank for; `peer` is the other end of a link, else -1."""
+class RequestedProbe:
+    """A probe requested of this rank; `peer` is the other end of a link, else -1."""
 
     id: str
     kind: str
@@ -35,8 +35,8 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What became of an order: its best time, or why there is none."""
+class MeasuredProbe:
+    """Outcome of a probe: its best time, or why there is none."""
 
     id: str
     ms: float | None = None
@@ -44,11 +44,11 @@ class Answer:
 
 
 class Probes:
-    """Orders and answers of one rank.
+    """Requested probes and their answers, of one rank.
 
-    Both ends of each queue are used by one thread each: the sender puts orders in and takes
-    answers out, the training thread the other way round. A probe runs at most once a second and
-    measures for `budget_ms`; trouble with it is counted, logged once, and answered as a refusal.
+    Each end of each queue is used by one thread: the sender adds requests and removes answers, the
+    training thread the reverse. A probe runs at most once a second and measures for `budget_ms`;
+    a failure is counted, logged once, and answered as a refusal.
     """
 
     def __init__(
@@ -56,69 +56,69 @@ class Probes:
     ) -> None:
         self._failures, self._allowed = failures, allowed
         self._link, self._budget_ms = link, budget_ms
-        self.orders: deque[Order] = deque()
-        self.answers: deque[Answer] = deque()
+        self.requests: deque[RequestedProbe] = deque()
+        self.answers: deque[MeasuredProbe] = deque()
         self._last_s = self._called_s = float("-inf")
         self._known: deque[str] = deque(maxlen=64)
 
-    def take(self, document: object) -> None:
-        """Orders in the sidecar's answer to telemetry. Sender's thread."""
+    def add(self, document: object) -> None:
+        """Add the requests in the sidecar's answer to telemetry. Called by the sender."""
         asked = document.get("probes") if isinstance(document, Mapping) else None
         for item in asked if isinstance(asked, Sequence) else ():
-            order = _order(item)
-            if order is None or order.id in self._known:
+            request = _request(item)
+            if request is None or request.id in self._known:
                 continue
-            self._known.append(order.id)
+            self._known.append(request.id)
             if not self._allowed:
-                self.answers.append(Answer(order.id, detail="probes are forbidden on this rank"))
-            elif len(self.orders) < _MOST_WAITING:
-                self.orders.append(order)
+                self.answers.append(MeasuredProbe(request.id, detail="probes are forbidden here"))
+            elif len(self.requests) < _MOST_WAITING:
+                self.requests.append(request)
 
     def is_call_due(self) -> bool:
-        """Whether a rank without work should say again that it is there. Training thread."""
+        """Return whether a rank without work is to send a record. Called by the training thread."""
         now_s = perf_counter()
         due = self._allowed and now_s - self._called_s >= _CALL_S
         self._called_s = now_s if due else self._called_s
         return due
 
     def run(self) -> None:
-        """Run the oldest order, if it is time for one. Training thread, between two steps."""
+        """Run the oldest request if it is due. Called by the training thread between two steps."""
         now_s = perf_counter()
-        if not self.orders or now_s - self._last_s < _PAUSE_S:
+        if not self.requests or now_s - self._last_s < _PAUSE_S:
             return
-        order = self.orders.popleft()
+        request = self.requests.popleft()
         self._last_s = now_s
         try:
-            ms, detail = self._measure(order)
+            ms, detail = self._measure(request)
         except Exception as error:  # noqa: BLE001 the boundary: training goes on without the answer
             self._failures.add("a probe", error)
             ms, detail = None, f"failed: {error!r}"
-        self.answers.append(Answer(order.id, ms, detail))
+        self.answers.append(MeasuredProbe(request.id, ms, detail))
 
-    def _measure(self, order: Order) -> tuple[float | None, str]:
-        if order.kind in TIMED:
-            return TIMED[order.kind](self._budget_ms), ""
-        if order.kind == "link" and self._link is not None:
-            ms = self._link(order.peer)
+    def _measure(self, request: RequestedProbe) -> tuple[float | None, str]:
+        if request.kind in TIMED:
+            return TIMED[request.kind](self._budget_ms), ""
+        if request.kind == "link" and self._link is not None:
+            ms = self._link(request.peer)
             return ms, "" if ms is not None else "the peer did not answer in time"
-        return None, f"this rank has no {order.kind} probe"
+        return None, f"this rank has no {request.kind} probe"
 
     def reset(self) -> None:
-        """Nothing asked and nothing to say: the state of a forked child."""
-        self.orders.clear()
+        """Drop all requests and answers, as in a forked child."""
+        self.requests.clear()
         self.answers.clear()
 
 
 def allowed_by_environment() -> bool:
-    """Whether RESIHP_PROBES forbids probes."""
+    """Return whether RESIHP_PROBES allows probes, which is the default."""
     return os.environ.get("RESIHP_PROBES", "").strip().lower() not in _OFF
 
 
-def _order(item: Any) -> Order | None:
-    """None for what a newer sidecar may mean and this process does not understand."""
+def _request(item: Any) -> RequestedProbe | None:
+    """Parse a request; None for one of a newer sidecar that this version does not know."""
     if not isinstance(item, Mapping):
         return None
     identity, kind, peer = item.get("id"), item.get("kind"), item.get("peer", -1)
     if not (isinstance(identity, str) and isinstance(kind, str) and isinstance(peer, int)):
         return None
-    return Order(identity, kind, peer)
+    return RequestedProbe(identity, kind, peer)

@@ -252,7 +252,7 @@ class Sender:
             else:
                 self._registration.known()
                 self._heartbeat.telemetry_accepted()
-                self._probes.take(answer)
+                self._probes.add(answer)
                 return True
 
     def _answer_probes(self) -> None:

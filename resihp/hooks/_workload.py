@@ -1,7 +1,7 @@
-"""How much work a microbatch holds, from what its trainer has at hand.
+"""Work in a microbatch, from sequence lengths or an attention mask.
 
-The training thread only takes a snapshot, which never waits for a device; the sums are made later
-in the sender's thread.
+The training thread only takes a snapshot, which never waits for a device; the sums are computed
+later by the sender's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from resihp.contracts import ContractError
 
 
 class Form(Enum):
-    """How the lengths are written."""
+    """Form in which the lengths are given."""
 
     SEQ_LENS = "seq_lens"
     CU_SEQLENS = "cu_seqlens"
@@ -26,7 +26,7 @@ class Form(Enum):
 
 
 class Features(NamedTuple):
-    """The four work columns; -1 where not known."""
+    """Values of the four work columns; -1 where not known."""
 
     tokens: int = -1
     sequences: int = -1
@@ -36,9 +36,9 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of lengths, perhaps still on its way from a device.
+    """A copy of lengths, possibly still in transfer from a device.
 
-    arrived  event after which `values` may be read; None where they may be at once
+    arrived  event after which `values` may be read; None if at once
     """
 
     form: Form
@@ -46,17 +46,17 @@ class Snapshot:
     arrived: Any = None
 
     def ready(self) -> bool:
-        """Whether the values may be read."""
+        """Return whether the values may be read."""
         return self.arrived is None or bool(self.arrived.query())
 
 
 Work = tuple[int, ...] | Snapshot
-"""Sequence lengths, or what they will be made from."""
+"""Sequence lengths, or a snapshot from which they are computed."""
 
 
 def snapshot(seq_lens: Any, cu_seqlens: Any, attention_mask: Any) -> Work | None:
-    """A copy of whichever is given, so that the trainer may reuse its buffer at once; None while
-    a CUDA graph is captured, into which the copy would go."""
+    """Copy the one that is given, so that the trainer may reuse its buffer at once. None while a
+    CUDA graph is being captured, which would include the copy."""
     if type(seq_lens) is list and cu_seqlens is None and attention_mask is None:
         return tuple(seq_lens)  # the common case, and the cheap one
     given = [
@@ -76,7 +76,7 @@ def snapshot(seq_lens: Any, cu_seqlens: Any, attention_mask: Any) -> Work | None
 
 
 def features(work: Work) -> Features:
-    """The work columns. Raises `ContractError` for what cannot be lengths."""
+    """Compute the work columns. Raises `ContractError` for values that cannot be lengths."""
     if isinstance(work, Snapshot):
         work = _lengths(work.form, np.asarray(work.values))
     if not work:
@@ -89,7 +89,7 @@ def features(work: Work) -> Features:
 
 
 def _of_tensor(form: Form, tensor: Any) -> Snapshot | None:
-    """A device tensor is reduced and copied in its stream's order, without waiting for it."""
+    """Reduce and copy a device tensor in the order of its stream, without waiting for it."""
     if not tensor.is_cuda:
         return Snapshot(form, _reduced(form, tensor).clone().numpy())
     import torch
@@ -103,10 +103,10 @@ def _of_tensor(form: Form, tensor: Any) -> Snapshot | None:
 
 
 def _reduced(form: Form, values: Any) -> Any:
-    """A mask as its row sums, which are small; other forms as they are. Tensor or array alike.
+    """Reduce a mask to its row sums, which are small; keep other forms. Tensors and arrays alike.
 
-    Two dimensions: a padding mask, nonzero where there is a token. Three or four: what each
-    position attends to, of the first head; floating masks are additive (0 attends).
+    Two dimensions: a padding mask, nonzero at tokens. Three or four: nonzero where a position
+    attends to another, of the first head; floating masks are additive (0 attends).
     """
     if form is not Form.ATTENTION_MASK:
         return values
@@ -131,8 +131,8 @@ def _lengths(form: Form, values: NDArray[Any]) -> tuple[int, ...]:
 
 
 def _runs(attended: list[int]) -> list[int]:
-    """Lengths of the packed sequences of one row, from how many positions each position attends
-    to: 1, 2, …, n within a causal sequence, n, n, …, n within a bidirectional one, 0 at padding.
+    """Lengths of the packed sequences of one row, from the number of positions that each position
+    attends to: 1, 2, …, n in a causal sequence, n, n, …, n in a bidirectional one, 0 at padding.
     """
     lengths: list[int] = []
     if _is_causal(attended):

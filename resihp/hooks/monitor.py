@@ -231,7 +231,7 @@ class Monitor:
 
     def between_steps(self) -> None:
         """Run a probe that the sidecar has requested, if any; `step` calls this at its end."""
-        if self._probes.orders:
+        if self._probes.requests:
             self._probes.run()
 
     def while_idle(self) -> None:

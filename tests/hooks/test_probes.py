@@ -16,8 +16,8 @@ def probes_of(*, allowed: bool = True, link=None) -> Probes:
 
 
 def ask(probes: Probes, *kinds: str, peer: int = -1) -> None:
-    orders = [{"id": f"{i}{k}", "kind": k, "peer": peer} for i, k in enumerate(kinds)]
-    probes.take({"accepted": 1, "probes": orders})
+    requests = [{"id": f"{i}{k}", "kind": k, "peer": peer} for i, k in enumerate(kinds)]
+    probes.add({"accepted": 1, "probes": requests})
 
 
 @pytest.mark.parametrize("kind", ["gemm", "memory"])
@@ -36,16 +36,16 @@ def test_an_order_is_taken_once_and_probes_are_spaced():
     probes = probes_of()
     ask(probes, "gemm", "memory")
     ask(probes, "gemm", "memory")
-    assert len(probes.orders) == 2
+    assert len(probes.requests) == 2
     probes.run()
     probes.run()  # at once: too soon for another
-    assert (len(probes.orders), len(probes.answers)) == (1, 1)
+    assert (len(probes.requests), len(probes.answers)) == (1, 1)
 
 
 def test_where_probes_are_forbidden_the_sidecar_is_told():
     probes = probes_of(allowed=False)
     ask(probes, "gemm")
-    assert not probes.orders
+    assert not probes.requests
     assert probes.answers[0].ms is None
     assert "forbidden" in probes.answers[0].detail
 
@@ -77,7 +77,7 @@ def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, cap
     failures = FailureLog()
     probes = Probes(failures, allowed=True, link=None, budget_ms=2.0)
     for round_ in range(2):
-        probes.take({"probes": [{"id": str(round_), "kind": "gemm"}]})
+        probes.add({"probes": [{"id": str(round_), "kind": "gemm"}]})
         probes._last_s = float("-inf")
         probes.run()
     assert failures.count == 2
@@ -90,8 +90,8 @@ def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, cap
 )
 def test_what_a_sidecar_may_answer_otherwise_is_passed_over(answer):
     probes = probes_of()
-    probes.take(answer)
-    assert not probes.orders
+    probes.add(answer)
+    assert not probes.requests
     assert not probes.answers
 
 

@@ -1,0 +1,199 @@
+"""What a monitor's heartbeats say, and when they are sent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+
+from resihp.contracts import Heartbeat, Op
+from resihp.hooks._heartbeat import spread_interval
+
+
+@pytest.fixture
+def beating(make_monitor):
+    def make(**options):
+        return make_monitor(heartbeat_s=0.02, clock=None, **options)
+
+    return make
+
+
+def positions(sidecar):
+    return [heartbeat.position for heartbeat in sidecar.heartbeats]
+
+
+def test_heartbeats_begin_with_the_first_step_and_end_with_a_goodbye(beating, sidecar, wait_until):
+    monitor = beating(rank=3, interval_s=60)
+    assert not sidecar.heartbeats
+    with monitor.step():
+        wait_until(lambda: len(sidecar.heartbeats) > 3)
+    monitor.close()
+    *beats, last = sidecar.heartbeats
+    assert {heartbeat.ranks for heartbeat in beats} == {(3,)}
+    assert len({heartbeat.process for heartbeat in beats}) == 1
+    sequences = [heartbeat.sequence for heartbeat in sidecar.heartbeats]
+    assert sequences == list(range(1, len(sequences) + 1))
+    assert not any(heartbeat.left for heartbeat in beats)
+    assert (last.left, last.error) == (True, "")
+
+
+def test_the_position_is_that_of_the_training_thread(beating, sidecar, wait_until):
+    monitor = beating(interval_s=0.01)
+    monitor.current_step = 7
+
+    def stay():
+        seen = len(sidecar.heartbeats)
+        wait_until(lambda: len(sidecar.heartbeats) >= seen + 3)
+        return sidecar.heartbeats[-1].position
+
+    with monitor.step():
+        assert (stay().op, stay().step, stay().passes) == (None, 7, 0)
+        with monitor.forward(seq_lens=[3]):
+            pass
+        with monitor.backward():
+            here = stay()
+            assert (here.op, here.microbatch, here.passes) == (Op.BACKWARD, 0, 1)
+            assert not here.waiting
+            with monitor.waiting():
+                assert stay().waiting
+            with monitor.collective():
+                assert (stay().op, stay().waiting) == (Op.COLLECTIVE, True)
+        with monitor.data():
+            assert stay().op == Op.DATA
+    assert (stay().op, stay().step, stay().passes) == (None, 8, 0)
+
+
+def test_the_stay_at_a_place_is_timed_and_ends_with_a_record(beating, sidecar, wait_until):
+    monitor = beating(interval_s=0.01)
+    with monitor.step(), monitor.forward():
+        wait_until(lambda: sidecar.heartbeats and positions(sidecar)[-1].for_s > 0.2)
+    monitor.record(op=Op.FORWARD, compute_ms=1.0)
+    wait_until(lambda: positions(sidecar)[-1].for_s < 0.1)
+
+
+def test_while_telemetry_is_accepted_few_heartbeats_are_sent(make_monitor, sidecar, wait_until):
+    monitor = make_monitor(heartbeat_s=0.2, interval_s=0.01)
+    for step in range(200):
+        monitor.record(op=Op.FORWARD, compute_ms=1.0, step=step)
+        wait_until(lambda step=step: monitor.stats.sent == step + 1)
+    assert len(sidecar.heartbeats) <= 1 + len(sidecar.batches) // 20
+
+
+def test_no_heartbeats_where_they_are_forbidden(make_monitor, sidecar):
+    monitor = make_monitor(heartbeat_s=0)
+    monitor.record(op=Op.FORWARD, compute_ms=1.0)
+    monitor.close()
+    assert sidecar.batches
+    assert not sidecar.heartbeats
+
+
+def test_heartbeats_go_on_while_telemetry_is_repeated(beating, sidecar, wait_until):
+    sidecar.script = [503] * 1000
+    monitor = beating(interval_s=0.01)
+    monitor.record(op=Op.FORWARD, compute_ms=1.0)
+    wait_until(lambda: len(sidecar.heartbeats) > 4)
+    assert monitor.stats.sent == 0
+
+
+def test_large_jobs_beat_less_often():
+    assert spread_interval(1.0, 8) == 1.0
+    assert spread_interval(1.0, 10_000) == 10.0
+    assert spread_interval(0.0, 10_000) == 0.0
+
+
+def test_a_forked_child_that_records_nothing_does_not_beat(beating, sidecar, wait_until):
+    monitor = beating()
+    monitor.record(op=Op.FORWARD, compute_ms=1.0)
+    wait_until(lambda: sidecar.heartbeats)
+    child = os.fork()
+    if child == 0:
+        seen = len(sidecar.heartbeats)
+        threading.Event().wait(0.2)
+        os._exit(0 if len(sidecar.heartbeats) == seen else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_block_that_is_left_by_an_error_gives_it_as_the_reason(beating, sidecar):
+    failing = pytest.raises(ValueError, match="bad")
+    with failing, beating(interval_s=60) as monitor, monitor.step():
+        raise ValueError("bad batch")
+    assert (sidecar.heartbeats[-1].left, sidecar.heartbeats[-1].error) == (
+        True, "ValueError: bad batch",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error", ["Connection closed by peer [127.0.0.1]:1", "[../gloo/transport/tcp/pair.cc:1] read"]
+)
+def test_the_loss_of_a_peer_is_not_the_fault_of_this_rank(beating, sidecar, error):
+    with pytest.raises(RuntimeError), beating(interval_s=60) as monitor, monitor.step():
+        raise RuntimeError(error)
+    assert (sidecar.heartbeats[-1].left, sidecar.heartbeats[-1].error) == (True, "")
+
+
+SCRIPT = """
+import sys
+from resihp.hooks import Monitor
+class Receiver:
+    def register(self, job): pass
+    def send_telemetry(self, *message): return {}
+    def send_heartbeat(self, job, heartbeat): print(heartbeat.left, heartbeat.error, flush=True)
+monitor = Monitor(job="j", client=Receiver(), interval_s=60)
+with monitor.step():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("", "True "), ("sys.exit(3)", "True "), ("raise KeyError('k')", "True KeyError: 'k'")],
+)
+def test_the_end_of_a_script_is_told_with_its_error(end, said):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + end],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == said
+
+
+class _Pipe:
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def register(self, job): ...
+
+    def send_telemetry(self, *message):
+        return {}
+
+    def send_heartbeat(self, job, heartbeat: Heartbeat):
+        self.pipe.send((heartbeat.left, heartbeat.error))
+
+
+def _child(pipe, error):
+    from resihp.hooks import Monitor
+
+    monitor = Monitor(job="j", client=_Pipe(pipe), interval_s=60)
+    with monitor.step():
+        pass
+    if error:
+        raise error
+
+
+@pytest.mark.parametrize("error", [None, ValueError("bad")])
+def test_a_process_of_multiprocessing_says_goodbye(error):
+    """It runs no `atexit` callback."""
+    reading, writing = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(writing, error))
+    child.start()
+    writing.close()
+    said = []
+    with suppress(EOFError):
+        while reading.poll(20):
+            said.append(reading.recv())
+    child.join(20)
+    assert said[-1] == (True, "ValueError: bad" if error else "")
