@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .checkpointing.settings import Checkpoints
     from .ddp.init import init_replica_group
     from .ddp.replicas import Replicas
-    from .models.contract import Model, Packed
+    from .models.base import Model, Packed
     from .models.gpt2 import Gpt2
     from .models.llama import Llama
     from .models.mixture import Mixture

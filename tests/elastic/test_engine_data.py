@@ -14,7 +14,7 @@ from resihp.elastic.optim import Optimizer
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.step import Cursor, IteratorData, Setup
-from resihp.elastic.step.replicated_state import carry_over
+from resihp.elastic.step.replicated_state import distribute_replicated_state
 from resihp.elastic.step.shard import initial_shard
 from tests.elastic.test_models import MODELS, OPTIMIZER, SHAPE, batch
 from tests.elastic.threads import on_ranks, train
@@ -80,7 +80,9 @@ def test_a_rank_that_comes_in_takes_over_step_scalars_and_cursor(optimizer: Opti
         new = initial_shard(setup.model, setup.optimizer, groups)
         for param in new.tensors:
             new.reserve(param)
-        completed = carry_over(group, setup, steps if rank < 2 else 0, old=shard, new=new, source=0)
+        completed = distribute_replicated_state(
+            group, setup, steps if rank < 2 else 0, old=shard, new=new, source=0
+        )
         return completed, new.scalars(), sources[rank](completed, 0).tokens
 
     plan = Plan(version=0, layout=old, quotas=(2, 1))

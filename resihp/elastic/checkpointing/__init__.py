@@ -1,4 +1,4 @@
-"""The job's own checkpoints: written while it trains, read where nobody alive holds the state."""
+"""Checkpoints of an elastic job: saved during training, restored when state is lost."""
 
 from .settings import Checkpoints
 

@@ -1,4 +1,4 @@
-"""Writes one rank's part of the checkpoints of one layout."""
+"""Checkpoints of an elastic job, as one rank saves and restores them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .shards import all_pieces, pieces_of, scalars_piece
 
 
 class Writer:
-    """Writes the ranges `spans` of this rank's shard at the steps that it is told.
+    """Writer of the ranges `spans` of this rank's shard, for one layout.
 
-    The first save of the layout finds everything planned and allocated. `policy` is asked on one
-    rank alone, so that `saver` has none of its own. `connect` tells its levels where peers are.
+    Plans and allocates before the first save. `policy` is evaluated on one rank, so `saver` has
+    none of its own. `connect` gives its levels the addresses of peers.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Writer:
         self._ready.start()
 
     def is_due(self, step: int) -> bool:
-        """What the policy says; and again until it has been done."""
+        """Return True when the policy asks for a save, until it is done."""
         now, counters = time.monotonic(), self._saver.counters
         times = [c.durable_s for c in counters.levels.values() if c.durable_s is not None]
         since_s = None if self._begun_s is None else now - self._begun_s
@@ -90,12 +90,12 @@ class Writer:
             self._cost_s = self._saver.counters.blocking_s - self._blocked_before_s
 
     def wait(self, timeout_s: float) -> None:
-        """Until everything that was begun is written, at most so long."""
+        """Wait until all started saves are written, at most `timeout_s`."""
         self._ready.join()
         self._saver.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """As `wait`, and end all threads."""
+        """Wait, and end all threads."""
         self._ready.join()
         self._saver.close(timeout_s)
 
@@ -106,7 +106,7 @@ _UNTIL_GIVEN_UP_S = 10.0
 
 
 class CheckpointManager:
-    """A `StateManager` on the levels of `Checkpoints`.
+    """`StateManager` on the levels of `Checkpoints`.
 
     Each layout has a `Writer` of its own, as other ranks write other ranges, and begins a lineage
     of checkpoints. `store` gives all ranks the same time of the job's start: it names the job, so
@@ -133,7 +133,7 @@ class CheckpointManager:
         self._copies = MemoryReplicas(keep, rank, host, store) if keep else None
 
     def prepare(self, plan: Plan, generation: int, shard: Shard) -> None:
-        """Plan and make buffers for a layout that is new, in the background."""
+        """Plan and allocate for a new layout, in the background."""
         before = self._writer
         if before is not None and before.plan.layout == plan.layout:
             before.plan = plan
@@ -155,7 +155,7 @@ class CheckpointManager:
         self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard, connect)
 
     def is_due(self, step: int) -> bool:
-        """What the policy says, and again until it has been done."""
+        """Return True when the policy asks for a save, until it is done."""
         return self._writer is not None and self._writer.is_due(step)
 
     def save(self, step: int, shard: Shard) -> None:
@@ -169,7 +169,7 @@ class CheckpointManager:
             self._writer.fence()
 
     def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
-        """Bring `shard` to the newest usable checkpoint, and the data's cursor along with it."""
+        """Restore `shard` and the data cursor from the newest usable checkpoint."""
         if self._writer is not None:
             self._writer.wait(_UNTIL_GIVEN_UP_S)  # nothing may come or go while it is read
         ranks, setup = RestoreGroup(group, self._rank), self._setup
@@ -186,21 +186,21 @@ class CheckpointManager:
         return completed
 
     def resume(self, group: AbortableProcessGroup, shard: Shard) -> int:
-        """As `restore`; 0 where no rank sees a checkpoint."""
+        """Restore at the start of a job; return 0 where no rank finds a checkpoint."""
         with self._levels() as levels:
             has_any = any(level.steps() for level in levels)
         is_there = any(RestoreGroup(group, self._rank).gather(has_any))
         return self.restore(group, shard) if is_there else 0
 
     def close(self, *, is_done: bool) -> None:
-        """End all threads; what was begun is given time to be written."""
+        """End all threads after started saves are written, within a time limit."""
         if self._writer is not None:
             self._writer.close(_UNTIL_WRITTEN_S if is_done else _UNTIL_GIVEN_UP_S)
         if self._copies is not None:
             self._copies.close()
 
     def _levels_of(self, ranks: Sequence[int]) -> tuple[list[Level], Callable[[], None]]:
-        """Where the ranks of a layout save, nearest first, and what connects them."""
+        """Return the levels of a layout, nearest first, and a function that connects them."""
         levels = list(self._checkpoints.levels())
         copies = self._copies
         if copies is None or (len(ranks) == 1 and levels):
@@ -212,7 +212,7 @@ class CheckpointManager:
 
     @contextmanager
     def _others(self, ranks: RestoreGroup) -> Iterator[Sequence[Level]]:
-        """What the memory of the ranks holds together; a collective call."""
+        """Open a level that reads the memory of all ranks; collective."""
         if self._copies is None:
             yield ()
             return

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of the ranks: each rank's in its own and in one peer's."""
+"""In-memory checkpoint replication: each rank's state in its own memory and in a peer's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SILENCE_S = 10.0
 
 
 class MemoryReplicas:
-    """What one rank holds, its own and others', through all layouts of a job.
+    """In-memory checkpoints that one rank holds, its own and those of peers, over all layouts.
 
     A layout's writer sends to a peer of that layout; what was sent before stays until enough of the
     new has come, so that a loss soon after a change finds something whole.
 
     host   by which peers reach this rank
-    store  tells all ranks the same token, and each where the others listen
+    store  shares a token and the addresses of all ranks
     """
 
     def __init__(self, keep: int, rank: int, host: str, store: dist.Store) -> None:
@@ -43,11 +43,11 @@ class MemoryReplicas:
 
     @property
     def address(self) -> Address:
-        """Where this rank listens."""
+        """Address of this rank's server."""
         return self._server.address
 
     def levels(self) -> tuple[HostMemory, PeerMemory]:
-        """For the writer of one layout; the second has to be told whom to send to."""
+        """Return the levels for one layout; the second must be connected to a peer."""
         return self._own, self._peer()
 
     def connect(self, peer: PeerMemory, ranks: Sequence[int]) -> None:
@@ -63,13 +63,13 @@ class MemoryReplicas:
         peer.connect(self._rank, addresses, distance=distance(self._rank, addresses))
 
     def reader(self, addresses: Mapping[int, Address]) -> Level:
-        """What these ranks, this one among them, hold together."""
+        """Return a level that reads the images of all `addresses`."""
         reader = self._peer()
         reader.connect(self._rank, addresses)
         return reader
 
     def close(self) -> None:
-        """Let everything go."""
+        """Release all images and stop the server."""
         self._server.close()
         self._own.store.clear()
 
@@ -79,7 +79,7 @@ class MemoryReplicas:
 
 
 def distance(rank: int, addresses: Mapping[int, Address]) -> int:
-    """From a rank to the next one on another host; 1 where all are on the same.
+    """Return the distance to the next rank on another host; 1 where all are on one host.
 
     >>> distance(1, {0: ("a", 1), 1: ("a", 2), 2: ("a", 3), 3: ("b", 1)})
     2

@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever keeps the job's state."""
+"""Interface between the trainer and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..step.shard import Shard
 
 
 class StateManager(Protocol):
-    """Keeps the state of one rank's job outside of its ranks. The training thread calls it.
+    """Checkpoints of a job as one rank uses them, from the training thread.
 
-    can_restore  whether there is anything to hope for when state has been lost
+    can_restore  lost state may be restored from a checkpoint
     """
 
     can_restore: bool
 
     def prepare(self, plan: Plan, generation: int, shard: Shard) -> None:
-        """Make ready to save `shard`, in the background; called before every step."""
+        """Prepare to save `shard`, in the background; called before every step."""
         ...
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` is to be saved; one rank asks and tells the others."""
+        """Return whether to save the state after `step`; asked on one rank for all."""
         ...
 
     def save(self, step: int, shard: Shard) -> None:
@@ -31,50 +31,52 @@ class StateManager(Protocol):
         ...
 
     def fence(self) -> None:
-        """Wait until the state may change: right before it does. Never raises."""
+        """Wait until the state may change; called right before an update. Never raises."""
         ...
 
     def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
-        """Bring `shard` (None: no place) to the newest state; collective. Steps completed there.
+        """Restore `shard` (None: idle rank) to the newest state; return the completed steps.
+
+        Collective.
 
         Raises `CheckpointError` on all ranks where none is usable, and `PeerLostError`.
         """
         ...
 
     def resume(self, group: AbortableProcessGroup, shard: Shard) -> int:
-        """As `restore`, at the start of a job; 0 where nothing has ever been saved."""
+        """Restore at the start of a job; return 0 where nothing was saved."""
         ...
 
     def close(self, *, is_done: bool) -> None:
-        """End all threads; if the job `is_done`, when everything that was begun is safe."""
+        """End all threads; if the job `is_done`, after all started saves are durable."""
         ...
 
 
 class NoCheckpoints:
-    """For a job without checkpoints."""
+    """State manager of a job without checkpoints."""
 
     can_restore = False
 
     def prepare(self, plan: Plan, generation: int, shard: Shard) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def is_due(self, step: int) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def save(self, step: int, shard: Shard) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def fence(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
-        """Nobody asks."""
+        """Raise: there is nothing to restore from."""
         raise NotImplementedError
 
     def resume(self, group: AbortableProcessGroup, shard: Shard) -> int:
-        """From the beginning."""
+        """Return 0: start from the beginning."""
         return 0
 
     def close(self, *, is_done: bool) -> None:
-        """Nothing."""
+        """Do nothing."""

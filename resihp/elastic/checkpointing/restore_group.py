@@ -1,4 +1,4 @@
-"""The ranks of a generation as those who restore a checkpoint together."""
+"""Ranks that restore a checkpoint together, over an abortable group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RestoreGroup:
         self.rank, self.all, self.run = rank, group.ranks, ""
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in the order of `all`. Raises `PeerLostError`."""
+        """Return the value of every rank, in the order of `all`. Raises `PeerLostError`."""
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [int(n) for n in self._group.all_gather(torch.tensor([len(packed)]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -31,5 +31,5 @@ class RestoreGroup:
     gather_in_background = gather
 
     def all_ready(self, is_ready: bool) -> bool:
-        """Whether every rank is."""
+        """Return whether all ranks are ready."""
         return all(self.gather(is_ready))

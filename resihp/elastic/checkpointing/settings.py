@@ -1,4 +1,4 @@
-"""Where and when a job writes its state."""
+"""Settings of an elastic job's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Checkpoints that an elastic job writes and, where state is lost, goes back to.
+    """Checkpoints that an elastic job saves, and restores when state is lost.
 
     `Checkpoints(lambda: [LocalDisk("/shared/run7", keep=3)], Every(50))`
 
     levels  makes the levels, anew for each layout. What one rank writes must be there for the
             others to read: shared storage, or a disk if all ranks are on one machine
-    policy  at which steps; asked on one rank, whose answer holds for all
-    in_memory  so many of each rank stay in its own memory and in a peer's, on another host where
-            there is one; 0: none. With 2 a rank that is lost while the newest is on its way leaves
-            the one before whole
+    policy  steps to save; evaluated on one rank for all
+    in_memory  checkpoints of each rank kept in its own memory and in a peer's, on another host
+            where there is one; 0: none. With 2, the previous one is whole when a rank is lost
+            during the transfer of the newest
 
-    A job that starts where there are checkpoints goes on from the newest that is usable. Needs
+    A job that finds checkpoints at its start continues from the newest usable one. Needs
     `resihp[checkpoint]`.
     """
 

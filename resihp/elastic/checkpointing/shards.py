@@ -1,7 +1,7 @@
-"""A rank's state as pieces of named tensors, which any other layout can read.
+"""State of a rank as pieces of named tensors that any layout can read.
 
 `model.KEY` is a parameter, `optimizer.KEY.NAME` its moment of that name, and `optimizer.scalars`
-[groups, names] what the optimizer keeps as one number for each group of parameters.
+[groups, names] the optimizer's numbers for each group of parameters.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SCALARS = "optimizer.scalars"
 def pieces_of(
     shard: Shard, spans: Sequence[tuple[Param, Range]], parameters: Parameters
 ) -> list[ShardedTensorPiece]:
-    """What `shard` holds of the ranges `spans`: views of it, but copies of the scalars.
+    """Return the pieces of the ranges `spans`: views of the shard, copies of the scalars.
 
-    The scalars of a group are where the first row of its first parameter is.
+    The rank with the first row of a group's first parameter has the scalars of the group.
     """
     pieces = [piece for param, span in spans for piece in _pieces(shard, param, span)]
     firsts = {param for param, span in spans if span[0] == 0}
@@ -36,9 +36,9 @@ def pieces_of(
 
 
 def all_pieces(shard: Shard) -> list[ShardedTensorPiece]:
-    """Everything that `shard` holds, but the scalars. Room for moments is made where there is none.
+    """Return views of everything that `shard` holds but the scalars, allocating missing moments.
 
-    The pieces are views, so that whoever writes to them writes to the shard.
+    Writing to a piece writes to the shard.
     """
     for param in shard.tensors:
         shard.reserve(param)
@@ -46,7 +46,7 @@ def all_pieces(shard: Shard) -> list[ShardedTensorPiece]:
 
 
 def scalars_piece(table: torch.Tensor) -> list[ShardedTensorPiece]:
-    """The whole table of scalars; nothing where the optimizer has none."""
+    """Return the whole table of scalars; empty where the optimizer has none."""
     if not table.shape[1]:
         return []
     return [ShardedTensorPiece(SCALARS, tuple(table.shape), (0, 0), table)]

@@ -1,4 +1,4 @@
-"""Who computes what of a step: all of it, or what is left of it after a loss."""
+"""Assignment of a step's microbatches to replicas, whole or after a loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .ledger import Spans, SurvivingSum, indices, spans
 
 @dataclass(frozen=True)
 class Assignment:
-    """One replica's part of a step.
+    """Microbatches of one replica in a step.
 
-    inherited  gradient sums that it takes over from the generation before, each exactly once
-    todo       microbatches that it still has to compute, ascending
+    inherited  gradient sums taken over from the previous generation, each by one replica
+    todo       microbatches to compute, ascending
     """
 
     inherited: tuple[SurvivingSum, ...] = ()
@@ -25,47 +25,46 @@ class Assignment:
 
     @property
     def begun(self) -> Spans:
-        """What its sum holds at the start."""
+        """Microbatches in its sum at the start."""
         return spans(index for kept in self.inherited for index in indices(kept.finished))
 
     @property
     def whole(self) -> Spans:
-        """What its sum holds in the end."""
+        """Microbatches in its sum at the end."""
         return spans((*indices(self.begun), *self.todo))
 
 
 def full_assignments(plan: Plan) -> tuple[Assignment, ...]:
-    """The shares of a step from its beginning."""
+    """Return the assignments of a whole step."""
     return remaining_assignments(plan, plan.layout, ())
 
 
 def remaining_assignments(
     plan: Plan, before: Layout, kept: Sequence[SurvivingSum]
 ) -> tuple[Assignment, ...]:
-    """The shares of the rest of a step: `kept` (of the layout `before`) stays, the rest is redone.
+    """Return the assignments of what is left of a step besides the sums `kept`.
 
-    Each kept sum goes to the replica of `plan` that has most of its ranks, so that least moves.
-    Deterministic: every rank works it out for itself.
+    Each kept sum (of the layout `before`) goes to the replica of `plan` that has most of its ranks,
+    so that least moves. Deterministic: every rank computes it for itself.
     """
-    heirs: list[list[SurvivingSum]] = [[] for _ in plan.quotas]
+    successors: list[list[SurvivingSum]] = [[] for _ in plan.quotas]
     for one in kept:
-        heirs[_heir(before.replicas[one.replica].ranks, plan.layout)].append(one)
+        successors[_successor(before.replicas[one.replica].ranks, plan.layout)].append(one)
     done = {index for one in kept for index in indices(one.finished)}
     left = [index for index in range(plan.microbatches) if index not in done]
     edges = [0, *accumulate(divide(plan, len(left)))]
     return tuple(
         Assignment(tuple(inherited), tuple(left[start:stop]))
-        for inherited, (start, stop) in zip(heirs, pairwise(edges), strict=True)
+        for inherited, (start, stop) in zip(successors, pairwise(edges), strict=True)
     )
 
 
 def divide(plan: Plan, microbatches: int) -> tuple[int, ...]:
-    """Spread `microbatches` over the replicas so that the last one ends as early as possible.
+    """Spread `microbatches` over the replicas so that the last replica ends as early as possible.
 
-    The plan's quotas tell how fast each replica is: with s stages, its quota of q microbatches
-    takes one step, so one takes 1 / (q + s - 1) of it (1F1B), the first s times as long. As the
-    scheduler chose the quotas, its view of speeds holds here too; and no replica gets more than
-    its quota, so whatever memory has room for in a step has room for here.
+    The quotas imply the speed of a replica: with s stages, its quota of q microbatches takes one
+    step, so one microbatch takes 1 / (q + s - 1) of it (1F1B), and the first one s times as long.
+    A replica gets at most its quota, so memory that suffices for a step suffices here.
 
     >>> grid = Layout.grid(dp=2, pp=1, tp=1, layers=1)
     >>> divide(Plan(version=0, layout=grid, quotas=(6, 3)), 3)
@@ -88,7 +87,7 @@ def divide(plan: Plan, microbatches: int) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _heir(ranks: Sequence[int], layout: Layout) -> int:
-    """The replica of `layout` with most of `ranks`; the first of several."""
+def _successor(ranks: Sequence[int], layout: Layout) -> int:
+    """Return the replica of `layout` with most of `ranks`; of several, the first."""
     shared = [len(set(ranks) & set(replica.ranks)) for replica in layout.replicas]
     return shared.index(max(shared))

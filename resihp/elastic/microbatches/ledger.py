@@ -1,8 +1,9 @@
-"""Which microbatches of the present step are in whose gradient sum, and what of it a loss leaves.
+"""Microbatches in each replica's partial gradient, and the partial gradients that survive a loss.
 
-Every rank keeps its own account in memory; accounts meet only in the reports of the survivors.
-A microbatch is named by its index over all replicas. A replica's sum is spread over its ranks, so
-it counts only if all of them are alive and have finished the very same microbatches.
+Every rank keeps its own entry in memory; entries meet in the reports of survivors only. A
+microbatch is identified by its index over all replicas. A replica's sum is sharded over its ranks:
+it survives only if all of them are alive and have finished the same microbatches (ReCoVer,
+arXiv 2605.11215).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class GradientHolding:
-    """What one rank's gradients of the step in progress stand for, in one generation.
+    """Content of one rank's gradients in the step in progress.
 
-    generation     the generation after whose layout they are cut
-    replica   index of the rank's replica there
-    members   number of ranks of that replica
-    finished  microbatches in the rank's local sum
-    summed    the rank holds the sum over all replicas too, whole, beside the local one
+    generation  whose layout shards them
+    replica     index of the rank's replica in that layout
+    members     number of ranks of that replica
+    finished    microbatches in the local sum
+    summed      the rank also holds its shard of the sum over all replicas
     """
 
     generation: int
@@ -35,9 +36,9 @@ class GradientHolding:
 
 @dataclass(frozen=True)
 class SurvivingSum:
-    """A gradient sum that all ranks of one replica still hold.
+    """Gradient sum that all ranks of one replica still hold.
 
-    total  it is the sum over all replicas, so nothing else of the step may be added to it
+    total  the sum over all replicas: no other sum may be added
     """
 
     replica: int
@@ -48,11 +49,10 @@ class SurvivingSum:
 def surviving_sums(
     holdings: Iterable[GradientHolding], microbatches: int
 ) -> tuple[SurvivingSum, ...]:
-    """The sums from which the survivors go on, each microbatch in at most one of them.
+    """Return the sums to continue from, each microbatch in at most one of them.
 
-    `holdings` are those of all survivors in the generation that holds. Where one replica has the
-    sum over all of them, that is all there is to keep; otherwise each replica's own, if it is
-    whole.
+    `holdings` are those of all survivors in the committed generation. If one replica has the sum
+    over all replicas, only that is kept; otherwise the sum of each replica whose ranks agree.
     """
     by_replica: Mapping[int, list[GradientHolding]] = defaultdict(list)
     for holding in holdings:
@@ -69,7 +69,7 @@ def surviving_sums(
 
 
 def spans(microbatches: Iterable[int]) -> Spans:
-    """Indices as ranges.
+    """Return indices as half-open ranges.
 
     >>> spans({0, 1, 2, 5})
     ((0, 3), (5, 6))
@@ -84,5 +84,5 @@ def spans(microbatches: Iterable[int]) -> Spans:
 
 
 def indices(given: Spans) -> tuple[int, ...]:
-    """Ranges as ascending indices."""
+    """Return ranges as ascending indices."""
     return tuple(index for start, stop in given for index in range(start, stop))

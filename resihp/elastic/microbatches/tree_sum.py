@@ -1,8 +1,8 @@
-"""A fixed order of summation: the same bits whoever computed which microbatch.
+"""Fixed order of summation: equal bits for any assignment of microbatches to replicas.
 
 Microbatches are the leaves of a binary tree; a node is the sum of its left half and its right
-half, in that order. A set of microbatches is held as the sums of the largest nodes inside it: at
-most 2 log2(n) for consecutive ones, so memory grows with the logarithm of the quota.
+half, in that order. The sum of a set of microbatches is held as sums of the largest nodes inside
+the set: at most 2 log2(n) for n consecutive ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def parent(node: Node, leaves: int) -> tuple[Node, Node, Node]:
-    """The node above `node` and its two halves; the right one is empty at the ragged end.
+    """Return the parent of `node` and its halves; the right half may be empty at the end.
 
     >>> parent((2, 3), 6)
     ((2, 4), (2, 3), (3, 4))
@@ -38,7 +38,7 @@ def parent(node: Node, leaves: int) -> tuple[Node, Node, Node]:
 
 
 def put(held: dict[Node, T], node: Node, value: T, leaves: int, add: Callable[[T, T], T]) -> None:
-    """Put the sum of `node` into `held`, and add up all halves that have found each other.
+    """Insert the sum of `node` into `held`, and merge all pairs of halves that are complete.
 
     `add(left, right)` may reuse the memory of both.
     """
@@ -54,7 +54,7 @@ def put(held: dict[Node, T], node: Node, value: T, leaves: int, add: Callable[[T
 
 
 def nodes(microbatches: Iterable[int], leaves: int) -> tuple[Node, ...]:
-    """The largest nodes that make up a set of microbatches, ascending.
+    """Return the largest nodes that cover a set of microbatches, ascending.
 
     >>> nodes(range(1, 6), 6)
     ((1, 2), (2, 4), (4, 6))

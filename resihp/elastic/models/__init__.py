@@ -1,6 +1,6 @@
-"""Models that the runtime can lay out, and the contract that makes them so."""
+"""Models that the runtime can shard, and their interface."""
 
-from .contract import Model, Packed, Part
+from .base import Model, Packed, Part
 from .gpt2 import Gpt2
 from .llama import Llama
 from .mixture import Mixture

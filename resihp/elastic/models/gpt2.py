@@ -17,7 +17,7 @@ from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 from .attention import attend
-from .contract import Packed, Part
+from .base import Packed, Part
 from .randomness import Dropout
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
@@ -28,7 +28,7 @@ class Gpt2:
     """`resihp.elastic.models.Model` for a `ModelShape` without KV groups and gates.
 
     context  longest document, the number of learned positions
-    dropout  on the embedding, on attention weights, and on what joins the residual
+    dropout  on the embedding, on attention weights, and on additions to the residual
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Gpt2:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Every parameter; what the head reads is the embedding's table."""
+        """All parameters; the head is tied to the embedding's table."""
         s, H = self.shape, self.shape.head_dim
         D, F = s.hidden, s.ffn
         layer = (
@@ -81,11 +81,11 @@ class Gpt2:
     def build(
         self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
     ) -> nn.Module:
-        """The module of one part with the given ranges, values unset."""
+        """Build the module of one part with the given ranges, values unset."""
         if part == "first":
             return Embedding(self, ranges["table"], group)
         if part == "last":
-            return Head(ranges["table"], self.shape.hidden, group)
+            return Gpt2Head(ranges["table"], self.shape.hidden, group)
         return Block(self, part, ranges, group)
 
     def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Gpt2:
         return normal(key, shape, seed=self.seed, scale=scale)
 
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
-        """2 per weight and token, plus causal attention over each document."""
+        """Return 2 per weight and token, plus causal attention over each document."""
         tokens, hidden = len(packed.tokens), self.shape.hidden
         if part == "first":
             return 0.0
@@ -174,7 +174,7 @@ class Block(nn.Module):
     def _attend_dropping(
         self, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, packed: Packed
     ) -> torch.Tensor:
-        """Attention written out, because the mask of the weights is ours."""
+        """Compute attention explicitly, with the layout-independent dropout mask."""
         outputs, documents = (
             [],
             zip(
@@ -194,7 +194,7 @@ class Block(nn.Module):
         return torch.cat(outputs)
 
 
-class Head(VocabularyHead):
+class Gpt2Head(VocabularyHead):
     """Final norm, projection on the tied table, and the sum of the token losses."""
 
     def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:

@@ -18,7 +18,7 @@ from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 from .attention import attend
-from .contract import Packed, Part
+from .base import Packed, Part
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 from .weights import empty, normal, positions, width
@@ -28,7 +28,7 @@ Entry = tuple[str, tuple[int, ...], int | None, int]
 
 
 class Llama:
-    """`resihp.elastic.models.Model` for a `ModelShape`; embedding and head tied if it says so."""
+    """`Model` for a `ModelShape`; embedding and head are tied where the shape says so."""
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
         self.shape = shape
@@ -41,7 +41,7 @@ class Llama:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Every parameter and how it may be cut: heads by KV group, FFN by column, vocabulary."""
+        """All parameters, sharded by KV group, FFN column or vocabulary row."""
         s = self.shape
         layer = self.attention_entries() + self.ffn_entries()
         table = Param("first.table", (s.vocab, s.hidden), 0)
@@ -80,11 +80,11 @@ class Llama:
     def build(
         self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
     ) -> nn.Module:
-        """The module of one part with the given ranges, values unset."""
+        """Build the module of one part with the given ranges, values unset."""
         if part == "first":
             return VocabularyEmbedding(ranges["table"], self.shape.hidden, group)
         if part == "last":
-            return Head(ranges["table"], self.shape.hidden, group)
+            return LlamaHead(ranges["table"], self.shape.hidden, group)
         return self.layer(ranges, group)
 
     def layer(self, ranges: Mapping[str, Range], group: AbortableProcessGroup) -> nn.Module:
@@ -100,7 +100,7 @@ class Llama:
         return normal(key, shape, seed=self.seed, scale=scale)
 
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
-        """2 per parameter and token, plus causal attention over each document."""
+        """Return 2 per parameter and token, plus causal attention over each document."""
         tokens, hidden = len(packed.tokens), self.shape.hidden
         if part == "first":
             return 0.0
@@ -111,7 +111,7 @@ class Llama:
         return 2.0 * tokens * hidden * columns + 2.0 * packed.sum_sq_len * width(ranges["wq"])
 
     def ffn_columns(self, ranges: Mapping[str, Range]) -> float:
-        """Columns of the FFN's matrices that each token passes on this rank."""
+        """Return the FFN columns that each token passes on this rank."""
         return sum(width(ranges[name]) for name in ("w_gate", "w_up", "w_down"))
 
 
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
         self.make_ffn(D, ranges)
 
     def make_ffn(self, D: int, ranges: Mapping[str, Range]) -> None:
-        """The weights of the feed-forward network."""
+        """Create the weights of the feed-forward network."""
         self.w_gate = empty(width(ranges["w_gate"]), D)
         self.w_up = empty(width(ranges["w_up"]), D)
         self.w_down = empty(D, width(ranges["w_down"]))
@@ -164,7 +164,7 @@ class DecoderLayer(nn.Module):
         )
 
 
-class Head(VocabularyHead):
+class LlamaHead(VocabularyHead):
     """Final norm, vocabulary-sharded projection, and the sum of the token losses."""
 
     def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:

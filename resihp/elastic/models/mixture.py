@@ -2,10 +2,9 @@
 
 Shapes as in `llama`, and E experts, F columns of every expert held here.
 
-Tensor parallelism cuts the columns of every expert, not the list of experts: a rank's work then
-follows its share exactly, however the router spreads the tokens, where whole experts would make a
-healthy rank look slow in every microbatch that its experts are popular in, and could only be
-shared out in units of one expert.
+Tensor parallelism shards the columns of every expert, not the list of experts: the work of a rank
+is then proportional to its share for any routing. With whole experts a healthy rank would look slow
+whenever its experts are popular, and shares would be multiples of one expert.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Mixture(Llama):
         return MixtureLayer(self, ranges, group)
 
     def ffn_columns(self, ranges: Mapping[str, Range]) -> float:
-        """Each token passes the columns of `top_k` experts, and the router."""
+        """Return the columns of `top_k` experts and of the router."""
         return self.top_k * super().ffn_columns(ranges) + self.experts
 
 
@@ -64,13 +63,13 @@ class MixtureLayer(DecoderLayer):
         super().__init__(model.shape, ranges, group)
 
     def make_ffn(self, D: int, ranges: Mapping[str, Range]) -> None:
-        """The weights of router and experts."""
+        """Create the weights of router and experts."""
         F, E = width(ranges["w_gate"]), self.experts
         self.router = empty(E, D)
         self.w_gate, self.w_up, self.w_down = empty(E, F, D), empty(E, F, D), empty(E, D, F)
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Each token goes to its `top_k` experts, weighted by a softmax over their scores."""
+        """Route each token to its `top_k` experts, weighted by a softmax over their scores."""
         scores_TK, chosen_TK = functional.linear(x_TD, self.router).float().topk(self.top_k)
         gates_TK = copy_to_tp_region(scores_TK.softmax(dim=-1), self.group)
         x_TD = copy_to_tp_region(x_TD, self.group)

@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on the layout: a function of what they are for, not of a state.
+"""Random numbers independent of the layout: a function of a key, without state.
 
-A mask is that of the unsharded tensor, of which a rank computes its window only. Nothing of it has
-to move when the layout changes, and nothing to be stored.
+A rank computes its window of the mask of the unsharded tensor. Nothing is stored or moved when the
+layout changes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from resihp.layout import Range
 
-from .contract import Packed
+from .base import Packed
 
 _LOW = 0xFFFFFFFF
 
 
 def stream_key(*what_for: int | str) -> int:
-    """A key for `random_bits`, from anything that tells streams apart (seed, step, place, ...)."""
+    """Return a key for `random_bits` from values that name a stream (seed, step, place, ...)."""
     digest = hashlib.blake2b(repr(what_for).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) | 1
 
@@ -27,7 +27,7 @@ def stream_key(*what_for: int | str) -> int:
 def random_bits(
     key: int, shape: Sequence[int], window: Sequence[Range], device: torch.device | None = None
 ) -> torch.Tensor:
-    """32 random bits for every element in `window` of a tensor of `shape`, as int64.
+    """Return 32 random bits for every element in `window` of a tensor of `shape`, as int64.
 
     Squares (Widynski, arXiv 2004.06278): four rounds of squaring of the element's index, each
     element by itself, so that any window can be computed anywhere.
@@ -48,7 +48,7 @@ def random_bits(
 
 
 class Dropout:
-    """Dropout whose mask is keyed by (seed, step, microbatch, place).
+    """Dropout with a mask keyed by (seed, step, microbatch, place).
 
     place  names the layer and the spot in it, e.g. "layers.3.attention"
     """
@@ -67,7 +67,7 @@ class Dropout:
     ) -> torch.Tensor:
         """Drop from `x`, which is the `window` of a tensor of `shape` (default: the whole of it).
 
-        `item` tells tensors of one place and microbatch apart, such as those of its documents.
+        `item` distinguishes tensors of one place and microbatch, such as those of its documents.
         """
         if self.rate == 0.0:
             return x

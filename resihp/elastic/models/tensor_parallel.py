@@ -1,4 +1,4 @@
-"""The two conjugate operators of tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3)."""
+"""Conjugate operators of tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class _Leave(torch.autograd.Function):
 def copy_to_tp_region(
     tensor: torch.Tensor, group: AbortableProcessGroup, *, in_place: bool = False
 ) -> torch.Tensor:
-    """Into a sharded region: identity forward, sum of the gradients over the group backward.
+    """Enter a sharded region (Megatron's f): identity forward, all-reduce of gradients backward.
 
-    `in_place` promises that what uses the result makes a new tensor for its gradient, as a matrix
-    product does and an addition does not; the sum then overwrites it.
+    With `in_place` the sum overwrites the gradient: only for consumers that create a new gradient
+    tensor, as a matrix product does and an addition does not.
     """
     if len(group) == 1:
         return tensor
@@ -56,11 +56,10 @@ def copy_to_tp_region(
 def reduce_from_tp_region(
     tensor: torch.Tensor, group: AbortableProcessGroup, *, in_place: bool = False
 ) -> torch.Tensor:
-    """Out of a sharded region: sum over the group forward, identity backward.
+    """Leave a sharded region (Megatron's g): all-reduce forward, identity backward.
 
-    Summed in float32 whatever the precision of the operators, as a single rank's matrix product
-    would be. `in_place` promises that `tensor` was just computed and is used nowhere else; the sum
-    then overwrites it.
+    The sum is in float32 for any precision of the operators, as in a matrix product of a single
+    rank. With `in_place` it overwrites `tensor`, which must not be used elsewhere.
     """
     if len(group) == 1:
         return tensor

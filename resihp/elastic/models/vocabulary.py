@@ -1,4 +1,4 @@
-"""Embedding, head and cross entropy over a vocabulary whose rows are spread over a group."""
+"""Embedding, head and cross entropy over a vocabulary sharded by rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn import functional
 from resihp.layout import Range
 
 from ..process_groups.abortable import AbortableProcessGroup
-from .contract import Packed
+from .base import Packed
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 
 
 class VocabularyEmbedding(nn.Module):
-    """The rows [start, stop) of an embedding table; other ranks of the group hold the others.
+    """Rows [start, stop) of an embedding table; the other ranks of the group hold the other rows.
 
-    A small share of a small vocabulary may be no row at all.
+    A small share of a small vocabulary may be empty.
     """
 
     def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
@@ -59,9 +59,9 @@ class VocabularyHead(nn.Module):
 def sharded_cross_entropy(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, rows: Range, group: AbortableProcessGroup
 ) -> torch.Tensor:
-    """Sum over T of the cross entropy; targets of -100 do not count.
+    """Return the sum over T of the cross entropy, without targets of -100.
 
-    No rank ever holds a row of logits whole: maximum, normaliser and the target's logit are
+    No rank holds a whole row of logits: maximum, normaliser and the target's logit are
     reduced over the group (Megatron-LM, arXiv 1909.08053, section 3).
     """
     if rows[0] == rows[1]:  # a column that counts for nothing, so that there is a maximum
@@ -102,6 +102,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _localise(ids: torch.Tensor, rows: Range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids relative to `rows`, clamped into them, and where they lay outside."""
+    """Return ids relative to `rows`, clamped, and a mask of those outside."""
     outside = (ids < rows[0]) | (ids >= rows[1])
     return (ids - rows[0]).clamp(0, max(0, rows[1] - rows[0] - 1)), outside

@@ -1,4 +1,4 @@
-"""Optimizers whose state can be cut by range, and learning rates as functions of the step."""
+"""Optimizers whose state can be sharded by range, and learning-rate schedules."""
 
 from .optimizer import Optimizer, no_decay_on_vectors
 from .optimizer_state import OptimizerStateSpec

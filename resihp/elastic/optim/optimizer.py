@@ -1,4 +1,4 @@
-"""The optimizer of a job: what every rank makes its own from, for the ranges that it holds."""
+"""Optimizer of a job, built on every rank for the ranges that it holds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.optim.optimizer import ParamsT
 from resihp.contracts import ContractError
 from resihp.layout import Param, Parameters
 
-from .optimizer_state import OptimizerStateSpec, find_state_form
+from .optimizer_state import OptimizerStateSpec, find_state_spec
 from .rates import Rate, constant
 
 Options = Mapping[str, Any]
 
 
 def no_decay_on_vectors(param: Param) -> Options:
-    """Options of the usual two groups: matrices decay, norms and biases do not."""
+    """Return options without weight decay for norms and biases."""
     return {"weight_decay": 0.0} if len(param.shape) == 1 else {}
 
 
 class Optimizer:
-    """Any optimizer that works element by element, such as most of `torch.optim`.
+    """Elementwise optimizer, such as most of `torch.optim`.
 
     `Optimizer(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, rate=warmup_cosine(100, 10_000))`
 
@@ -34,8 +34,8 @@ class Optimizer:
     max_norm  the gradient is scaled down to this norm over the whole model; None: never
     options   of each parameter, where they differ from the keywords (`no_decay_on_vectors`)
 
-    Raises `ContractError` for an optimizer whose state cannot be cut by range; `build` does for
-    options that make it keep other state for some parameters than for others.
+    Raises `ContractError` for an optimizer whose state cannot be sharded by range; `build` raises
+    it for options that change the kind of state of some parameters.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Optimizer:
         self.rate, self.max_norm = rate, max_norm
         self._make, self._options = partial(kind, **keywords), options
         self._name = getattr(kind, "__name__", repr(kind))
-        self.form: OptimizerStateSpec = find_state_form(self._name, self._make)
+        self.form: OptimizerStateSpec = find_state_spec(self._name, self._make)
         self._checked = {repr([])}
 
     @property
     def copies(self) -> int:
-        """Tensors that move for each parameter: itself and its moments."""
+        """Tensors that move for each parameter besides itself."""
         return 1 + len(self.form.moments)
 
     def groups(self, parameters: Parameters) -> list[tuple[Options, list[Param]]]:
-        """All parameters of a model by their options; the same list on every rank."""
+        """Return the parameters of a model grouped by options; equal on every rank."""
         groups: dict[str, tuple[Options, list[Param]]] = {}
         for param in parameters.all:
             options = self._options(param)
@@ -72,7 +72,7 @@ class Optimizer:
     def build(
         self, parameters: Parameters, tensors: Mapping[Param, nn.Parameter]
     ) -> torch.optim.Optimizer:
-        """The optimizer of one rank's tensors, with a group for each of `groups`."""
+        """Build the optimizer of one rank's tensors, with the parameter groups of `groups`."""
         by_options = self.groups(parameters)
         for options, _ in by_options:
             self._check(options)
@@ -90,19 +90,19 @@ class Optimizer:
         return built
 
     def _check(self, options: Options) -> None:
-        """Whether these options leave the state as it is; else some of it would not move."""
+        """Check that options do not change the kind of state."""
         if _label(options) in self._checked:
             return
 
         def make(params: ParamsT) -> torch.optim.Optimizer:
             return self._make([{"params": list(params), **options}])
 
-        if find_state_form(self._name, make) != self.form:
+        if find_state_spec(self._name, make) != self.form:
             raise ContractError("options", f"{dict(options)} change what {self._name} keeps")
         self._checked.add(_label(options))
 
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Give every group the learning rate of `step`."""
+        """Set the learning rate of `step` in every group."""
         factor = self.rate(step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor

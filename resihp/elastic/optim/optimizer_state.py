@@ -1,7 +1,7 @@
-"""What an optimizer keeps for a parameter, and whether that can be cut by range.
+"""State of an optimizer per parameter, and a check that it can be sharded by range.
 
-Found by trial on two small tensors, whole and in pieces: an optimizer whose update of a piece is
-the piece of its update works element by element, so any range of it can live anywhere.
+Determined by trial on two small tensors, whole and in pieces: if the update of a piece is the piece
+of the update, the optimizer is elementwise and any range can be on any rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class OptimizerStateSpec:
-    """What an optimizer keeps for each parameter.
+    """State that an optimizer keeps for each parameter.
 
-    moments  names of the tensors of the parameter's shape; they move along with it
-    scalars  names of what is one number, the same for all parameters of a group
-    rest     what is no moment (scalars and None), with values to be replaced
-    eager    whether all of it is there before the first update
+    moments  names of the tensors of the parameter's shape, which move with it
+    scalars  names of the numbers that are equal for all parameters of a group
+    rest     entries other than moments (scalars and None), with values to be replaced
+    eager    True if all state exists before the first update
     """
 
     moments: tuple[str, ...]
@@ -42,7 +42,7 @@ class OptimizerStateSpec:
         device: torch.device,
         allot: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
     ) -> None:
-        """Make room in `state` for what is kept for `tensor`; scalars live on `device`.
+        """Allocate the state of `tensor` in `state`; scalars are on `device`.
 
         `allot` gives zeros of a tensor's shape.
         """
@@ -54,8 +54,8 @@ class OptimizerStateSpec:
                 state[name] = value.clone().to(device)
 
 
-def find_state_form(name: str, make: Make) -> OptimizerStateSpec:
-    """The form of the state of the optimizers that `make` makes.
+def find_state_spec(name: str, make: Make) -> OptimizerStateSpec:
+    """Return the state spec of the optimizers that `make` creates.
 
     Raises `ContractError` that says why the state of optimizer `name` cannot be cut by range.
     """
@@ -85,7 +85,7 @@ def _tried(name: str, make: Make, shape: tuple[int, ...]) -> OptimizerStateSpec:
 def _run(
     name: str, make: Make, shape: tuple[int, ...], cuts: tuple[int, int] | None
 ) -> tuple[Sequence[nn.Parameter], torch.optim.Optimizer, bool]:
-    """Some updates of a tensor, whole or cut at a row of a dimension; made-up gradients."""
+    """Run some updates of a tensor, whole or split at a row, with synthetic gradients."""
 
     def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
         if cuts is None:

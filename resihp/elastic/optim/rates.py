@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step alone, so that no change of layout disturbs them.
+"""Learning-rate schedules as functions of the step, independent of the layout.
 
 A rate is the factor on the optimizer's own `lr`, like the lambdas of torch's `LambdaLR`; any
 callable will do.
@@ -16,12 +16,12 @@ Rate = Callable[[int], float]
 
 
 def constant(step: int) -> float:
-    """The optimizer's own rate in every step."""
+    """Keep the optimizer's own rate."""
     return 1.0
 
 
 def warmup(steps: int) -> Rate:
-    """A linear rise over `steps` steps, then constant.
+    """Rise linearly over `steps` steps, then stay constant.
 
     >>> [warmup(3)(step) for step in range(5)]
     [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -32,7 +32,7 @@ def warmup(steps: int) -> Rate:
 
 
 def warmup_cosine(steps: int, total: int, *, floor: float = 0.1) -> Rate:
-    """A linear rise over `steps`, then half a cosine down to `floor` at step `total` and after.
+    """Rise linearly over `steps`, then follow half a cosine down to `floor` at step `total`.
 
     Loshchilov & Hutter, SGDR (arXiv 1608.03983), equation 5, without restarts.
 

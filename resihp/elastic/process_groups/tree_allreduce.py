@@ -1,4 +1,4 @@
-"""Adds up flat tensors of several ranks along the fixed tree, whoever holds which node."""
+"""Deterministic all-reduce: flat tensors of several ranks summed along the fixed tree."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def tree_allreduce(
     nodes_of: Sequence[Sequence[Node]],
     leaves: int,
 ) -> torch.Tensor:
-    """The sum [size] of all leaves, the same bits on every rank. Collective over `group`.
+    """Return the sum [size] of all leaves, equal to the bit on every rank; collective over `group`.
 
-    index     this rank's place in the group
+    index     position of this rank in the group
     own       this rank's sums [size], one for each of its nodes
     nodes_of  the nodes of each rank of the group, in its order; all ranks know them
 
-    Every rank adds up one slice of all nodes, then slices are shared: as many bytes as a ring
-    all-reduce where each rank holds one node, and for k nodes (k + 1) / 2 times as many.
+    Every rank sums one slice of all nodes, then slices are all-gathered: as many bytes as in a ring
+    all-reduce where each rank holds one node, (k + 1) / 2 times as many for k nodes.
     """
     width = -(-size // len(group))
     slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
@@ -48,11 +48,10 @@ def tree_allreduce(
 def _added(
     nodes_of: Sequence[Sequence[Node]], parts: Sequence[torch.Tensor], leaves: int
 ) -> torch.Tensor:
-    """Node sums of one slice, rank after rank, added up along the tree.
+    """Sum the nodes of one slice, given rank by rank, along the tree.
 
-    The second copies of a tied parameter hold other parts of leaves that are there already: they
-    get a tree of their own, and the sums are added in the end. Where some replicas have one copy
-    only, the second tree has gaps.
+    The second copies of a tied parameter hold other parts of the same leaves: they are summed in a
+    second tree, which is added at the end and has gaps where a replica has a single copy.
     """
     trees: list[tuple[set[int], dict[Node, torch.Tensor]]] = []
     left = iter(parts)

@@ -17,7 +17,7 @@ from ..microbatches.ledger import SurvivingSum
 from ..state.runtime_state import RuntimeState
 from ..step import Setup
 from ..step.gradient_accumulation import Gradients, StepRemainder
-from ..step.replicated_state import carry_over
+from ..step.replicated_state import distribute_replicated_state
 from ..step.shard import Shard, rows
 from .buffers import ReshardBudget, held_twice, unshared
 from .build import Generation
@@ -101,7 +101,7 @@ class StateTransfer:
         """Bring parameters, moments and the count of updates to where the old generation is."""
         old, new = self._old, self._new
         assert self._prepared.transit is not None
-        self.completed = carry_over(
+        self.completed = distribute_replicated_state(
             self._prepared.transit,
             self._setup,
             self.completed,

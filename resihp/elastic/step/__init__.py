@@ -1,4 +1,4 @@
-"""One rank's part of a training step: passes, exchanges, gradient sums, update."""
+"""Training step of one rank: pipeline passes, transfers, gradient sums, update."""
 
 from .data import Cursor, DataSource, IteratorData
 from .engine import Engine, ReducedStep

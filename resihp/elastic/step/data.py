@@ -1,4 +1,4 @@
-"""Where microbatches come from: a function of the step, or an iterator with a cursor."""
+"""Sources of microbatches: a function of the step, or an iterator with a cursor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DataSource = Callable[[int, int], Packed]
 
 @runtime_checkable
 class Cursor(Protocol):
-    """A data source whose microbatches depend on what was read before.
+    """Data source whose microbatches depend on what was read before.
 
-    It may be asked for the microbatches of a step again and again until `finish(step)` is called,
-    on every rank that trains. Its state is the same on all of them; a rank that comes in loads
-    what another one saves. `state_dict` holds numbers, strings, tensors, and lists and
-    dictionaries of them, and describes the beginning of the step that is not finished yet.
+    Every training rank may ask repeatedly for the microbatches of a step, until it calls
+    `finish(step)`. The state is equal on all ranks; a joiner loads the state of another rank.
+    `state_dict` holds numbers, strings, tensors, and lists and dictionaries of them, and describes
+    the beginning of the unfinished step.
     """
 
     def __call__(self, step: int, index: int) -> Packed: ...
@@ -31,7 +31,7 @@ class Cursor(Protocol):
 
 
 class StatefulIterator(Protocol):
-    """An iterator over microbatches that can save where it stands and go on from there."""
+    """Iterator over microbatches that can save and restore its position."""
 
     def __next__(self) -> Packed: ...
 
@@ -41,7 +41,7 @@ class StatefulIterator(Protocol):
 
 
 class IteratorData:
-    """A `Cursor` over an iterator: each step takes the next `microbatches` of it, on every rank."""
+    """`Cursor` over an iterator: each step takes its next `microbatches`, on every rank."""
 
     def __init__(self, iterator: StatefulIterator, microbatches: int) -> None:
         self._iterator, self._microbatches = iterator, microbatches
@@ -49,21 +49,21 @@ class IteratorData:
         self._before = iterator.state_dict()
 
     def __call__(self, step: int, index: int) -> Packed:
-        """Microbatch `index` of the step that is not finished yet."""
+        """Return microbatch `index` of the unfinished step."""
         self._draw()
         return self._drawn[index]
 
     def finish(self, step: int) -> None:
-        """Go on behind this step's microbatches, asked for or not."""
+        """Advance past the microbatches of this step, requested or not."""
         self._draw()
         self._drawn, self._before = [], self._iterator.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator stood when the step began."""
+        """Return the position of the iterator at the start of the step."""
         return self._before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another rank stood."""
+        """Continue from the position of another rank."""
         self._iterator.load_state_dict(state)
         self._drawn, self._before = [], state
 

@@ -1,4 +1,4 @@
-"""One training step of one rank: pipeline passes, gradient sum, agreement, update."""
+"""Training step of one rank: pipeline passes, gradient all-reduce, commit vote, update."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from .schedule import check_schedule, order_of
 from .setup import Setup
 from .shard import Shard
 from .stage_runner import StageRunner
-from .telemetry import Telemetry
+from .telemetry import PassRecorder
 
 
 @dataclass(frozen=True)
 class ReducedStep:
-    """A step whose gradients are summed everywhere, so that every rank can make the update.
+    """Step whose gradients are summed on all ranks, so that every rank can update.
 
     loss   mean over the tokens of the step
     norm   of the whole gradient
     ready  number of ranks ready for the next generation, and the sum of their generation numbers
-    is_due the state after this step is to be saved
+    is_due the state after this step must be saved
     """
 
     step: int
@@ -55,10 +55,10 @@ class ReducedStep:
 class Engine:
     """Runs steps of one rank in one generation.
 
-    A step is `accumulate`, `reduce`, `update`. Until `update` the local sums stay as they are, so
-    whatever happens before it loses no other replica's work. Before it, `total` holds the whole
-    gradients, summed here or handed over by another generation. `rest` is what remains of a step
-    that another generation has begun; None: the next step is a whole one.
+    A step is `accumulate`, `reduce`, `update`. The local sums do not change until `update`, so that
+    a failure before it loses no other replica's work. `total` holds the whole gradients before
+    `update`, summed here or transferred from the previous generation. `rest` is the remainder of a
+    step that the previous generation began; None: the next step is a whole one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         rest: StepRemainder | None = None,
     ) -> None:
         self.setup, self.groups, self.shard, self.plan = setup, groups, shard, plan
-        self._telemetry = Telemetry(setup.record, waited)
+        self._telemetry = PassRecorder(setup.record, waited)
         check_schedule(plan)
         self._passes = StageRunner(
             setup.model,
@@ -88,33 +88,33 @@ class Engine:
 
     @property
     def is_accumulated(self) -> bool:
-        """Whether all passes of this rank in the present step are done."""
+        """True when all passes of this rank in the current step are done."""
         return self._sums.finished == self._share.whole
 
     def holding(self, generation: int) -> GradientHolding:
-        """What this rank's gradients stand for now."""
+        """Describe the gradients that this rank holds now."""
         summed = self.total is not None
         return self.groups.holding(generation, self._sums.finished, summed=summed)
 
     def parts_of(self, kept: SurvivingSum) -> Parts:
-        """This rank's ranges of a sum that its replica holds."""
+        """Return this rank's shard of a sum that its replica holds."""
         if kept.total:
             assert self.total is not None
             return [((0, self.plan.microbatches), self.total)]
         return self._sums.parts()
 
     def losses_of(self, kept: SurvivingSum) -> Mapping[int, float]:
-        """The losses that this rank knows of a kept sum's microbatches."""
+        """Return the losses of a kept sum's microbatches that this rank knows."""
         if kept.total:
             return self._losses
         is_mine = self.groups.place.dp == kept.replica and self.groups.after is None
         return self._sums.losses if is_mine else {}
 
     def accumulate(self, step: int, is_broken: Callable[[], bool] = lambda: False) -> None:
-        """All passes of this rank's microbatches; no other replica takes part.
+        """Run all passes of this rank's microbatches; no other replica takes part.
 
-        A replica of one stage leaves off between two microbatches when the generation `is_broken`,
-        if a replica of several ranks is hurt that could share in what is left.
+        A replica of one stage stops between two microbatches once the generation `is_broken`, if
+        survivors of another replica could take over part of the remaining ones.
         """
         batches = self._load(step)
         order = order_of(self.plan, self.groups, len(batches))
@@ -138,17 +138,17 @@ class Engine:
                 continue
             timing.earlier = first_halves.pop(index, (0.0, 0.0))
             self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
-            if self._may_leave_off() and item is not order[-1]:
+            if self._may_stop_early() and item is not order[-1]:
                 told = torch.tensor([float(is_broken())])
                 if self.groups.tp.all_reduce_max(told).item():
                     break
         self._passes.drain()
 
     def reduce(self, step: int, ready_generation: int, *, is_due: bool = False) -> ReducedStep:
-        """Sum the gradients and agree that they are whole. Nothing is updated yet.
+        """Sum the gradients and vote that they are whole; update nothing.
 
-        The last all-reduce is the point of no return: a rank that comes out of it knows that all
-        ranks hold whole gradients, so that the update of this step can always be completed.
+        The last all-reduce commits the step: a rank that leaves it knows that all ranks hold whole
+        gradients, so that the update can be completed after any later loss.
         `ready_generation` is the next generation that this rank has prepared, or 0; `is_due` asks
         all ranks to save the state after this step.
         """
@@ -167,7 +167,7 @@ class Engine:
         return ReducedStep(step, loss, norm, ready, bool(summed[2] > 0))
 
     def update(self, norm: float, step: int) -> None:
-        """Clip the summed gradients and make the update. No communication."""
+        """Clip the summed gradients and update, without communication."""
         timing = self._telemetry.start()
         optimizer, data = self.setup.optimizer, self.setup.data
         assert self.total is not None, "only a gradient that is whole everywhere may be used"
@@ -183,7 +183,7 @@ class Engine:
         self._telemetry.record(Op.OPTIMIZER, step, timing)
 
     def release(self) -> None:
-        """Free the state; only the groups are left. What another shard shares lives on there."""
+        """Free the state but not the groups; tensors shared with another shard stay there."""
         for module in self.shard.parts.values():
             for owner in module.modules():
                 owner._parameters.clear()
@@ -193,7 +193,7 @@ class Engine:
 
     @contextmanager
     def _adding(self, item: Pass, microbatch: int, *, is_last: bool) -> Iterator[None]:
-        """Around a pass, which may add to the gradients."""
+        """Enclose a pass, which may add to the gradients."""
         # A split pass may come back to a parameter, so nothing of it is sent before its end.
         sends_ahead = is_last and item.part is Part.WHOLE
         with (
@@ -215,10 +215,11 @@ class Engine:
         members = len(groups.layout.replicas[groups.place.dp].ranks)
         return count_rows(reports, self.plan.microbatches, members=members, loss_members=1)
 
-    def _may_leave_off(self) -> bool:
-        """Between two microbatches of a replica of one stage; a pipeline would have to drain.
+    def _may_stop_early(self) -> bool:
+        """Return whether to check for a failure between two microbatches.
 
-        Where each other replica is one rank, none is left of a hurt one, so nobody gains by it.
+        True for a replica of one stage only, as a pipeline would have to drain, and only if
+        another replica has several ranks: a failed replica of one rank has no survivors.
         """
         layout, dp = self.groups.layout, self.groups.place.dp
         others = (len(r.ranks) for i, r in enumerate(layout.replicas) if i != dp)
@@ -226,7 +227,7 @@ class Engine:
         return is_alone and not self._passes.in_flight and any(ranks > 1 for ranks in others)
 
     def _start(self, rest: StepRemainder) -> None:
-        """Begin a step, or what is left of one."""
+        """Begin a step, or the remainder of one."""
         self._share = rest.shares[self.groups.place.dp]
         self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
         self.total, self._losses = None, {}
@@ -255,5 +256,5 @@ class Engine:
         return replace(packed, step=step, index=index)
 
     def _loss_weight(self, packed: Packed) -> float:
-        """The token budget is the same for all microbatches, so the mean is over all of them."""
+        """Return the weight of a token: all microbatches have the same number of tokens."""
         return 1.0 / (len(packed.tokens) * self.plan.microbatches)

@@ -1,4 +1,4 @@
-"""One rank's gradients of the step in progress, and the account of what is in them."""
+"""Gradient accumulation of one rank, with the microbatches that the sums contain."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Parts = list[tuple[Node, Gradients]]
 
 @dataclass(frozen=True)
 class StepRemainder:
-    """With what one rank goes on in a step that another generation has begun.
+    """Remainder of a step that the previous generation began.
 
-    shares  of all replicas
-    parts   sums that this rank's replica takes over, cut as its shard is
+    shares  assignments of all replicas
+    parts   sums that this rank's replica takes over, sharded as this rank's parameters
     losses  of the microbatches in all kept sums
     """
 
@@ -37,9 +37,9 @@ class StepRemainder:
 
 
 class GradientSum:
-    """Gradients added up in `.grad`, in the order in which the backward passes end.
+    """Sum in `.grad`, in the order in which backward passes end.
 
-    `parts` is what moves when the layout changes in mid-step; `start` takes it in.
+    `parts` is what moves when the layout changes within a step; `start` accepts it.
     """
 
     def __init__(self, tensors: Mapping[Param, nn.Parameter], microbatches: int) -> None:
@@ -50,11 +50,11 @@ class GradientSum:
 
     @property
     def finished(self) -> Spans:
-        """The microbatches in the sum; none if a backward pass was broken off inside it."""
+        """Microbatches in the sum; none if a backward pass was interrupted."""
         return () if self._is_torn else spans(self.losses)
 
     def start(self, parts: Parts, losses: Mapping[int, float]) -> None:
-        """Begin a step, or the rest of one, with `parts` of it. Their memory is reused."""
+        """Begin a step, or its remainder, with `parts` of it. Their memory is reused."""
         self.losses, self._is_torn = dict(losses), False
         for tensor in self._tensors.values():
             tensor.grad = None
@@ -62,24 +62,24 @@ class GradientSum:
 
     @contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
-        """A backward pass (or one half of it, or that of one chunk) of `microbatch`."""
+        """Enclose a backward pass (of one chunk, or one half of it) of `microbatch`."""
         torn_before, self._is_torn = self._is_torn, True
         yield
         self._collect(microbatch)
         self._is_torn = torn_before
 
     def finish(self, microbatch: int, loss: float) -> None:
-        """All passes of `microbatch` are done here; `loss` is this rank's part of the mean."""
+        """Count `microbatch`, whose passes are done; `loss` is this rank's part of the mean."""
         assert microbatch not in self.losses, f"microbatch {microbatch} is summed twice"
         self._close(microbatch)
         self.losses[microbatch] = loss
 
     def parts(self) -> Parts:
-        """What has been summed up, to be moved or reduced."""
+        """Return the sums, to be moved or reduced."""
         return [((0, self._microbatches), self.whole())]
 
     def whole(self) -> Gradients:
-        """The sum, where there is only one; zeros where nothing was added."""
+        """Return the single sum; zeros where nothing was added."""
         for tensor in self._tensors.values():
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
@@ -92,16 +92,16 @@ class GradientSum:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
 
     def _collect(self, microbatch: int) -> None:
-        """Nothing: autograd has added it up."""
+        """Do nothing: autograd has added the gradients."""
 
     def _close(self, microbatch: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class DeterministicGradientSum(GradientSum):
-    """Gradients added up in the fixed order of `tree`, whoever computed them.
+    """Sum in the fixed order of `tree_sum`.
 
-    Costs about log2(quota) gradients of memory more, and one addition apart from autograd's.
+    Needs about log2(quota) more gradients of memory, and an addition per microbatch.
     """
 
     def __init__(self, tensors: Mapping[Param, nn.Parameter], microbatches: int) -> None:
@@ -111,15 +111,15 @@ class DeterministicGradientSum(GradientSum):
 
     @property
     def finished(self) -> Spans:
-        """The microbatches in the sums; one that was broken off is not among them."""
+        """Microbatches in the sums, without interrupted ones."""
         return spans(self.losses)
 
     def parts(self) -> Parts:
-        """The sum of each node, ascending."""
+        """Return the sum of each node, ascending."""
         return sorted(self._held.items(), key=lambda item: item[0])
 
     def whole(self) -> Gradients:
-        """The sum of all microbatches of the step, all of which must be here."""
+        """Return the sum of all microbatches of the step; all must be present."""
         return self._held[0, self._microbatches]
 
     def _take(self, parts: Parts) -> None:
@@ -145,7 +145,7 @@ class DeterministicGradientSum(GradientSum):
 
 
 def added(left: Gradients, right: Gradients) -> Gradients:
-    """left + right, in the memory of `left`."""
+    """Return left + right, in the memory of `left`."""
     for param, gradient in left.items():
         gradient.add_(right[param])
     return left

@@ -1,4 +1,4 @@
-"""Boundary activations and their gradients between stages of any tensor-parallel degrees."""
+"""Activations and their gradients between pipeline stages of any tensor-parallel degrees."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..process_groups.layout_groups import P2PLink, StageBoundary
 
 
 class P2PQueue:
-    """Sends without waiting; keeps what is on its way until it has arrived."""
+    """Queue of asynchronous sends; keeps tensors alive until they have arrived."""
 
     def __init__(self) -> None:
-        self._on_the_way: deque[tuple[AbortableProcessGroup, dist.Work, torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[AbortableProcessGroup, dist.Work, torch.Tensor]] = deque()
 
     def post(self, group: AbortableProcessGroup, chunk: torch.Tensor, source: int) -> None:
         """Send `chunk` from this rank (`source`) to the other end of `group`."""
-        while self._on_the_way and self._on_the_way[0][1].is_completed():
+        while self._in_flight and self._in_flight[0][1].is_completed():
             self._finish_oldest()
-        self._on_the_way.append((group, group.start_broadcast(chunk, source), chunk))
+        self._in_flight.append((group, group.start_broadcast(chunk, source), chunk))
 
     def drain(self) -> None:
-        """Wait until everything has arrived."""
-        while self._on_the_way:
+        """Wait until all sends have arrived."""
+        while self._in_flight:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        group, work, _ = self._on_the_way.popleft()
+        group, work, _ = self._in_flight.popleft()
         group.wait(work)
 
 
@@ -50,7 +50,7 @@ def send_backward(box: P2PQueue, boundary: StageBoundary, grad_TD: torch.Tensor)
 def receive_forward(
     boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
 ) -> torch.Tensor:
-    """The activation [tokens, width] from the previous stage, gathered over the own group."""
+    """Return the activation [tokens, width] of the previous stage, gathered over the TP group."""
     works = [(link.forward, link.transfer.source) for link in boundary.links]
     return _receive(works, boundary, tp, tokens, width)
 
@@ -58,7 +58,7 @@ def receive_forward(
 def receive_backward(
     boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
 ) -> torch.Tensor:
-    """The gradient [tokens, width] from the next stage, gathered over the own group."""
+    """Return the gradient [tokens, width] of the next stage, gathered over the TP group."""
     works = [(link.backward, link.transfer.target) for link in boundary.links]
     return _receive(works, boundary, tp, tokens, width)
 
@@ -84,7 +84,7 @@ def _receive(
 
 
 def _chunks_of(index: int, degree: int, chunks: int) -> int:
-    """How many of `chunks` the rank `index` of a group of `degree` sends or receives."""
+    """Return the number of `chunks` that rank `index` of a group of `degree` transfers."""
     return sum(chunk * degree // chunks == index for chunk in range(chunks))
 
 
@@ -93,7 +93,7 @@ def _rows_per_chunk(tokens: int, boundary: StageBoundary) -> int:
 
 
 def _chunk(tensor_TD: torch.Tensor, link: P2PLink, boundary: StageBoundary) -> torch.Tensor:
-    """The rows of one chunk; the last ones are padded, so that all chunks are equally long."""
+    """Return the rows of one chunk, padded to the common chunk length."""
     rows = _rows_per_chunk(len(tensor_TD), boundary)
     start = link.transfer.chunk * rows
     chunk = tensor_TD.detach()[start : start + rows]

@@ -1,4 +1,4 @@
-"""What all ranks hold alike besides their shards: step, optimizer's scalars, the data's cursor."""
+"""State that is equal on all ranks: completed steps, optimizer scalars, data cursor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .setup import Setup
 from .shard import Shard, scalar_table
 
 
-def carry_over(
+def distribute_replicated_state(
     group: AbortableProcessGroup,
     setup: Setup,
     completed: int,
@@ -22,10 +22,10 @@ def carry_over(
     new: Shard | None,
     source: int,
 ) -> int:
-    """Bring what is replicated to every rank of `group`; collective. Returns the completed steps.
+    """Distribute the replicated state over `group`; collective. Returns the completed steps.
 
-    Ranks that had no place in the old layout (`old` None) do not know any of it. `source` is a
-    rank that had one, the same on all ranks.
+    Ranks outside the old layout (`old` is None) receive all of it. `source` is a rank inside, the
+    same on all ranks.
     """
     table = old.scalars() if old is not None else scalar_table(setup.model, setup.optimizer)
     known = torch.cat([torch.tensor([completed], dtype=torch.float64), table.flatten()])
@@ -41,7 +41,7 @@ def carry_over(
 
 
 def _broadcast(group: AbortableProcessGroup, state: dict[str, Any], source: int) -> dict[str, Any]:
-    """The `state` of rank `source`."""
+    """Return the `state` of rank `source`."""
     written = io.BytesIO()
     torch.save(state, written)
     packed = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)

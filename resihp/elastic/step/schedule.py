@@ -1,4 +1,4 @@
-"""The order in which a rank runs the passes of its share of a step, and which plans can be run."""
+"""Order of the passes of a rank, and checks that a plan can run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..process_groups.layout_groups import LayoutGroups
 
 
 def order_of(plan: Plan, groups: LayoutGroups, microbatches: int) -> tuple[Pass, ...]:
-    """The passes of this rank's stage over `microbatches`, which count from 0 in its share."""
+    """Return the passes of this rank's stage over `microbatches`, counted from 0."""
     place = groups.place
     return stage_order(
         plan.schedule,
@@ -22,10 +22,10 @@ def order_of(plan: Plan, groups: LayoutGroups, microbatches: int) -> tuple[Pass,
 
 
 def check_plan(plan: Plan, parameters: Parameters, microbatches: int) -> None:
-    """Whether a job that trains this model, with so many microbatches a step, can run `plan`.
+    """Check that a job with this model and so many microbatches per step can run `plan`.
 
-    Raises `ContractError`. A plan that leaves out a layer, or changes the microbatches of a step,
-    would run, but would not train what the job trains.
+    Raises `ContractError` also for plans that would run but train something else: with a layer left
+    out, or with another number of microbatches.
     """
     held, due = plan.layout.layers, len(parameters.layers)
     if held != due:
@@ -37,7 +37,7 @@ def check_plan(plan: Plan, parameters: Parameters, microbatches: int) -> None:
 
 
 def check_schedule(plan: Plan) -> None:
-    """Whether stages hold as many model chunks as the schedule needs. Raises `ContractError`."""
+    """Check that stages hold the chunks that the schedule needs. Raises `ContractError`."""
     chunks = {replica.chunks for replica in plan.layout.replicas}
     if plan.schedule is Schedule.INTERLEAVED and chunks == {1}:
         raise ContractError("schedule", "interleaved needs several model chunks in each stage")

@@ -1,4 +1,4 @@
-"""What a user gives the runtime, and what stays the same in every generation."""
+"""Inputs of the runtime that are the same in every generation."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Recorder(Protocol):
 
 
 def record_nothing(**fields: Any) -> None:
-    """A recorder for those who do not watch."""
+    """Discard a record."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same in every generation.
+    """Inputs of the runtime that are the same in every generation.
 
     compute_dtype  precision of the operators under torch's autocast, e.g. `torch.bfloat16`;
                    parameters, gradients and sums between ranks stay float32. None: all float32
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`)
-    bucket_bytes   how much of a gradient travels at once while backward still runs
+    bucket_bytes   size of a gradient all-reduce that overlaps with backward
     """
 
     model: Model

@@ -1,4 +1,4 @@
-"""What one rank holds of the model: modules, parameters and their optimizer state, by range."""
+"""Shard of one rank: modules, parameters and optimizer state, by range."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def zeros(param: Param, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Shard:
-    """The parts of one stage that a rank holds.
+    """Parts of one stage that a rank holds.
 
     parts       modules by part name, in the order in which they are run
     ranges      range of each parameter held here
@@ -47,16 +47,16 @@ class Shard:
         return sum(name.startswith("layers.") for name in self.parts)
 
     def state(self, param: Param) -> tuple[torch.Tensor, ...]:
-        """The parameter and its moments; zeros where the optimizer has made none yet."""
+        """Return the parameter and its moments; zeros where the optimizer has none yet."""
         tensor = self.tensors[param]
         held = self.optimizer.state.get(tensor, {})
         moments = (held.get(name) for name in self.settings.form.moments)
         return (tensor.data, *(torch.zeros_like(tensor) if m is None else m for m in moments))
 
     def reserve(self, param: Param, allot: Allot | None = None) -> None:
-        """Make room for the state of a parameter, to be filled from another rank.
+        """Allocate the state of a parameter, to be received from another rank.
 
-        `allot` gives the memory; None: that which the optimizer has made serves, if it has.
+        `allot` gives the memory; None: existing optimizer state is used.
         """
         tensor, defaults = self.tensors[param], self.optimizer.defaults
         held = self.optimizer.state[tensor]
@@ -69,12 +69,12 @@ class Shard:
         self.settings.form.fill(held, tensor, device, partial(allot or zeros, param))
 
     def forget_updates(self) -> None:
-        """Let the optimizer begin: what it makes before its first update only, it has."""
+        """Clear state that the optimizer creates at its first update."""
         if not self.settings.form.eager:
             self.optimizer.state.clear()
 
     def scalars(self) -> torch.Tensor:
-        """The optimizer's scalars [groups, names], -inf where nothing is held that would tell."""
+        """Return the optimizer's scalars [groups, names]; -inf where this rank has none."""
         names = self.settings.form.scalars
         table = _no_scalars(len(self.optimizer.param_groups), len(names))
         for row, group in zip(table, self.optimizer.param_groups, strict=True):
@@ -84,7 +84,7 @@ class Shard:
         return table
 
     def set_scalars(self, table: torch.Tensor, completed: int) -> None:
-        """Take on the optimizer's scalars as they are after `completed` updates."""
+        """Set the optimizer's scalars as they are after `completed` updates."""
         if completed == 0:
             self.forget_updates()
             return
@@ -99,7 +99,7 @@ class Shard:
 
 
 def scalar_table(model: Model, settings: Optimizer) -> torch.Tensor:
-    """As `Shard.scalars`, of a rank that holds nothing."""
+    """Return the table of `Shard.scalars` for a rank without a shard."""
     return _no_scalars(len(settings.groups(model.parameters)), len(settings.form.scalars))
 
 
@@ -108,7 +108,7 @@ def _no_scalars(groups: int, names: int) -> torch.Tensor:
 
 
 def initial_shard(model: Model, settings: Optimizer, groups: LayoutGroups) -> Shard:
-    """This rank's shard of a generation, with the model's initial values."""
+    """Build this rank's shard with the model's initial values."""
     shard = build_shard(model, settings, groups, allot=None)
     for param, tensor in shard.tensors.items():
         initial = model.initial(param.key, param.shape)
@@ -124,7 +124,7 @@ def build_shard(
     current: Shard | None = None,
     allot: Allot | None = zeros,
 ) -> Shard:
-    """This rank's shard of a generation, its memory in place but its values still to come.
+    """Build this rank's shard with memory allocated and values still to be received.
 
     What `current` holds in the very same range is shared with it, not copied: neither changes
     before one of the two is let go. `allot` gives the memory of all else; None: it stays where it
@@ -166,7 +166,7 @@ def build_shard(
 def check_part(
     module: nn.Module, part: str, params: tuple[Param, ...], ranges: Mapping[Param, Range]
 ) -> None:
-    """Whether a model has built a part as it said. Raises `ContractError`."""
+    """Check that a model built a part as declared. Raises `ContractError`."""
     found = module.state_dict()
     for param in params:
         tensor = found.pop(name_in_part(param), None)
@@ -184,28 +184,28 @@ def check_part(
 
 
 def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The submodule that owns the parameter at `path`, and its name there."""
+    """Return the submodule that owns the parameter at `path`, and its name there."""
     parent, _, name = path.rpartition(".")
     return module.get_submodule(parent), name
 
 
 def name_in_part(param: Param) -> str:
-    """The parameter's name in the modules that hold it: its key without the part before it."""
+    """Return the name of a parameter within its part: its key without the part."""
     return param.key.removeprefix(f"{home(param)}.")
 
 
 def home(param: Param) -> str:
-    """The part that a parameter's key names; a tied one lives in the last part as well."""
+    """Return the part in a parameter's key; a tied parameter is in the last part as well."""
     if param.key.startswith("layers."):
         return ".".join(param.key.split(".", 2)[:2])
     return param.key.split(".", 1)[0]
 
 
 def part_ranges(params: tuple[Param, ...], ranges: Mapping[Param, Range]) -> dict[str, Range]:
-    """The ranges of one part's parameters, by parameter name."""
+    """Return the ranges of one part's parameters, by parameter name."""
     return {name_in_part(param): ranges[param] for param in params}
 
 
 def rows(tensor: torch.Tensor, param: Param, span: Range, origin: int = 0) -> torch.Tensor:
-    """The view of `tensor` on rows `span` of `param`, where the tensor begins at row `origin`."""
+    """Return the view on rows `span` of `param`; `tensor` begins at row `origin`."""
     return tensor.narrow(param.dim or 0, span[0] - origin, span[1] - span[0])

@@ -1,8 +1,8 @@
-"""A backward pass in two halves: first what the previous stage waits for, the weights later.
+"""Backward pass in two halves: gradients of the input first, of the weights later.
 
 Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2. The first half walks the
-graph from the output to the input and notes the gradient that arrives at each operator that also
-has weights; the second half runs those operators once more, for their weights alone.
+graph from the output to the input and stores the gradient that arrives at each operator with
+weights; the second half runs those operators again, for their weights alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class _Operator:
-    """An operator between input and output that has weights, and what arrived at it."""
+    """Operator with weights between input and output, and the gradient that arrived at it."""
 
     node: Node
     weights: list[torch.Tensor]
     arrived: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
     def note(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Remember what has arrived; a hook of the node."""
+        """Store the gradient that arrived; a hook of the node."""
         self.arrived = [
             (GradientEdge(self.node, index), gradient)
             for index, gradient in enumerate(gradients)
@@ -38,7 +38,7 @@ class _Operator:
 
 
 class SplitBackward:
-    """The two halves of one backward pass from `output` to the leaf `entry`.
+    """Two halves of one backward pass from `output` to the leaf `entry`.
 
     Weights that several operators share (the experts of a layer, which are cut out of one tensor)
     get their gradients in the first half, where autograd adds them up in one go.
@@ -56,7 +56,7 @@ class SplitBackward:
         self._early = [weight for weight in users if weight not in among]
 
     def run_input(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of `entry`, given that of `output`."""
+        """Return the gradient of `entry`, given that of `output`."""
         if self._output is self._entry:
             self._entry.grad = gradient
             return gradient
@@ -76,7 +76,7 @@ class SplitBackward:
 
 
 def _operators(entry: torch.Tensor, output: torch.Tensor) -> Iterator[_Operator]:
-    """The operators on the way from `output` back to `entry` that have weights, in that order."""
+    """Return the operators with weights from `output` back to `entry`, in that order."""
     if output is entry or output.grad_fn is None:
         return
     order = _descendants(output.grad_fn)
@@ -93,7 +93,7 @@ def _operators(entry: torch.Tensor, output: torch.Tensor) -> Iterator[_Operator]
 
 
 def _descendants(root: Node) -> list[Node]:
-    """All nodes below and including `root`, each after those below it."""
+    """Return `root` and all nodes below it, each after those below it."""
     order: list[Node] = []
     seen = {root}
     stack = [(root, iter(_children(root)))]
@@ -110,7 +110,7 @@ def _descendants(root: Node) -> list[Node]:
 
 
 def _leaves(root: Node) -> Iterator[torch.Tensor]:
-    """The tensors whose gradients end up below `root`."""
+    """Return the tensors whose gradients accumulate below `root`."""
     for node in _descendants(root):
         leaf = getattr(node, "variable", None)  # only nodes that add to a leaf's `.grad` have it
         if leaf is not None:

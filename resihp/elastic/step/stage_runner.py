@@ -1,4 +1,4 @@
-"""Passes of one rank's stage: takes in what a pass needs, computes, sends on what came of it."""
+"""Passes of one pipeline stage: receive, compute, send."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .split_backward import SplitBackward
 
 @dataclass
 class _Running:
-    """A microbatch whose forward pass through a chunk has run and whose backward pass has not.
+    """Microbatch between its forward and its backward pass through a chunk.
 
-    embedded  output of the first part where the backward pass is split behind it
-    entry     leaf at which the gradient of the chunk's input gathers
-    output    what the chunk made of it
+    embedded  output of the first part where a split backward pass ends before it
+    entry     leaf that accumulates the gradient of the chunk's input
+    output    output of the chunk
     """
 
     embedded: torch.Tensor | None
@@ -33,10 +33,10 @@ class _Running:
 
 
 class StageRunner:
-    """Runs the passes of one stage in one generation; gradients add up in the shard's tensors.
+    """Runs the passes of one stage; gradients accumulate in the shard's tensors.
 
     `run` a pass, then `send` what it returned; `drain` when all passes of a step have run.
-    `split` says that backward passes come in halves. `compute_dtype` is the precision of torch's
+    With `split`, backward passes come in halves. `compute_dtype` is the precision of torch's
     autocast for the forward pass; None: none.
     """
 
@@ -67,14 +67,14 @@ class StageRunner:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches whose passes have begun and not ended."""
+        """Number of microbatches between forward and backward."""
         return len(self._running)
 
     def run(self, item: Pass, packed: Packed, loss_weight: float) -> torch.Tensor:
-        """One pass. Returns what the neighbour needs: activation or gradient of the input.
+        """Run one pass; return the activation or the gradient of the input for the neighbour stage.
 
         The last chunk of the model returns the sum of the token losses from a forward pass.
-        `loss_weight` is what one token's loss counts in the loss of the step.
+        `loss_weight` is the weight of one token's loss in the loss of the step.
         """
         key = (item.microbatch, item.chunk)
         if item.op is Op.FORWARD:
@@ -104,18 +104,18 @@ class StageRunner:
             exchange.send_backward(self._box, source, outgoing)
 
     def drain(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sends have arrived."""
         self._box.drain()
 
     def flops(self, item: Pass, packed: Packed) -> float:
-        """Floating-point operations of a pass; a backward pass takes twice a forward one."""
+        """Return the floating-point operations of a pass; backward takes twice those of forward."""
         forward = sum(
             self._model.flops(part, self._ranges[part], packed) for part in self._chunks[item.chunk]
         )
         return forward * (2.0 if item.op is Op.BACKWARD and item.part is Part.WHOLE else 1.0)
 
     def params(self, item: Pass) -> set[Param]:
-        """The parameters to whose gradients a backward pass adds."""
+        """Return the parameters to whose gradients a backward pass adds."""
         return {param for held in self._chunks[item.chunk].values() for param in held}
 
     def _forward(self, chunk: int, packed: Packed) -> _Running:

@@ -1,4 +1,4 @@
-"""What a step took on this rank, told to whoever watches."""
+"""Timing of a rank's work and its microbatch records."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ..process_groups.abortable import WaitClock
 from .setup import Recorder
 
 
-class Telemetry:
-    """Times pieces of work and records them. `waited` counts what the rank is blocked on others."""
+class PassRecorder:
+    """Times pieces of work and records them; `waited` measures the time blocked on other ranks."""
 
     def __init__(self, record: Recorder, waited: WaitClock) -> None:
         self._record_one, self._waited = record, waited
 
     def start(self) -> Timing:
-        """Begin a piece of work."""
+        """Start timing a piece of work."""
         return Timing(self._waited)
 
     def record(self, op: Op, step: int, timing: Timing) -> None:
-        """Work of the whole step: data, sums, update."""
+        """Record work of the whole step: data, gradient sums, update."""
         compute_ms, wait_ms = timing.stop_ms()
         self._record_one(op=op, step=step, microbatch=-1, compute_ms=compute_ms, wait_ms=wait_ms)
 
     def record_pass(self, op: Op, packed: Packed, timing: Timing, *, chunk: int) -> None:
-        """A pass of one microbatch through one model chunk."""
+        """Record a pass of one microbatch through one chunk."""
         compute_ms, wait_ms = timing.stop_ms()
         self._record_one(
             op=op,
@@ -44,7 +44,7 @@ class Telemetry:
 
 
 class Timing:
-    """Time since it was made, split into computing and waiting; `earlier` is added to it."""
+    """Time since construction, split into own time and waiting; `earlier` is added."""
 
     def __init__(self, waited: WaitClock) -> None:
         self.earlier = (0.0, 0.0)
@@ -53,11 +53,11 @@ class Timing:
 
     @property
     def compute_s(self) -> float:
-        """Computing so far, in seconds."""
+        """Own time so far, in seconds."""
         return time.perf_counter() - self._start - (self._waited.seconds - self._waited_before)
 
     def stop_ms(self) -> tuple[float, float]:
-        """Computing and waiting so far, in milliseconds, and what was `earlier`."""
+        """Return own time and waiting so far, in milliseconds, `earlier` included."""
         waited_s = self._waited.seconds - self._waited_before
         compute_ms = max(self.compute_s, 0.0) * 1e3
         return self.earlier[0] + compute_ms, self.earlier[1] + waited_s * 1e3

@@ -1,14 +1,14 @@
-"""What a model must tell the runtime: its parts, and how each parameter may be cut.
+"""Interface of models: parts, and how each parameter may be sharded.
 
 A model is a first part (embedding), a list of layers, and a last part (norm, head and loss). The
 runtime builds the parts of a stage with the ranges of the parameters that the rank holds. A part is
-an `nn.Module`; the `Param` with key `"{part}.{name}"` is its parameter `name`. A parameter that is
-tied stands among the parameters of the first and of the last part: both build it under the same
-name, and the runtime keeps the copies equal.
+an `nn.Module`; the `Param` with key `"{part}.{name}"` is its parameter `name`. A tied
+parameter belongs to the first and the last part: both build it under the same name, and the runtime
+keeps the copies equal.
 
 Parameters are float32; under `Setup.compute_dtype` torch's autocast gives the operators lower
-precision. Whatever else a module keeps between microbatches would be lost with a change of layout,
-so that parts have no buffers. Random numbers come from `random_bits`.
+precision. Other state that a module keeps between microbatches would be lost in a
+change of layout: parts have no buffers. Random numbers come from `random_bits`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Part = str
 
 @dataclass(frozen=True)
 class Packed:
-    """One microbatch: documents packed into T tokens, none attending to another.
+    """Microbatch: documents packed into T tokens; attention stays within a document.
 
     tokens   [T] ids, at least one
     targets  [T] ids of the next token; -100 where there is none (end of a document)
     seq_lens lengths of the documents, in order; they sum to T
-    step, index  which microbatch of which step this is; filled in by the runtime
+    step, index  set by the runtime
 
     Raises `ContractError` where these do not fit together.
     """
@@ -60,16 +60,16 @@ class Packed:
 
     @property
     def sum_sq_len(self) -> int:
-        """Sum of the squared lengths: what attention costs."""
+        """Sum of the squared lengths, to which the cost of attention is proportional."""
         return sum(length * length for length in self.seq_lens)
 
 
 class Model(Protocol):
-    """A model that the runtime can lay out over ranks."""
+    """Model that the runtime can shard over ranks."""
 
     @property
     def parameters(self) -> Parameters:
-        """Every parameter of the unsharded model."""
+        """All parameters of the unsharded model."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Model(Protocol):
     def build(
         self, part: Part, ranges: Mapping[str, Range], group: AbortableProcessGroup
     ) -> nn.Module:
-        """The module of one part with the given ranges (by parameter name), values unset.
+        """Build the module of one part with the given ranges (by parameter name), values unset.
 
         First part: `forward(packed) -> [T, width]`. Layers: `forward(hidden, packed) -> hidden`.
         Last part: `forward(hidden, packed) -> scalar sum of the token losses`.
@@ -88,9 +88,9 @@ class Model(Protocol):
         ...
 
     def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The initial value of an unsharded parameter; the same on every rank."""
+        """Return the initial value of an unsharded parameter; equal on every rank."""
         ...
 
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
-        """Floating-point operations of one forward pass through such a part."""
+        """Return the floating-point operations of one forward pass through a part."""
         ...
