@@ -9,7 +9,7 @@ from dataclasses import replace
 from resihp.contracts import ContractError, FencedOutError, PeerLostError, Plan
 
 from .checkpointing import Checkpoints
-from .checkpointing.protocol import NoCheckpoints
+from .checkpointing.protocol import NoCheckpoints, StateManager
 from .planning.publisher import PlanPublisher
 from .planning.sources import PlanSource
 from .process_groups.abortable import WaitClock
@@ -53,7 +53,7 @@ class Trainer:
         self._machine = PhaseMachine()
         self._steps = 0
         self._is_coming_in = self._leaves = False
-        self._keeper = checkpoints.keeper(setup, rendezvous) if checkpoints else NoCheckpoints()
+        self._keeper = _state_manager(checkpoints, setup, rendezvous)
         self._switching = ReshardCoordinator(
             setup,
             self._present,
@@ -276,3 +276,14 @@ class Trainer:
     def _enter(self, phase: Phase) -> None:
         self._machine.enter(phase)
         self._callbacks.on_phase(phase, self.completed)
+
+
+def _state_manager(
+    checkpoints: Checkpoints | None, setup: Setup, rendezvous: Rendezvous
+) -> StateManager:
+    if checkpoints is None:
+        return NoCheckpoints()
+    from .checkpointing.manager import CheckpointManager  # needs resihp[checkpoint]
+
+    store = rendezvous.stores.store
+    return CheckpointManager(checkpoints, setup, rendezvous.rank, store, host=rendezvous.host)

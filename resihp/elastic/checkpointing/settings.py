@@ -6,13 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .protocol import StateManager
-
 if TYPE_CHECKING:
     from resihp.checkpoint import Level, SavePolicy
-
-    from ..rendezvous.membership import Rendezvous
-    from ..step import Setup
 
 
 @dataclass(frozen=True)
@@ -35,10 +30,3 @@ class Checkpoints:
     levels: Callable[[], Sequence[Level]]
     policy: SavePolicy
     in_memory: int = 0
-
-    def keeper(self, setup: Setup, rendezvous: Rendezvous) -> StateManager:
-        """What writes and reads them for one rank."""
-        from .manager import CheckpointManager  # an extra that jobs without checkpoints do without
-
-        store = rendezvous.stores.store
-        return CheckpointManager(self, setup, rendezvous.rank, store, host=rendezvous.host)
