@@ -10,7 +10,7 @@ from benchmarks._detector_cases import MODEL, job_of, text_lengths
 from detector import Detector, DetectorSettings
 from detector.expectation.length_model import features_of
 from detector.expectation.predictor import AnalyticCost, Predictor
-from detector.rank_table import rank_table_of
+from detector.rank_table import RankTable
 from resihp.contracts import Job, Layout, TelemetryBatch
 from resihp.testing.scenarios import Noise, steps_of
 
@@ -22,7 +22,7 @@ def rows_of(longest: int, steps: int, seed: int, shortest: int = 8) -> Rows:
     """Features, times and devices of generated healthy records, documents cut at `longest`."""
     job = job_of(8, 2, 1, budget=16384)
     lengths = np.clip(text_lengths(), shortest, longest)
-    places = rank_table_of(job.layout)
+    places = RankTable.of(job.layout)
     features, times, devices = [], [], []
     for batch in steps_of(job, lengths, steps=steps, seed=seed, noise=Noise()):
         index = places.index(batch.rank.astype(np.int64))
@@ -86,7 +86,7 @@ def error_rows(learned: Rows, within: Rows, beyond: Rows) -> list[list[str]]:
 def large_step(job: Job, step: int, *, with_lengths: bool) -> TelemetryBatch:
     """One step of a large job: 32 microbatches, forward and backward, on every rank."""
     rng = np.random.default_rng(step)
-    places = rank_table_of(job.layout)
+    places = RankTable.of(job.layout)
     axes = np.meshgrid(np.arange(places.size), np.arange(32), [0, 1], indexing="ij")
     at, microbatch, op = (axis.reshape(-1) for axis in axes)
     squares = rng.integers(1_000_000, 30_000_000, (job.layout.dp, 32))

@@ -25,7 +25,7 @@ from benchmarks._detector_cost import ERRORS, Rows, error_rows
 from benchmarks._report import machine, print_table, write_json
 from benchmarks.shard_width import KV_GROUPS, Shard, data_type
 from detector.expectation.length_model import features_of
-from detector.rank_table import rank_table_of
+from detector.rank_table import RankTable
 from resihp.contracts import Job, Layout, ModelShape, Op, TelemetryBatch
 from resihp.offline import read_trace, write_trace
 
@@ -121,7 +121,7 @@ def record(device: str, tokens: int, longest: int, count: int, seed: int) -> Tel
 
 def rows_of(job: Job, batch: TelemetryBatch) -> Rows:
     """Features, times and devices of records, all of one device."""
-    places = rank_table_of(job.layout)
+    places = RankTable.of(job.layout)
     index = np.zeros(len(batch), np.int64)
     return features_of(places, batch, index), batch.compute_ms, index
 

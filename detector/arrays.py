@@ -10,6 +10,16 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
+def positions(ordered: Ints, wanted: NDArray[np.integer]) -> Ints:
+    """Positions of values in `ordered`, which is sorted and not empty; -1 where they are absent.
+
+    >>> positions(np.array([2, 5, 7]), np.array([7, 3, 2])).tolist()
+    [2, -1, 0]
+    """
+    found = np.minimum(np.searchsorted(ordered, wanted), ordered.size - 1)
+    return np.where(ordered[found] == wanted, found, -1)
+
+
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, for a normal distribution."""
 

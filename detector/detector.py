@@ -117,7 +117,7 @@ class Detector(Persistent):
             return []
         before = self._layout_state.snapshot()
         self._take(batch)
-        restart = self._layout_state.assembler.restart()
+        restart = self._layout_state.assembler.progress.restart()
         if restart:
             self.counters["restarts"] += 1
             self._layout_state = self._layout_state.successor(self.job)

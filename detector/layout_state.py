@@ -21,7 +21,7 @@ from .expectation.predictor import LearnedCorrection
 from .links_and_hosts import CollectiveTest, HostTest, LinkTest, LinkVerdict
 from .persistence import Persistent
 from .probes import ProbeKind, ProbeResult, probe_evidence
-from .rank_table import rank_table_of
+from .rank_table import RankTable
 from .residuals import StepResidual
 from .settings import DetectorSettings
 from .step_assembler import StepAssembler
@@ -52,8 +52,8 @@ class LayoutState(Persistent):
     ) -> None:
         self._job, self._settings = job, settings
         self._least = float(np.log(settings.min_slowdown))
-        self.places = rank_table_of(job.layout)
-        self.assembler = StepAssembler(self.places, job.quotas, job.chunks, settings)
+        self.places = RankTable.of(job.layout)
+        self.assembler = StepAssembler(self.places, job.quotas, job.chunks)
         self.model = LengthModel(job, self.places, correction or LearnedCorrection(settings))
         self.cross_stage = CrossStageModel(job, self.places)
         self.tests = RankTests(self.places, settings)
@@ -86,7 +86,7 @@ class LayoutState(Persistent):
         if not len(step):
             return
         self.last_step = int(step.step[0])
-        everyone = self.places.index(step.rank.astype(np.int64))
+        everyone = self.places.index(step.rank)
         self.links.observe(step, everyone, self.last_step)
         self.collectives.observe(step, everyone, self.last_step)
         slow_hosts = self.hosts.observe(step, everyone, self.last_step)
@@ -95,7 +95,7 @@ class LayoutState(Persistent):
         records = step if compute.all() else step.select(compute)
         if not len(records):
             return
-        index = self.places.index(records.rank.astype(np.int64))
+        index = self.places.index(records.rank)
         self._revive_working(index)
         residual = self._residual(records)
         if not self._by_lengths and self.cross_stage.misfits:
@@ -118,7 +118,7 @@ class LayoutState(Persistent):
         shared = self.correlated.attribute(self.tests, now, self.suspect_at)
         self.status_machine.update(self.tests, shared.standing, self.annotations.annotated)
         self.annotations.note_waiting(shared.waits_for)
-        silent = self.assembler.silent >= self._settings.silent_steps
+        silent = self.assembler.silent
         self.annotations.mark(SILENT, silent, self.status_table, self.last_step)
 
     def _residual(self, records: TelemetryBatch) -> StepResidual:
@@ -129,7 +129,7 @@ class LayoutState(Persistent):
         self._by_lengths = by_lengths
         if by_lengths and not known.all():
             records = records.select(known)
-        index = self.places.index(records.rank.astype(np.int64))
+        index = self.places.index(records.rank)
         model = self.model if by_lengths else self.cross_stage
         return model.residuals(records, index, self.status_machine.trusted())
 

@@ -12,7 +12,7 @@ from resihp.contracts import Op, Status, TelemetryBatch
 from .arrays import Bools, Ints, group_median
 from .evidence.rank_tests import LevelTest
 from .persistence import Persistent, State
-from .rank_table import RankTable, slots_of
+from .rank_table import RankTable
 from .settings import DetectorSettings
 
 
@@ -55,7 +55,7 @@ class LinkTest(Persistent):
         rows = (step.op == Op.P2P) & (step.peer >= 0) & (step.compute_ms > 0)
         if not rows.any():
             return
-        peer = self._places.index(step.peer[rows].astype(np.int64))
+        peer = self._places.index(step.peer[rows])
         known = peer >= 0
         own, peer, times = index[rows][known], peer[known], step.compute_ms[rows][known]
         keys = (own << 32) | peer
@@ -209,7 +209,7 @@ def _tensor_groups(places: RankTable) -> tuple[Ints, Ints]:
 
 def _data_groups(places: RankTable) -> tuple[Ints, Ints]:
     """The ranks at the same place of every replica; those of equally many layers are alike."""
-    key = np.stack([places.pp, slots_of(places)], axis=1)
+    key = np.stack([places.pp, places.slot], axis=1)
     _, member, sizes = np.unique(key, axis=0, return_inverse=True, return_counts=True)
     member = member.reshape(-1)
     layers = np.zeros(sizes.size)

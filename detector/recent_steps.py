@@ -33,7 +33,7 @@ class _Frame:
 
     @classmethod
     def of(cls, batch: TelemetryBatch, places: RankTable) -> _Frame:
-        replica = places.dp[places.index(batch.rank.astype(np.int64))]
+        replica = places.dp[places.index(batch.rank)]
         some = (batch.microbatch >= 0) & np.isin(batch.op, _COMPUTE)
         key = np.where(some, (replica << 32) | batch.microbatch, -1)
         distinct, work = np.unique(key, return_inverse=True)

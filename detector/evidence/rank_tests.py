@@ -317,8 +317,7 @@ class LevelTest(Persistent):
         few = np.bincount(classes)[classes] < _MAJORITY
         _, classes = np.unique(np.where(few, -1 - ids, classes), return_inverse=True)
         classes = classes.reshape(-1).astype(np.int64)
-        ones = np.ones(count)
-        places = RankTable(ids, ids, ids, ids, classes, ones, ones, ones, ones)
+        places = RankTable.of_classes(classes)
         self._error, self._least = error, float(np.log(least))
         self.tests = RankTests(places, settings)
         self.slow = np.zeros(count, bool)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
 
-from ..arrays import quantile
+from ..arrays import positions, quantile
 from ..step_assembler import numbered
 from .recording import Floats, Ints
 
@@ -103,10 +103,10 @@ class _Rows:
     def of(cls, layout: Layout, batch: TelemetryBatch, most: int) -> _Rows:
         places = np.array([(p.rank, p.dp, p.pp, p.tp) for p in layout.places()]).T
         places = places[:, np.argsort(places[0])]
-        batch = batch.select(_find(places[0], batch.rank) >= 0)
-        found = _find(places[0], batch.rank)
+        batch = batch.select(positions(places[0], batch.rank) >= 0)
+        found = positions(places[0], batch.rank)
         _, dp, pp, tp = places[:, found]
-        peer = _find(places[0], batch.peer)
+        peer = positions(places[0], batch.peer)
         steps, step = np.unique(batch.step, return_inverse=True)
         part = step.reshape(-1) * layout.dp + dp
         at = {
@@ -210,9 +210,3 @@ def _newest(batches: Iterable[TelemetryBatch]) -> TelemetryBatch:
     parts = list(batches)
     newest = max((part.plan_version for part in parts), default=0)
     return TelemetryBatch.concat([part for part in parts if part.plan_version == newest])
-
-
-def _find(ranks: Ints, wanted: Ints) -> Ints:
-    """Positions in the sorted `ranks`; -1 for those that are not there."""
-    found = np.minimum(np.searchsorted(ranks, wanted), ranks.size - 1)
-    return np.where(ranks[found] == wanted, found, -1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from detector.arrays import Floats, Ints
-from detector.rank_table import RankTable, rank_table_of, slots_of
+from detector.rank_table import RankTable
 from resihp.contracts import Job, Op, TelemetryBatch
 
 
@@ -137,7 +137,7 @@ def steps_of(
     """
     noise = noise or Noise()
     rng = np.random.default_rng(seed)
-    places = rank_table_of(job.layout)
+    places = RankTable.of(job.layout)
     # A device keeps its offset through changes of the layout, so it is drawn by rank.
     drawn = np.random.default_rng(seed + 1).normal(0.0, 1.0, int(places.ranks.max()) + 1)
     offsets = noise.offset * np.clip(drawn, -2.6, 2.6)  # real ones of 0.7% reach 1.8%
@@ -264,12 +264,12 @@ def collectives(
     waits for its slowest member, and one of each rank for the step; times vary by 5%."""
     step = int(computed.step[0])
     rng = np.random.default_rng((seed, step))
-    places = rank_table_of(job.layout)
+    places = RankTable.of(job.layout)
     at = places.index(computed.rank.astype(np.int64))
     group = (places.group[at] << 24) | (computed.microbatch.astype(np.int64) << 1) | computed.op
     _, group = np.unique(group, return_inverse=True)
     inner = (2.0 * rng.lognormal(0.0, 0.05, int(group.max()) + 1))[group]
-    place = np.unique(np.stack([places.pp, slots_of(places)]), axis=1, return_inverse=True)[1]
+    place = np.unique(np.stack([places.pp, places.slot]), axis=1, return_inverse=True)[1]
     outer = (30.0 * rng.lognormal(0.0, 0.05, int(place.max()) + 1))[place.reshape(-1)]
     if slow is not None and step >= slow.from_step:
         times, ranks = (outer, places.ranks) if slow.within_step else (inner, computed.rank)
