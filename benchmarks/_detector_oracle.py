@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks._detector_cases import Tally, injected, run_trial
-from detector import Detector, DetectorSettings
+from detector import Detector
 from detector.arrays import column_median
 from detector.residuals import noise_of
 from resihp.contracts import Job, TelemetryBatch
@@ -40,10 +40,12 @@ class Healthy:
     @classmethod
     def of(cls, job: Job, batches: Sequence[TelemetryBatch]) -> Healthy:
         """What a detector makes of the recording with nothing injected."""
-        detector = Detector(job, settings=DetectorSettings(window_steps=max(48, len(batches))))
+        detector, rows = Detector(job), list[np.ndarray]()
         for batch in batches:
             detector.update(batch)
-        residual = detector._layout_state.tests.window[: len(batches)].astype(np.float64)
+            tests = detector._layout_state.tests
+            rows += list(tests.window[tests.recent(tests.count - len(rows))].copy())
+        residual = np.array(rows, np.float64)
         noise = noise_of(residual.astype(np.float32))
         excess = [
             (residual[at : at + 5].mean(axis=0) - residual[:at].mean(axis=0)) ** 2

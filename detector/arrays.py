@@ -24,8 +24,8 @@ MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, for a normal distribution."""
 
 _PADDED = 3
-"""Cells for each value up to which groups are laid out as rows: sorting those is ten times faster
-than sorting all values by group."""
+"""Cells per value up to which groups are laid out as rows: sorting rows is ten times faster than
+sorting all values by group."""
 
 
 def group_median(values: Floats, groups: Ints, size: int) -> Floats:
@@ -80,7 +80,7 @@ def column_median(values: NDArray[np.floating]) -> Floats:
     >>> column_median(np.array([[1.0, np.nan], [4.0, np.nan], [2.0, np.nan]])).tolist()
     [2.0, nan]
     """
-    ordered = np.sort(values.T, axis=1)  # NaN sorts last; rows lie together in memory
+    ordered = np.sort(values.T, axis=1)  # NaN sorts last; rows are contiguous
     counts = np.isfinite(ordered).sum(axis=1)
     row = np.arange(counts.size)
     low, high = np.maximum(counts - 1, 0) // 2, np.minimum(counts // 2, values.shape[0] - 1)
@@ -130,7 +130,7 @@ def quantile(values: NDArray[np.floating], q: float, axis: Axes) -> NDArray[np.f
 
 
 def deviation(away: NDArray[np.floating]) -> float:
-    """Standard deviation of what values are away from their middle by; 0 if there are none.
+    """Standard deviation of values that are distances from their middle; 0 if there are none.
 
     The larger of two robust ones: half of the values may be away by nothing, since each of them is
     the middle of its peers.
@@ -154,7 +154,8 @@ def running_median(values: NDArray[np.floating], axis: int, window: int) -> NDAr
 def _ordered(
     values: NDArray[np.floating], axis: Axes
 ) -> tuple[NDArray[np.float64], NDArray[np.intp], tuple[int, ...]]:
-    """The axes merged into the last one and sorted, NaN last; how many are not NaN."""
+    """The axes merged into the last one and sorted, NaN last; the number of finite values; the
+    shape of the result."""
     axes = (axis,) if isinstance(axis, int) else axis
     axes = tuple(a % values.ndim for a in axes)
     kept = [a for a in range(values.ndim) if a not in axes]

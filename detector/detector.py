@@ -24,6 +24,7 @@ from resihp.contracts import (
 )
 
 from .arrays import Ints
+from .diagnosis import diagnose
 from .evidence.status import FAIL_SLOW, FAIL_STOP
 from .expectation.predictor import LearnedCorrection, Predictor
 from .hangs import Hang, HangTracker, silence_note
@@ -36,9 +37,13 @@ from .probes import ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .recent_steps import RecentSteps
 from .settings import DetectorSettings
 from .verdict_text import verdict_of
+from .whatif.known_slow import SlowDevice
 
-_AHEAD = 64
-_ALONE = (ProbeKind.GEMM, ProbeKind.MEMORY)
+_MOST_AHEAD = 64
+"""Messages of a newer plan than the known one that are kept."""
+_WORTH_TELLING = 0.05
+"""Change of a named device's slowdown (log) from which the verdict is returned again."""
+_LONE_PROBES = (ProbeKind.GEMM, ProbeKind.MEMORY)
 """Probes that a rank runs alone."""
 _SILENCE = "its heartbeats have stopped"
 _ENDED = "its process ended with "
@@ -46,11 +51,11 @@ _HANG_CONFIDENCE = 0.9
 
 
 class Detector(Persistent):
-    """Judges every rank of one job from the records of its microbatches.
+    """Verdicts on every rank of one job, from the records of its microbatches.
 
-    Call `update` with each batch as it arrives; whole steps, single ranks, late, repeated and out
+    Call `update` with each batch as it arrives: whole steps, single ranks, late, repeated and out
     of order records are all right, and the outcome is the same. Verdicts change when a step is
-    decided. A job that goes back to an earlier step, as from a checkpoint, is judged afresh; names
+    whole. A job that goes back to an earlier step, as from a checkpoint, starts afresh; names
     stay until records say otherwise. Everything is deterministic: no clock, no thread, no
     randomness but `settings.seed`. One object serves one job and is not thread-safe.
 
@@ -59,18 +64,9 @@ class Detector(Persistent):
     """
 
     _saved = (
-        "plan_version",
-        "counters",
-        "_probe_budget",
-        "_probation",
-        "_layout_state",
-        "_heartbeats",
-        "_processes",
-        "_hangs",
-        "_notes",
-        "_recent",
-        "_ahead",
-    )
+        "plan_version", "counters", "_probe_budget", "_probation", "_layout_state", "_heartbeats",
+        "_processes", "_hangs", "_notes", "_recent", "_ahead",
+    )  # fmt: skip
     _processes: dict[int, tuple[str, int]]
     _notes: dict[int, tuple[str, ...]]
     _ahead: deque[TelemetryBatch]
@@ -86,9 +82,8 @@ class Detector(Persistent):
         self.settings = settings or DetectorSettings()
         self.plan_version = 0
         self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0, "unknown_ranks": 0}
-        self._layout_state = LayoutState(
-            job, self.settings, LearnedCorrection(self.settings, predictor)
-        )
+        correction = LearnedCorrection(self.settings, predictor)
+        self._layout_state = LayoutState(job, self.settings, correction)
         self._heartbeats = HeartbeatTracker()
         self._processes = {}
         self._hangs = HangTracker()
@@ -99,11 +94,11 @@ class Detector(Persistent):
         self._pending: dict[int, Verdict] = {}
         self._notes = {}
         self._recent = RecentSteps()
-        self._ahead = deque(maxlen=_AHEAD)
+        self._ahead = deque(maxlen=_MOST_AHEAD)
 
     @property
     def predictor(self) -> Predictor | None:
-        """What was learned about the cost of work, for the next job; None before the training."""
+        """The learned cost of work, for the next job; None before the training."""
         return self._layout_state.model.correction.predictor
 
     def update(self, batch: TelemetryBatch) -> list[Verdict]:
@@ -117,12 +112,12 @@ class Detector(Persistent):
             return []
         before = self._layout_state.snapshot()
         self._take(batch)
-        restart = self._layout_state.assembler.progress.restart()
-        if restart:
+        messages = self._layout_state.assembler.progress.restart()
+        if messages:
             self.counters["restarts"] += 1
             self._layout_state = self._layout_state.successor(self.job)
             self._recent.clear()
-            for message in restart:
+            for message in messages:
                 self._take(message)
         changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
         self._pending = {}
@@ -141,10 +136,7 @@ class Detector(Persistent):
         return sorted([*working, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
 
     def diagnosis(self) -> Diagnosis:
-        """Why the job is slow, from the last steps; nothing is named before the first."""
-        from .diagnosis import diagnose
-        from .whatif.known_slow import SlowDevice
-
+        """Why the job is slow, from the last steps; no cause before the first."""
         named = np.flatnonzero(self._layout_state.status_table.status == FAIL_SLOW).tolist()
         slow = SlowDevice.named((self._verdict(at) for at in named), self.job.layout)
         return diagnose(self.job, self.job.layout, self._recent.batches(), slow)
@@ -152,27 +144,28 @@ class Detector(Persistent):
     def apply_plan(self, plan: Plan) -> None:
         """Starts afresh on the layout of a newer plan.
 
-        What was learned about the cost of work stays. A device named slow stays so until records
-        on the new layout say otherwise, and one that leaves it until probes do. Records of older
-        plans are ignored from here on, those of this plan that came too early are taken up now; the
-        verdicts that they change come with the next `update`. An older version does nothing, nor
-        does the same plan again; another plan of the same version replaces it.
+        The learned cost of work is kept. A device named slow keeps its name until records on the
+        new layout say otherwise, and one that leaves the layout until probes do. Records of older
+        plans are ignored from now on. Records of this plan that came early are taken now; the
+        verdicts that they change are returned by the next `update`. An older version, and the same
+        plan again, do nothing; another plan of the same version replaces it.
         """
-        job = _moved(self.job, plan)
+        job = _moved(self.job, plan.layout, plan.quotas, plan.schedule)
         is_known = plan.version == self.plan_version and job == self.job
         if plan.version < self.plan_version or is_known:
             return
         self.plan_version, self.job = plan.version, job
+        last_step = self._layout_state.last_step or 0
         for rank, slowdown, since in self._layout_state.leaving(plan.layout.ranks):
-            self._probation.leave(rank, slowdown, since, self._layout_state.last_step or 0)
+            self._probation.leave(rank, slowdown, since, last_step)
         self._layout_state = self._layout_state.successor(self.job)
         for rank, (slowdown, since) in self._probation.back(plan.layout.ranks).items():
             self._layout_state.carry(rank, slowdown, since)
         self._recent.clear()
-        outside = [rank for rank in self._processes if not self._is_known(rank)]
-        self._forget(outside)
-        waiting, self._ahead = list(self._ahead), deque(maxlen=_AHEAD)
-        for batch in waiting:
+        self._forget([rank for rank in self._processes if not self._is_known(rank)])
+        early = list(self._ahead)
+        self._ahead.clear()
+        for batch in early:
             self._pending.update({verdict.rank: verdict for verdict in self.update(batch)})
 
     def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:
@@ -289,43 +282,40 @@ class Detector(Persistent):
     ) -> list[Verdict]:
         """Takes a report, from survivors or the launcher, that ranks are gone."""
         before, ranks = self._layout_state.snapshot(), sorted(set(ranks))
-        at = self._layout_state.places.index(np.array(ranks, np.int64))
-        for index in at[at >= 0].tolist():
-            self._layout_state.fail(index, step)
-            self._notes[int(self._layout_state.places.ranks[index])] = (detail,)
-        gone = self._probation.fail(
-            ranks, step if step is not None else self._layout_state.last_step or 0
-        )
+        for rank in self._layout_state.fail(ranks, step):
+            self._notes[rank] = (detail,)
+        last_step = self._layout_state.last_step or 0
+        gone = self._probation.fail(ranks, step if step is not None else last_step)
         return [*self._changed(before), *gone]
 
     def links(self) -> list[LinkVerdict]:
         """Links that transfer more slowly than those between the same stages, and groups whose
-        collectives are slower than those of their like."""
+        collectives are slower than those of similar groups."""
         return self._layout_state.slow_links()
 
     def probe_requests(self, now: float) -> list[ProbeRequest]:
         """Probes that would settle a suspicion, or show that a device outside the layout is
         healthy again; `now` in seconds of any monotonic clock."""
-        requests: list[ProbeRequest] = []
-        for rank, reference in self._layout_state.suspects():
-            if self._probe_budget.allow(rank, len(_ALONE), now):
-                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in _ALONE]
-        for link in self._layout_state.links.verdicts():
-            like = self._layout_state.links.like(link)
-            if like is not None and self._probe_budget.allow(link.rank, 1, now):
+        state, requests = self._layout_state, list[ProbeRequest]()
+        for rank, reference in state.suspects():
+            if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
+                requests += _lone_probes(rank, reference)
+        for link in state.links.verdicts():
+            healthy = state.links.healthy_like(link)
+            if healthy is not None and self._probe_budget.allow(link.rank, 1, now):
                 requests.append(
                     ProbeRequest(
                         rank=link.rank,
-                        reference=like[0],
+                        reference=healthy[0],
                         kind=ProbeKind.LINK,
                         peer=link.peer,
-                        reference_peer=like[1],
+                        reference_peer=healthy[1],
                     )
                 )
-        for rank, reference in self._probation.due(now, self._layout_state.healthy()):
-            if self._probe_budget.allow(rank, len(_ALONE), now):
+        for rank, reference in self._probation.due(now, state.healthy()):
+            if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
                 self._probation.asked(rank, now)
-                requests += [ProbeRequest(rank=rank, reference=reference, kind=k) for k in _ALONE]
+                requests += _lone_probes(rank, reference)
         return requests
 
     def probe_result(self, result: ProbeResult) -> list[Verdict]:
@@ -338,7 +328,7 @@ class Detector(Persistent):
         return []
 
     def save(self) -> bytes:
-        """Everything the detector knows, for `restore`."""
+        """The whole state, for `restore`."""
         job = self.job
         moved = {"layout": job.layout, "quotas": job.quotas, "schedule": job.schedule}
         return pack({**self.state(), "moved": to_json(moved)})
@@ -352,37 +342,28 @@ class Detector(Persistent):
         Raises `ContractError` for bytes that `save` did not write.
         """
         saved = unpack(state)
-        layout, quotas, schedule = (
-            saved["moved"][name] for name in ("layout", "quotas", "schedule")
-        )
-        moved = replace(
-            job,
-            layout=from_json(Layout, layout, "layout"),
-            quotas=tuple(quotas),
-            microbatches=sum(quotas),
-            schedule=Schedule(schedule),
-        )
-        detector = cls(moved, settings=settings)
+        moved = saved["moved"]
+        layout = from_json(Layout, moved["layout"], "layout")
+        job = _moved(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))
+        detector = cls(job, settings=settings)
         detector.load(saved)
         return detector
 
     def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
         status, factor = before
-        status_table = self._layout_state.status_table
-        moved = np.abs(np.log(status_table.factor / factor)) > 0.05
-        moved &= status_table.status == FAIL_SLOW
+        table = self._layout_state.status_table
+        moved = np.abs(np.log(table.factor / factor)) > _WORTH_TELLING
+        moved &= table.status == FAIL_SLOW
         return [
-            self._verdict(at)
-            for at in np.flatnonzero((status_table.status != status) | moved).tolist()
+            self._verdict(at) for at in np.flatnonzero((table.status != status) | moved).tolist()
         ]
 
     def _verdict(self, at: int) -> Verdict:
-        rank = int(self._layout_state.places.ranks[at])
-        status_table = self._layout_state.status_table
-        notes = self._notes.get(rank, ()) if status_table.status[at] == FAIL_STOP else ()
-        notes = (*notes, *self._layout_state.words(at))
-        step = self._layout_state.last_step
-        verdict = verdict_of(rank, at, status_table, self._layout_state.suspect_at, step, notes)
+        state, table = self._layout_state, self._layout_state.status_table
+        rank = int(state.places.ranks[at])
+        notes = self._notes.get(rank, ()) if table.status[at] == FAIL_STOP else ()
+        notes = (*notes, *state.notes(at))
+        verdict = verdict_of(rank, at, table, state.last_step, notes)
         hang = self._hanging.get(rank)
         return verdict if hang is None else _with_hang(verdict, hang, self._now)
 
@@ -406,11 +387,9 @@ def _with_hang(verdict: Verdict, hang: Hang, now: float) -> Verdict:
     )
 
 
-def _moved(job: Job, plan: Plan) -> Job:
-    return replace(
-        job,
-        layout=plan.layout,
-        quotas=plan.quotas,
-        microbatches=plan.microbatches,
-        schedule=plan.schedule,
-    )
+def _moved(job: Job, layout: Layout, quotas: tuple[int, ...], schedule: Schedule) -> Job:
+    return replace(job, layout=layout, quotas=quotas, microbatches=sum(quotas), schedule=schedule)
+
+
+def _lone_probes(rank: int, reference: int) -> list[ProbeRequest]:
+    return [ProbeRequest(rank=rank, reference=reference, kind=kind) for kind in _LONE_PROBES]

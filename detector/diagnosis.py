@@ -1,15 +1,14 @@
-"""Why a job is slow: every cause removed in turn, from microbatch records alone."""
+"""Diagnosis of a slow job from microbatch records: every cause is removed in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
 
-if TYPE_CHECKING:
-    from .whatif.known_slow import SlowDevice
+from .whatif.known_slow import SlowDevice
+from .whatif.step_replay import StepReplay
 
 CAUSES: tuple[Cause, ...] = tuple(cause for cause in Cause if cause is not Cause.NONE)
 WORTH_NAMING = 0.02
@@ -18,10 +17,11 @@ WORTH_NAMING = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the steps of a job took and what each cause cost of it, in one unit of time.
+    """Step time of a job and the cost of each cause, in one unit of time.
 
     step and ideal are means over `steps` steps; `lost` per step, 0 or more. `told` is whether the
-    records tell slow devices from more work; `where` says of a cause where it is at its worst.
+    records separate slow devices from more work; `where` names the place at which a cause is
+    largest.
     """
 
     step: float
@@ -35,10 +35,10 @@ class Costs:
     def slowdown(self) -> float:
         """Step over ideal step; at least 1.
 
-        The ideal spreads evenly what slow devices add, too: with few devices, and for most of the
-        time, the step without that may be shorter, and counts. Where quotas or shares differ by
-        design, work spread evenly may take longer than the step did; the ideal is then what is
-        left of the step without its dearest cause.
+        The ideal averages over devices and so contains the excess of slow ones. With few devices
+        the step without that excess may be shorter; the shorter one counts. Where quotas or shares
+        differ by design, evenly spread work may take longer than the step did; the ideal is then
+        the step without its largest cause.
         """
         ideal = min(self.ideal, self.step - self.lost.get(Cause.DEVICE, 0.0))
         if ideal >= self.step:
@@ -71,14 +71,12 @@ def costs_of(
     batches: Iterable[TelemetryBatch],
     slow: Sequence[SlowDevice] = (),
 ) -> Costs:
-    """What slowed the steps in `batches`, which were recorded under `layout`; milliseconds.
+    """Costs of each cause in the steps of `batches`, recorded under `layout`; milliseconds.
 
     Records of an older plan version than the newest are left out. The steps are replayed in the
     order of the job's schedule, as they were and with one cause removed at a time. `slow` are the
-    devices that the detector has named: it may know more of them than the records of these steps.
+    devices that the detector has named, possibly from earlier records.
     """
-    from .whatif.step_replay import StepReplay
-
     replayed = StepReplay.of(job, layout, batches, slow)
     if replayed is None:
         return Costs(step=0.0, ideal=0.0, lost={}, steps=0)
@@ -98,19 +96,20 @@ def diagnose(
     batches: Iterable[TelemetryBatch],
     slow: Sequence[SlowDevice] = (),
 ) -> Diagnosis:
-    """Why the steps in `batches` took as long as they did; see `costs_of` and `conclude`."""
+    """Diagnosis of the steps in `batches`; see `costs_of` and `conclude`."""
     return conclude(costs_of(job, layout, batches, slow), slow=slow)
 
 
 def conclude(
     costs: Costs, slowdown: float | None = None, *, slow: Sequence[SlowDevice] = ()
 ) -> Diagnosis:
-    """The diagnosis from what each cause costs.
+    """The diagnosis from the cost of each cause.
 
-    Shares are of what the causes cost together. No cause is named where even the largest costs
+    Shares are of the cost of all causes. No cause is named where even the largest costs
     less than `WORTH_NAMING` of the step, or less than `WORTH_SAYING` for slow devices where the
-    detector has named some (`slow`). Nor are slow devices where the records do not tell them from
-    more work, unless the detector has. `slowdown` overrides the one that follows from `costs`.
+    detector has named some (`slow`). Slow devices are not named where the records do not separate
+    them from more work, unless the detector has. `slowdown` overrides the one that follows from
+    `costs`.
     """
     total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
@@ -133,11 +132,8 @@ def conclude(
     )
 
 
-if TYPE_CHECKING:
-    from .whatif.known_slow import SlowDevice
-
 WORTH_SAYING = 0.005
-"""What costs less than this share of the step is not spoken of."""
+"""A cause that costs less than this share of the step is not mentioned."""
 NOTHING = "No cause costs enough of the step to be named."
 
 _CAUSES = {
@@ -171,9 +167,9 @@ def sentences(
     told: bool,
     least: float,
 ) -> tuple[str, ...]:
-    """What each cause costs, the dearest first; `shares` of the step.
+    """Sentences on the cost of each cause, the largest first; `shares` of the step.
 
-    `least` is the share from which unnamed slow devices are spoken of as such.
+    `least` is the share from which unnamed slow devices are mentioned as such.
     """
     lines = []
     for cause, share in sorted(shares.items(), key=lambda item: -item[1]):

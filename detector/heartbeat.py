@@ -1,15 +1,15 @@
-"""Who is alive: an adaptive time-out on heartbeats.
+"""Liveness of ranks: an adaptive time-out on heartbeats.
 
 A sender beats at a regular interval I, and a share p of its beats is lost. The gaps between those
 that come are then multiples of I with mean I / (1 - p) and squared coefficient of variation p, so
 that these two tell p and I; beats that are late or irregular make p larger, up to the 1 of beats
-that come at random. A silence of k intervals has the chance p ** k: a rank is dead when that is
-below 10 ** -phi, which for beats at random is a silence of 2.3 phi mean gaps, and fewer for all
-others. Where silences come in another way (a trainer that stands still now and then), one twice
-as long as the longest that the rank came back from is waited for as well, within a limit.
+that come at random. A silence of k intervals has the probability p ** k: a rank is dead when that
+is below 10 ** -phi, which for beats at random is a silence of 2.3 phi mean gaps, and less for all
+others. Where silences have another cause (a trainer that pauses now and then), one of up to twice
+the longest silence so far is tolerated as well, within a limit.
 
-A silence that most ranks share, or in which nobody at all was heard, is the network or the
-service, not death: it is held against no one.
+A silence that most ranks share, or in which no rank at all was heard, is a fault of the network or
+the service: it counts against no rank.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .persistence import Persistent
 
 _FADE = 0.007  # weight of a new gap in what is known of them
 _FADE_LONGEST = 0.002
-_DOUBT = 9.0  # as if so many beats had been lost besides those that were
+_DOUBT = 9.0  # prior: so many lost beats in addition to the observed ones
 _MOST_LOST = 0.97
-_FEW = 2  # so few ranks are no witnesses of each other
+_FEW = 2  # of so few ranks, a common silence says nothing
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Sender:
 
     @property
     def lost(self) -> float:
-        """Share of the beats that are lost, or as good as lost; rather too large than too small."""
+        """Share of the beats that are lost or as late; rather too large than too small."""
         spread = max(self.squares / self.gaps / self.mean**2 - 1.0, 0.0)
         return min((self.gaps * spread + _DOUBT) / (self.gaps + _DOUBT), _MOST_LOST)
 
@@ -65,7 +65,7 @@ class HeartbeatTracker(Persistent):
     phi      a live rank counts as dead once in 10 ** phi beats, if beats are lost independently of
              each other, 30% of them at most
     floor_s  shortest silence that may be death
-    limit_s  longest silence that is waited for only because there was one like it
+    limit_s  longest silence that is tolerated only because there was a similar one
     """
 
     _saved = ("_senders", "_heard", "_excused")
@@ -74,8 +74,8 @@ class HeartbeatTracker(Persistent):
     def __init__(self, *, phi: float = 10.0, floor_s: float = 5.0, limit_s: float = 60.0) -> None:
         self.phi, self.floor_s, self.limit_s = phi, floor_s, limit_s
         self._senders = {}
-        self._heard = -math.inf  # when anyone was
-        self._excused = -math.inf  # silence before this is held against no one
+        self._heard = -math.inf  # when any rank was
+        self._excused = -math.inf  # silence before this counts against no rank
 
     def beat(self, ranks: Iterable[int], now: float) -> None:
         """Ranks were alive at `now`; an earlier time than the last one is ignored."""
@@ -88,12 +88,12 @@ class HeartbeatTracker(Persistent):
             self._heard = max(self._heard, now)
 
     def _hear(self, sender: _Sender, now: float) -> None:
-        quiet = now - self._heard  # everyone
+        quiet = now - self._heard  # of all ranks
         if quiet > 0.5 * self.floor_s and quiet > 0.5 * self._time_out(sender):
             self._excused = now
         if sender.last >= self._excused or len(self._senders) <= _FEW:
             gap = now - sender.last
-            if gap > self.limit_s:  # one long silence may not make all later ones look short
+            if gap > self.limit_s:  # one long silence must not hide all later ones
                 gap = min(gap, max(self.limit_s, self._time_out(sender)))
             sender.learn(gap)
         sender.last, sender.dead = now, False
@@ -116,7 +116,7 @@ class HeartbeatTracker(Persistent):
         return max(self.floor_s, silence, min(2.0 * sender.longest, self.limit_s))
 
     def dead(self, now: float) -> list[int]:
-        """Ranks whose silence is death, not a slow network; those found before as well."""
+        """Ranks that are dead, those found before included."""
         living = [sender for sender in self._senders.values() if not sender.dead]
         quiet = [sender for sender in living if self._is_quiet(sender, now)]
         if len(living) > _FEW and 2 * len(quiet) > len(living):
@@ -136,6 +136,6 @@ class HeartbeatTracker(Persistent):
         return silence > self.floor_s and (not sender.gaps or silence > 3.0 * sender.mean)
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Stops waiting for ranks that are gone."""
+        """Removes ranks that are gone."""
         for rank in ranks:
             self._senders.pop(rank, None)

@@ -1,4 +1,8 @@
-"""Slow links between two ranks: told beside the verdicts, they name no device."""
+"""Slow links, slow groups of collectives and slow hosts; they name no device.
+
+A collective ends on all ranks at once, so that a slow device shows in the waiting of the others and
+a slow link in the transfer itself. Only collective records that separate the two are used.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from .settings import DetectorSettings
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict:
-    """What is said of the transfers that `rank` records with `peer`, or of a group's collectives.
+    """Verdict on the transfers that `rank` records with `peer`, or on a group's collectives.
 
     peer        -1 for a group, of which `rank` is the first
     group       ranks whose collectives are slow; empty for a link between two
@@ -36,10 +40,10 @@ class LinkVerdict:
 
 
 class LinkTest(Persistent):
-    """Whether the transfers between two ranks take longer than those of the same stages.
+    """Finds pairs of ranks whose transfers take longer than others between the same stages.
 
-    The links are those of the first two steps with point-to-point records; a link that shows up
-    later makes the comparison start again with it.
+    The links are those with point-to-point records so far; a link that appears later restarts the
+    comparison.
     """
 
     _saved = ("_keys", "_test")
@@ -105,7 +109,7 @@ class LinkTest(Persistent):
             )
         return found
 
-    def like(self, link: LinkVerdict) -> tuple[int, int] | None:
+    def healthy_like(self, link: LinkVerdict) -> tuple[int, int] | None:
         """Ends of a healthy link of the same kind; None where there is none."""
         test, ranks = self._test, self._places.ranks
         if test is None:
@@ -123,13 +127,13 @@ class LinkTest(Persistent):
 
 
 _LEAST_TENSOR, _LEAST_DATA = 1.25, 1.5
-"""Slowdown below which nothing is said; the network among replicas is shared with others."""
+"""Slowdown below which nothing is reported; the network between replicas is shared with others."""
 _ERROR = 0.02
 
 
 class CollectiveGroupTest(Persistent):
-    """Collectives of some groups, given by the group of each rank (-1 for none) and the class of
-    each group."""
+    """Test of the collectives of groups, given by the group of each rank (-1 for none) and the
+    class of each group."""
 
     _saved = ("test",)
 
@@ -171,8 +175,8 @@ class CollectiveGroupTest(Persistent):
 
 
 class CollectiveTest(Persistent):
-    """Tensor-parallel groups by the collectives within microbatches, data-parallel ones (the ranks
-    of all replicas that hold the same shard) by those of the step."""
+    """Tests tensor-parallel groups by the collectives within microbatches, and data-parallel ones
+    (the ranks of all replicas that hold the same shard) by those of the step."""
 
     _saved = ("_tensor", "_data")
 
@@ -199,7 +203,7 @@ class CollectiveTest(Persistent):
 
 
 def _tensor_groups(places: RankTable) -> tuple[Ints, Ints]:
-    """Group of each rank, and the class of each group: those of equal layers are alike."""
+    """Tensor-parallel group of each rank, and the class of each group, by its layers."""
     sizes = np.bincount(places.group)
     member = np.where(sizes[places.group] > 1, places.group, -1)
     stage = np.zeros(sizes.size, np.int64)
@@ -208,7 +212,7 @@ def _tensor_groups(places: RankTable) -> tuple[Ints, Ints]:
 
 
 def _data_groups(places: RankTable) -> tuple[Ints, Ints]:
-    """The ranks at the same place of every replica; those of equally many layers are alike."""
+    """Data-parallel group of each rank, and the class of each group, by its number of layers."""
     key = np.stack([places.pp, places.slot], axis=1)
     _, member, sizes = np.unique(key, axis=0, return_inverse=True, return_counts=True)
     member = member.reshape(-1)
@@ -219,12 +223,12 @@ def _data_groups(places: RankTable) -> tuple[Ints, Ints]:
 
 
 def touching(links: Sequence[LinkVerdict], rank: int) -> list[LinkVerdict]:
-    """Those that concern a rank: its own transfers, and the groups that it is in."""
+    """The verdicts on a rank's own transfers, and on the groups that it is in."""
     return [link for link in links if link.rank == rank or rank in link.group]
 
 
 class HostTest(Persistent):
-    """Whether a rank's host keeps it waiting: data loading, garbage collection."""
+    """Finds ranks whose hosts spend longer on data loading than those of their peers."""
 
     _saved = ("test",)
 
@@ -240,7 +244,7 @@ class HostTest(Persistent):
         size = self._places.size
         spent = np.bincount(index[data], step.compute_ms[data], size)
         present = np.bincount(index[data], minlength=size) > 0
-        # Measured against the work of a step, so that a slow start of nearly nothing is nothing.
+        # A share of the compute time is added, so that a change of next to no time is none.
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
         busy = np.bincount(index[compute], step.compute_ms[compute], size)
         floor = 0.01 * float(np.median(busy[busy > 0])) if (busy > 0).any() else 0.0

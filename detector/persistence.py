@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import types
 import typing
 from collections import deque
@@ -19,7 +20,7 @@ from resihp.contracts import ContractError
 State = dict[str, Any]
 """Saved attributes: arrays, numbers, strings, and lists and dicts of them."""
 
-FORMAT = 8
+FORMAT = 9
 
 
 class Persistent:
@@ -84,52 +85,56 @@ def unpack(data: bytes) -> State:
 
 def _plain(value: Any) -> Any:
     """A value as arrays, numbers, strings, lists and dicts."""
-    if isinstance(value, Persistent):
-        return value.state()
-    if isinstance(value, enum.Enum):
-        return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, int | str) for key in value):
-            return {key: _plain(item) for key, item in value.items()}
-        return [[_plain(key), _plain(item)] for key, item in value.items()]
-    if isinstance(value, set | frozenset):
-        return sorted(_plain(item) for item in value)
-    if isinstance(value, list | tuple | deque):
-        return [_plain(item) for item in value]
+    match value:
+        case Persistent():
+            value = value.state()
+        case enum.Enum():
+            value = value.value
+        case dict() if all(isinstance(key, int | str) for key in value):
+            value = {key: _plain(item) for key, item in value.items()}
+        case Mapping():
+            value = [[_plain(key), _plain(item)] for key, item in value.items()]
+        case set() | frozenset():
+            value = sorted(_plain(item) for item in value)
+        case list() | tuple() | deque():
+            value = [_plain(item) for item in value]
+        case _ if dataclasses.is_dataclass(value):
+            cls: Any = type(value)
+            value = {name: _plain(getattr(value, name)) for name in _fields(cls)}
     return value
 
 
 def _restored(kind: Any, value: Any) -> Any:
     """The value of type `kind` of which `_plain` made `value`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if value is None:
-        return None
+    if value is None or kind is Any:
+        return value
     if origin in (typing.Union, types.UnionType):
         return _restored(next(k for k in arguments if k is not types.NoneType), value)
-    if origin is None:
-        return _restored_plain(kind, value)
-    if issubclass(origin, Mapping):
+    if origin is not None and issubclass(origin, Mapping):
         pairs = value.items() if isinstance(value, dict) else value
-        key_kind, item_kind = arguments
-        return {_restored(key_kind, k): _restored(item_kind, item) for k, item in pairs}
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return tuple(_restored(k, item) for k, item in zip(arguments, value, strict=True))
-    if issubclass(origin, list | tuple | set | frozenset | deque):
-        return origin(_restored(arguments[0], item) for item in value)
-    return value  # arrays
+        return {_restored(arguments[0], k): _restored(arguments[1], item) for k, item in pairs}
+    if origin is not None and issubclass(origin, list | tuple | set | frozenset | deque):
+        kinds = itertools.repeat(arguments[0]) if _is_uniform(origin, arguments) else arguments
+        return origin(_restored(k, item) for k, item in zip(kinds, value, strict=False))
+    return _restored_object(kind, value) if isinstance(kind, type) else value
 
 
-def _restored_plain(kind: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = _hints(kind)
-        return kind(**{name: _restored(hints[name], item) for name, item in value.items()})
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+def _is_uniform(origin: type, arguments: tuple[Any, ...]) -> bool:
+    """Whether all items of a container have one type."""
+    return origin is not tuple or arguments[-1] is Ellipsis
+
+
+def _restored_object(kind: Any, value: Any) -> Any:
+    """A dataclass, named tuple or enum; any other value as it is."""
+    if issubclass(kind, enum.Enum):
         return kind(value)
-    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        kinds = _hints(kind).values()
-        return kind(*(_restored(k, item) for k, item in zip(kinds, value, strict=True)))
+    hints = _hints(kind)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        items = zip(hints.values(), value, strict=True)
+        return kind(*(_restored(hint, item) for hint, item in items))
+    if "__dataclass_fields__" in vars(kind):
+        return kind(**{name: _restored(hints[name], item) for name, item in value.items()})
     return value
 
 
@@ -139,7 +144,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 @cache
-def _fields(cls: type) -> tuple[str, ...]:
+def _fields(cls: Any) -> tuple[str, ...]:
     """Fields that the constructor of a dataclass takes."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 

@@ -1,8 +1,8 @@
-"""Confirmation by probe: a short fixed job on the suspect and on a healthy peer, between two steps.
+"""Probes: the same short work on a suspect and on a healthy peer, between two steps.
 
-The detector only says what it would like to know and takes the answers; the service delivers both.
-A probe has the same work on both ends by construction, so it needs no workload model, and it can
-tell a slow processor from slow memory. It lasts a few milliseconds and is rationed.
+The detector makes requests and takes answers; the service delivers both. A probe has the same work
+on both ends by construction, so that it needs no workload model, and it tells a slow processor from
+slow memory. It lasts a few milliseconds; their number is limited.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from .persistence import Persistent
 _WAIT_S = 20.0
 PROBE_SPREAD = 0.03
 """Spread (log) of the ratio of two probes on healthy devices."""
-_LIMIT = 6.0
+_MOST_EVIDENCE = 6.0
+"""Largest evidence of one probe (log)."""
 
 
 class ProbeKind(StrEnum):
-    """What a probe runs."""
+    """Work of a probe: a matrix product, a copy within memory, a transfer over a link."""
 
     GEMM = "gemm"
     MEMORY = "memory"
@@ -34,7 +35,7 @@ class ProbeKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """Please run `kind` on `rank` and on `reference`; for LINK, on the links between `rank` and
+    """Request to run `kind` on `rank` and on `reference`; for LINK, on the links between `rank` and
     `peer` and between `reference` and `reference_peer` (-1: no link)."""
 
     rank: int
@@ -66,7 +67,7 @@ class ProbeResult:
 
     @property
     def words(self) -> str:
-        """The result as evidence."""
+        """The result as an evidence sentence."""
         where = "that of" if self.kind is ProbeKind.LINK else "on"
         return (
             f"a {self.kind.value} probe took {self.slowdown:.2f} times as long as {where} rank "
@@ -75,7 +76,7 @@ class ProbeResult:
 
 
 class ProbeBudget(Persistent):
-    """Which probes to ask for, at most `per_minute` of them, and no rank twice within seconds."""
+    """Limit of probes: at most `per_minute`, and no rank twice within `_WAIT_S` seconds."""
 
     _saved = ("_asked", "_last")
     _asked: deque[float]
@@ -102,10 +103,10 @@ class ProbeBudget(Persistent):
 def probe_evidence(result: ProbeResult, slowdown: float) -> float:
     """Log-likelihood ratio that a probe adds: the suspected slowdown against none; bounded.
 
-    A processor slowed by heat shows in GEMM, a sick memory in bandwidth, so a clean probe of one
-    kind speaks only half against the suspicion.
+    A processor slowed by heat shows in GEMM, a memory fault in bandwidth, so that a clean probe of
+    one kind counts only half against the suspicion.
     """
     shift = np.asarray(max(np.log(slowdown), PROBE_SPREAD))
     ratio = float(log_ratio(np.asarray(np.log(result.slowdown)), np.asarray(PROBE_SPREAD), shift))
-    bounded = float(np.clip(ratio, -_LIMIT, _LIMIT))
+    bounded = float(np.clip(ratio, -_MOST_EVIDENCE, _MOST_EVIDENCE))
     return bounded if bounded > 0 else 0.5 * bounded

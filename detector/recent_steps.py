@@ -1,7 +1,7 @@
-"""The records of the last steps, for the diagnosis: only what it looks at, and narrow.
+"""The records of the last steps, for the diagnosis: only the columns that it uses, compressed.
 
-The steps of a job look alike: the same ranks, microbatches and ops in the same order. So that
-frame is kept once, and each step keeps its times (as 32-bit floats) and its microbatches' work.
+The steps of a job are alike: the same ranks, microbatches and ops in the same order. That frame is
+kept once; each step keeps its times (as 32-bit floats) and the work of its microbatches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
-    """What the records of a step have in common with those of the next; arrays over records.
+    """Columns that are equal in consecutive steps; arrays over records.
 
     work   position of the microbatch among those of the step; -1 for records of none
     """
@@ -47,7 +47,8 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One step, whose frame has the number `frame`: `times` and `known` (whether work was told) over records, the work [2, M]."""
+    """One step, whose frame has the number `frame`: `times` and `known` (whether work was told)
+    over records, the work [2, M]."""
 
     frame: int
     number: int

@@ -1,4 +1,4 @@
-"""What a step says of every rank: observed over expected compute time."""
+"""Residuals of a step, observed over expected compute time; their common mode and their noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .arrays import MAD_TO_SIGMA, Bools, Floats, Ints, column_median, group_medi
 
 @dataclass(frozen=True)
 class FixedShare:
-    """The part of the expected time that does not grow with the work; arrays over ranks.
+    """Share of the expected time that does not grow with the work; arrays over ranks.
 
     mean     share of the expected time, over the rank's records
     unsure   standard error of that share
@@ -30,14 +30,14 @@ class FixedShare:
 
 @dataclass(frozen=True)
 class StepResidual:
-    """What one step says of every rank; arrays over ranks.
+    """Residuals of one step; arrays over ranks.
 
     value   log of observed over expected compute time; NaN where there is none
-    error   standard error that the expectation and the number of records leave
+    error   standard error by the expectation and the number of records
     records number of records behind it
     spread  robust standard deviation of single records around their rank's value
-    wider   how much further apart healthy ranks lie than devices: witnesses bring their own offsets
-    fixed   what of it does not grow with the work; None where lengths tell
+    wider   spread of healthy ranks over that of devices: reference ranks add their own offsets
+    fixed   its variation with the fixed share; None where lengths are known
     """
 
     value: Floats
@@ -49,25 +49,29 @@ class StepResidual:
 
 
 _NEAR = 4.0
-"""Standard deviations within which a rank has stayed."""
+"""Standard deviations within which a rank counts as unchanged."""
 _GAP = 3.0
-"""Standard deviations between those that stayed and those that moved."""
+"""Standard deviations between unchanged and changed ranks."""
 _LEAST_STEPS = 3
-"""Steps of a past that can be stayed at."""
+"""Steps of a past from which a rank can count as unchanged."""
 _STAYERS = 0.2
-"""Share of a class that stayed from which the movers are slow or fast by themselves; the word of
-fewer clears them alone."""
+"""Share of unchanged ranks in a class from which the others changed by themselves; fewer only count
+as unchanged."""
 MAJORITY = 3
 
 
 def common_change(
     change: Floats, classes: Ints, trusted: Bools, past: Floats, noise: Floats
 ) -> Floats:
-    """What is to be taken off each rank's residual.
+    """Common-mode change of each rank's peers, to be removed from its residual.
+
+    As a rule that is the median change of the class against its past: a map or a class of records
+    has changed. Where most ranks have moved and some have stayed exactly where they were, it is
+    zero: a common cause would have moved those too.
 
     change   of every rank against its past (log), NaN where it has no record
-    trusted  ranks that are not under suspicion; a class without any is judged by all of its ranks
-    past     steps that each rank's past rests on; noise: standard deviation of its residual
+    trusted  ranks that are not under suspicion; all of a class that has none
+    past     number of steps in each rank's past; noise: standard deviation of its residual
 
     Classes of fewer than three take the median over the job.
     """
@@ -97,21 +101,25 @@ def common_change(
 
 
 _GAPS = (1, 4, 8)
-"""Steps between the residuals of a difference; one that is not small against the window is not
-used, for a change of level would then enter too many of its differences."""
+"""Steps between the residuals of a difference; only those that are small against the window are
+used, or a change of level would enter too many of the differences."""
 _PERIODS = 4
 _LATEST = 3
-"""Steps whose differences over a gap are left out, so that an onset does not hide itself."""
+"""Latest steps left out of differences over a gap, so that an onset does not mask itself."""
 _ENOUGH = 8
-"""Differences of all ranks from which their noise is known."""
+"""Least number of differences of all ranks."""
 _OWN = 6
-"""Differences of one rank from which its own noise counts."""
+"""Least number of differences of one rank for a noise of its own."""
 _POOL = 8.0
-"""Differences' worth of trust in the noise of all ranks."""
+"""Weight of the noise of all ranks, in differences."""
 
 
 def noise_of(window: NDArray[np.float32]) -> Floats:
     """Standard deviation of one step's residual of each rank; 0 where it is not known.
+
+    Measured on differences between steps: a change of level enters one difference, not all that
+    follow, so that the records of a slow device do not raise its noise. Differences over several
+    steps tell lasting noise, such as a slow swing, from noise of single steps; the largest counts.
 
     window   residuals (log), shape (steps, ranks), oldest first, NaN where there is none
 
@@ -131,8 +139,7 @@ def noise_of(window: NDArray[np.float32]) -> Floats:
 
 
 def _over(window: NDArray[np.float32], gap: int) -> Floats:
-    """The noise told by differences over `gap` steps: each rank's own, shrunk towards that of
-    all of them."""
+    """Noise by differences over `gap` steps: each rank's own, shrunk towards that of all."""
     change = np.abs(window[gap:] - window[:-gap]) / np.sqrt(2.0)
     counts = np.isfinite(change).sum(axis=0)
     number = int(counts.sum())

@@ -1,1 +1,1 @@
-"""From residuals to statuses: sequential tests, what excuses a rank, and the judge."""
+"""From residuals to statuses: sequential tests, other explanations, and the state machine."""

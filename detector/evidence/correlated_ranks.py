@@ -1,13 +1,13 @@
-"""Ranks that rise together: a coupled group, a whole stage, or a whole replica.
+"""Ranks that become slower together: a tensor-parallel group, a whole stage, or a whole replica.
 
-A rank that rises alone is slow. Where all of those that do the same work rise alike, the times
-alone do not say who: inside a tensor-parallel group every timer lasts as long as the slowest
-member's, and then the culprit is the one that waits least.
+A rank that becomes slower alone is slow. Where all ranks of the same work become slower alike, the
+times alone do not identify the slow one: inside a tensor-parallel group every timer lasts as long
+as the slowest member's, and the slow member is then the one that waits least.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,22 +17,16 @@ from ..arrays import Ints
 from ..persistence import Persistent
 from ..rank_table import RankTable
 from .rank_tests import TURNS, RankTests, StepEvidence
+from .status import SUSPECT_AT
 
 _STEPS = 3
 _ALIKE = 0.6
-"""Members count as rising alike when each rises by this much of the one that rises most."""
-
-
-@dataclass(frozen=True)
-class CorrelatedEvidence:
-    """excused: ranks that only wait for another; blames: who it is, by position; -1 for none."""
-
-    standing: StepEvidence
-    waits_for: Ints
+"""Members rise alike when each rises by this share of the one that rises most."""
 
 
 class CorrelatedRanks(Persistent):
-    """Remembers the waiting of the last steps, and settles who is to blame in a group."""
+    """Keeps the waiting of the last steps, and finds the slow member of a group that rises
+    together."""
 
     _saved = ("waits", "_count")
 
@@ -52,7 +46,7 @@ class CorrelatedRanks(Persistent):
                 self._at[member].append(number)
 
     def observe(self, records: TelemetryBatch, index: Ints) -> None:
-        """Notes how long every rank waited in a step, as a share of its compute time."""
+        """Records how long every rank waited in a step, as a share of its compute time."""
         size = self._places.size
         known = np.isfinite(records.wait_ms)
         wait = np.bincount(index[known], records.wait_ms[known], size)
@@ -61,16 +55,19 @@ class CorrelatedRanks(Persistent):
         self.waits[row] = np.where(busy > 0, wait / np.maximum(busy, 1e-9), np.nan)
         self._count += 1
 
-    def attribute(
-        self, tests: RankTests, now: StepEvidence, suspect_at: float
-    ) -> CorrelatedEvidence:
-        """`now`, with those who only wait excused and those who cannot be told apart not able."""
+    def attribute(self, tests: RankTests, now: StepEvidence) -> tuple[StepEvidence, Ints]:
+        """Separates slow ranks from those that wait for them.
+
+        Returns `now`, with the evidence on ranks that only wait lowered and ranks that cannot be
+        told apart not `able`; and for every rank the position of the one that it waits for, -1
+        for none.
+        """
         waits_for = np.full(self._places.size, -1, np.int64)
-        rising = np.flatnonzero(now.seen & (now.evidence >= suspect_at)).tolist()
+        rising = np.flatnonzero(now.seen & (now.evidence >= SUSPECT_AT)).tolist()
         if not rising:
-            return CorrelatedEvidence(now, waits_for)
+            return now, waits_for
         able, evidence = now.able.copy(), now.evidence.copy()
-        whole, found = dict[int, float](), dict[int, float]()  # groups and culprits: their rise
+        whole, found = dict[int, float](), dict[int, float]()  # rise by group, and by slowest rank
         for number in sorted({number for rank in rising for number in self._at[rank]}):
             members = self._groups[number]
             age = self._steps_in_question(members, now)
@@ -88,27 +85,27 @@ class CorrelatedRanks(Persistent):
             others = members[members != slowest]
             waits_for[others], found[slowest] = slowest, float(level.max())
             # Below suspicion, but not clean enough to teach what is healthy.
-            evidence[others] = np.minimum(evidence[others], suspect_at - 2.5)
+            evidence[others] = np.minimum(evidence[others], SUSPECT_AT - 2.5)
         for number, level_of_group in whole.items():
             members = self._groups[number]
             if any(self._mirrors(members, at, level_of_group / found[at]) for at in found):
                 able[members] = False
-        return CorrelatedEvidence(replace(now, able=able, evidence=evidence), waits_for)
+        return replace(now, able=able, evidence=evidence), waits_for
 
     def _steps_in_question(self, members: Ints, now: StepEvidence) -> Ints:
-        """How many steps ago the group was slow: in its last steps, or, where a member is slow by
-        turns, in the slow ones of the one whose evidence is the strongest."""
-        turning = members[now.by_turns[members]]
+        """Ages of the steps in which the group was slow: its last steps, or, where members are
+        intermittently slow, the slow ones of the member with the strongest evidence."""
+        turning = members[now.intermittent[members]]
         if not turning.size:
             return np.arange(min(_STEPS, self._count))
         rank = turning[np.argmax(now.evidence[turning])]
         return np.flatnonzero(now.turns[::-1, rank])
 
     def _mirrors(self, members: Ints, slowest: int, ratio: float) -> bool:
-        """Whether a group rises because of a culprit in the other replica and another stage.
+        """Whether a group rises because of a slow rank in the other replica and another stage.
 
-        Two replicas of two stages are each other's only measure: a rank that is slow in one corner
-        lifts the opposite corner as much, whole and without anyone in it who waits.
+        Two replicas of two stages are compared with each other only: a slow rank in one corner
+        raises the opposite corner by as much, as a whole and without waiting in it.
         """
         places, one = self._places, members[0]
         if places.dp.max() != 1 or places.pp.max() != 1 or not _ALIKE < ratio < 1.0 / _ALIKE:
@@ -116,7 +113,8 @@ class CorrelatedRanks(Persistent):
         return bool(places.dp[one] != places.dp[slowest] and places.pp[one] != places.pp[slowest])
 
     def _waits_least(self, members: Ints, level: float, age: Ints) -> int | None:
-        """The culprit; -1 where nothing tells; None where all are slow by their own time."""
+        """The slowest member; -1 where it cannot be told; None where all are slow by their own
+        time."""
         waits = self.waits[np.ix_((self._count - 1 - age) % TURNS, members)]
         if not np.isfinite(waits).any(axis=0).all():
             return -1
@@ -130,7 +128,7 @@ class CorrelatedRanks(Persistent):
 
 
 def _members(ids: Ints) -> list[Ints]:
-    """Positions of each id's members."""
+    """Positions of the members of each id."""
     order = np.argsort(ids, kind="stable")
     edges = np.flatnonzero(np.diff(ids[order])) + 1
     return [part.astype(np.int64) for part in np.split(order, edges)]

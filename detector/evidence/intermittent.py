@@ -1,10 +1,11 @@
-"""Devices that are slow in some steps and healthy in others, by turns.
+"""Intermittently slow devices: slow in some steps and healthy in others.
 
-A test for lasting slowness forgets in a healthy step what it learned in a slow one. Here each step
-is slow with some chance under the alternative, so that a healthy step costs little; and under the
-null any step may be a hiccup of any size (garbage collection, a page-in) with a smaller chance, so
-that a slow step alone says little, however slow it was. The Shiryaev-Roberts sum of that bounded
-likelihood ratio is taken over the window of residuals, from each rank's own healthy level.
+A test for lasting slowness loses in a healthy step the evidence of a slow one. Here, under the
+alternative, each step is slow with some probability, so that a healthy step costs little
+evidence. Under the null, any step may be a hiccup of any size (garbage collection, a page-in) with
+a smaller probability, so that one slow step adds little, however slow it was. The Shiryaev-Roberts
+sum of that bounded likelihood ratio is taken over the window of residuals, from each rank's own
+healthy level.
 """
 
 from __future__ import annotations
@@ -18,29 +19,34 @@ from .rank_tests import TURNS, RankTests, StepEvidence
 from .sequential import GRID, log_ratio
 
 _SLOW_SHARE = 0.4
-"""Chance of a slow step of a device that is slow by turns."""
+"""Probability of a slow step of an intermittently slow device."""
 _HICCUPS = 0.005
-"""Chance of a hiccup in any step of a healthy device."""
+"""Probability of a hiccup in any step of a healthy device."""
 _RARE = float(np.log(10.0))
-"""Prior odds (log) of a device that slows for good against one that does by turns."""
+"""Prior odds (log) of a continuously slow device against an intermittently slow one."""
 _APART = 6.0
-"""Standard deviations of a step that its two levels differ by, at least."""
+"""Least distance of the two levels, in standard deviations of a step."""
 _FEW = 3
-"""Steps of either kind, at least, and of the slow ones those that no outlier stands for."""
+"""Least number of steps of either kind; as many slowest steps may be outliers, less one."""
 _POOL = 8.0
-"""Steps' worth of trust in the noise of all ranks."""
+"""Weight of the noise of all ranks, in steps."""
 EDGE = 0.4
 """Share of a device's slowness (log) beyond which a step counts as slow."""
 _MOST_GAIN = float(np.log(_SLOW_SHARE / _HICCUPS))
 _LOSS = float(np.log((1.0 - _SLOW_SHARE) / (1.0 - _HICCUPS)))
-"""What a clearly slow and a clearly healthy step say (log)."""
+"""Log-likelihood ratios of a clearly slow and a clearly healthy step."""
 _HEALTHY_SHARE = 0.15
-"""Share of healthy steps since the onset from which a device is slow by turns, not for good."""
+"""Share of healthy steps since the onset from which a device counts as intermittently slow."""
 
 
 @dataclass(frozen=True)
 class _Levels:
-    """The two levels of some ranks: `high` and `healthy` (log), their doubt, and a step's noise."""
+    """The two levels of some ranks (log), arrays over ranks.
+
+    healthy, high  the two levels; doubt: standard error of `healthy`
+    scale          standard deviation of one step
+    apart          whether the two levels are clearly apart
+    """
 
     healthy: Floats
     high: Floats
@@ -49,17 +55,17 @@ class _Levels:
     apart: Bools
 
     def of(self, ranks: Bools) -> _Levels:
-        """Those of some of the ranks."""
+        """The levels of some of the ranks."""
         return _Levels(*(column[ranks] for column in vars(self).values()))
 
 
-def by_turns(
+def with_intermittent(
     tests: RankTests, now: StepEvidence, able: Bools, least: float, fresh: Ints
 ) -> StepEvidence:
-    """`now`, with the evidence against ranks that are slow by turns where it is the stronger.
+    """`now`, with the evidence of intermittent slowness where it is the stronger.
 
-    able    ranks that enough others vouch against to be named
-    least   slowness (log) that is worth telling
+    able    ranks with enough others to compare with to be named
+    least   least slowness (log) that is named
     fresh   step of each rank from which its residuals count
     """
     rows = tests.recent(tests.count)
@@ -84,7 +90,7 @@ def by_turns(
 
 
 def _in_turns(series: Floats, levels: _Levels) -> Bools:
-    """Which ranks have enough healthy steps since their onset."""
+    """Mask of the ranks with enough healthy steps since their onset."""
     slow = series - levels.healthy > EDGE * (levels.high - levels.healthy)
     gain = np.where(slow, _MOST_GAIN, np.where(np.isfinite(series), _LOSS, 0.0))
     first = np.argmax(np.cumsum(gain[::-1], axis=0)[::-1], axis=0)
@@ -95,9 +101,10 @@ def _in_turns(series: Floats, levels: _Levels) -> Bools:
 
 
 def _levels(series: Floats, healthy: Floats, error: Floats, usual: float) -> _Levels:
-    """Healthy and slow level of each column: the split in two that leaves the least variance, with
-    the two slowest steps drawn in, for they may be hiccups. What was `healthy` before is no slower
-    than the lower one: a rank whose witnesses are slow by turns is fast by turns, not slow."""
+    """Healthy and slow level of each column: the split in two with the least variance, with the
+    two slowest steps clipped, for they may be hiccups. The lower level is at least the one that
+    was `healthy` before: a rank whose reference ranks are intermittently slow is intermittently
+    fast, not slow."""
     count = np.isfinite(series).sum(axis=0)
     ordered = np.sort(series, axis=0)
     top = np.take_along_axis(ordered, np.maximum(count - _FEW, 0)[None], axis=0)
@@ -177,23 +184,23 @@ def _joined(
 
 
 def first_slow_step(slow: Bools) -> int:
-    """The most likely first slow step of a device that is slow by turns from then on: where the
-    likelihood ratio of all later steps is the largest.
+    """The most likely first slow step of an intermittently slow device: where the likelihood ratio
+    of all later steps is the largest.
 
-    >>> first_turn(np.array([0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1], bool))
+    >>> first_slow_step(np.array([0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1], bool))
     10
     """
     gain = np.where(slow, _MOST_GAIN, _LOSS)
     return int(np.argmax(np.cumsum(gain[::-1])[::-1]))
 
 
-def lately(tests: RankTests, now: StepEvidence, steps: int) -> Floats:
-    """How slow every rank was (log, beyond its reference) in its last `steps` steps; of those that
-    are slow by turns, in the slow ones of the last."""
+def recent_level(tests: RankTests, now: StepEvidence, steps: int) -> Floats:
+    """Level (log, beyond the reference) of every rank in its last `steps` steps; of intermittently
+    slow ranks, in their slow steps."""
     recent = np.nan_to_num(tests.window[tests.recent(steps)])
     level = np.median(recent, axis=0).astype(np.float64)
     rows = tests.recent(TURNS)
-    for rank in np.flatnonzero(now.by_turns).tolist():
+    for rank in np.flatnonzero(now.intermittent).tolist():
         slow = rows[now.turns[-len(rows) :, rank]]
         level[rank] = np.median(tests.window[slow, rank])
     result: Floats = level - now.reference

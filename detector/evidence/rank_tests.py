@@ -1,4 +1,4 @@
-"""Evidence against every rank, from its peers and from its own past."""
+"""Sequential tests of all ranks: evidence from their peers and from their own past."""
 
 from __future__ import annotations
 
@@ -14,50 +14,54 @@ from ..residuals import StepResidual, common_change, noise_of
 from ..settings import DetectorSettings
 from .sequential import EDetector
 
+WINDOW_STEPS = 48
+"""Steps of residuals kept for each rank."""
 _LAG = 3
-"""Steps before a residual may enter the baseline, so that an onset does not hide itself."""
+"""Steps before a residual may enter the baseline, so that an onset does not mask itself."""
 _FALL_STEPS = 4
 """Steps over which the common fall of a pair is averaged."""
 _FIRST = 5
-"""Steps that the baseline starts from together, so that one interrupted step moves it little."""
+"""Steps of which the baseline is the mean at first, so that one interrupted step moves it
+little."""
 _ALIKE = 8.0
-"""Most that the first two residuals may differ by, in standard deviations, to be a past."""
+"""Largest difference of the first two residuals, in standard deviations, to be a baseline."""
 _MEMORY = 100
-"""Steps that the baseline remembers, at most."""
+"""Steps over which the baseline is averaged, at most."""
 _SETTLED = 2
-"""Steps of own past before it counts without peers."""
+"""Steps before a baseline counts without peers."""
+_OFFSET_SPREAD = 0.007
+"""Prior spread (log) of healthy devices around their peers."""
 _OFFSET_WEIGHT = 16.0
-"""Ranks' worth of trust in the prior spread of healthy devices."""
+"""Weight of the prior spread of healthy devices, in ranks."""
 _UNKNOWN_OFFSET = 0.3
 """Prior spread of the offset of a rank that has no peers (log)."""
 _DRIFT = 0.002
-"""Change of a healthy device against its past that nobody should be told about (log)."""
+"""Drift of a healthy device against its baseline that is tolerated (log)."""
 _LEAST_HORIZON = 100_000
 """Steps of a device to a false name, at least."""
 _SLOW_FROM_START = 0.001
-"""Chance that some healthy device of a job lies further from its peers than is granted to it."""
+"""Chance that some healthy device of a job lies further from its peers than tolerated."""
 TURNS = 16
-"""Latest steps of which it is told which were slow, for ranks that are so by turns."""
+"""Latest steps that are marked slow or healthy, for intermittently slow ranks."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""
-_KEPT = ("window", "falls", "steps", "count", "mean", "past", "noise", "first")
 
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """How every rank stands after a step; arrays over ranks.
+    """Evidence on every rank after a step; arrays over ranks.
 
     evidence  log e-value that the rank is slow
     excess    log residual beyond its reference (its past, or its peers)
-    reference what the excess is measured from
+    reference level that the excess is measured from
     doubt     standard error of that reference
     scale     standard deviation of one step's residual
-    error     standard error that the expectation and the records leave of it
-    by_past   whether the past, not the peers, gave the evidence
+    error     standard error of a residual by the expectation and the number of records
+    by_past   whether the evidence comes from the past, not from the peers
     seen      whether the rank had a residual in this step
-    able      whether the data can tell the rank's slowness from anything else
-    turns     shape (TURNS, ranks), oldest first: the slow ones of the last steps, of the ranks that
-              are slow in some steps and healthy in others; False for all others
+    able      whether the data can separate the rank's slowness from other causes
+    turns     shape (TURNS, ranks), oldest first: the slow ones of the last steps, for
+              intermittently slow ranks; False for all others
     """
 
     evidence: Floats
@@ -72,14 +76,14 @@ class StepEvidence:
     turns: Bools
 
     @property
-    def by_turns(self) -> Bools:
-        """Which ranks are slow in some steps and healthy in others."""
+    def intermittent(self) -> Bools:
+        """Mask of the ranks that are slow in some steps and healthy in others."""
         result: Bools = np.any(self.turns, axis=0)
         return result
 
 
 class RankTests(Persistent):
-    """Sequential tests of all ranks of one layout, and the window of residuals they rest on."""
+    """Sequential tests of all ranks of one layout, with the window of residuals they use."""
 
     _saved = (
         "window",
@@ -96,14 +100,14 @@ class RankTests(Persistent):
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         size = places.size
-        self._places, self._settings = places, settings
+        self._places = places
         self.name_at = float(np.log(max(size * settings.horizon_steps, _LEAST_HORIZON)))
         self.ceiling = self.name_at + 6.0
         self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
         peers = places.class_sizes[places.peers]
         self._majority, self._pair = peers >= 3, peers == 2
-        self.window = np.full((settings.window_steps, size), np.nan, np.float32)
-        self.steps = np.full(settings.window_steps, -1, np.int64)
+        self.window = np.full((WINDOW_STEPS, size), np.nan, np.float32)
+        self.steps = np.full(WINDOW_STEPS, -1, np.int64)
         self.count = 0
         self._wider = 1.0
         order = np.argsort(places.peers, kind="stable")
@@ -118,8 +122,8 @@ class RankTests(Persistent):
     def observe(
         self, step: int, residual: StepResidual, trusted: Bools, able: Bools
     ) -> StepEvidence:
-        """Takes one step. `trusted` ranks may teach the baseline what is healthy; only those who
-        are `able` to be told apart from others may be named."""
+        """Takes one step. `trusted` ranks update the baseline; only ranks that are `able` to be
+        told apart from others may be named."""
         deviation = self._centre(residual, trusted)
         seen = np.isfinite(deviation)
         self._push(step, deviation)
@@ -140,8 +144,8 @@ class RankTests(Persistent):
         return self._standing(deviation, mean, doubt, offset, spread, residual.error, able)
 
     def _fallen(self) -> Floats:
-        """By how much both of a pair are lately below their past (0 or less): what expects them
-        has changed, not they. A pair has no majority that would take it out."""
+        """By how much both ranks of a pair are lately below their baselines (0 or less): a change
+        of the expectation, which a pair has no majority to remove."""
         recent = self.falls[(self.count - 1 - _LAG - np.arange(_FALL_STEPS)) % len(self.falls)]
         known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
         result: Floats = np.zeros(self._places.size)
@@ -150,7 +154,7 @@ class RankTests(Persistent):
         return result
 
     def _track_pairs(self, change: Floats, trusted: Bools) -> None:
-        """Notes the lesser fall of both of each pair, as long as neither is in doubt."""
+        """Notes the smaller fall of the two ranks of each pair, as long as both are trusted."""
         row = (self.count - 1) % len(self.falls)
         self.falls[row] = np.nan
         if self._pairs.size:
@@ -159,8 +163,8 @@ class RankTests(Persistent):
             self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
 
     def _centre(self, residual: StepResidual, trusted: Bools) -> Floats:
-        """Residuals against what is common to the peers, or to the job where peers are too few.
-        Those under suspicion are left out of that: two of few peers shall not hide each other."""
+        """Residuals without the common mode of the peers, or of the job where peers are too few.
+        Ranks under suspicion are left out of it, or two of few peers would mask each other."""
         value = residual.value
         if np.count_nonzero(np.isfinite(value)) < 4:
             return value.copy()
@@ -170,20 +174,20 @@ class RankTests(Persistent):
         return result
 
     def _push(self, step: int, deviation: Floats) -> None:
-        row = self.count % self._settings.window_steps
+        row = self.count % WINDOW_STEPS
         self.window[row], self.steps[row] = deviation, step
         self.count += 1
 
     def recent(self, steps: int) -> Ints:
         """Rows of the window for the last `steps` steps, oldest first."""
-        steps = min(steps, self.count, self._settings.window_steps)
+        steps = min(steps, self.count, WINDOW_STEPS)
         rows: Ints = np.arange(self.count - steps, self.count, dtype=np.int64)
         rows %= len(self.steps)
         return rows
 
     def _offset_spread(self) -> float:
         """Spread of healthy devices around their peers, with a prior for small jobs."""
-        prior = self._settings.offset_spread * self._wider
+        prior = _OFFSET_SPREAD * self._wider
         use = self._majority & (self.past >= 2 * _SETTLED)
         number = int(np.count_nonzero(use))
         seen = mad_sigma(self.mean[use], 0.0) if number else 0.0
@@ -191,8 +195,8 @@ class RankTests(Persistent):
         return float(np.sqrt(square))
 
     def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
-        """Standard deviation of a step's residual: what steps scatter by, and at least what the
-        expectation leaves open."""
+        """Standard deviation of a step's residual: the scatter between steps, and at least the
+        error of the expectation."""
         noise = noise_of(self.window[self.recent(self.count)])
         if not noise.any():
             seen = deviation[np.isfinite(deviation)]
@@ -201,7 +205,7 @@ class RankTests(Persistent):
         return result
 
     def _update_baseline(self, trusted: Bools, spread: Floats) -> None:
-        """The residual of some steps ago joins the baseline of the ranks that are in control."""
+        """Adds the residual of `_LAG` steps ago to the baselines of the trusted ranks."""
         if self.count <= _LAG:
             return
         old = self.window[self.recent(_LAG + 1)[0]]
@@ -215,15 +219,14 @@ class RankTests(Persistent):
         self.mean[later] += (step / np.maximum(self.past, 1.0))[later]
 
     def _start(self, ranks: Bools, limit: Floats) -> Floats:
-        """The baseline from its first steps: their mean, with what lies further from their median
-        than `limit` drawn in to it."""
+        """The baseline from its first steps: their mean, clipped to `limit` around the median."""
         first = self.first[:, ranks]
         middle = column_median(first)
         result: Floats = np.nanmean(np.clip(first, middle - limit, middle + limit), axis=0)
         return result
 
     def _has_past(self, spread: Floats) -> Bools:
-        """Ranks with a past to be judged by: of two steps only if they agree."""
+        """Ranks with a baseline; one of two steps counts only if they agree."""
         apart = np.abs(self.first[0] - self.first[1]) <= _ALIKE * spread
         result: Bools = (self.past > _SETTLED) | ((self.past == _SETTLED) & apart)
         return result
@@ -255,40 +258,41 @@ class RankTests(Persistent):
         )
 
     def _like_peers(self, spread: Floats, offset: float) -> Bools:
-        """Ranks with peers whose past is too short, but not unlike what those show."""
+        """Ranks with peers and too short a past, whose first residual is plausible among the
+        peers."""
         first = np.nan_to_num(self.first[0])
         plausible = np.abs(first) <= self._bound * offset + 3.0 * spread
         result: Bools = self._majority & (self.past <= 1) & plausible
         return result
 
     def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
-        """Sets what is healthy for a rank (log residual), as if seen for so many steps."""
+        """Sets the baseline of a rank (log residual), as if observed for so many steps."""
         self.mean[rank], self.past[rank] = level, steps
         self.first[:, rank] = level
 
     def slowest_healthy(self) -> Floats:
-        """The highest level (log residual) at which each rank is surely healthy: that of its past,
-        as far as peers allow it; -inf where there is neither."""
+        """The highest level (log residual) at which each rank is surely healthy: its baseline,
+        limited by its peers; -inf where there is neither."""
         most = self._bound * self._offset_spread()
         known = np.where(self.past > 0, self.mean, -np.inf)
         result: Floats = np.where(self._majority, np.minimum(self.mean, most), known)
         return result
 
     def unsettled(self, now: StepEvidence) -> Bools:
-        """Ranks with neither enough peers nor a past of their own to be judged by."""
+        """Ranks with neither enough peers nor a baseline."""
         return now.seen & ~self._majority & (self.past < _SETTLED)
 
     def alike(self, level: float) -> bool:
-        """Whether a residual (log) is within what healthy devices differ by."""
+        """Whether a residual (log) is within the spread of healthy devices."""
         return abs(level) < self._bound * self._offset_spread()
 
     def add(self, rank: int, gain: float) -> None:
-        """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
+        """Adds evidence from a probe (a log-likelihood ratio) on one rank."""
         self.peer_test.add(rank, gain, self.ceiling)
         self.past_test.add(rank, gain, self.ceiling)
 
     def clear(self, ranks: Bools) -> None:
-        """Forgets the evidence against some ranks."""
+        """Resets the evidence on some ranks."""
         self.peer_test.reset(ranks)
         self.past_test.reset(ranks)
 
@@ -299,11 +303,14 @@ _MAJORITY = 3
 
 
 class LevelTest(Persistent):
-    """Which of several things, each with one number a step, have become slower than their like.
+    """Finds series that became slow, of several with one number per step: replicas, links, hosts.
 
-    classes   things of one class are compared with each other, if there are three or more of
-              them; others with their own past only, for two of a kind may differ for good
-    least     slowdown below which nothing is said
+    The result never names a device. It makes ranks inconclusive, or is reported in addition to
+    the verdicts.
+
+    classes   series of one class are compared with each other, if there are three or more; others
+              with their own past only, for two of a kind may differ permanently
+    least     slowdown below which nothing is reported
     error     standard error (log) of a number, at least
     """
 
@@ -326,7 +333,7 @@ class LevelTest(Persistent):
         self.scale = np.full(count, error)
 
     def observe(self, step: int, value: Floats) -> Bools:
-        """Takes the logs of one step (NaN where there is none); returns what is slow."""
+        """Takes the logs of one step (NaN where there is none); returns the slow ones."""
         count = value.size
         residual = StepResidual(
             value, np.full(count, self._error), np.ones(count, np.int64), self._error

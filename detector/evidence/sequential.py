@@ -1,10 +1,10 @@
-"""A sequential test that may be looked at after every step: the e-detector.
+"""The e-detector: a sequential test whose result is valid after every step.
 
 For each rank a Shiryaev-Roberts sum of likelihood ratios, `M <- (1 + M) * L`, is kept for a grid
 of slowdowns and averaged over it. Under the null `M - t` is a supermartingale, so the mean time to
-a false alarm at level c is at least c steps, whatever the horizon and however often it is read
+a false alarm at level c is at least c steps, for any horizon and any number of looks
 (Shin, Ramdas and Rinaldo, "E-detectors", 2022). Likelihoods are Student's, so that the evidence
-of a single step is bounded by the tail and an outlier alone names nobody.
+of a single step is bounded and an outlier alone names no rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..arrays import Bools, Floats
 from ..persistence import Persistent
 
 GRID = np.log(np.array([1.01, 1.02, 1.03, 1.045, 1.07, 1.1, 1.15, 1.22, 1.35, 1.6, 2.2, 4.0]))
-"""Slowdowns (log) beyond the null that are tested for."""
+"""Tested slowdowns (log) beyond the null."""
 
 DEGREES = 4.0
 """Degrees of freedom of the Student distribution of a residual."""
@@ -42,20 +42,21 @@ class EDetector(Persistent):
         self.log_sums = np.full((GRID.size, size), -np.inf)
 
     def update(self, excess: Floats, scale: Floats, seen: Bools, ceiling: float) -> None:
-        """One step: residuals beyond the null's edge, their scale, and who has one."""
+        """Takes one step: residuals beyond the edge of the null, their scale, and a mask of
+        ranks that have one."""
         ratio = log_ratio(excess[None, seen], scale[None, seen], GRID[:, None])
         grown = np.logaddexp(self.log_sums[:, seen], 0.0) + ratio
         self.log_sums[:, seen] = np.minimum(grown, ceiling)
 
     def evidence(self) -> Floats:
-        """log of the averaged sum, for each rank."""
+        """Log of the averaged sum of each rank."""
         result: Floats = np.logaddexp.reduce(self.log_sums, axis=0) - np.log(GRID.size)
         return result
 
     def add(self, rank: int, gain: float, ceiling: float) -> None:
-        """Evidence from elsewhere (a log-likelihood ratio) on one rank."""
+        """Adds evidence from a probe (a log-likelihood ratio) on one rank."""
         self.log_sums[:, rank] = np.minimum(self.log_sums[:, rank] + gain, ceiling)
 
     def reset(self, ranks: Bools) -> None:
-        """Forgets the evidence of some ranks."""
+        """Resets the evidence of some ranks."""
         self.log_sums[:, ranks] = -np.inf

@@ -1,6 +1,6 @@
-"""Whole replicas that become slower where no lengths say how much work they had.
+"""Whole replicas that become slower, where no lengths tell how much work they had.
 
-Nothing can tell that from longer sequences, so it makes ranks inconclusive, never slow.
+More work looks the same, so that this makes ranks inconclusive, never slow.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ _CHUNKS = 128
 _STEPS = 8
 """Steps over which the level of a replica is averaged, at most."""
 _FADE = 0.01
-"""How fast a replica's past follows its level."""
+"""Rate at which a replica's past follows its level."""
 _OFFSET = 0.02
-"""Spread (log) of what healthy replicas differ by for good."""
+"""Spread (log) of permanent differences between healthy replicas."""
 _CURVATURE = 0.04
-"""Share of a replica's rise by which maps that are not quite affine may be off."""
+"""Error of maps that are not quite affine, as a share of the replica's rise."""
 _ODDS = 3.5
-"""Log-likelihood ratio from which the rank alone is to blame, not its whole replica."""
+"""Log-likelihood ratio from which the rank alone is slow, not its whole replica."""
 _NO_SHARE = 0.05
-"""Fixed share below which a rank counts as having none."""
+"""Fixed share below which it counts as none."""
 _MOST_ODDS = 4.5
-"""Most that the level, or the pattern over the microbatches, may add to it: work has long tails."""
+"""Largest contribution of the level, or of the pattern over the microbatches: work has long
+tails."""
 
 
 class ReplicaTest(Persistent):
-    """Levels of the replicas, and how the residuals of their ranks go with the fixed share."""
+    """Levels of the replicas, and how the residuals of their ranks vary with the fixed share."""
 
     _saved = ("test", "_reference", "_fixed", "_unsure", "_pattern", "_noise", "_raw", "_past")
 
@@ -63,13 +64,13 @@ class ReplicaTest(Persistent):
         self._past = np.where(first, level, self._past)
         self._past[known] += fade * (level - self._past)[known]
         slow = self.test.observe(step, level)[self._places.dp]
-        # One replica has none to be compared with: a longer step then is just that. And of two it
-        # is to be learned first by how much their work differs.
+        # One replica has no other to compare with. Of two, the usual difference of their work has
+        # to be learned first.
         return slow & (self._count > 1) & (self.test.tests.count > _STEPS)
 
     def _levels(self, records: TelemetryBatch, index: Ints) -> Floats:
-        """How long each replica's records took (log), against the first step: its least risen
-        rank's."""
+        """Time of each replica's records (log) against the first step: that of the rank that rose
+        least."""
         places = self._places
         logs = np.log(np.maximum(records.compute_ms, 1e-6))
         chunk = np.minimum(records.chunk.astype(np.int64), _CHUNKS - 1)
@@ -82,19 +83,19 @@ class ReplicaTest(Persistent):
         lowest = np.full(self._count, np.inf)
         np.minimum.at(lowest, places.dp[seen], level[seen])
         value = np.where(np.isfinite(lowest), lowest, np.nan)
-        # What both of two have risen by is no matter of one of them.
+        # A rise of both of two replicas is not specific to either.
         return value - value[::-1] if self._count == 2 else value
 
     def explains(self, now: StepEvidence, excess: Floats, run: Ints) -> Bools:
-        """Ranks whose `excess` (log) may come from something that befell their whole replica, or
-        from a faster neighbour where a replica has two stages; `run`: slow steps so far.
+        """Mask of the ranks whose `excess` (log) may come from their whole replica, or from a
+        faster neighbour where a replica has two stages. `run` is the number of slow steps so
+        far.
 
-        A factor g on all stages looks like more work to the witnesses, but for the fixed share f
-        of a record's time that more work would not lengthen: that leaves an excess of
-        `log(1 + f * (g - 1))`, the larger the shorter the microbatch. Maps are known up to an
-        error and not exactly affine, which is granted to every rank as a larger share. The rank
-        alone is to blame if the replica's level and the pattern over the microbatches speak
-        clearly for that.
+        A factor g on all stages looks like more work to the reference ranks, except for the fixed
+        share f of a record's time, which does not grow with work. That leaves an excess of
+        `log(1 + f * (g - 1))`, the larger the shorter the microbatch. The error of the maps is
+        added to the share. The rank alone is slow if the replica's level and the pattern over the
+        microbatches are clear evidence for that.
         """
         excess = np.maximum(excess, 0.0)
         share = np.maximum(self._fixed, 0.0) + _CURVATURE + 2.0 * self._unsure
@@ -114,8 +115,8 @@ class ReplicaTest(Persistent):
         return result
 
     def _level(self, run: Ints, now: StepEvidence) -> tuple[Floats, Floats]:
-        """How far each rank's replica has risen over the rank's last `run` steps, or over its slow
-        ones if it is slow by turns, against its past or its peers; the standard error of that."""
+        """Rise of each rank's replica over the rank's last `run` steps (over the slow ones of an
+        intermittently slow rank), against its past or its peers, and its standard error."""
         tests, places = self.test.tests, self._places
         level, error = np.zeros(places.size), np.ones(places.size)
         steps = np.clip(run, 2, _STEPS)
@@ -124,7 +125,7 @@ class ReplicaTest(Persistent):
             rows = tests.window[tests.recent(count)]
             level[ranks], error[ranks] = np.median(rows, axis=0)[places.dp[ranks]], 1.5 / count
         last = tests.recent(TURNS)
-        for rank in np.flatnonzero(now.by_turns).tolist():
+        for rank in np.flatnonzero(now.intermittent).tolist():
             slow = tests.window[last[now.turns[-last.size :, rank]], places.dp[rank]]
             level[rank], error[rank] = np.median(slow), 1.5 / slow.size
         usual = np.where(now.by_past, tests.mean[places.dp], 0.0)
@@ -134,8 +135,8 @@ class ReplicaTest(Persistent):
         return np.nan_to_num(level - usual), np.maximum(unsure, 1e-3)
 
     def _rose_with_peers(self, excess: Floats) -> Bools:
-        """Ranks most of whose peers rose with them: their replicas are not to be compared with the
-        other replicas, for most of these may have more work."""
+        """Mask of the ranks most of whose peers rose with them: their replicas cannot be compared
+        with the other replicas, most of which may have more work."""
         peers = self._places.peers
         usual = group_median(excess, peers, int(peers.max()) + 1)[peers]
         result: Bools = (excess > 2.0 * self._noise) & (usual > 0.5 * excess)
@@ -166,8 +167,8 @@ class ReplicaTest(Persistent):
 
 
 def _odds(seen: Floats, error: Floats, needed: Floats) -> Floats:
-    """Log-likelihood ratio of 0 against `needed` (0 or more), one-sided: what lies beyond either
-    speaks no further for it."""
+    """Log-likelihood ratio of 0 against `needed` (0 or more), one-sided: values beyond either add
+    no further evidence."""
     inside = np.clip(seen, 0.0, needed)
     ratio = 0.5 * ((needed - inside) ** 2 - inside**2) / error**2
     result: Floats = np.clip(ratio, -_MOST_ODDS, _MOST_ODDS)

@@ -1,1 +1,1 @@
-"""What a record should have taken: by its lengths, or by what other stages took."""
+"""Expected times of records: by their lengths, or by the times of other stages."""

@@ -1,11 +1,11 @@
-"""Residuals of records without lengths: the other stages tell how much work a microbatch held.
+"""Expected compute times of records without lengths, predicted from other stages.
 
 The time of a microbatch on one stage is, to about 1%, an affine function of its time on any other
-stage. So a rank's time is predicted from a few witnesses, ranks of other stages that computed the
-same microbatch, through affine maps shared by all replicas; the median over the witnesses keeps
-one slow witness from spoiling the prediction of all the others. Where few other stages make an even
-number of witnesses, a member of the rank's own tensor-parallel group breaks the tie, for the median
-of two is no protection. Where a replica has one stage only, those members are the witnesses.
+stage. So a rank's time is predicted from a few reference ranks of other stages that computed the
+same microbatch, through affine maps shared by all replicas. The median over them is robust against
+one slow reference rank. Where few other stages give an even number of them, a member of the rank's
+own tensor-parallel group is added, since the median of two is not robust. Where a replica has one
+stage only, those members are the reference ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from .regression import CellRegression
 
 REFERENCES = 5
 _UNKNOWN_SHARE = 0.25
-"""Spread of the fixed share where all microbatches took equally long, so that no map shows it."""
+"""Spread of the fixed share where all microbatches took equally long, so that it is unknown."""
 _MISFIT = 0.06
-"""Residual (log) that most ranks of a class share from which the maps no longer hold."""
+"""Residual (log) of most ranks of a class from which the maps no longer fit."""
 _SETTLED_STEPS = 6
 _ODD = 0.25
-"""How far (log) a microbatch may lie from its rank's usual ones before it counts less."""
+"""Distance (log) of a microbatch from its rank's usual ones beyond which its weight falls."""
 
 
 def reference_ranks(layout: Layout, places: RankTable) -> Ints:
-    """Positions of each rank's witnesses, shape (ranks, WITNESSES); -1 where there are fewer."""
+    """Positions of each rank's reference ranks, shape (ranks, REFERENCES); -1 where there are
+    fewer."""
     table = np.full((places.size, REFERENCES), -1, np.int64)
     for replica in layout.replicas:
         for at, stage in enumerate(replica.stages):
@@ -49,7 +50,7 @@ def reference_ranks(layout: Layout, places: RankTable) -> Ints:
 
 
 def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
-    """Ranks at the same tensor-parallel place of every group first, then their neighbours."""
+    """Ranks at the same tensor-parallel position of every group first, then their neighbours."""
     chosen: list[int] = []
     for turn in range(max(len(ranks) for ranks in groups)):
         for ranks in groups:
@@ -62,8 +63,8 @@ def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
 class CrossStageModel(Persistent):
     """Affine maps between ranks of a replica, learned as the steps come in.
 
-    Attribute `misfits`: steps running in which whole classes were off, as when the model changes
-    or documents become much longer: that is no matter of single devices.
+    misfits   consecutive steps in which whole classes were off, as when the model changes or
+              documents become much longer; no single device causes that
     """
 
     _saved = ("regression", "_own", "_locations", "_spread", "misfits")
@@ -109,8 +110,8 @@ class CrossStageModel(Persistent):
         return result
 
     def _whole_class_is_off(self, value: Floats) -> bool:
-        """Whether most ranks of a class, at least two, lie on one side by more than `_MISFIT`,
-        and none has stayed where it was: a change of the model spares nobody."""
+        """Whether most ranks of a class, at least two, are off to one side by more than `_MISFIT`,
+        and none has stayed where it was: a change of the model affects all."""
         peers, seen = self._places.peers, np.isfinite(value)
         size = int(peers.max()) + 1
         value, usual = np.nan_to_num(value), self._own.usual
@@ -124,8 +125,8 @@ class CrossStageModel(Persistent):
         return False
 
     def verifiable(self, trusted: Bools) -> Bools:
-        """Ranks most of whose witnesses are trusted: the others' residuals are not their own. Half
-        are not enough, for the median of two is moved by either."""
+        """Mask of the ranks most of whose reference ranks are trusted: residuals of the others may
+        come from their reference ranks. Half are not enough: either moves the median of two."""
         there = self.references >= 0
         sound = there & trusted[np.maximum(self.references, 0)]
         result: Bools = 2 * sound.sum(axis=1) > there.sum(axis=1)
@@ -144,7 +145,7 @@ class CrossStageModel(Persistent):
         return table
 
     def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, Ints, Ints], Ints, Floats]:
-        """Records that a witness slot can predict: where they are, their cell and their terms."""
+        """Records with a reference rank in a slot: their places, their cells and their terms."""
         reference = self.references[:, slot]
         seen = np.isfinite(times) & np.isfinite(times[:, np.maximum(reference, 0)])
         seen &= (reference >= 0)[None, :, None]
@@ -228,7 +229,7 @@ class CrossStageModel(Persistent):
 def _fixed_share(
     share: Floats, doubt: Floats, left: Floats, rank: Ints, size: int, noise: float
 ) -> FixedShare:
-    """How the residuals of each rank's records go with the share of the time that is fixed."""
+    """Variation of each rank's residuals with the fixed share of the time."""
     records = np.maximum(np.bincount(rank, minlength=size), 1)
     mean = np.bincount(rank, share, size) / records
     off = share - mean[rank]
@@ -240,8 +241,8 @@ def _fixed_share(
 
 
 def _median_of_few(values: Floats, *others: Floats) -> tuple[Floats, ...]:
-    """Median over the first axis, NaN left out, and what `others` hold at the same places;
-    sorting five beats `nanmedian` by far."""
+    """Median over the first axis without NaN, and the values of `others` at the same places;
+    for few rows far faster than `nanmedian`."""
     order = np.argsort(values, axis=0)  # NaN sorts last
     counts = np.isfinite(values).sum(axis=0)
     low = np.maximum((counts - 1) // 2, 0)[None]

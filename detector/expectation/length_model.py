@@ -1,4 +1,4 @@
-"""What a record should cost by arithmetic: FLOPs from the lengths and the shape of the model."""
+"""Expected compute times of records that carry lengths: FLOPs by arithmetic, fitted to the job."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _GUESSED_HIDDEN = 4096
 
 
 def knows_lengths(batch: TelemetryBatch) -> Bools:
-    """Which records say how much work they held."""
+    """Mask of the records whose work is known."""
     return (batch.tokens >= 0) & (batch.sum_sq_len >= 0)
 
 
 def work_terms(job: Job, places: RankTable, batch: TelemetryBatch, index: Ints) -> Floats:
     """Work of each record on its rank, shape (records, TERMS).
 
-    Column 0 is the fixed part, per layer held: launches and reading the weights, paid however
-    little work there is, and at short lengths the memory-bound floor. Column 1 counts the FLOPs
+    Column 0 is the fixed part, per layer held: launches and reading the weights, independent of
+    the amount of work, and at short lengths the memory-bound floor. Column 1 counts the FLOPs
     of matrices, 2 per parameter and token; on the last stage with the head. Column 2 counts those
     of causal attention, `2 * hidden * sum(len**2)` per layer. Backward is twice the forward, three
     times with recomputation. FLOPs are in 1e12.
@@ -72,9 +72,9 @@ def _flops(model: ModelShape | None) -> tuple[float, float, float]:
 class LengthModel(Persistent):
     """Expected compute times from lengths, learned as the steps come in.
 
-    One small regression for each class of peers, chunk and op on the analytic terms. What a rank
-    itself is slower or faster by is taken out of its records before anything is learned from them,
-    so a slow device does not become the norm.
+    One small regression for each class of peers, chunk and op on the analytic terms. Each rank's
+    own level is removed from its records before anything is learned from them, so that a slow
+    device does not become the norm.
     """
 
     _saved = ("correction", "regression", "_own", "_locations", "_spread")
@@ -127,7 +127,7 @@ class LengthModel(Persistent):
     def _apart(
         self, ratio: Floats, index: Ints, result: StepResidual
     ) -> tuple[Floats, Floats, float]:
-        """What each rank is slower by, what is left of its records, and how far that scatters."""
+        """Level of each rank, residuals of the records without it, and their scatter."""
         microbatches = result.records / (2.0 * self._job.chunks)
         own = self._own.of(result.value, microbatches)
         left = ratio - own[index]
@@ -153,7 +153,7 @@ class LengthModel(Persistent):
         return StepResidual(np.where(counts > 0, value, np.nan), total, counts, spread)
 
     def _start(self, cell: Ints, terms: Floats, times: Floats, index: Ints, trusted: Bools) -> None:
-        """First step: fit on it, with what each rank differs by from its class taken out."""
+        """Fits the first step, with each rank's difference from its class removed."""
         self.regression.open(cell, terms, times)
         for _ in range(3):
             expected, doubt = self.regression.predict(cell, terms)
@@ -173,7 +173,7 @@ class LengthModel(Persistent):
         self.regression.learn(cell, terms, times * np.exp(-apart[index]), usual.astype(np.float64))
 
     def start_from(self, older: LengthModel) -> None:
-        """Starts from what an older layout taught: cost per FLOP and per layer, by op."""
+        """Starts from the fit on an older layout: cost per FLOP and per layer, by op."""
         for op in range(2):
             known = [c for c in range(op, older._cells, 2) if older.regression.ready[c]]
             if not known:

@@ -1,12 +1,13 @@
-"""Expected compute time from the work in a record: arithmetic first, trees for the rest.
+"""Expected compute time from the work in a record: arithmetic, corrected by gradient boosting.
 
 `AnalyticCost` is a non-negative combination of what arithmetic counts (fixed part, FLOPs of
 matrices, FLOPs of attention); it extrapolates. `Predictor` multiplies it by a correction that
-LightGBM learns from the log of observed over analytic time. Trees do not extrapolate, so outside
-the lengths it was trained on the correction fades to none and the stated error grows.
+LightGBM learns from the log of observed over analytic time. Trees do not extrapolate: outside the
+lengths that it was trained on, the correction fades to none and the stated error grows.
+`LearnedCorrection` trains it while a job runs.
 
-Both follow scikit-learn's manners: `__init__` only stores parameters, `fit` sets attributes with a
-trailing underscore and returns the estimator, `predict` changes nothing.
+The estimators follow scikit-learn's conventions: `__init__` only stores parameters, `fit` sets
+attributes with a trailing underscore and returns the estimator, `predict` changes nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +26,9 @@ from .regression import CellRegression
 FEATURES = ("tokens", "sequences", "sum_sq_len", "max_len", "backward", "layers", "share", "head")
 """Columns of the feature matrix; `backward` and `head` are 0 or 1, `share` is a fraction."""
 
-_TREE_FEATURES = (
-    "tokens",
-    "mean_len",
-    "mean_square",
-    "max_len",
-    "backward",
-    "layers",
-    "share",
-    "head",
-)
-# Physics: at equal tokens, shorter documents and thinner shards use a device no better.
 _MONOTONE = (0, -1, 0, 0, 0, 0, -1, 0)
+"""Signs of the trees' dependence on their features: at equal tokens, shorter documents and thinner
+shards do not use a device better."""
 _FADE = 0.7
 """Distance (log) beyond the trained range at which a correction has faded to a third."""
 
@@ -59,7 +51,7 @@ def check_features(features: Floats, times: Floats | None = None) -> Floats:
 class AnalyticCost:
     """`time = layers * (a + share * (b * tokens + c * sum_sq_len)) + head`, one fit for each op.
 
-    ridge   how strongly the coefficients hold to proportionality, in equivalent records
+    ridge   weight of proportionality as prior, in equivalent records
 
     Attributes after `fit`: `coefficients_`, shape (2 ops, 3 terms).
     """
@@ -126,14 +118,14 @@ class Predictor:
         self.min_leaf, self.min_gain, self.seed = min_leaf, min_gain, seed
 
     def fit(self, features: Floats, times: Floats, devices: Ints | None = None) -> Self:
-        """Learns from healthy records; `devices` says whose they are, so that what a device is
-        faster or slower by stays out of what is learned."""
+        """Learns from healthy records. `devices`, the device of each record, lets the fit remove
+        each device's own level."""
         matrix = check_features(features, times)
         self.analytic_ = AnalyticCost().fit(matrix, times)
         return self.fit_correction(matrix, np.log(times / self.analytic_.predict(matrix)), devices)
 
     def fit_correction(self, features: Floats, ratio: Floats, devices: Ints | None = None) -> Self:
-        """Learns only the correction: `ratio` is the log of observed over some analytic time."""
+        """Learns only the correction; `ratio` is the log of observed over some analytic time."""
         matrix = check_features(features)
         target = ratio if devices is None else _without_devices(ratio, devices, matrix)
         trees = _tree_features(matrix)
@@ -157,22 +149,21 @@ class Predictor:
     def _train(self, trees: Floats, target: Floats) -> Any:
         import lightgbm
 
-        parameters = {
-            "objective": "regression",
-            "num_leaves": self.leaves,
-            "learning_rate": self.learning_rate,
-            "min_data_in_leaf": self.min_leaf,
-            "monotone_constraints": list(_MONOTONE),
-            "max_bin": 127,
-            "lambda_l2": 5.0,
-            "num_threads": 1,
-            "deterministic": True,
-            "force_row_wise": True,
-            "seed": self.seed,
-            "verbosity": -1,
-        }
-        data = lightgbm.Dataset(trees, target, params={"verbosity": -1})
-        return lightgbm.train(parameters, data, num_boost_round=self.trees)
+        model = lightgbm.LGBMRegressor(
+            n_estimators=self.trees,
+            num_leaves=self.leaves,
+            learning_rate=self.learning_rate,
+            min_child_samples=self.min_leaf,
+            reg_lambda=5.0,
+            max_bin=127,
+            monotone_constraints=list(_MONOTONE),
+            random_state=self.seed,
+            n_jobs=1,
+            deterministic=True,
+            force_row_wise=True,
+            verbosity=-1,
+        )
+        return model.fit(trees, target).booster_
 
     def predict(self, features: Floats) -> Floats:
         """Expected times in ms, shape (records,)."""
@@ -181,7 +172,7 @@ class Predictor:
         return result
 
     def correction(self, features: Floats) -> Floats:
-        """Log of what the analytic time is to be multiplied by; fades to 0 beyond the trained."""
+        """Log of the factor on the analytic time; fades to 0 outside the trained range."""
         matrix = check_features(features)
         if self.booster_ is None:
             return np.zeros(matrix.shape[0])
@@ -192,18 +183,20 @@ class Predictor:
         return faded
 
     def beyond(self, features: Floats) -> Floats:
-        """How far (log) each record lies outside the trained range; 0 inside."""
+        """Distance (log) of each record from the trained range; 0 inside."""
         trees = _tree_features(check_features(features))
         over = np.maximum(trees - self.high_, self.low_ - trees)
         result: Floats = np.maximum(over, 0.0).max(axis=1)
         return result
 
     def error(self, features: Floats) -> Floats:
-        """Standard deviation (log) of a single prediction: held-out scale, more outside."""
+        """Standard deviation (log) of a single prediction: held-out scale, larger outside the
+        range."""
         return np.hypot(self.scale_, 0.05 * self.beyond(features))
 
     def interval(self, features: Floats) -> tuple[Floats, Floats]:
-        """95% conformal interval of a healthy record's time in ms, wider outside the trained."""
+        """95% conformal interval of a healthy record's time in ms, wider outside the trained
+        range."""
         middle = self.predict(features)
         width = np.exp(self.margin_ + 0.1 * self.beyond(features))
         return middle / width, middle * width
@@ -247,7 +240,7 @@ class Predictor:
 
 
 def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
-    """Every device's level replaced by that of all devices with the same part of the model."""
+    """Ratios with every device's level replaced by that of all devices with the same layers."""
     _, device = np.unique(devices, return_inverse=True)
     _, part = np.unique(matrix[:, 5:], axis=0, return_inverse=True)
     part = part.reshape(-1)
@@ -257,7 +250,8 @@ def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
 
 
 def _tree_features(matrix: Floats) -> Floats:
-    """Logs, so that a range has a scale-free width; shape (records, len(_TREE_FEATURES))."""
+    """Features of the trees, shape (records, 8); in logs, so that a range has a scale-free
+    width."""
     tokens = np.maximum(matrix[:, 0], 1.0)
     sequences = np.maximum(matrix[:, 1], 1.0)
     mean_square = np.maximum(matrix[:, 2], 1.0) / tokens
@@ -275,18 +269,21 @@ def _tree_features(matrix: Floats) -> Floats:
     )
 
 
-_LEAST_ROWS = 2_000
+_LEAST_ROWS, _MOST_ROWS = 2_000, 20_000
+"""Records to train on."""
 _ROUNDS = 3
-"""Trainings of one job: at `train_after_steps`, and after four and sixteen times as many."""
+"""Trainings of one job: after `train_after_steps`, and after four and sixteen times as many."""
 _WORSE = 1.1
-"""Spread with the correction over spread without from which it no longer fits."""
+"""Spread with the correction over spread without, from which it no longer fits."""
 
 
 class LearnedCorrection(Persistent):
-    """Multiplies analytic times by what the predictor learned; notices when it no longer fits.
+    """Correction of analytic times that is trained while a job runs, at fixed points of the stream,
+    on a bounded sample of healthy records; a replay learns the same.
 
-    Attributes: `predictor` (None before the first training), `misfit` (set once the correction
-    made records less regular than they are without it; it is then out of use until trained anew).
+    predictor   None before the first training
+    misfit      whether the correction made records less regular than without it; it is then out of
+                use until trained anew
     """
 
     _saved = ("misfit", "_rows", "_ratio", "_steps", "_trained", "_spreads")
@@ -308,23 +305,23 @@ class LearnedCorrection(Persistent):
         return predictor is not None and predictor.booster_ is not None and not self.misfit
 
     def of(self, features: Floats) -> tuple[Floats, Floats]:
-        """Log correction and its doubt (log) for each record."""
+        """Log correction and its standard error (log) for each record."""
         predictor = self.predictor
         if predictor is None or not self.active:
             return np.zeros(features.shape[0]), np.zeros(features.shape[0])
         return predictor.correction(features), 0.05 * predictor.beyond(features)
 
     def observe(self, features: Floats, plain: Floats, applied: Floats, usable: Bools) -> None:
-        """One step's records: log of observed over analytic time, the device's own part taken
-        out, and the correction that was applied to them."""
+        """Takes one step's records: features, log of observed over analytic time without the
+        device's own level, the correction that was applied, and a mask of healthy records."""
         self._check(plain, applied)
         if not self._settings.train or self._trained >= _ROUNDS:
             return
         self._steps += 1
-        limit = max(self._settings.train_rows // (4 * self._settings.train_after_steps), 64)
+        limit = max(_MOST_ROWS // (4 * self._settings.train_after_steps), 64)
         rows = np.flatnonzero(usable)
         rows = rows[:: max(1, -(-rows.size // limit))]
-        most = self._settings.train_rows
+        most = _MOST_ROWS
         fresh = features[rows].astype(np.float32), plain[rows].astype(np.float32)
         self._rows = np.concatenate([self._rows, fresh[0]])[-most:]
         self._ratio = np.concatenate([self._ratio, fresh[1]])[-most:]

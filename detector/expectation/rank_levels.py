@@ -1,5 +1,4 @@
-"""Where the residuals of each rank lie in a step: one level for all its passes, unless its forward
-and its backward passes clearly lie apart, as where a fault slows one kind of kernel only."""
+"""From residuals of records to one level per rank: in a step, and over the past steps."""
 
 from __future__ import annotations
 
@@ -9,22 +8,23 @@ from ..arrays import Bools, Floats, Ints, group_location, group_median, mad_sigm
 from ..persistence import Persistent
 
 _APART = 6.0
-"""Standard deviations of a record between the two kinds from which they lie apart."""
+"""Distance of the two kinds of passes from which they count as apart, in standard deviations."""
 _ODD = 4.0
-"""The same where each kind has one record: from there on their mean trusts neither."""
+"""The same where each kind has one record: from there on a robust mean rejects both."""
 _VARIES = 0.1
-"""Share of what lies between them that it may change by from one step to the next."""
+"""Relative change of that distance from one step to the next that is tolerated."""
 _NEAR = 3.0
 """Standard deviations within which a record agrees with the others of its kind."""
 _LEAST = 2
-"""Records of each kind that must agree: a single one may have been interrupted."""
+"""Least number of records of each kind that agree: a single one may have been interrupted."""
 
 
 class RankLocations(Persistent):
-    """Locates the residuals of `size` ranks, step after step.
+    """Robust location of the residuals of `size` ranks in each step.
 
-    A rank with one record of each kind has no others to agree with: its kinds lie apart if they
-    did so in the step before, by as much.
+    A rank has one level for all its passes, unless forward and backward passes are clearly apart,
+    as where a fault slows one kind of kernel only. With one record of each kind, they are apart if
+    they were so in the step before, by as much.
     """
 
     _saved = ("_before",)
@@ -42,11 +42,11 @@ class RankLocations(Persistent):
         spread: float,
         weights: Floats,
     ) -> tuple[Floats, Floats]:
-        """Log of observed over expected time of each rank, NaN where there is none, and the number
-        of records that it rests on.
+        """Log of observed over expected time of each rank, NaN where there is none, and the
+        effective number of records.
 
         Arguments are arrays over records; `spread` is their standard deviation. Where the two
-        kinds of passes lie apart each gets its level, and counts by its share of the expected time.
+        kinds of passes are apart, each gets its level, weighted by its expected time.
         """
         size = self._size
         value, left = group_location(residual, rank, size, spread, weights)
@@ -69,22 +69,23 @@ class RankLocations(Persistent):
         return value, left
 
     def close(self) -> None:
-        """A step is over: what lay between the kinds in it is what did before the next."""
+        """Ends a step: keeps the distance between the kinds for the next."""
         self._before = self._between
 
 
 _ENOUGH = 4.0
-"""Microbatches of a step from which a rank's level is told apart from their work by that step."""
+"""Microbatches of a step from which it separates a rank's level from their work."""
 _FADE = 0.2
 _LEVEL_STEPS = 6
-"""Steps in which the level of a class is still learned; after that only its shape is."""
+"""Steps in which the level of a class is still learned; later only its shape is."""
 
 
 class RankBaselines(Persistent):
-    """Levels (log) of the ranks of some classes.
+    """Level (log) of each rank, removed from its records before anything is learned from them, so
+    that a slow device does not become the norm.
 
-    With many microbatches in a step, the step's own level is taken. With one, level and work
-    cannot be told apart in a step, so the rank's level over the past steps is taken instead.
+    With many microbatches in a step, that is the level of the step. With one, level and work cannot
+    be separated in a step, and the rank's level over the past steps is used instead.
     """
 
     _saved = ("usual", "_apart", "_trusted", "steps")
@@ -102,28 +103,28 @@ class RankBaselines(Persistent):
         return by_step * np.nan_to_num(value) + (1.0 - by_step) * self.usual
 
     def scatter(self, left: Floats, microbatches: Floats) -> float:
-        """What healthy records scatter by beside their own noise: where levels are not told by
-        the step, all that is left over of it; else nothing."""
+        """Scatter of healthy records beyond their own noise: where levels are not known from the
+        step, that of all remaining residuals; else 0."""
         untold = 1.0 - float(np.median(_by_step(microbatches[microbatches > 0])))
         return untold * mad_sigma(left, 0.0)
 
     def beyond_class(self, own: Floats, trusted: Bools) -> Floats:
-        """`own` without what is common to the class, as long as that is still learned."""
+        """`own` without the level of the class, as long as that is still learned."""
         if self.steps >= _LEVEL_STEPS:
             return own
         result: Floats = own - self._common(own, trusted)
         return result
 
     def _common(self, own: Floats, trusted: Bools) -> Floats:
-        """What the trusted ranks of each class have in common beside where each of them stands in
-        it: so the level of a class does not move when one of its ranks is trusted no longer."""
+        """Level of each class: the median over its trusted ranks of their difference from their
+        usual offset, so that it does not move when a rank is no longer trusted."""
         size = int(self._classes.max()) + 1
         change = (own - self._apart)[trusted]
         common: Floats = np.nan_to_num(group_median(change, self._classes[trusted], size))
         return common[self._classes]
 
     def observe(self, value: Floats, trusted: Bools) -> None:
-        """A step is over: its residuals join what is usual."""
+        """Ends a step: adds its residuals to the usual levels."""
         self._place(value, trusted & np.isfinite(value))
         self.steps += 1
         fade = max(_FADE, 1.0 / self.steps)
@@ -131,7 +132,7 @@ class RankBaselines(Persistent):
         self.usual[known] += fade * (value[known] - self.usual[known])
 
     def _place(self, value: Floats, trusted: Bools) -> None:
-        """Learns where each trusted rank stands in its class."""
+        """Updates the offset of each trusted rank in its class."""
         if self.steps >= _LEVEL_STEPS or not trusted.any():
             return
         stands = value - self._common(value, trusted)
@@ -140,6 +141,6 @@ class RankBaselines(Persistent):
 
 
 def _by_step(microbatches: Floats) -> Floats:
-    """How far so many microbatches of a step tell a rank's level, 0 to 1."""
+    """Weight of the level of a step with so many microbatches, 0 to 1."""
     result: Floats = np.clip((microbatches - 1.0) / (_ENOUGH - 1.0), 0.0, 1.0)
     return result

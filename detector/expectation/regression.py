@@ -1,8 +1,8 @@
 """Small weighted regressions for many cells at once, from running moments.
 
 Every cell explains times `t` by a few terms `x`: `t ~ x @ theta`, in relative error, so that long
-and short microbatches count alike. Moments fade slowly; a weak ridge pulls towards the prior, which
-is what is left where the data say nothing (all lengths equal, the first step).
+and short microbatches count alike. Moments fade slowly. A weak ridge pulls towards the prior, which
+remains where the data are not informative (all lengths equal, the first step).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CellRegression(Persistent):
     the others of 1 explain it in the proportions that `x` gives them.
 
     prior        shape (terms,): coefficients before any data, in those units
-    ridge        shape (terms,): how strongly the prior holds, in equivalent records
+    ridge        shape (terms,): weight of the prior, in equivalent records
     non_negative shape (terms,): terms whose coefficient may not be negative
     """
 
@@ -42,18 +42,19 @@ class CellRegression(Persistent):
 
     @property
     def ready(self) -> Bools:
-        """Which cells have a prediction."""
+        """Mask of the cells that have a prediction."""
         result: Bools = np.isfinite(self.theta).all(axis=1)
         return result
 
     def open(self, cell: Ints, terms: Floats, times: Floats) -> None:
-        """Gives new cells their units and a first proportional fit, from the records' medians."""
+        """Gives new cells their units and a first proportional fit, from the medians of the
+        records."""
         for index in np.unique(cell[~self.ready[cell]]).tolist():
             rows = cell == index
             self.open_cell(index, np.median(terms[rows], axis=0), float(np.median(times[rows])))
 
     def open_cell(self, index: int, typical: Floats, time_ms: float) -> None:
-        """One cell whose typical record has the terms `typical` and takes `time_ms`."""
+        """Opens a cell whose typical record has the terms `typical` and takes `time_ms`."""
         unit = np.full(typical.size, time_ms / max(float(typical[1:].sum()), 1e-30))
         unit[0] = time_ms / max(float(typical[0]), 1e-30)
         self.set_unit(index, unit)
@@ -65,17 +66,17 @@ class CellRegression(Persistent):
         self._spread[index] = np.diag(1.0 / self._ridge)
 
     def start_from(self, index: int, older: CellRegression, known: list[int]) -> None:
-        """Opens a cell with what the cells `known` of an older regression agree on.
+        """Opens a cell with the medians of the cells `known` of an older regression.
 
-        How far their level is off here is a constant that the rank's own past will show; only
-        the doubt about the shape is taken over.
+        Only the uncertainty of the shape is kept; a constant error of the level shows in the
+        past of each rank.
         """
         self._unit[index] = np.median(older._unit[known], axis=0)
         self.theta[index] = np.median(older.theta[known], axis=0)
         self._spread[index] = np.median(older._spread[known], axis=0)
 
     def times(self, cell: Ints, terms: Floats) -> Floats:
-        """Time of each record, in the unit of what was learned."""
+        """Time of each record, in the unit of the learned times."""
         result: Floats = terms[:, 0] * self.theta[:, 0][cell]
         for term in range(1, terms.shape[1]):
             result += terms[:, term] * self.theta[:, term][cell]
@@ -91,9 +92,9 @@ class CellRegression(Persistent):
 
     def fixed_error(self, noise: float, unknown: float) -> Floats:
         """Standard error of the share of a typical record's time that is fixed, shape (cells,), for
-        records with a relative `noise`; `unknown` where the records do not tell.
+        records with a relative `noise`; `unknown` where the records are not informative.
 
-        Only for two terms: what the records say of the first, the second given.
+        Only for two terms: the error of the first, given the second.
         """
         second = np.maximum(self._gram[:, 1, 1], 1e-12)
         known = np.maximum(self._gram[:, 0, 0] - self._gram[:, 0, 1] ** 2 / second, 0.0)
@@ -101,7 +102,7 @@ class CellRegression(Persistent):
         return result
 
     def forget(self) -> None:
-        """Empties the moments; coefficients and their uncertainty stay until the next `learn`."""
+        """Resets the moments; coefficients and their uncertainty stay until the next `learn`."""
         self._gram[:] = 0.0
         self._moment[:] = 0.0
 

@@ -1,4 +1,4 @@
-"""What-if analysis: a recorded job is replayed with parts of it as they ideally would have been."""
+"""What-if analysis: replays a recorded job with some of its operations at their ideal times."""
 
 from .analysis import WhatIf
 from .causes import Causes

@@ -24,15 +24,15 @@ _PIPELINE_COMM = {
     OpKind.BACKWARD_RECV: "backward-pp-comm",
 }
 _NOTHING = 1e-6
-"""Share of the step from which on something is lost: recordings hold times of 7 digits."""
+"""Least lost share of the step: recordings hold times of 7 digits."""
 
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
     """A recording, ready to be replayed with other durations.
 
-    `own_s` [N, D, T] are the durations without waiting for others; `ideal_s` [N] what every
-    operation of its kind takes on average: the mean of compute, the median of communication.
+    `own_s` [N, D, T] are the durations without waiting for others; `ideal_s` [N] the average
+    of every kind of operation: the mean of compute, the median of communication.
     `absent` [N, D, T] marks what belongs to microbatches that a replica did not have in a step;
     None where all had the same number.
     """
@@ -72,7 +72,7 @@ class WhatIf:
     def trained_s(self, own_s: Floats) -> NDArray[np.float64]:
         """Duration [T] of every step up to its last optimizer; where none was recorded, of all.
 
-        A send may take longer than its receive, and outlast the step without anybody's waiting.
+        A send may outlast its receive, and the step, without any operation waiting for it.
         """
         last = np.flatnonzero(self.recording.of_kind(OpKind.OPTIMIZER))
         until = last if last.size else None
@@ -119,8 +119,8 @@ class WhatIf:
     def by_replica_s(self) -> NDArray[np.float64]:
         """Steps [D, T] where one replica is as recorded and all else is ideal.
 
-        All ideal replicas of as many microbatches run alike, so one of them stands for the rest. A
-        job of one replica has none, and is as recorded.
+        All ideal replicas of as many microbatches run alike, so that one of them represents the
+        rest. A job of one replica has none, and is as recorded.
         """
         operations, replicas, steps = self.own_s.shape
         if replicas == 1:
@@ -175,12 +175,12 @@ class WhatIf:
         return self.explained(last[:, None, None])
 
     def explained(self, cells: NDArray[np.bool_]) -> float | None:
-        """Share of the lost time that goes when these cells take their ideal time."""
+        """Share of the lost time that is recovered when these cells take their ideal time."""
         fixed = np.where(cells, self.ideal_own_s, self.own_s)
         return self.recovered(self.step_s(fixed))
 
     def recovered(self, step_s: Floats) -> float | None:
-        """Share of the lost time that steps of these durations do not lose."""
+        """Share of the lost time that steps of these durations recover."""
         actual = float(self.no_delay_s.mean())
         lost = actual - self.ideal_step_s
         return (actual - float(step_s.mean())) / lost if lost > _NOTHING * actual else None
@@ -191,10 +191,11 @@ class WhatIf:
 
 
 def _absent(recording: Recording, found: Dependencies) -> NDArray[np.bool_] | None:
-    """What belongs to microbatches beyond the last one that a replica ran in a step, [N, D, T].
+    """Mask [N, D, T] of operations of microbatches beyond the last one that a replica ran in a
+    step.
 
-    A replica of which nothing was recorded in a step is taken to have run as many as it usually
-    does. None where nothing is absent.
+    A replica without records in a step is assumed to have run as many as it usually does. None
+    where nothing is absent.
     """
     passes = recording.of_kind(*COMPUTE)
     seen = np.isfinite(recording.start_s[passes])

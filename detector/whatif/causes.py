@@ -1,12 +1,11 @@
-"""What each cause costs a recorded job: the job replayed with that cause removed.
+"""Cost of each cause in a recorded job: the job is replayed with that cause removed.
 
-device      every pass as the same work takes on the peers of its stage
-workload    every pass at the mean of its device
-stage       every stage as long as the middle one
-comm        every transfer and collective as quick as it is in its better cases; and no more of it
-            in the open than a fair share of the step
-host        no garbage collection, no single pass held up, and no launch later than is usual for its
-            operation
+device      every pass takes the time of the same work on the peers of its stage
+workload    every pass takes the mean of its device
+stage       every stage takes as long as the median one
+comm        every transfer and collective is as fast as in its best cases, and at most a fair
+            share of the step is exposed communication
+host        no garbage collection, no stalled pass, and no launch later than usual for its operation
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from .recording import COLLECTIVE, COMPUTE, P2P, Floats, OpKind
 
 _ALONE = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.OPTIMIZER, OpKind.GC)
 USUAL = 0.1
-"""Communication and launches are as good as they are in this share of the cases."""
+"""Quantile of communication and launch times that counts as achievable."""
 UNEVEN = 2.0
-"""A stage may hold so many times the parameters of another one."""
+"""Tolerated ratio of the parameters of two stages."""
 FAIR_COMMUNICATION = 0.15
-"""Communication in the open up to this share of the step without it is nobody's fault."""
+"""Exposed communication that counts as normal, as a share of the step without it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Causes:
-    """The causes of one recording, of which the devices in `slow` are known to be slow."""
+    """The causes in one recording; the devices in `slow` are known to be slow."""
 
     whatif: WhatIf
     slow: tuple[SlowDevice, ...] = ()
@@ -65,12 +64,12 @@ class Causes:
 
     @cached_property
     def effects(self) -> Effects:
-        """The effects in the compute times, but for what held single passes up."""
+        """The effects in the compute times without stalls."""
         return Effects(without_stalls(self.times), known=self._known)
 
     @cached_property
     def _known(self) -> NDArray[np.float64] | None:
-        """Factors [1, C, D, T, 1] of the devices that are known to be slow."""
+        """Factors [1, C, D, T, 1] of the known slow devices."""
         if not self.slow:
             return None
         rec = self.whatif.recording
@@ -79,7 +78,7 @@ class Causes:
 
     @cached_property
     def removed(self) -> dict[Cause, float]:
-        """Share of the lost time that goes with each effect in the compute times.
+        """Share of the lost time that is recovered without each effect in the compute times.
 
         Shares of the published lost time; they need not sum to 1, and the share of the stages
         is above 1 where one stage is so heavy that the ideal, an average, contains it.
@@ -103,7 +102,7 @@ class Causes:
         return self.whatif.step_s(self._own_s(times))
 
     def _own_s(self, times: Floats) -> NDArray[np.float64]:
-        """All durations [N, D, T], with these compute times; where there are none, as recorded."""
+        """All durations [N, D, T] with these compute times; as recorded where they are NaN."""
         own = self.whatif.own_s.copy()
         there = self.cells >= 0
         passes = times.transpose(0, 1, 4, 2, 3)[there]
@@ -112,14 +111,14 @@ class Causes:
 
     @cached_property
     def _undisturbed_s(self) -> NDArray[np.float64]:
-        """Durations without garbage collection, and without what held single passes up."""
+        """Durations [N, D, T] without garbage collection and without stalls."""
         own = self._own_s(self.effects.times)
         own[self.whatif.recording.of_kind(OpKind.GC)] = 0.0
         return own
 
     @cached_property
     def where(self) -> dict[Cause, str]:
-        """Where each cause is at its worst."""
+        """Sentence on the place at which each cause is largest."""
         rec, own = self.whatif.recording, self.whatif.own_s
         found = in_passes(self.effects, rec.stages)
         wasted = (own - self._quick).sum(axis=2)
@@ -155,7 +154,7 @@ class Causes:
 
     @cached_property
     def _quick(self) -> NDArray[np.float64]:
-        """Durations with communication as quick as it is in its better cases."""
+        """Durations [N, D, T] with communication as fast as in its best cases."""
         rec, own = self.whatif.recording, self.whatif.own_s
         quick = np.array(own, np.float64)
         if self.whatif.absent is not None:
@@ -180,7 +179,7 @@ class Causes:
 
     @cached_property
     def _delays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Launch delays as they were, and none later than is usual for the operation."""
+        """Launch delays as recorded, and limited to what is usual for the operation."""
         delay = launch_delays(self.whatif)
         return delay, np.minimum(delay, quantile(delay, USUAL, axis=(1, 2)))
 
@@ -194,7 +193,7 @@ class Causes:
 def launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
     """Seconds [N, D, T] from when an operation could have started until it did; 0 or more.
 
-    Only of the work of a rank alone: a transfer that starts late may have waited for another one.
+    Only of operations of one rank alone: a transfer that starts late may have waited for another.
     """
     start = whatif.recording.start_s
     end = start + whatif.recording.duration_s

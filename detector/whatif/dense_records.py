@@ -50,7 +50,7 @@ class DenseRecords:
     @classmethod
     def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> DenseRecords | None:
         """The records of the newest plan version; None if there is no compute record."""
-        rows = _Rows.of(layout, _newest(batches), max(job.quotas))
+        rows = _PlacedRecords.of(layout, _newest(batches), max(job.quotas))
         if not np.isin(rows.batch.op[rows.batch.microbatch >= 0], _COMPUTE).any():
             return None
         stages, dp, steps = layout.pp, layout.dp, rows.steps.size
@@ -85,12 +85,12 @@ class DenseRecords:
 
 _COMPUTE = (Op.FORWARD, Op.BACKWARD)
 _SAME = 1e-4
-"""Share by which the timers of a group must differ to be each rank's own."""
+"""Least relative difference of timers within a group that are each rank's own."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """Records with where each stands; `at` gives the index along every axis by name."""
+class _PlacedRecords:
+    """Records with their index along every axis by name in `at`."""
 
     batch: TelemetryBatch
     at: dict[str, Ints]
@@ -100,7 +100,7 @@ class _Rows:
     peer_stage: Ints
 
     @classmethod
-    def of(cls, layout: Layout, batch: TelemetryBatch, most: int) -> _Rows:
+    def of(cls, layout: Layout, batch: TelemetryBatch, most: int) -> _PlacedRecords:
         places = np.array([(p.rank, p.dp, p.pp, p.tp) for p in layout.places()]).T
         places = places[:, np.argsort(places[0])]
         batch = batch.select(positions(places[0], batch.rank) >= 0)
@@ -144,7 +144,7 @@ class _Rows:
     def _cells(
         self, rows: NDArray[np.bool_], shape: tuple[int, ...], *axes: str
     ) -> tuple[NDArray[np.bool_], Ints]:
-        """Those of `rows` that lie inside a grid, and their cells."""
+        """The `rows` that lie inside a grid, and their cells."""
         inside = rows.copy()
         for axis, size in zip(axes, shape, strict=True):
             inside &= self.at[axis] < size

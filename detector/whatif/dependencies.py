@@ -1,9 +1,9 @@
-"""What every recorded operation waits for, read off the order in which it was recorded.
+"""Dependencies of recorded operations, from the order in which they were recorded.
 
 The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis"
 (OSDI'25, section 3.2): compute runs in the recorded order on one stream, each kind of transfer on
 a stream of its own, and the work after the last backward pass one after the other. One replica's
-order stands for all. Where a stage recorded no receives at all, its passes wait for those whose
+order is used for all. Where a stage recorded no receives at all, its passes depend on those whose
 results they need.
 """
 
@@ -19,14 +19,14 @@ from resihp.pipeline.graph import Graph
 
 from .recording import COMPUTE, P2P, SYNCED, Floats, OpKind, Recording
 
-_CLOCK_S = 5e-5  # clocks of different ranks agree to this
-_PEER = {  # the other end's kind, and how many stages away it is
+_CLOCK_S = 5e-5  # largest clock difference between ranks
+_PEER = {  # kind of the other end, and its distance in stages
     OpKind.FORWARD_SEND: (OpKind.FORWARD_RECV, 1),
     OpKind.FORWARD_RECV: (OpKind.FORWARD_SEND, -1),
     OpKind.BACKWARD_SEND: (OpKind.BACKWARD_RECV, -1),
     OpKind.BACKWARD_RECV: (OpKind.BACKWARD_SEND, 1),
 }
-_NEEDS = (  # kind of pass, what brings it what it needs, and how many chunks away that is made
+_NEEDS = (  # kind of pass, kind of its receive, and distance in chunks of the pass that it needs
     (OpKind.FORWARD, OpKind.FORWARD_RECV, -1),
     (OpKind.BACKWARD, OpKind.BACKWARD_RECV, 1),
 )
@@ -35,12 +35,13 @@ _TAIL = (OpKind.NORM_REDUCE, OpKind.EMBEDDING_REDUCE)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dependencies:
-    """The template graph, and who waits for whom inside it.
+    """The graph of one replica's step, and its synchronised groups.
 
-    groups lists the operations that wait for each other, `synced` those groups that wait for all
-    replicas. Of every operation [N]: `peer`, the other end of its transfer; `serves`, the pass
-    that needs or made what it transfers; -1 where there is none; `idle`, whether it was recorded
-    although nothing was transferred; `lone`, whether the other end of its transfer is missing.
+    groups  operations that wait for each other; synced: the groups that wait for all replicas
+    peer    [N] the other end of each operation's transfer; -1 where there is none
+    serves  [N] the pass that needs or made the transferred data; -1 where there is none
+    idle    [N] whether it was recorded although nothing was transferred
+    lone    [N] whether the other end of its transfer is missing
     """
 
     graph: Graph
@@ -63,14 +64,14 @@ def dependencies(recording: Recording) -> Dependencies:
     """The dependencies that a recording shows. Raises `ContractError` where they are circular."""
     try:
         return _Builder(recording).build()
-    except ContractError:  # numbers of microbatches may be made up, and contradict the times
+    except ContractError:  # microbatch numbers may be inferred, and contradict the times
         return _Builder(recording, needs=False).build()
 
 
 class _Builder:
     def __init__(self, recording: Recording, *, needs: bool = True) -> None:
         self.rec = recording
-        self.needs = needs  # whether passes wait for those that they need, without a receive
+        self.needs = needs  # whether passes depend on those that they need, without a receive
         self.start = _reference(recording.start_s)
         self.end = _reference(recording.start_s + recording.duration_s)
         self.preds: list[list[int]] = [[] for _ in recording.kind]
@@ -148,7 +149,7 @@ class _Builder:
             self._after_compute(stage, compute)
 
     def _match(self, stage: int, kind: OpKind, stream: list[int], compute: list[int]) -> None:
-        """Which pass each transfer serves, and the order between the two.
+        """Assigns each transfer to the pass that it serves, and orders the two.
 
         A receive that starts after the last pass and a send that ends before the first one were
         recorded without a transfer; so were those at the two ends of the model.
@@ -182,16 +183,16 @@ class _Builder:
             self.preds[op].append(passes[index - 1])
 
     def _without_receives(self) -> None:
-        """Passes wait for those that they need, in stages that recorded no receive."""
+        """Makes passes depend on those that they need, in stages that recorded no receive."""
         rec = self.rec
         for kind, receive, away in _NEEDS:
             passes = np.flatnonzero((rec.kind == kind) & (rec.microbatch >= 0))
             where = {(int(rec.global_chunk[op]), int(rec.microbatch[op])): int(op) for op in passes}
             silent = set(rec.stage.tolist()) - set(rec.stage[rec.kind == receive].tolist())
             for (chunk, microbatch), op in where.items():
-                giver = where.get((chunk + away, microbatch))
-                if giver is not None and int(rec.stage[op]) in silent:
-                    self.preds[op].append(giver)
+                source = where.get((chunk + away, microbatch))
+                if source is not None and int(rec.stage[op]) in silent:
+                    self.preds[op].append(source)
 
     def _model_ends(self, first: bool) -> int:
         """Global chunk that has no neighbour on that side."""
@@ -199,7 +200,7 @@ class _Builder:
         return 0 if first else chunks - 1
 
     def _first_backward(self, stage: int, compute: list[int]) -> None:
-        """The first backward transfer is launched after the forward pass before the last one."""
+        """Makes the first backward transfer depend on the forward pass before the last one."""
         kinds = [int(self.rec.kind[op]) for op in compute]
         first = kinds.index(OpKind.BACKWARD) if OpKind.BACKWARD in kinds else 0
         if first < 2:
@@ -210,7 +211,8 @@ class _Builder:
                 self.preds[op].append(compute[first - 2])
 
     def _gather(self, stage: int, compute: list[int]) -> None:
-        """The first forward pass of a chunk needs its parameters, the reduction its gradients."""
+        """Makes the first forward pass of a chunk depend on its parameters, and the reduction on
+        its gradients."""
         forward = [op for op in compute if self.rec.kind[op] == OpKind.FORWARD]
         backward = [op for op in compute if self.rec.kind[op] == OpKind.BACKWARD]
         for chunk, op in self._by_chunk(stage, OpKind.PARAMS_GATHER, last=True).items():
@@ -236,9 +238,9 @@ class _Builder:
         return bool((self.rec.kind == OpKind.GRADS_REDUCE).any())
 
     def _after_compute(self, stage: int, compute: list[int]) -> None:
-        """What follows the last pass, one after the other, as far as it was recorded.
+        """Chains the operations after the last pass, as far as they were recorded.
 
-        Of several pauses, those before the last pass stand in its own time.
+        Of several pauses, those before the last pass are part of its own time.
         """
         last = max(compute, key=lambda op: self.end[op])
         pauses = self._of(stage, OpKind.GC)
@@ -291,11 +293,11 @@ def _reference(times: Floats) -> Floats:
 
 
 _LATE_S = 1e-2
-"""A transfer that ends before its last rank started by this did not wait for it."""
+"""A transfer that ends this long before its last rank started did not wait for it."""
 
 
 def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
-    """Durations [N, D, T] with the waiting for others taken out of transfers and collectives.
+    """Durations [N, D, T] of which the waiting in transfers and collectives is removed.
 
     A transfer lasts from the last start of its group to its own end. A slightly negative value is
     clock skew and stays; one beyond 10 ms means the sender did not wait, and counts as 0. NaN

@@ -1,7 +1,7 @@
-"""Compute times taken apart: what the work, the stage and the device each did to them.
+"""Decomposition of compute times into the effects of work, stage and device.
 
 A pass takes `device factor * stage map(work)`. The work of a microbatch is the same in all of its
-passes, so the other stages tell it where no lengths are recorded; a stage maps it affinely; a
+passes, so that other stages tell it where no lengths are recorded. A stage maps it affinely; a
 device multiplies. Times have the axes [direction 2, stage C, replica D, step T, microbatch M],
 NaN where nothing was recorded. With interleaved chunks every chunk counts as a stage.
 """
@@ -26,10 +26,10 @@ EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
 """Every set of effects that can be removed together."""
 
-_MEMBERS = 0.03  # healthy members of a group are so much apart (log), and no more
-_SHIFT_SIGMAS = 4.0  # a device leaves its usual level when it does so by this much
+_MEMBERS = 0.03  # largest distance of healthy members of a group (log)
+_SHIFT_SIGMAS = 4.0  # a shift of a device from its usual level is at least this large
 _SHIFT_LEAST = 0.02  # and by at least this (log)
-_UNSURE = 4.0  # standard errors of a usual level; within them it passes for that of the peers
+_UNSURE = 4.0  # standard errors of a usual level within which it counts as equal to the peers'
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Effects:
     `work` [K, D, T, M] holds what is known of every microbatch's size, up to a factor each;
     None where nothing is recorded. `mates` are the times of another rank that computes the same
     microbatches; None where there is none. `known` [1, C, D, T, 1] are the factors of devices that
-    were found slow by other means: what they explain is taken for granted, the rest is estimated.
+    are known to be slow: they are removed first, the rest is estimated.
     """
 
     times: Floats
@@ -49,7 +49,8 @@ class Effects:
 
     @property
     def separates_devices(self) -> bool:
-        """Whether anything tells a slow device from more work: lengths, another stage, a mate."""
+        """Whether slow devices can be separated from more work: by lengths, another stage or a
+        mate."""
         return self.work is not None or self.times.shape[1] > 1 or self.mates is not None
 
     @cached_property
@@ -66,9 +67,9 @@ class Effects:
     def without(self, gone: Collection[Cause]) -> NDArray[np.float64]:
         """The times without some effects.
 
-        Without the device, every device is as its peers, at every step. Without the sequences,
-        every microbatch holds the same work: each device at its own mean. Without the stages,
-        every one takes what the middle one takes.
+        Without the device effect, every device is as fast as its peers in every step. Without the
+        sequence effect, every microbatch holds the same work: each device takes its own mean.
+        Without the stage effect, every stage takes as long as the median one.
         """
         times = self._alike
         if Cause.SEQUENCE_IMBALANCE in gone:
@@ -79,22 +80,22 @@ class Effects:
 
     @cached_property
     def _alike(self) -> NDArray[np.float64]:
-        """The times if all devices were alike."""
+        """The times if all devices were equally fast."""
         return np.asarray(self.times / self.device, np.float64)
 
     @cached_property
     def _stage(self) -> NDArray[np.float64]:
-        """Factor [2, C, 1, 1, 1] from a stage to the middle one."""
+        """Factor [2, C, 1, 1, 1] from a stage to the median one."""
         stage = quantile(mean(self._alike, axis=(3, 4)), 0.5, axis=2)
         return np.asarray(median(stage, axis=1) / stage, np.float64)
 
     @cached_property
     def shared_work(self) -> float:
-        """How much of the variation within a device the work explains, 0 to 1.
+        """Share of the variation within a device that the work explains, 0 to 1.
 
-        Where lengths tell the work, it is the squared correlation of the times with what they let
-        expect. Elsewhere work shows in every pass of a microbatch, noise only in one: it is that
-        of a pass with the mean of the microbatch's other passes.
+        With lengths, that is the squared correlation of the times with the expected ones. Without,
+        work shows in every pass of a microbatch and noise only in one: it is the squared
+        correlation of a pass with the mean of the microbatch's other passes.
         """
         logs = np.log(self._alike)
         logs -= mean(logs, axis=(3, 4))
@@ -110,16 +111,16 @@ class Effects:
 
     @cached_property
     def _times(self) -> NDArray[np.float64]:
-        """The times without what known devices are slow by."""
+        """The times without the factors of known slow devices."""
         return np.asarray(self.times if self.known is None else self.times / self.known, np.float64)
 
     @property
     def _among_mates(self) -> bool:
-        """Whether the members of its group are the only peers of a device."""
+        """Whether a device has no peers but the members of its tensor-parallel group."""
         return self.mates is not None and self.times.shape[2] == 1
 
     def _expected(self) -> NDArray[np.float64] | None:
-        """What a healthy device of the stage takes for the work; None where nothing tells."""
+        """Times of a healthy device of the stage for the same work; None where they are unknown."""
         usual = self.mates if self._among_mates and self.mates is not None else self._times
         if self.work is not None:
             return by_lengths(usual, self.work)
@@ -127,11 +128,11 @@ class Effects:
 
 
 def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
-    """What each effect costs, from the mean step without each of `SETS`.
+    """Cost of each effect, from the mean step without each of `SETS`.
 
-    Effects hide each other: two heavy stages, or a slow device and a long sequence, must both go
-    before the step gets shorter. So each gets the mean of what its removal saves over all orders of
-    removing them, its Shapley value (Shapley 1953); together they cost what all of them cost.
+    Effects mask each other: of two heavy stages, or a slow device and a long sequence, both must be
+    removed before the step gets shorter. So the cost of each is its Shapley value (Shapley 1953),
+    the mean saving by its removal over all orders of removal; the costs sum to that of all effects.
     """
     count = len(EFFECTS)
     costs = dict.fromkeys(EFFECTS, 0.0)
@@ -152,26 +153,26 @@ def _shared(one: Floats, other: Floats) -> float:
 
 
 def _relative(times: Floats) -> NDArray[np.float64]:
-    """Log of the times relative to the peers at the same step, where no pass tells the work."""
+    """Log of the times relative to the peers in the same step, where the work is unknown."""
     level = median(np.log(times), axis=4)
     peers = median(level, axis=2 if level.shape[2] > 1 else 3)
     return running_median(level - peers, axis=3, window=9)
 
 
 def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
-    """Log factor [C, D, T] of every device: its usual level, or the present one where it left it
+    """Log factor [C, D, T] of every device: its usual level, or the present one where it differs
     for a few steps, or by far for one.
 
-    Peers of a stage set the zero; where there are none, the faster steps of the device itself. Of
-    a group that is `among_mates`, the level says how much slower the slowest member is than the
-    middle one: what is more than members differ by is no zero, however long it has been so.
+    The zero is the median of the peers of a stage; without peers, the faster steps of the device
+    itself. With `among_mates`, the level is the distance of the slowest member of a group from the
+    median one, and a zero above the usual distance of members is limited to that.
     """
     usual = median(level, axis=2)
     zero = quantile(usual, 0.5, axis=1) if level.shape[1] > 1 else quantile(level, 0.25, axis=2)
     if among_mates:
         zero = np.minimum(zero, _MEMBERS)
     away = level - usual
-    sigma = deviation(np.diff(level, axis=2)) / np.sqrt(2.0)  # a change that lasts is no noise
+    sigma = deviation(np.diff(level, axis=2)) / np.sqrt(2.0)  # a lasting change is not noise
     unsure = _UNSURE * sigma / np.sqrt(level.shape[2])
     usual = np.where(np.abs(usual - zero) > unsure, usual, zero)
     smooth = running_median(away, axis=2, window=3)
@@ -182,21 +183,23 @@ def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
 
 
 _STALL_LEAST = 0.25
-"""A pass was held up if it took longer (log) than the others let expect by this much."""
+"""Least excess (log) of a stalled pass over the expected time."""
 _STALL_SIGMAS = 8.0
-"""And by this many standard deviations of what passes usually differ by."""
+"""Least excess of a stalled pass, in standard deviations of usual differences."""
 _SHORT = 0.5
-"""Passes that should take less than this share of the usual one are where maps are off most."""
+"""Floor of the expected time, as a share of the usual one: maps are least exact for short
+passes."""
 _WINDOW = 9
 _FEW = 3
 
 
 def without_stalls(times: Floats) -> NDArray[np.float64]:
-    """Times [direction 2, stage C, replica D, step T, microbatch M], those of passes that were
-    held up as the others of the microbatch let expect. NaN stays NaN.
+    """Times with those of stalled passes replaced by the expected ones; NaN stays NaN.
 
-    What both passes on a device show is no pause but work that the maps do not fit. Nor is what
-    every replica shows in a microbatch of that number.
+    A stall is a pause of a host that falls into one pass. "Understanding Stragglers in Large Model
+    Training Using What-if Analysis" (OSDI'25, section 5.4) found garbage collection to prolong
+    single passes of a rank, in other ranks at other steps. An excess in both passes of a microbatch
+    on a device, or in that microbatch of every replica, is work that the maps do not fit.
     """
     logs = np.log(np.asarray(times, np.float64))
     joined = times.reshape(1, -1, *times.shape[2:])
@@ -211,10 +214,10 @@ def without_stalls(times: Floats) -> NDArray[np.float64]:
 
 
 def _usual(away: Floats) -> NDArray[np.float64]:
-    """What the passes of every device usually are away by, in each direction, [2, C, D, T, 1].
+    """Usual excess of the passes of every device in each direction, [2, C, D, T, 1].
 
-    It is that of the step, so that a device that is slow for some steps is not held up; with few
-    microbatches, that of the steps around it.
+    That of the step, so that a device that is slow for some steps does not count as stalled; with
+    few microbatches, that of the steps around it.
     """
     level = quantile(away, 0.5, axis=4)
     few = np.isfinite(away).sum(axis=4, keepdims=True) < _FEW
@@ -222,9 +225,9 @@ def _usual(away: Floats) -> NDArray[np.float64]:
 
 
 def by_other_passes(times: Floats) -> NDArray[np.float64]:
-    """By what the other stages took for the same microbatch, in the same direction.
+    """Expected times by those of the other stages for the same microbatch, in the same direction.
 
-    The lower median over the stages' opinions, so that a slow device does not pass for work.
+    The lower median over the stages is used, so that a slow device is not mistaken for work.
     """
     middle = median(times, axis=1)
     maps = np.array(
@@ -240,7 +243,7 @@ def by_other_passes(times: Floats) -> NDArray[np.float64]:
 
 
 def by_lengths(times: Floats, work: Floats) -> NDArray[np.float64]:
-    """By a fit of the stage's times on the sizes of its microbatches."""
+    """Expected times by a fit of each stage's times to the sizes of its microbatches."""
     terms = np.concatenate([np.ones_like(work[:1]), work])
     expected = np.empty(times.shape)
     for index in np.ndindex(times.shape[:2]):
@@ -249,7 +252,7 @@ def by_lengths(times: Floats, work: Floats) -> NDArray[np.float64]:
 
 
 def _affine(work: Floats, times: Floats) -> tuple[float, float]:
-    """Offset and slope of `times` against `work`; no offset where the two hardly go together."""
+    """Offset and slope of `times` against `work`; no offset where they hardly correlate."""
     use = np.isfinite(work) & np.isfinite(times)
     x, y = work[use], times[use]
     if x.size < 8:
@@ -268,7 +271,8 @@ def _affine(work: Floats, times: Floats) -> tuple[float, float]:
 
 
 def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
-    """Times that the terms [K, …] explain, in least squares of the relative error, twice."""
+    """Times fitted by the terms [K, …], by least squares of the relative error, outliers
+    removed."""
     use = np.isfinite(times) & np.isfinite(terms).all(axis=0)
     fitted = np.full(times.shape, np.nan)
     if not use.any():

@@ -1,4 +1,4 @@
-"""Devices that are known to be slow, so that a what-if analysis need not find them again."""
+"""Slow devices that a what-if analysis need not find again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SlowDevice:
     dp, pp  replica and stage that it is part of
     factor  its slowdown
     since   first slow step; None: from the start
-    until   first step on which it was healthy again; None: it still is slow
+    until   first step in which it was healthy again; None: still slow
     """
 
     rank: int
@@ -32,7 +32,7 @@ class SlowDevice:
 
     @classmethod
     def named(cls, verdicts: Iterable[Verdict], layout: Layout) -> tuple[SlowDevice, ...]:
-        """Those of a layout that verdicts name, the slowest first."""
+        """The devices of a layout that verdicts name, the slowest first."""
         places = {place.rank: place for place in layout.places()}
         found = [
             cls(

@@ -1,4 +1,4 @@
-"""Where a cause is at its worst, in words."""
+"""Sentences on the place at which a cause is largest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..arrays import mean, quantile
 from .effects import Effects
 from .recording import Floats, Ints
 
-_LEAST = 1.02  # what is not worse than the rest by this much is not told
-_MOST = 0.5  # a place that has more than this share of something has most of it
+_LEAST = 1.02  # least ratio to the rest that is reported
+_MOST = 0.5  # share from which a place has most of something
 
 
 def in_passes(effects: Effects, stages: int) -> dict[Cause, str]:
-    """Which stage is heavy, and how uneven microbatches are."""
+    """Sentences on the heaviest stage and on uneven microbatches."""
     alike = effects.without([Cause.DEVICE])
     found = {}
     if stages > 1 and (words := _heavy_stage(alike, stages)):
@@ -27,7 +27,7 @@ def in_passes(effects: Effects, stages: int) -> dict[Cause, str]:
 
 
 def _heavy_stage(alike: NDArray[np.float64], stages: int) -> str:
-    """By the middle replica's mean time for a microbatch, over all chunks of a stage."""
+    """Sentence on the heaviest stage, by the median replica's mean time over all its chunks."""
     passes = quantile(mean(alike, axis=(3, 4)), 0.5, axis=2)[:, :, 0, 0, 0]
     weight = np.nansum(passes, axis=0).reshape(-1, stages).sum(axis=0)
     heavy = int(np.argmax(weight))
@@ -40,7 +40,7 @@ def _heavy_stage(alike: NDArray[np.float64], stages: int) -> str:
 
 
 def _uneven_work(alike: NDArray[np.float64]) -> str:
-    """Work of a microbatch relative to the mean of its step."""
+    """Sentence on the largest work of a microbatch relative to the mean of its step."""
     relative = alike / mean(alike, axis=(2, 3, 4))
     work = mean(relative, axis=(0, 1))[0, 0]
     of_step = mean(work, axis=(0, 2))
@@ -59,7 +59,7 @@ def _usual_most(values: Floats, axis: int | tuple[int, ...]) -> float:
 
 
 def place_of_most(lost: Floats, replicas: Ints | None = None) -> str:
-    """The stage and replica that have most of what is lost, [S, D]; empty where none has.
+    """The stage and replica with most of the lost time [S, D], as words; empty where none has.
 
     `replicas` [D] are their numbers, if they are not counted from 0.
     """

@@ -1,4 +1,4 @@
-"""The operations of one step, and what each waits for, built from a schedule."""
+"""The operations of one step and their dependencies, built from a schedule."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ SPAN_NAMES = ("forward", "backward", "load", "transfer", "collective", "optimize
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepSpans:
-    """What ran when, as columns [N] and times [N, D, T]; D is 1 where `replica` is not -1."""
+    """Intervals of operations, as columns [N] and times [N, D, T]; D is 1 where `replica` is not
+    -1."""
 
     name: NDArray[np.intp]
     stage: NDArray[np.intp]
@@ -83,18 +84,18 @@ class StepSpans:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What `name` indexes."""
+        """The names that `name` indexes."""
         return SPAN_NAMES
 
     @property
     def transfer(self) -> NDArray[np.bool_]:
-        """Which of them are transfers and collectives."""
+        """Mask of the transfers and collectives."""
         return np.isin(self.name, (3, 4))
 
 
 @dataclass
 class _Builder:
-    """Operations as columns, while they are being laid out."""
+    """Operations as columns under construction."""
 
     cells: _Cells
     loads: bool  # whether any microbatch took time to load
@@ -105,7 +106,7 @@ class _Builder:
     synced: dict[int, list[int]] = field(default_factory=dict)  # collectives of a stage
 
     def add(self, cell: int, replica: int, before: list[int], part: float = 1.0) -> int:
-        """A new operation."""
+        """Adds an operation; returns its number."""
         self.cell.append(cell)
         self.replica.append(replica)
         self.part.append(part)
@@ -113,8 +114,8 @@ class _Builder:
         return len(self.cell) - 1
 
     def add_replica(self, replica: int, orders: Sequence[Sequence[Pass]]) -> None:
-        """All operations of a replica."""
-        ends: dict[_Key, int] = {}  # the operation that provides a pass's result
+        """Adds all operations of a replica."""
+        ends: dict[_Key, int] = {}  # the operation that ends with a pass's result
         passes: dict[_Key, int] = {}
         for stage, order in enumerate(orders):
             self._add_stage(replica, stage, len(orders), order, ends, passes)
@@ -156,20 +157,20 @@ class _Builder:
         ends: dict[_Key, int],
         passes: dict[_Key, int],
     ) -> None:
-        """Lets a pass wait for the transfer of what it needs."""
+        """Makes a pass depend on the transfer of its input."""
         direction, virtual, microbatch = key
-        giver = virtual + 1 if direction else virtual - 1
-        if not 0 <= giver < stages * chunks:
+        source = virtual + 1 if direction else virtual - 1
+        if not 0 <= source < stages * chunks:
             return
-        link = min(giver, virtual) % stages
+        link = min(source, virtual) % stages
         cell = self.cells.link(link, microbatch)
-        transfer = self.add(cell, replica, [ends[direction, giver, microbatch]])
+        transfer = self.add(cell, replica, [ends[direction, source, microbatch]])
         self.before[passes[key]].append(transfer)
 
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """One step of all replicas. Where they are alike, one template stands for all of them."""
+    """One step of all replicas. Where they are alike, one graph is used for all of them."""
 
     graph: Graph
     cells: _Cells
@@ -202,7 +203,7 @@ class StepGraph:
         return np.asarray(self.graph.makespan(self._own(cubes)), np.float64)
 
     def spans(self, cubes: DenseRecords) -> StepSpans:
-        """When everything ran."""
+        """Intervals of all operations."""
         start, end = self.graph.replay(self._own(cubes))
         places = [self.cells.place(cell) for cell in self.cell.tolist()]
         name, stage, microbatch = np.array(places, np.intp).T

@@ -1,4 +1,4 @@
-"""Steps replayed from microbatch records, in the order of the job's schedule."""
+"""Replay of steps from microbatch records, in the order of the job's schedule."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepReplay:
             **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
         )
         graph = StepGraph.of(job, whole)
-        there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 tells nothing
+        there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 is not a measurement
         known = None
         if slow:
             known = known_factor(
@@ -99,13 +99,14 @@ class StepReplay:
 
     @cached_property
     def ideal_ms(self) -> float:
-        """The step when everything takes what it takes on average, and the host nothing."""
+        """The step with every operation at its average, and no time of the host."""
         return self._mean_ms(self._ideal)
 
     def spans(self, *, ideal: bool) -> StepSpans:
-        """When everything ran, or would have run ideally.
+        """Intervals of all operations, as recorded or ideal.
 
-        Of few devices, the mean holds what a slow one adds: then it is that of equal devices.
+        With few devices, the mean contains the excess of a slow one; the ideal is then that of
+        equally fast devices.
         """
         if not ideal:
             return self.graph.spans(self.cubes)
@@ -117,7 +118,7 @@ class StepReplay:
 
     @cached_property
     def where(self) -> dict[Cause, str]:
-        """Where each cause is at its worst."""
+        """Sentence on the place at which each cause is largest."""
         cubes, quick = self.cubes, self._quick
         found = in_passes(self.effects, cubes.p2p.shape[0])
         waste = {
@@ -137,7 +138,7 @@ class StepReplay:
 
     @cached_property
     def _quick(self) -> dict[str, NDArray[np.float64]]:
-        """Communication as quick as it is in its better cases."""
+        """Communication as fast as in its best cases."""
         cubes = self.cubes
         return {
             "p2p": np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
@@ -146,7 +147,7 @@ class StepReplay:
 
     @cached_property
     def _held_up(self) -> NDArray[np.float64]:
-        """What held single passes up, [C, D, T, M]."""
+        """Excess of stalled passes, [C, D, T, M]."""
         late = self.cubes.passes - self._passes(self.effects.times)
         return np.asarray(late.sum(axis=0), np.float64)
 
@@ -178,13 +179,14 @@ _OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")
 
 
 def _level(times: Floats, q: float) -> NDArray[np.float64]:
-    """Quantile over the cells in which something took time; 0 where nothing did."""
+    """Quantile over the cells with a time above 0; 0 in the others."""
     level = np.nan_to_num(quantile(np.where(times > 0, times, np.nan), q, tuple(range(times.ndim))))
     return np.where(times > 0, level, 0.0)
 
 
 def _complete(passes: Floats) -> NDArray[np.float64]:
-    """Missing passes as their peers' at the same step, else as usual for the stage, else 0."""
+    """Passes with missing ones as their peers' in the same step, else as usual for the stage, else
+    0."""
     for axes in ((2,), (2, 4), (2, 3, 4)):
         if not np.isnan(passes).any():
             break
