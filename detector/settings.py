@@ -11,10 +11,10 @@ from resihp.contracts import ContractError
 class DetectorSettings:
     """How soon the detector speaks, and what it may ask for. The defaults suit every known job.
 
-    The sidecar takes each one from the environment: `RESIHP_DETECTOR_` and the name in capitals,
-    such as `RESIHP_DETECTOR_MIN_SLOWDOWN=1.05`.
+    The sidecar reads all but `train`, `train_after_steps` and `seed` from its environment, such as
+    `RESIHP_MIN_SLOWDOWN=1.05`.
 
-    horizon_steps        one false name per job in this many steps is accepted (on average), but
+    false_alarm_steps    one false name per job in this many steps is accepted (on average), but
                          never more than one in 100,000 steps of a device
     min_slowdown         smaller slowdowns are never named
     confirm_steps        consecutive slow steps, of one size, before a name; an intermittently slow
@@ -28,7 +28,7 @@ class DetectorSettings:
     probation_probe_s    seconds between two rounds of probes of a slow device outside the layout
     """
 
-    horizon_steps: int = 1_500
+    false_alarm_steps: int = 1_500
     min_slowdown: float = 1.02
     confirm_steps: int = 2
     recover_steps: int = 3
@@ -39,7 +39,7 @@ class DetectorSettings:
     probation_probe_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("horizon_steps", "confirm_steps", "recover_steps", "train_after_steps"):
+        for name in ("false_alarm_steps", "confirm_steps", "recover_steps", "train_after_steps"):
             if getattr(self, name) < 1:
                 raise ContractError(name, "must be 1 or more")
         if self.min_slowdown <= 1.0:

@@ -101,7 +101,7 @@ class RankTests(Persistent):
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         size = places.size
         self._places = places
-        self.name_at = float(np.log(max(size * settings.horizon_steps, _LEAST_HORIZON)))
+        self.name_at = float(np.log(max(size * settings.false_alarm_steps, _LEAST_HORIZON)))
         self.ceiling = self.name_at + 6.0
         self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
         peers = places.class_sizes[places.peers]

@@ -73,7 +73,7 @@ class Adapters:
 def _detector_settings(settings: Settings) -> DetectorSettings:
     chosen = {
         "min_slowdown": settings.min_slowdown,
-        "horizon_steps": settings.false_alarm_steps,
+        "false_alarm_steps": settings.false_alarm_steps,
         "confirm_steps": settings.confirm_steps,
         "recover_steps": settings.recover_steps,
         "probes_per_minute": settings.probes_per_minute,
