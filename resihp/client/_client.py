@@ -23,7 +23,7 @@ from resihp.contracts import (
 )
 from resihp.contracts.codec import WireFormat
 
-from ._transport import Transport
+from ._http import HttpSession
 
 T = TypeVar("T")
 
@@ -37,12 +37,12 @@ class Client:
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 5.0) -> None:
-        self._transport = Transport(url, token, timeout)
+        self._http = HttpSession(url, token, timeout)
 
     @property
     def url(self) -> str:
         """Base address of the sidecar."""
-        return self._transport.url
+        return self._http.url
 
     def register(self, job: Job) -> None:
         """Register a job, or replace its description."""
@@ -59,7 +59,7 @@ class Client:
         if key is not None:
             headers["Idempotency-Key"] = key
         path = _path(job, "telemetry")
-        answer = self._transport.request("POST", path, body=message, headers=headers)
+        answer = self._http.request("POST", path, body=message, headers=headers)
         try:
             document = json.loads(answer.data)
         except ValueError:  # the batch was accepted nevertheless
@@ -118,7 +118,7 @@ class Client:
     def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
         """The newest plan, or, with `after`, one of a higher version, awaited for up to `wait`
         seconds; None if there is none."""
-        answer = self._transport.request(
+        answer = self._http.request(
             "GET", _path(job, "plan"), query={"after": after, "wait": wait}, patience=wait
         )
         return None if answer.status == 204 else _read(Plan, _parse(answer))
@@ -162,14 +162,14 @@ class Client:
 
     def close(self) -> None:
         """Close the idle connections."""
-        self._transport.close()
+        self._http.close()
 
     def _get(self, path: str) -> Any:
-        return _parse(self._transport.request("GET", path))
+        return _parse(self._http.request("GET", path))
 
     def _send(self, method: str, path: str, document: Any) -> None:
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        self._transport.request(
+        self._http.request(
             method, path, body=body, headers={"Content-Type": "application/json"}
         )
 

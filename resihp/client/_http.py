@@ -15,7 +15,7 @@ from resihp.contracts import ContractError, ServiceError
 _MAX_DETAIL = 500
 
 
-class Transport:
+class HttpSession:
     """Sends requests to one base address. Thread-safe.
 
     Connections are pooled per process: a forked child opens its own, because two processes that
