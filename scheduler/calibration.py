@@ -8,8 +8,8 @@ from dataclasses import replace
 from resihp.contracts import Job, LayerCost, Schedule
 
 from .cost_model import all_reduce_ms, layer_cost
-from .replica_times import ReplicaTimes
 from .simulator import simulate
+from .step_time import ReplicaTimes
 
 _CHORDS = 12
 _CLOSE = 1e-4  # of a step; the rest becomes fixed cost

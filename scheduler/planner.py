@@ -9,10 +9,10 @@ from typing import NamedTuple
 from resihp.contracts import ContractError, Job, Layout, Plan, Schedule
 
 from .cost_model import layer_cost
-from .expected_step import expected_step_ms
 from .reasons import reasons
 from .search import interleaved, search
 from .simulator import Speeds, speed_map
+from .step_time import expected_step_ms
 from .switching_rule import ReplanDecision, SkiRental, decide
 
 _NO_LOSS = SkiRental()

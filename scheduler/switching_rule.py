@@ -12,8 +12,8 @@ from resihp.formatting import duration, plural
 
 from .memory import fits, plan_schedules
 from .reasons import reasons
-from .replica_times import ReplicaTimes
 from .search.plan_bounds import layout_bound
+from .step_time import ReplicaTimes
 
 _LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
 _LEAST_GAIN_IN_PLACE = 0.005  # of a step, for a change without migration

@@ -12,7 +12,7 @@ from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 from ..cost_model import layer_cost
 from ..greedy import greedy_allocation
 from ..memory import plan_schedules
-from ..replica_times import ReplicaTimes
+from ..step_time import ReplicaTimes
 
 Speeds = Mapping[int, float]
 

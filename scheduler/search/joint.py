@@ -11,9 +11,8 @@ from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from ..cost_model import transfer_ms
 from ..memory import MemoryFootprint, plan_schedules
-from .arrangements import Arrangement, feasible_chains, initial_chains, out_of_memory
+from .arrangements import Arrangement, exhaustive, feasible_chains, initial_chains, out_of_memory
 from .chains import Chain, SearchSetting
-from .exhaustive import exhaustive
 from .placement import (
     drop_slow_stages,
     exchange_groups,
