@@ -1,10 +1,9 @@
-"""What the slow-down of a loop with a checkpoint at every step is made of.
+"""Parts of the slow-down of a loop with a checkpoint at every step.
 
-Each way of disturbing a step alternates with steps that nothing disturbs, step by step, so that
-what else runs on the machine hits both; figures are medians of the differences. The kernel tells
-for the training thread how long it computed and how long it waited for a core (`schedstat`); the
-rest it slept, for the interpreter's lock or at the fence. Computing that takes longer than alone is
-the price of memory, cache and clock rate shared with other threads.
+Steps with a disturbance alternate with undisturbed ones, so that other load on the machine affects
+both; figures are medians of the differences. The kernel reports how long the training thread
+computed and how long it waited for a core (`schedstat`); the rest it slept, for the interpreter
+lock or at the fence. Longer computing is the cost of sharing memory, cache and clock rate.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.levels.local_disk import RUN_CHUNKS, WRITERS
 
 COLUMNS = (
-    "beside a step", "slow-down", "quartiles", "computes longer", "waits for a core", "sleeps",
+    "during a step", "slow-down", "quartiles", "computes longer", "waits for a core", "sleeps",
     "in save and fence", "ends after the step", "other threads compute",
 )  # fmt: skip
 WARM_UP = 6
@@ -40,9 +39,9 @@ Acts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one step: of the training thread, and of all others together.
+    """Seconds of one step: of the training thread, and of all other threads together.
 
-    late  after the step, until what ran beside it had ended
+    late  from the end of the step to the end of the disturbance
     """
 
     wall: float
@@ -58,7 +57,7 @@ class Spent:
 
 
 class Beside(Nothing):
-    """Threads that do something while the step runs; the fence waits for them."""
+    """Threads that run during the step; the fence waits for them."""
 
     def __init__(self, folder: Path, work: Callable[[State], list[Callable[[], object]]]) -> None:
         super().__init__(folder)
@@ -66,18 +65,18 @@ class Beside(Nothing):
         self._running: list[Future[object]] = []
 
     def save(self, step: int, state: State) -> None:
-        """Begin."""
+        """Start the threads."""
         self._running = [self._pool.submit(one) for one in self._work(state)]
 
     def fence(self) -> None:
-        """Wait."""
+        """Wait for the threads."""
         for future in self._running:
             future.result()
         self._running = []
 
 
 def ways(folder: Path, step_s: float) -> dict[str, Mode]:
-    """All that is compared, from nothing to the whole."""
+    """Disturbances to compare, from none to ResiHP."""
 
     def busy(state: State) -> list[Callable[[], object]]:
         return [lambda: _spin(step_s / 2)]
@@ -98,7 +97,7 @@ def ways(folder: Path, step_s: float) -> dict[str, Mode]:
 
 
 def breakdown(folder: Path, gib: float, step_s: float, threads: int, rounds: int) -> dict[str, Any]:
-    """The table's rows, and the length of a step that nothing disturbs, in seconds."""
+    """Rows of the table, and the seconds of an undisturbed step."""
     torch.set_num_threads(threads)
     folder.mkdir(parents=True)
     loop, control = Loop(gib, step_s), Nothing(folder)
@@ -117,7 +116,7 @@ def breakdown(folder: Path, gib: float, step_s: float, threads: int, rounds: int
 
 
 def spent(loop: Loop, way: Mode, step: int) -> Spent:
-    """One step, from `save` to the end of the optimizer's."""
+    """Measure one step, from `save` to the end of the optimizer's step."""
     state = loop.state
     computed, waited = _schedule()
     before, begun = time.process_time(), time.perf_counter()
@@ -133,7 +132,7 @@ def spent(loop: Loop, way: Mode, step: int) -> Spent:
 
 
 def _row(name: str, pairs: list[tuple[Spent, Spent]], base_s: float, gib: float) -> list[str]:
-    """Medians of the differences between neighbours."""
+    """Format medians of the differences between neighbouring steps."""
     changes = [disturbed - alone for alone, disturbed in pairs]
     middle = Spent(
         *(statistics.median(column) for column in zip(*map(astuple, changes), strict=True))
@@ -150,21 +149,21 @@ def _row(name: str, pairs: list[tuple[Spent, Spent]], base_s: float, gib: float)
 
 
 def _schedule() -> tuple[float, float]:
-    """Seconds that the calling thread has computed, and that it was ready and had no core."""
+    """Seconds that the calling thread has computed, and has waited for a core."""
     text = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
     computed, waited, _ = map(int, text.split())
     return computed / 1e9, waited / 1e9
 
 
 def _spin(seconds: float) -> None:
-    """Compute in the cache, without the interpreter's lock."""
+    """Compute in the cache, without the interpreter lock."""
     values, until = np.ones(1 << 16), time.perf_counter() + seconds
     while time.perf_counter() < until:
         np.sqrt(values, out=values)
 
 
 def _through(state: State, file: DirectFile, acts: Acts) -> list[Callable[[], object]]:
-    """Each thread takes runs of chunks of the state, sums and writes them, as a checkpoint does."""
+    """Checksum and write runs of chunks of the state in several threads, as a checkpoint does."""
     runs = iter(list(_runs(state)))
     lock = threading.Lock()
 
@@ -183,7 +182,7 @@ def _through(state: State, file: DirectFile, acts: Acts) -> list[Callable[[], ob
 
 
 def _runs(state: State) -> Iterator[tuple[int, memoryview]]:
-    """The rows of memory that belong to one tensor alone, and where they go in the file."""
+    """Rows of memory of one tensor alone, and their file offsets."""
     at, most = 0, RUN_CHUNKS * CHUNK_BYTES
     for tensor in tensors_of(state):
         content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data

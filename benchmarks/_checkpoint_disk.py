@@ -1,4 +1,4 @@
-"""What the disk itself can do: direct writes and nothing else."""
+"""Limits of the disk: direct writes and nothing else."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRIES = 3
 
 
 def limit_s(folder: Path, nbytes: int) -> dict[str, float]:
-    """Seconds to make `nbytes` of memory durable, medians.
+    """Median seconds to make `nbytes` of memory durable.
 
-    new    in a new file, whose room the file system has yet to find
-    again  in place of an old file's bytes
+    new    in a new file, including its allocation
+    again  over an existing file
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, buffer = folder / "limit", HostBuffer(nbytes // 4096 * 4096)
@@ -38,7 +38,7 @@ def limit_s(folder: Path, nbytes: int) -> dict[str, float]:
 
 
 def write_s(path: Path, buffer: HostBuffer) -> float:
-    """Seconds to make all of a buffer durable."""
+    """Seconds to make a whole buffer durable."""
     begun = time.perf_counter()
     file = DirectFile.create(path)
 

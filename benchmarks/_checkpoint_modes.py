@@ -1,4 +1,4 @@
-"""Ways to checkpoint a training loop, each used as its own documentation says."""
+"""Modes of checkpointing a training loop, each used as documented by its library."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Mode(Protocol):
     durable_s: list[float]
 
     def save(self, step: int, state: State) -> None:
-        """Begin, or do, a checkpoint."""
+        """Begin, or make, a checkpoint."""
 
     def fence(self) -> None:
         """Wait until the state may change."""
 
     def settle(self) -> None:
-        """Wait until nothing of it is under way."""
+        """Wait until no checkpoint is in flight."""
 
     def close(self) -> int:
-        """Finish all; how many checkpoints were skipped."""
+        """Finish all checkpoints; return the number of skipped ones."""
 
 
 class Nothing:
@@ -49,16 +49,16 @@ class Nothing:
         self.durable_s: list[float] = []
 
     def save(self, step: int, state: State) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def fence(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def close(self) -> int:
-        """Nothing skipped."""
+        """Return 0."""
         return 0
 
 
@@ -71,20 +71,20 @@ class ResiHP(Nothing):
         self._counters = self._saver.counters.levels[str(folder)]
 
     def save(self, step: int, state: State) -> None:
-        """Lazy."""
+        """Begin a lazy checkpoint."""
         self._note()
         self._saver.save(step, state)
 
     def fence(self) -> None:
-        """Waits for copies alone."""
+        """Wait for copies alone."""
         self._saver.fence()
 
     def settle(self) -> None:
-        """Until it is on disk."""
+        """Wait until it is on disk."""
         assert self._saver.wait()
 
     def close(self) -> int:
-        """Finish."""
+        """Finish all checkpoints."""
         self._saver.close()
         self._note()
         counters = self._saver.counters
@@ -98,10 +98,10 @@ class ResiHP(Nothing):
 
 
 class WritesAlone(Nothing):
-    """No checkpoint: as many bytes go to the disk beside the loop, and that is all.
+    """No checkpoint: the same number of bytes is written to the disk during the loop.
 
-    What this slows a loop down, the disk's use of memory and processor does. The fence waits for
-    it, as bytes of a moving state would be worth nothing.
+    The slow-down is that of the disk's use of memory and processor. The fence waits for the writes,
+    as those of a real state would be worthless after a change.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,17 +118,17 @@ class WritesAlone(Nothing):
         self._writing = self._thread.submit(write_s, self.folder / "alone", self._buffer)
 
     def fence(self) -> None:
-        """Wait for it."""
+        """Wait for the writes."""
         if self._writing is not None:
             self.durable_s.append(self._writing.result())
             self._writing = None
 
     def settle(self) -> None:
-        """Wait for it."""
+        """Wait for the writes."""
         self.fence()
 
     def close(self) -> int:
-        """Finish."""
+        """Finish all checkpoints."""
         self.fence()
         self._thread.shutdown()
         return 0
@@ -143,10 +143,10 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 
 class TorchSave(Nothing):
-    """`torch.save`, made durable."""
+    """`torch.save` with fsync."""
 
     def save(self, step: int, state: State) -> None:
-        """Blocks for all of it."""
+        """Save and block until durable."""
         begun = time.perf_counter()
         with open(self.folder / f"{step % 2}.pt", "wb") as file:
             torch.save(state, file)
@@ -156,10 +156,10 @@ class TorchSave(Nothing):
 
 
 class PageCacheSave(Nothing):
-    """`torch.save` as most loops call it: nothing durable when it returns."""
+    """`torch.save` as in most loops: not durable when it returns."""
 
     def save(self, step: int, state: State) -> None:
-        """Blocks until the page cache has it."""
+        """Save into the page cache."""
         torch.save(state, self.folder / f"{step % 2}.pt")
 
 
@@ -167,14 +167,14 @@ class DcpSave(Nothing):
     """`dcp.save`."""
 
     def save(self, step: int, state: State) -> None:
-        """Blocks for all of it."""
+        """Save and block until durable."""
         begun = time.perf_counter()
         dcp.save(state, checkpoint_id=self.folder / str(step % 2))
         self.durable_s.append(time.perf_counter() - begun)
 
 
 class DcpAsync(Nothing):
-    """`dcp.async_save`; before the next one it waits for the one before, as it has to."""
+    """`dcp.async_save`, which waits for the save before."""
 
     def __init__(self, folder: Path, kind: AsyncCheckpointerType, stager: bool = False) -> None:
         super().__init__(folder)
@@ -188,7 +188,7 @@ class DcpAsync(Nothing):
         self._stager: Any = None
 
     def save(self, step: int, state: State) -> None:
-        """Wait for the one before; begin."""
+        """Wait for the save before, then begin."""
         if self._upload is not None:
             self._upload.result()
         begun = time.perf_counter()
@@ -204,18 +204,18 @@ class DcpAsync(Nothing):
             self._stager = None
 
     def settle(self) -> None:
-        """Wait for the one under way."""
+        """Wait for the save in flight."""
         if self._upload is not None:
             self._upload.result()
 
     def close(self) -> int:
-        """Finish."""
+        """Finish all checkpoints."""
         self.settle()
         return 0
 
 
 class DcpOurs(DcpAsync):
-    """`dcp.async_save` with our writer and stager: one line changed."""
+    """`dcp.async_save` with `LazyWriter`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, AsyncCheckpointerType.THREAD)
@@ -223,7 +223,7 @@ class DcpOurs(DcpAsync):
         self._options = {"storage_writer": self._writer}
 
     def fence(self) -> None:
-        """Waits for copies alone."""
+        """Wait for copies alone."""
         self._writer.fence()
 
 
@@ -237,12 +237,12 @@ MODES: dict[str, Callable[[Path], Mode]] = {
     "dcp.async_save, thread": lambda f: DcpAsync(f, AsyncCheckpointerType.THREAD),
     "dcp.async_save, process": lambda f: DcpAsync(f, AsyncCheckpointerType.PROCESS),
     "dcp.async_save, async stager": lambda f: DcpAsync(f, AsyncCheckpointerType.THREAD, True),
-    "dcp.async_save, ResiHP's writer": DcpOurs,
+    "dcp.async_save, LazyWriter": DcpOurs,
 }
 
 
 def open_mode(name: str, folder: Path) -> Mode:
-    """A fresh folder, and the mode that writes to it."""
+    """Create a new folder and the mode that writes to it."""
     warnings.filterwarnings("ignore")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

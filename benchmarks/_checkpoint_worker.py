@@ -1,4 +1,4 @@
-"""One process of the checkpoint benchmark: trains with one way to checkpoint, prints JSON.
+"""One process of the checkpoint benchmark: trains with one mode, prints JSON.
 
 `python -m benchmarks._checkpoint_worker MODE FOLDER GIB STEP_S STEPS ROUNDS THREADS`
 """
@@ -24,11 +24,11 @@ from benchmarks._checkpoint_modes import Mode, Nothing, State, open_mode
 LAYERS = 24
 _SMALL, _LARGE = 8, 128
 WARM_UP = 6
-"""Checkpoints in which a way allocates, starts threads and processes, lays out files and pages."""
+"""Checkpoints during which a mode allocates memory and files and starts threads and processes."""
 
 
 class Loop:
-    """A stack of linear layers under AdamW; state (parameters, moments) of the size asked for."""
+    """A stack of linear layers with AdamW; its state (parameters, moments) has a given size."""
 
     def __init__(self, gib: float, step_s: float) -> None:
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ class Loop:
             self.batch = ceil(1.1 * self.batch)
 
     def _shortest_s(self) -> float:
-        """Of three steps."""
+        """Median of three steps."""
         times = []
         for _ in range(3):
             begun = time.perf_counter()
@@ -58,16 +58,16 @@ class Loop:
 
     @property
     def state(self) -> State:
-        """Parameters and moments as they are."""
+        """Parameters and moments, not copied."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     @property
     def nbytes(self) -> int:
-        """Of the state."""
+        """Bytes of the state."""
         return LAYERS * self.width**2 * 12
 
     def step(self, mode: Mode) -> float:
-        """One step; seconds that the fence took."""
+        """Train one step; return the seconds of the fence."""
         self._gradients()
         return self._update(mode)
 
@@ -75,7 +75,7 @@ class Loop:
         self.model(torch.ones(self.batch, self.width)).square().mean().backward()
 
     def _gradients_s(self, batch: int) -> float:
-        """Seconds for the gradients of so many samples; the first time, which allocates, apart."""
+        """Seconds for the gradients of a batch size, after a first time that allocates."""
         self.batch = batch
         self._gradients()
         begun = time.perf_counter()
@@ -92,9 +92,9 @@ class Loop:
 
 
 def phase(loop: Loop, mode: Mode, steps: int, every: int) -> dict[str, list[float]]:
-    """Train until nothing is under way; seconds of each step, and what each checkpoint blocked.
+    """Train until no checkpoint is in flight; seconds of each step, and blocked by each checkpoint.
 
-    A step begins with its checkpoint, so that what is written is written beside it.
+    A step begins with its checkpoint, which is written during the step.
     """
     step_s: list[float] = []
     blocking_s: list[float] = []
@@ -112,7 +112,7 @@ def phase(loop: Loop, mode: Mode, steps: int, every: int) -> dict[str, list[floa
 def main(
     name: str, folder: Path, gib: float, step_s: float, steps: int, rounds: int, threads: int
 ) -> None:
-    """Without and with checkpoints in turn; the first of a mode, which allocates, apart."""
+    """Train alternately without and with checkpoints, after warm-up, and print the result."""
     torch.set_num_threads(threads)
     if "process" in name:
         _join_alone()
@@ -145,7 +145,7 @@ def main(
     shutil.rmtree(folder / "run", ignore_errors=True)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # torch's checkpoint process has no other end
+    os._exit(0)  # torch's checkpoint process does not end otherwise
 
 
 def _join_alone() -> None:
@@ -161,7 +161,7 @@ def _reset_peak() -> None:
 
 
 def _peak() -> int:
-    """Largest resident size so far in bytes, with that of child processes."""
+    """Peak resident size in bytes, with that of child processes."""
     processes = [os.getpid(), *_children(os.getpid())]
     return sum(_status(process, "VmHWM") for process in processes)
 

@@ -1,15 +1,14 @@
-"""What a checkpoint costs a training loop: ours, `torch.save`, and every mode of torch's dcp.
+"""Cost of checkpoints in a training loop: ResiHP, `torch.save`, and every mode of torch's DCP.
 
-Each way runs in a process of its own that trains some steps without and some with checkpoints in
-turn, so that slow-downs compare neighbours in time; of these rounds the median counts, and the
-quartiles stand beside. Blocking is what the training thread spends in the calls,
-fences and waits for earlier checkpoints included.
+Each mode runs in a process of its own that trains alternately without and with checkpoints, so that
+slow-downs compare neighbours in time; reported are medians and quartiles of these rounds. Blocking
+is the time of the training thread in the calls, including fences and waits for earlier checkpoints.
 
-Two measures of the disk stand beside: its own limit (direct writes of as many bytes out of memory
-and nothing else, into a new file and over an old file's bytes), and what these writes alone, with
-no checkpoint around them, cost the same loop.
+The disk is measured in two ways: its own limit (direct writes of the same number of bytes from
+memory, into a new file and over an existing one), and the cost of these writes alone, without a
+checkpoint, to the same loop.
 
-`--breakdown` tells instead what the slow-down by ResiHP is made of; see `_checkpoint_breakdown`.
+`--breakdown` breaks the slow-down by ResiHP down instead; see `_checkpoint_breakdown`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ Limits = dict[str, float]
 
 OURS, FLOOR, REFERENCE = "ResiHP", "writes alone", "torch.save"
 LONGER = (OURS, FLOOR)
-"""Quick, and compared with each other: measured in more rounds and more loops than the rest."""
+"""Fast modes, compared with each other in more rounds and more loops than the rest."""
 FEW_ROUNDS = 2
 COLUMNS = (
-    "way", "blocking ms", "of torch.save's", "slow-down, each step", "quartiles", "each 5th",
+    "mode", "blocking ms", "of torch.save's", "slow-down, each step", "quartiles", "each 5th",
     "durable s",
     "of a new file's", "of an old one's", "extra memory", "skipped",
 )  # fmt: skip
@@ -49,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop that is slowed down: on how many cores it trains, and how long its step is."""
+    """A training loop: number of threads, and length of a step relative to the disk's time."""
 
     threads: int
     times_the_disk: float
@@ -64,19 +63,19 @@ OTHERS = (Loop(os.cpu_count() or 1, 1.2), Loop(1, 3.0))
 
 
 def main() -> None:
-    """Measure, print, and write JSON where asked."""
+    """Measure, print, and write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gib", type=float, action="append", help="size of the state; 1 and 2")
     parser.add_argument("--steps", type=int, default=3, help="without, then with checkpoints")
-    parser.add_argument("--way", choices=sorted(set(MODES) - {"none"}), action="append")
-    parser.add_argument("--breakdown", action="store_true", help="what the slow-down is made of")
+    parser.add_argument("--mode", choices=sorted(set(MODES) - {"none"}), action="append")
+    parser.add_argument("--breakdown", action="store_true", help="parts of the slow-down")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds is 2 or more")
-    ways = options.way or [way for way in MODES if way != "none"]
+    modes = options.mode or [mode for mode in MODES if mode != "none"]
     root = Path(tempfile.mkdtemp(prefix="resihp-checkpoint-", dir=options.folder))
     document: dict[str, Any] = {}
     try:
@@ -88,7 +87,7 @@ def main() -> None:
         for number, gib in enumerate([1.0, 2.0] if options.gib is None else options.gib):
             loops = (MAIN, *OTHERS) if number == 0 else (MAIN,)
             for loop in loops:
-                chosen = ways if loop is MAIN else [way for way in ways if way in LONGER]
+                chosen = modes if loop is MAIN else [mode for mode in modes if mode in LONGER]
                 runs, disk = measure(gib, chosen, loop, options.rounds, options.steps, root)
                 document |= report(f"{gib:g} GiB", loop, runs, disk)
     finally:
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 def break_down(gib: float, loop: Loop, rounds: int, root: Path) -> Run:
-    """Measure, print and return what the slow-down of one loop is made of."""
+    """Measure, print and return the parts of the slow-down of one loop."""
     disk = limit_s(root, int(gib * 2**30))
     step_s = loop.times_the_disk * disk["new"]
     found = parts.breakdown(root / "parts", gib, step_s, loop.threads, rounds)
@@ -110,44 +109,44 @@ def break_down(gib: float, loop: Loop, rounds: int, root: Path) -> Run:
 
 
 def measure(
-    gib: float, ways: Sequence[str], loop: Loop, rounds: int, steps: int, root: Path
+    gib: float, modes: Sequence[str], loop: Loop, rounds: int, steps: int, root: Path
 ) -> tuple[dict[str, Run], Limits]:
-    """Every way, and the disk's limits before, between and after."""
+    """Measure every mode, and the disk's limits before, between and after."""
     nbytes = int(gib * 2**30)
     disk = [limit_s(root, nbytes)]
     step_s = loop.times_the_disk * disk[0]["new"]
     runs: dict[str, Run] = {}
-    for way in ways:
-        turns = rounds if way in LONGER else FEW_ROUNDS
-        arguments = [way, root, gib, step_s, steps, turns, loop.threads]
+    for mode in modes:
+        turns = rounds if mode in LONGER else FEW_ROUNDS
+        arguments = [mode, root, gib, step_s, steps, turns, loop.threads]
         command = [sys.executable, "-m", "benchmarks._checkpoint_worker", *map(str, arguments)]
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900, check=True
         )
-        runs[way] = run = json.loads(done.stdout.splitlines()[-1])
+        runs[mode] = run = json.loads(done.stdout.splitlines()[-1])
         blocking = statistics.median(run["each"]["blocking_s"])
-        print(f"{way}: blocking {1e3 * blocking:.1f} ms", flush=True)
+        print(f"{mode}: blocking {1e3 * blocking:.1f} ms", flush=True)
         disk.append(limit_s(root, nbytes))
     return runs, {kind: statistics.median(each[kind] for each in disk) for kind in disk[0]}
 
 
 def report(size: str, loop: Loop, runs: dict[str, Run], disk: Limits) -> Run:
-    """Print the table of one loop; the same as an object."""
-    rows, shown = [row(way, runs, disk) for way in runs], told(runs, disk)
+    """Print the table of one loop; return it as an object."""
+    rows, shown = [row(mode, runs, disk) for mode in runs], summary(runs, disk)
     print_table(f"Checkpoints of {size}, {loop}; {shown}", COLUMNS, rows)
     cells = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
     return {f"{size}, {loop}": {"rows": cells, "limit": shown, "runs": runs}}
 
 
-def row(way: str, runs: dict[str, Run], disk: Limits) -> list[str]:
-    """Medians over all rounds."""
-    run = runs[way]
+def row(mode: str, runs: dict[str, Run], disk: Limits) -> list[str]:
+    """Format the medians over all rounds of one mode."""
+    run = runs[mode]
     blocking = statistics.median(run["each"]["blocking_s"])
     reference = statistics.median(runs[REFERENCE]["each"]["blocking_s"]) if REFERENCE in runs else 0
     durable = statistics.median(run["durable_s"]) if run["durable_s"] else None
     low, middle, high = statistics.quantiles(run["each"]["slowdowns"], n=4)
     return [
-        way,
+        mode,
         f"{1e3 * blocking:.1f}",
         f"1/{reference / blocking:.0f}" if reference >= blocking else "-",
         f"{_percent(middle)}%",
@@ -160,8 +159,8 @@ def row(way: str, runs: dict[str, Run], disk: Limits) -> list[str]:
     ]
 
 
-def told(runs: dict[str, Run], disk: Limits) -> str:
-    """The disk's own limit, and the step of the loops."""
+def summary(runs: dict[str, Run], disk: Limits) -> str:
+    """Describe the disk's limits and the step of the loops."""
     size = next(iter(runs.values()))["state_bytes"] / 1e9
     step = statistics.median(run["base_s"] for run in runs.values())
     return (

@@ -1,4 +1,4 @@
-"""Checkpoints at every step: lazy, asynchronous, on several levels. Needs `resihp[checkpoint]`."""
+"""Lazy, asynchronous checkpoints on several levels. Needs `resihp[checkpoint]`."""
 
 from resihp.contracts import FaultRate, Protection
 
@@ -6,7 +6,7 @@ from .checkpointer import Checkpointer
 from .counters import Counters, LevelCounters
 from .dcp import LazyWriter
 from .levels import HostMemory, Level, LocalDisk, PeerMemory, SharedStorage
-from .policy import Every, EveryStep, LeastLoss, SavePolicy
+from .policy import Every, EveryStep, LeastLoss, SavePolicy, SaveTiming
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored
 from .state_dict import ShardedTensorPiece
@@ -30,6 +30,7 @@ __all__ = [
     "Ranks",
     "Restored",
     "SavePolicy",
+    "SaveTiming",
     "ShardedTensorPiece",
     "SharedStorage",
 ]

@@ -5,14 +5,22 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from resihp.checkpoint import Checkpointer, HostMemory, LazyWriter, LocalDisk
+from resihp.checkpoint import Checkpointer, HostMemory, LazyWriter, LocalDisk, SharedStorage
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
-from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, run_python, stamped
+from tests.checkpoint.helpers import (
+    SlowDisk,
+    assert_stamped,
+    back_from,
+    run_python,
+    stamp,
+    stamped,
+)
 
 UNCLOSED = """
 import sys, torch
@@ -131,3 +139,82 @@ def test_a_restore_finds_what_was_under_way(tmp_path: Path) -> None:
         into = stamped(-1)
         assert saver.restore(into).step == 2
     assert_stamped(into, 2)
+
+
+def save_all(saver: Checkpointer, steps: range) -> list[bool]:
+    """Save each step without waiting; whether each was begun."""
+    state, begun = stamped(-1), []
+    for step in steps:
+        saver.fence()
+        stamp(state, step)
+        begun.append(saver.save(step, state, {"step": step}))
+    return begun
+
+
+def test_a_last_save_without_a_buffer_is_made_up_for_at_close(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path, 0.3)
+    with Checkpointer([disk]) as saver:
+        assert not save_all(saver, range(5))[-1], "no buffer was free"
+        assert saver.counters.no_buffer
+    assert not saver.counters.failures
+    restored, into = back_from(disk)
+    assert (restored.step, restored.extra["step"]) == (4, 4)
+    assert_stamped(into, 4)
+
+
+def test_a_last_save_that_the_disk_alone_skipped_is_made_up_for(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path, 0.3)
+    with Checkpointer([HostMemory(), disk], buffers=3) as saver:
+        assert save_all(saver, range(5))[-1], "host memory has taken it"
+        assert saver.counters.levels[disk.name].skipped
+    assert not saver.counters.failures
+    assert_stamped(back_from(disk)[1], 4)
+
+
+def test_a_state_that_has_changed_since_is_not_taken_for_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SlowDisk(tmp_path, 0.5)
+    with Checkpointer([disk]) as saver:
+        state = stamped(0)
+        assert saver.save(0, state)
+        saver.fence()
+        stamp(state, 1)
+        assert not saver.save(1, state)
+        stamp(state, 2)
+    assert disk.steps() == [0]
+    assert "step 1 is not on" in caplog.text
+
+
+def test_nothing_is_saved_twice_at_close(tmp_path: Path) -> None:
+    disk, shared = LocalDisk(tmp_path / "disk"), SharedStorage(f"file://{tmp_path}/shared")
+    with Checkpointer([HostMemory(), disk, shared]) as saver:
+        save_all(saver, range(1))
+        saver.wait()
+    assert [each.saved for each in saver.counters.levels.values()] == [1, 1, 1]
+
+
+def test_shared_storage_that_hangs_gets_the_newest_that_waits(tmp_path: Path) -> None:
+    disk = LocalDisk(tmp_path / "disk")
+    entered, going = threading.Event(), threading.Event()
+
+    class Hanging(SharedStorage):
+        def put(self, checkpoint: InFlightCheckpoint) -> None:
+            entered.set()
+            assert going.wait(60)
+            super().put(checkpoint)
+
+    shared = Hanging(f"file://{tmp_path}/shared", keep=9)
+    state = stamped(-1)
+    with Checkpointer([disk, shared]) as saver:
+        for step in range(4):
+            saver.fence()
+            stamp(state, step)
+            assert saver.save(step, state)
+            assert entered.wait(60)
+            while saver.counters.levels[disk.name].saved <= step:
+                time.sleep(0.001)
+        going.set()
+    assert shared.steps() == [0, 3]
+    for step in shared.steps():
+        assert_stamped(back_from(shared, step=step)[1], step)

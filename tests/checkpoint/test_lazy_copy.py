@@ -146,3 +146,17 @@ def test_tensors_with_gaps_and_of_all_kinds_come_back(tmp_path: Path) -> None:
         saver.restore(into)
     for key, value in state.items():
         assert torch.equal(into[key], value), key
+
+
+def test_a_state_that_grows_while_host_memory_holds_the_smaller_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    memory, disk = HostMemory(keep=2), LocalDisk(tmp_path)
+    with Checkpointer([memory, disk]) as saver:
+        saver.attach(optimizer)
+        for step in range(6):
+            assert saver.save(step, {"model": model, "optimizer": optimizer})
+            assert saver.wait(60)
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+    assert memory.steps() == disk.steps() == [4, 5]

@@ -242,7 +242,9 @@ def uneven(rank: int, folder: Path) -> None:
         if enough[0]:
             break
     saver.close()
+    dist.barrier()
     assert not saver.counters.failures
+    assert max(disk.steps()) == step, "the last state is saved, whatever was skipped before"
     for step in disk.steps():
         into = {f"part{r}": torch.zeros(2_000_000) for r in range(WORLD)}
         restore([LocalDisk(folder)], into, IndependentRank(), step=step)

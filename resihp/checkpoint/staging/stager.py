@@ -132,7 +132,8 @@ class Stager:
 
     def lend(self, captured: CapturedState, window_s: float) -> InFlightCheckpoint | None:
         """Lend a buffer to a checkpoint, not begun yet; None if none is free within the window."""
-        lent = self._pool.lend(window_s) if self._fit_pool() else None
+        self._fit_pool()
+        lent = self._pool.lend(captured.file, window_s)
         if lent is None:
             return None
         slot, previous = lent
@@ -210,10 +211,10 @@ class Stager:
         if self._copier is not None:
             self._copier.close()
 
-    def _fit_pool(self) -> bool:
+    def _fit_pool(self) -> None:
         assert self._plan is not None
         assert self._copier is not None
-        return self._pool.fit(self._plan.file, pinned=self._copier.pins)
+        self._pool.fit(self._plan.file, pinned=self._copier.pins)
 
 
 def _version(tensor: Tensor) -> int:

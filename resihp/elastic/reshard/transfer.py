@@ -40,7 +40,7 @@ class StateTransfer:
     """Brings a prepared shard to the state of the present step, leaving the old one whole.
 
     Parameters and moments do not change between two updates, so they can be copied while the
-    passes of a step run (LiveR, arXiv 2605.22014; DataStates-LLM, arXiv 2601.16956). The update
+    passes of a step run (LiveR, arXiv 2605.22014; DataStates-LLM, arXiv 2406.10707). The update
     at the step's end is not copied: `hand_over` gives each new holder the summed
     gradients of its ranges, and it makes the same elementwise update itself. Collective over
     the ranks alive: all call `start` (or `fill`) before the same step.
