@@ -31,7 +31,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _POLL_S = 0.002
 _LOST_PEER = (
     "by peer", "gloo/transport", "ncclRemoteError", "remote process exited", "DistNetworkError",
-    "DistBackendError", "WorldBrokenError", "FencedOutError",
+    "DistBackendError", "PeerLostError", "FencedOutError",
 )  # fmt: skip
 """Marks of an error by which a process learns that another one is gone."""
 _EXIT_TIMEOUT_S = 2.0
