@@ -17,7 +17,7 @@ from service.launch import Sidecar
 from tests.elastic.job import SHAPE
 
 ROOT = Path(__file__).parents[1]
-RANKS = 3
+RANKS = 2
 STEPS = 6
 USERS_OWN = "def half(rate):\n    return rate / 2\n"
 SCRIPT = """

@@ -36,7 +36,7 @@ from tests.elastic.survivors import Survivors
 ENTERED = {
     "bucket": "resihp.elastic.process_groups.bucketed_allreduce.BucketedAllReduce._start",
     "reduction": "resihp.elastic.step.gradient_allreduce.DeterministicAllReduce._sum",
-    "account": "resihp.elastic.step.engine.account",
+    "account": "resihp.elastic.step.engine.count_rows",
     "vote": "resihp.elastic.step.engine.squared_norms",
     "clip": "resihp.elastic.step.engine.clip",
     "optimizer": "resihp.elastic.optim.Optimizer.set_rate",
