@@ -136,7 +136,7 @@ class Detector(Persistent):
         return sorted([*working, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
 
     def diagnosis(self) -> Diagnosis:
-        """Why the job is slow, from the last steps; no cause before the first."""
+        """Diagnosis of the last steps; no cause before the first."""
         named = np.flatnonzero(self._layout_state.status_table.status == FAIL_SLOW).tolist()
         slow = SlowDevice.named((self._verdict(at) for at in named), self.job.layout)
         return diagnose(self.job, self.job.layout, self._recent.batches(), slow)

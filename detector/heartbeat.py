@@ -2,11 +2,11 @@
 
 A sender beats at a regular interval I, and a share p of its beats is lost. The gaps between those
 that come are then multiples of I with mean I / (1 - p) and squared coefficient of variation p, so
-that these two tell p and I; beats that are late or irregular make p larger, up to the 1 of beats
-that come at random. A silence of k intervals has the probability p ** k: a rank is dead when that
-is below 10 ** -phi, which for beats at random is a silence of 2.3 phi mean gaps, and less for all
-others. Where silences have another cause (a trainer that pauses now and then), one of up to twice
-the longest silence so far is tolerated as well, within a limit.
+that p and I follow from these two; beats that are late or irregular make p larger, up to the 1 of
+beats that come at random. A silence of k intervals has the probability p ** k: a rank is dead when
+that is below 10 ** -phi, which for beats at random is a silence of 2.3 phi mean gaps, and less for
+all others. Where silences have another cause (a trainer that pauses now and then), one of up to
+twice the longest silence so far is tolerated as well, within a limit.
 
 A silence that most ranks share, or in which no rank at all was heard, is a fault of the network or
 the service: it counts against no rank.

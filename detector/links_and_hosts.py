@@ -83,7 +83,7 @@ class LinkTest(Persistent):
 
     @property
     def any_slow(self) -> bool:
-        """Whether any link is slow."""
+        """True where a link is slow."""
         return self._test is not None and bool(self._test.slow.any())
 
     def verdicts(self) -> list[LinkVerdict]:
@@ -194,7 +194,7 @@ class CollectiveTest(Persistent):
 
     @property
     def any_slow(self) -> bool:
-        """Whether any group is slow."""
+        """True where a group is slow."""
         return bool(self._tensor.test.slow.any() or self._data.test.slow.any())
 
     def verdicts(self) -> list[LinkVerdict]:

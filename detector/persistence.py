@@ -121,7 +121,7 @@ def _restored(kind: Any, value: Any) -> Any:
 
 
 def _is_uniform(origin: type, arguments: tuple[Any, ...]) -> bool:
-    """Whether all items of a container have one type."""
+    """Returns whether all items of a container have one type."""
     return origin is not tuple or arguments[-1] is Ellipsis
 
 

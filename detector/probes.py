@@ -1,8 +1,8 @@
 """Probes: the same short work on a suspect and on a healthy peer, between two steps.
 
 The detector makes requests and takes answers; the service delivers both. A probe has the same work
-on both ends by construction, so that it needs no workload model, and it tells a slow processor from
-slow memory. It lasts a few milliseconds; their number is limited.
+on both ends by construction, so that it needs no workload model, and it separates a slow processor
+from slow memory. It lasts a few milliseconds; their number is limited.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class ProbeBudget(Persistent):
         self._last = {}
 
     def allow(self, rank: int, kinds: int, now: float) -> bool:
-        """Whether `kinds` probes of a rank may be asked for at `now` (seconds); counts them."""
+        """Returns whether `kinds` probes of a rank may be asked for at `now` (seconds); counts
+        them."""
         while self._asked and self._asked[0] <= now - 60.0:
             self._asked.popleft()
         if now - self._last.get(rank, -np.inf) < _WAIT_S:

@@ -47,7 +47,7 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One step, whose frame has the number `frame`: `times` and `known` (whether work was told)
+    """One step, whose frame has the number `frame`: `times` and `known` (whether the work is known)
     over records, the work [2, M]."""
 
     frame: int

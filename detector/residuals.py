@@ -119,7 +119,8 @@ def noise_of(window: NDArray[np.float32]) -> Floats:
 
     Measured on differences between steps: a change of level enters one difference, not all that
     follow, so that the records of a slow device do not raise its noise. Differences over several
-    steps tell lasting noise, such as a slow swing, from noise of single steps; the largest counts.
+    steps separate lasting noise, such as a slow swing, from noise of single steps; the largest
+    counts.
 
     window   residuals (log), shape (steps, ranks), oldest first, NaN where there is none
 

@@ -9,7 +9,7 @@ from resihp.contracts import ContractError
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorSettings:
-    """How soon the detector speaks, and what it may ask for. The defaults suit every known job.
+    """Thresholds of the verdicts, training and probes. The defaults suit every known job.
 
     The sidecar reads all but `train`, `train_after_steps` and `seed` from its environment, such as
     `RESIHP_MIN_SLOWDOWN=1.05`.

@@ -42,7 +42,7 @@ class _OpenStep:
 
 
 class StepProgress(Persistent):
-    """Which steps of a job are whole, from what each rank has sent; arrays over ranks.
+    """Tracks which steps of a job are whole, by the records of each rank; arrays over ranks.
 
     A rank is done with a step once it has sent `expected` records of it (or, from the second step
     on, as many as it usually sends, if these are fewer); a record of a later step proves nothing,
@@ -115,8 +115,8 @@ class StepProgress(Persistent):
             self._behind.append(batch.select(rows))
 
     def restart(self) -> list[TelemetryBatch]:
-        """What most of the reporting ranks have sent since the job went back to an earlier step,
-        as after a checkpoint is loaded; empty if it has not.
+        """The messages that most of the reporting ranks have sent since the job went back to an
+        earlier step, as after a checkpoint is loaded; empty if it has not.
 
         The caller then begins anew with these messages.
         """

@@ -59,7 +59,7 @@ class CorrelatedRanks(Persistent):
         """Separates slow ranks from those that wait for them.
 
         Returns `now`, with the evidence on ranks that only wait lowered and ranks that cannot be
-        told apart not `able`; and for every rank the position of the one that it waits for, -1
+        separated not `able`; and for every rank the position of the one that it waits for, -1
         for none.
         """
         waits_for = np.full(self._places.size, -1, np.int64)
@@ -84,7 +84,7 @@ class CorrelatedRanks(Persistent):
                 continue
             others = members[members != slowest]
             waits_for[others], found[slowest] = slowest, float(level.max())
-            # Below suspicion, but not clean enough to teach what is healthy.
+            # Below suspicion, but not clean enough to update baselines.
             evidence[others] = np.minimum(evidence[others], SUSPECT_AT - 2.5)
         for number, level_of_group in whole.items():
             members = self._groups[number]
@@ -102,7 +102,8 @@ class CorrelatedRanks(Persistent):
         return np.flatnonzero(now.turns[::-1, rank])
 
     def _mirrors(self, members: Ints, slowest: int, ratio: float) -> bool:
-        """Whether a group rises because of a slow rank in the other replica and another stage.
+        """Returns whether a group rises because of a slow rank in the other replica and another
+        stage.
 
         Two replicas of two stages are compared with each other only: a slow rank in one corner
         raises the opposite corner by as much, as a whole and without waiting in it.
@@ -113,7 +114,7 @@ class CorrelatedRanks(Persistent):
         return bool(places.dp[one] != places.dp[slowest] and places.pp[one] != places.pp[slowest])
 
     def _waits_least(self, members: Ints, level: float, age: Ints) -> int | None:
-        """The slowest member; -1 where it cannot be told; None where all are slow by their own
+        """The slowest member; -1 where it is unknown; None where all are slow by their own
         time."""
         waits = self.waits[np.ix_((self._count - 1 - age) % TURNS, members)]
         if not np.isfinite(waits).any(axis=0).all():

@@ -164,7 +164,7 @@ def _joined(
     levels: _Levels,
     evidence: Floats,
 ) -> StepEvidence:
-    """`now`, with what is known of some ranks that are slow by turns."""
+    """`now`, with the evidence on some intermittently slow ranks."""
     slow = series - levels.healthy > EDGE * (levels.high - levels.healthy)
     columns = {
         "evidence": np.minimum(evidence, tests.ceiling),

@@ -122,8 +122,8 @@ class RankTests(Persistent):
     def observe(
         self, step: int, residual: StepResidual, trusted: Bools, able: Bools
     ) -> StepEvidence:
-        """Takes one step. `trusted` ranks update the baseline; only ranks that are `able` to be
-        told apart from others may be named."""
+        """Takes one step. `trusted` ranks update the baseline; only `able` ranks may be
+        named: those that can be separated from others."""
         deviation = self._centre(residual, trusted)
         seen = np.isfinite(deviation)
         self._push(step, deviation)
@@ -144,7 +144,7 @@ class RankTests(Persistent):
         return self._standing(deviation, mean, doubt, offset, spread, residual.error, able)
 
     def _fallen(self) -> Floats:
-        """By how much both ranks of a pair are lately below their baselines (0 or less): a change
+        """Recent fall of both ranks of a pair below their baselines (0 or less): a change
         of the expectation, which a pair has no majority to remove."""
         recent = self.falls[(self.count - 1 - _LAG - np.arange(_FALL_STEPS)) % len(self.falls)]
         known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
@@ -283,7 +283,7 @@ class RankTests(Persistent):
         return now.seen & ~self._majority & (self.past < _SETTLED)
 
     def alike(self, level: float) -> bool:
-        """Whether a residual (log) is within the spread of healthy devices."""
+        """Returns whether a residual (log) is within the spread of healthy devices."""
         return abs(level) < self._bound * self._offset_spread()
 
     def add(self, rank: int, gain: float) -> None:

@@ -1,4 +1,4 @@
-"""Whole replicas that become slower, where no lengths tell how much work they had.
+"""Whole replicas that become slower, where the work is unknown for want of lengths.
 
 More work looks the same, so that this makes ranks inconclusive, never slow.
 """
@@ -143,7 +143,7 @@ class ReplicaTest(Persistent):
         return result
 
     def _risen(self, run: Ints, now: StepEvidence) -> Floats:
-        """How far each rank's replica has risen against its own past, over the same steps."""
+        """Rise of each rank's replica against its own past, over the same steps."""
         places, count = self._places, self.test.tests.count
         last = (count - np.minimum(TURNS, count) + np.arange(min(TURNS, count))) % TURNS
         result = np.zeros(places.size)

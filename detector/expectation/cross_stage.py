@@ -110,8 +110,8 @@ class CrossStageModel(Persistent):
         return result
 
     def _whole_class_is_off(self, value: Floats) -> bool:
-        """Whether most ranks of a class, at least two, are off to one side by more than `_MISFIT`,
-        and none has stayed where it was: a change of the model affects all."""
+        """Returns whether most ranks of a class, at least two, are off to one side by more than
+        `_MISFIT`, and none has stayed where it was: a change of the model affects all."""
         peers, seen = self._places.peers, np.isfinite(value)
         size = int(peers.max()) + 1
         value, usual = np.nan_to_num(value), self._own.usual

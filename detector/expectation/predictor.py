@@ -218,7 +218,7 @@ class Predictor:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Predictor:
-        """What `to_bytes` wrote. Raises `ContractError` for anything else."""
+        """The predictor that `to_bytes` wrote. Raises `ContractError` for anything else."""
         state = unpack(data)
         predictor = cls(**state["parameters"])
         predictor.low_, predictor.high_ = state["low"], state["high"]
@@ -300,7 +300,7 @@ class LearnedCorrection(Persistent):
 
     @property
     def active(self) -> bool:
-        """Whether the correction is in use."""
+        """True while the correction is in use."""
         predictor = self.predictor
         return predictor is not None and predictor.booster_ is not None and not self.misfit
 

@@ -234,7 +234,7 @@ class _Builder:
         return {int(self.rec.chunk[op]): int(op) for op in ops}
 
     def _overlapped(self) -> bool:
-        """Whether gradients are reduced while the backward passes still run."""
+        """Returns whether gradients are reduced while the backward passes still run."""
         return bool((self.rec.kind == OpKind.GRADS_REDUCE).any())
 
     def _after_compute(self, stage: int, compute: list[int]) -> None:

@@ -1,9 +1,10 @@
 """Decomposition of compute times into the effects of work, stage and device.
 
 A pass takes `device factor * stage map(work)`. The work of a microbatch is the same in all of its
-passes, so that other stages tell it where no lengths are recorded. A stage maps it affinely; a
-device multiplies. Times have the axes [direction 2, stage C, replica D, step T, microbatch M],
-NaN where nothing was recorded. With interleaved chunks every chunk counts as a stage.
+passes, so that it follows from other stages where no lengths are recorded. A stage maps it
+affinely; a device multiplies. Times have the axes [direction 2, stage C, replica D, step T,
+microbatch M], NaN where nothing was recorded. With interleaved chunks every chunk counts as a
+stage.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Effects:
 
     @property
     def separates_devices(self) -> bool:
-        """Whether slow devices can be separated from more work: by lengths, another stage or a
+        """True where slow devices can be separated from more work: by lengths, another stage or a
         mate."""
         return self.work is not None or self.times.shape[1] > 1 or self.mates is not None
 
@@ -116,7 +117,7 @@ class Effects:
 
     @property
     def _among_mates(self) -> bool:
-        """Whether a device has no peers but the members of its tensor-parallel group."""
+        """True where a device has no peers but the members of its tensor-parallel group."""
         return self.mates is not None and self.times.shape[2] == 1
 
     def _expected(self) -> NDArray[np.float64] | None:

@@ -17,7 +17,7 @@ Floats = NDArray[np.floating]
 
 
 class OpKind(IntEnum):
-    """What an operation did. Ties in the recorded order are broken by this order."""
+    """Kind of an operation. Ties in the recorded order are broken by this order."""
 
     BACKWARD = 0
     FORWARD = 1

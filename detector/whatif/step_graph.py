@@ -35,7 +35,7 @@ class _Cells:
         return np.concatenate([*parts, cubes.collective, cubes.optimizer, cubes.data])
 
     def of_pass(self, direction: int, virtual: int, microbatch: int) -> int:
-        """A forward or backward pass; direction 2 stands for loading the microbatch."""
+        """A forward or backward pass; direction 2 is the loading of the microbatch."""
         places = self.stages * self.chunks
         return (direction * places + virtual) * self.microbatches + microbatch
 

@@ -1,4 +1,4 @@
-"""Jobs that never ran, for tests, notebooks and benchmarks: seeded, with known faults.
+"""Synthetic jobs for tests, notebooks and benchmarks: seeded, with known faults.
 
 Documents of given lengths are packed into microbatches of a token budget. Times follow a cost
 that is not the detector's own model: attention runs less efficiently on short documents, every
@@ -65,7 +65,7 @@ def whole_replica(job: Job, replica: int, factor: float, from_step: int) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """What makes equal work take unequal time; standard deviations of logs.
+    """Random variation of the time of equal work; standard deviations of logs.
 
     record   of single records
     step     of a rank over a whole step
@@ -170,7 +170,7 @@ _COLUMNS = ("tokens", "sequences", "sum_sq_len", "max_len")
 def _slower(
     places: RankTable, step: int, faults: Sequence[Fault], noise: Noise, rng: np.random.Generator
 ) -> Floats:
-    """How much longer each rank computes in a step (log), beside what it always does."""
+    """Extra time of each rank in a step (log), on top of its permanent offset."""
     slower = rng.normal(0.0, noise.step, places.size)
     if noise.hiccups:
         struck = rng.random(places.size) < noise.hiccups

@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from detector.persistence import pack, unpack
 from resihp.contracts import (
     ContractError,
     Heartbeat,
@@ -35,7 +36,7 @@ from .planning_state import PlanningState
 from .predictor_cache import PredictorCache
 from .probes import OpenProbes
 from .replanning import next_plan
-from .step_times import StepTimes
+from .step_times import StepTime, StepTimes
 
 log = logger("resihp.session")
 
@@ -44,14 +45,14 @@ _CHECK_ALIVE_EVERY_S = 0.5
 
 @dataclass
 class SessionState:
-    """State of a session apart from the detector: plain values, saved and restored as one.
+    """State of a session apart from the detector and the step times: plain values, saved and
+    restored as one.
 
     verdicts  newest verdict on each rank, also on those that left the layout
     clock_s   time during which the service was up and had applied all messages
     """
 
     planning: PlanningState
-    steps: StepTimes = field(default_factory=StepTimes)
     forecast: ForecastState = field(default_factory=ForecastState)
     probes: OpenProbes = field(default_factory=OpenProbes)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
@@ -80,13 +81,14 @@ class JobSession:
         self._predictors = PredictorCache(adapters, job)
         self._detector: DetectorLike = self._predictors.detector(predictor)
         self._state = SessionState(PlanningState({plan.version: plan}, plan.version))
+        self._steps = StepTimes(plan.layout.ranks)
         self._forecast = Forecast(job, self._state.forecast)
         self._checked_s = float("-inf")
 
     @property
     def last_step(self) -> int:
         """Newest step that any rank reported; -1 before the first."""
-        return self._state.steps.last_step
+        return self._steps.last_step
 
     @property
     def planning(self) -> PlanningState:
@@ -164,21 +166,23 @@ class JobSession:
     def _telemetry(self, message: JobMessage) -> None:
         batch = message.batch()
         self.changes.records += len(batch)
+        before = self.planning.active
         if self.planning.activate(batch.plan_version):
-            self._switch()
+            self._switch(before)
         if set(self.planning.active.layout.ranks).isdisjoint(batch.rank.tolist()):
             return  # from a rank outside the layout, which reports only to receive probes
-        self._state.steps.add(batch)
         self._forecast.add(batch)
         revived = self._detector.heard(np.unique(batch.rank).tolist(), self._state.clock_s)
         changed = [*revived, *self._detector.update(batch)]
-        self._close_steps()
+        plan = self.planning.active
+        if batch.plan_version == plan.version:
+            lost = [rank for rank, speed in self.planning.speeds.items() if speed == 0.0]
+            self._close_steps(plan, self._steps.add(batch, lost))
         self._report(changed)
 
-    def _close_steps(self) -> None:
-        planning, plan = self.planning, self.planning.active
-        expected = [r for r in plan.layout.ranks if planning.speeds.get(r, 1.0) > 0.0]
-        for step in self._state.steps.close(expected):
+    def _close_steps(self, plan: Plan, steps: Iterable[StepTime]) -> None:
+        planning = self.planning
+        for step in steps:
             self._forecast.learn(plan, step, healthy=not planning.speeds)
             summary = {
                 "step": step.step,
@@ -213,8 +217,9 @@ class JobSession:
         document = message.document()
         self._event("ack", document)
         version, answer = document["version"], document["state"]
+        before = self.planning.active
         if self.planning.acknowledge(version, document["rank"], answer):
-            self._switch()
+            self._switch(before)
         elif answer == "refused" and version == self.planning.newest.version:
             self.planning.refuse_newest()
             self._plan_if_needed()
@@ -223,6 +228,7 @@ class JobSession:
         document = message.document()
         plan, lost = plan_from_json(document["plan"]), document["lost"]
         plan = replace(plan, reason=(*plan.reason, "made by the job itself, without the sidecar"))
+        before = self.planning.active
         if not self.planning.take_over(plan, lost):
             return
         changed = (
@@ -230,11 +236,13 @@ class JobSession:
         )
         self._keep_verdicts()
         self._announce(plan)
-        self._switch()
+        self._switch(before)
         self._report(changed)
 
-    def _switch(self) -> None:
+    def _switch(self, before: Plan) -> None:
+        """Follow the job from the plan `before` to the active one."""
         plan = self.planning.active
+        self._close_steps(before, self._steps.move(plan.layout.ranks))
         self._detector.apply_plan(plan)
         self._event("plan_applied", {"version": plan.version})
 
@@ -310,16 +318,20 @@ class JobSession:
         return document
 
     def save(self) -> dict[str, bytes]:
-        """Saved state by part: the detector, and everything else."""
+        """Saved state by part: the detector, the step times, and everything else."""
         state = msgpack.packb(to_json(self._state))
-        return {"detector": self._detector.save(), "session": state}
+        steps = pack(self._steps.state())
+        return {"detector": self._detector.save(), "steps": steps, "session": state}
 
     def resume(self, saved: dict[str, bytes]) -> None:
         """Restore a saved state. One that is unreadable becomes an event, and the session starts
         with a new detector."""
-        self._guarded("resume", lambda: self._restore(saved["detector"], saved["session"]))
+        self._guarded("resume", lambda: self._restore(saved))
 
-    def _restore(self, detector: bytes, session: bytes) -> None:
-        state = from_json(SessionState, msgpack.unpackb(session))
-        self._detector = self._adapters.restore(self.job, detector)
-        self._state, self._forecast = state, Forecast(self.job, state.forecast)
+    def _restore(self, saved: dict[str, bytes]) -> None:
+        state = from_json(SessionState, msgpack.unpackb(saved["session"]))
+        steps = StepTimes(state.planning.active.layout.ranks)
+        steps.load(unpack(saved["steps"]))
+        self._detector = self._adapters.restore(self.job, saved["detector"])
+        self._state, self._steps = state, steps
+        self._forecast = Forecast(self.job, state.forecast)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from detector.persistence import Persistent
+from detector.step_assembler import StepProgress
 from resihp.contracts import Op, TelemetryBatch
-
-_PATIENCE_STEPS = 8
 
 RankTime = tuple[float, float, float, float]
 """Milliseconds of one rank in one step: forward and backward computing, waiting in both, and all
@@ -18,65 +19,75 @@ other operations."""
 
 @dataclass(frozen=True)
 class StepTime:
-    """A complete step; `observed_ms` is the time of its busiest rank."""
+    """A whole step; `observed_ms` is the time of its busiest rank."""
 
     step: int
     observed_ms: float
     ranks: dict[int, RankTime]
 
 
-@dataclass
-class StepTimes:
-    """Sums the time of each rank in each step, and closes the steps that are complete.
+class StepTimes(Persistent):
+    """Sums the time of each rank of one layout in each step.
 
-    A step is closed when each expected rank has reported a later one, or when records of
-    `_PATIENCE_STEPS` later steps have come (a rank may be dead or its messages lost). The detector
-    decides a step earlier, with its last backward pass; the optimizer and the collectives behind
+    `StepProgress` decides which steps are whole, here by records of later steps: the detector
+    closes a step earlier, with its last backward pass, but the optimizer and the collectives behind
     it, which arrive in a later message as a rule, belong to the step time as well.
 
-    open_steps  times by step and rank
-    newest      newest step reported by each rank
-    closed      newest closed step; -1 before the first
+    last_step  newest step reported by any rank; -1 before the first
     """
 
-    open_steps: dict[int, dict[int, RankTime]] = field(default_factory=dict)
-    newest: dict[int, int] = field(default_factory=dict)
-    closed: int = -1
+    _saved = ("last_step", "_progress", "_times_ms")
+    _times_ms: dict[int, NDArray[np.float64]]  # of open steps, shape (ranks, 4)
 
-    @property
-    def last_step(self) -> int:
-        """Newest step reported by any rank; -1 before the first."""
-        return max(self.newest.values(), default=-1)
+    def __init__(self, ranks: Collection[int]) -> None:
+        self.last_step = -1
+        self._begin(ranks)
 
-    def add(self, batch: TelemetryBatch) -> None:
-        """Add the records of a batch; steps that are closed stay as they are."""
-        if not len(batch):
-            return
-        keys, sums = _rank_times(batch)
-        if int(keys[-1, 0]) + _PATIENCE_STEPS < self.closed:
-            # Training restarted from an earlier step.
-            self.open_steps, self.newest, self.closed = {}, {}, -1
-        for (step, rank), times in zip(keys.tolist(), sums.tolist(), strict=True):
-            self.newest[rank] = max(step, self.newest.get(rank, -1))
-            if step > self.closed:
-                ranks = self.open_steps.setdefault(step, {})
-                a, b, c, d = ranks.get(rank, (0.0, 0.0, 0.0, 0.0))
-                ranks[rank] = (a + times[0], b + times[1], c + times[2], d + times[3])
+    def _begin(self, ranks: Collection[int]) -> None:
+        self._progress = StepProgress(np.array(sorted(ranks), np.int64))
+        self._times_ms = {}
 
-    def close(self, expected: Collection[int]) -> Iterator[StepTime]:
-        """Close the steps that all `expected` ranks have left, in order."""
-        reached = min((self.newest.get(rank, -1) for rank in expected), default=-1)
-        reached = max(reached, self.last_step - _PATIENCE_STEPS)
-        for step in sorted(step for step in self.open_steps if step < reached):
-            self.closed = step
-            ranks = self.open_steps.pop(step)
-            yield StepTime(step, max(map(sum, ranks.values())), ranks)
+    def add(self, batch: TelemetryBatch, lost: Iterable[int] = ()) -> list[StepTime]:
+        """Adds records; returns the steps that became whole. `lost` ranks are not waited for."""
+        found = self._add(batch, lost)
+        if messages := self._progress.restart():
+            self.last_step = -1
+            self._begin(self._progress.ranks.tolist())
+            for message in messages:
+                found += self._add(message, lost)
+        return found
+
+    def _add(self, batch: TelemetryBatch, lost: Iterable[int]) -> list[StepTime]:
+        batch = self._progress.admit(batch)
+        self.last_step = max(self.last_step, self._progress.newest)
+        index, times_ms = self._progress.index(batch.rank), _times_ms(batch)
+        for step in np.unique(batch.step).tolist():
+            rows = batch.step == step
+            self._progress.count(step, index[rows])
+            total = self._times_ms.setdefault(step, np.zeros((self._progress.ranks.size, 4)))
+            np.add.at(total, index[rows], times_ms[rows])
+        return [self._close(step) for step in self._progress.close(lost)]
+
+    def move(self, ranks: Collection[int]) -> list[StepTime]:
+        """Starts on another layout. Returns the open steps that all ranks of the old layout have
+        reported; the others are dropped."""
+        whole = [step for step, times in self._times_ms.items() if times.any(axis=1).all()]
+        found = [self._close(step) for step in sorted(whole)]
+        self._begin(ranks)
+        return found
+
+    def _close(self, step: int) -> StepTime:
+        times_ms = self._times_ms.pop(step)
+        ranks = {
+            rank: (times[0], times[1], times[2], times[3])
+            for rank, times in zip(self._progress.ranks.tolist(), times_ms.tolist(), strict=True)
+            if any(times)
+        }
+        return StepTime(step, float(times_ms.sum(axis=1).max()), ranks)
 
 
-def _rank_times(batch: TelemetryBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct (step, rank) pairs [P, 2] in order, and their times in ms [P, 4]."""
-    pairs = np.stack([batch.step, batch.rank.astype(np.int64)], axis=1)
-    keys, index = np.unique(pairs, axis=0, return_inverse=True)
+def _times_ms(batch: TelemetryBatch) -> NDArray[np.float64]:
+    """The parts of `RankTime` in each record, shape (records, 4)."""
     wait_ms = np.nan_to_num(batch.wait_ms, nan=0.0)
     forward, backward = batch.op == Op.FORWARD, batch.op == Op.BACKWARD
     passes = forward | backward
@@ -86,6 +97,4 @@ def _rank_times(batch: TelemetryBatch) -> tuple[np.ndarray, np.ndarray]:
         np.where(passes, wait_ms, 0.0),
         np.where(passes, 0.0, batch.compute_ms + wait_ms),
     )
-    return keys, np.stack(
-        [np.bincount(index.ravel(), part, minlength=len(keys)) for part in parts], axis=1
-    )
+    return np.stack(parts, axis=1)

@@ -133,5 +133,5 @@ def test_thresholds_of_the_detector_are_settings(monkeypatch):
     monkeypatch.setenv("RESIHP_FALSE_ALARM_STEPS", "9000")
     detector = load_adapters(Settings()).detector(job_of())
     assert isinstance(detector, Detector)
-    assert (detector.settings.min_slowdown, detector.settings.horizon_steps) == (1.2, 9000)
+    assert (detector.settings.min_slowdown, detector.settings.false_alarm_steps) == (1.2, 9000)
     assert detector.settings.confirm_steps == DetectorSettings().confirm_steps

@@ -181,10 +181,11 @@ def healthy_steps(job, per_layer, besides_ms):
 
 
 def learn(forecast, plan, step, batch, observed_ms, *, healthy=True):
-    times = StepTimes()
+    times = StepTimes(plan.layout.ranks)
     times.add(batch)
+    (whole,) = times.move(plan.layout.ranks)
     forecast.add(batch)
-    forecast.learn(plan, StepTime(step, observed_ms, times.open_steps[step]), healthy=healthy)
+    forecast.learn(plan, StepTime(step, observed_ms, whole.ranks), healthy=healthy)
 
 
 def test_predictions_are_fitted_to_the_first_healthy_steps():
