@@ -1,0 +1,103 @@
+"""Heartbeats over HTTP: of many ranks in few messages, with positions and goodbyes."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import Http, eventually, job_of, running
+
+from resihp.client import Client
+from resihp.contracts import Heartbeat, Op, ServiceError, Status, TrainingPosition
+from resihp.hooks import Monitor
+from service import Settings
+from service.worker.adapters import load_adapters
+
+
+def messages(http: Http, job: str) -> int:
+    text = http("GET", "/v1/metrics").data.decode()
+    found = re.search(rf'resihp_messages_total{{job="{job}"}} (\d+)', text)
+    assert found, text
+    return int(float(found[1]))
+
+
+def test_heartbeats_of_many_ranks_are_stored_together(http: Http):
+    http.register(job_of("many"))
+    client = Client(http.url)
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(4):
+            list(pool.map(lambda rank: client.heartbeat("many", ranks=[rank]), range(8)))
+    assert messages(http, "many") < 32
+
+
+def test_an_unknown_job_is_refused(http: Http):
+    with pytest.raises(ServiceError, match="no job is registered") as refused:
+        Client(http.url).heartbeat("nowhere", ranks=[0])
+    assert refused.value.status == 404
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ({"ranks": [0], "position": {"step": -1}}, "position.step"),
+        ({"ranks": [0], "position": {"step": 1, "op": 6}}, "position.op"),
+        ({"ranks": [0], "position": {"step": 1, "for_s": -1.0}}, "position.for_s"),
+        ({"ranks": [0], "sequence": -1}, "sequence"),
+        ({"ranks": [0], "left": 1}, "left"),
+        ({"ranks": [0], "mood": "fine"}, "mood"),
+    ],
+)
+def test_what_is_wrong_with_a_heartbeat_is_named(http: Http, document, field):
+    http.register(job_of("wrong"))
+    answer = http("POST", "/v1/jobs/wrong/heartbeats", document)
+    assert answer.status == 422
+    assert field in answer.data.decode()
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A sidecar with the real detector."""
+    settings = Settings(redis_url=None, data=tmp_path_factory.mktemp("real"), commit_every_s=0.05)
+    with running(settings, load_adapters) as http:
+        yield http
+
+
+def test_a_position_makes_a_hang_known_at_once_and_a_goodbye_with_an_error_a_failure(real: Http):
+    real.register(job_of("places"))
+    client = Client(real.url)
+
+    def beat(sequence: int, rank: int, position: TrainingPosition, **more) -> None:
+        beat = Heartbeat(
+            ranks=(rank,), process=f"p{rank}", sequence=sequence, position=position, **more
+        )
+        client.send_heartbeat("places", beat)
+
+    start = TrainingPosition(step=0)
+    hung = TrainingPosition(step=5, op=Op.BACKWARD, microbatch=2, passes=5, for_s=40.0)
+    waiting = TrainingPosition(step=5, op=Op.COLLECTIVE, waiting=True, passes=8, for_s=40.0)
+    for rank in range(8):
+        beat(1, rank, start)
+        beat(2, rank, hung if rank == 3 else waiting)
+    verdict = eventually(
+        lambda: next((v for v in client.verdicts("places") if v.status is Status.SUSPECT), None)
+    )
+    assert verdict.rank == 3
+    assert "in backward of step 5, microbatch 2 for 4" in verdict.evidence[0]
+    beat(3, 6, waiting, left=True, error="ValueError: bad batch")
+    failed = eventually(
+        lambda: [v for v in client.verdicts("places") if v.status is Status.FAIL_STOP]
+    )
+    assert [(v.rank, v.evidence) for v in failed] == [
+        (6, ("its process ended with ValueError: bad batch",))
+    ]
+
+
+def test_ranks_that_are_no_part_of_the_job_change_nothing(real: Http):
+    real.register(job_of("strangers"))
+    Client(real.url).heartbeat("strangers", ranks=range(100, 200))
+    with Monitor(job="strangers", url=real.url, rank=0, interval_s=0.05) as monitor:
+        monitor.record(op=Op.FORWARD, compute_ms=10.0, microbatch=0, tokens=100)
+        eventually(lambda: monitor.stats.sent == 1)
+    eventually(lambda: real.get("/v1/jobs/strangers")["backlog"] == 0)
+    assert set(real.statuses("strangers")) <= set(range(8))
