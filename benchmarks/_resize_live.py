@@ -27,7 +27,7 @@ from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
 
 LONGEST = ("pause_ms", "prepare_ms", "extra_bytes", "spilled_bytes")
-TOTAL = ("received_bytes", "handed_bytes")
+TOTAL = ("received_bytes", "gradient_bytes")
 LIMIT = ReshardBudget()
 SWITCHES_BEFORE = 5
 TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 128, 4, 9, 8, 8
@@ -216,5 +216,5 @@ def _await_switch(trainer: Trainer) -> None:
     """Hold the third step until the next generation is ready, so that every run switches there."""
     deadline = time.monotonic() + 60
     while trainer.completed == 3 and not trainer.is_prepared and time.monotonic() < deadline:
-        trainer.look_for_plan()
+        trainer.poll_proposal()
         time.sleep(0.01)

@@ -120,7 +120,7 @@ def summary(size: str, changes: list[Change], rounds: list[dict[str, Seen]]) -> 
         parameters = Llama(SHAPES[size]).parameters
         once = least_numel(change.old, change.new, parameters) * 4
         state = [middle["received_bytes"], once * OPTIMIZER.copies]
-        moved = [*state, middle["handed_bytes"], once]
+        moved = [*state, middle["gradient_bytes"], once]
         held = [middle[key] for key in ("extra_bytes", "measured_bytes", "spilled_bytes")]
         rows.append(
             [

@@ -36,7 +36,7 @@ LongEnd()
 """
 
 DISPOSING = """
-from resihp.elastic.process_groups.close import close_groups
+from resihp.elastic.process_groups.abortable import close_groups
 
 class Group:
     is_idle = property(lambda self: in_torch())

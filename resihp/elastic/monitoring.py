@@ -1,9 +1,9 @@
-"""Who watches a rank train: its records go there, and what it asks for is done between steps."""
+"""Adapter from a monitor to the setup and the callbacks of an elastic job."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from resihp.contracts import ContractError, Plan
@@ -14,51 +14,60 @@ from .step.setup import Recorder, record_nothing
 
 
 class TrainingMonitor(Protocol):
-    """`resihp.Monitor` is one. No method of it raises or waits."""
+    """The part of `resihp.Monitor` that the runtime uses. No method raises or waits."""
 
     plan_version: int
-    """The plan that later records are made under."""
+    """The plan of later records."""
 
     @property
     def record(self) -> Recorder:
-        """Takes a record of what this rank did."""
+        """Take a microbatch record."""
         ...
 
     @property
     def between_steps(self) -> Callable[[], None]:
-        """Run the probes that the sidecar asks for."""
+        """Run the probes that the sidecar has requested."""
         ...
 
     @property
     def while_idle(self) -> Callable[[], None]:
-        """The same for a rank without work, which says now and then that it is there."""
+        """The same on a rank without work, which also sends heartbeats."""
         ...
 
 
-def with_monitor(
-    setup: Setup, callbacks: Callbacks, watch: TrainingMonitor
-) -> tuple[Setup, Callbacks]:
-    """The same job with every rank's records under `watch`; the callbacks given are called as
-    before.
+@dataclass(frozen=True)
+class MonitorAdapter:
+    """Connects `monitor` to a job. The given `callbacks` are called before the monitor."""
 
-    Raises `ContractError` where the records go somewhere else already.
-    """
-    if setup.record is not record_nothing:
-        raise ContractError("monitor", "Setup.record takes the records already: give one of them")
+    monitor: TrainingMonitor
+    callbacks: Callbacks
 
-    def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
-        callbacks.on_step(reduced, ms, plan)
-        watch.between_steps()
+    def setup(self, setup: Setup) -> Setup:
+        """The setup whose records go to the monitor.
 
-    def on_layout_change(switch: LayoutChange) -> None:
-        watch.plan_version = switch.plan.version
-        callbacks.on_layout_change(switch)
+        Raises `ContractError` if it has another recorder.
+        """
+        if setup.record is not record_nothing:
+            raise ContractError("monitor", "Setup.record is set already: give one of them")
+        return replace(setup, record=self.monitor.record)
 
-    def on_idle() -> None:
-        callbacks.on_idle()
-        watch.while_idle()
+    def adapted(self) -> Callbacks:
+        """Callbacks that also inform the monitor."""
+        return replace(
+            self.callbacks,
+            on_step=self._on_step,
+            on_layout_change=self._on_layout_change,
+            on_idle=self._on_idle,
+        )
 
-    observed = replace(
-        callbacks, on_step=on_step, on_layout_change=on_layout_change, on_idle=on_idle
-    )
-    return replace(setup, record=watch.record), observed
+    def _on_step(self, reduced: ReducedStep, ms: float, plan: Plan) -> None:
+        self.callbacks.on_step(reduced, ms, plan)
+        self.monitor.between_steps()
+
+    def _on_layout_change(self, change: LayoutChange) -> None:
+        self.monitor.plan_version = change.plan.version
+        self.callbacks.on_layout_change(change)
+
+    def _on_idle(self) -> None:
+        self.callbacks.on_idle()
+        self.monitor.while_idle()

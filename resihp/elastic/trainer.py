@@ -1,4 +1,4 @@
-"""The life of one rank: train, take on new plans between two steps, survive the loss of others."""
+"""The training loop of one rank, whose layout may change between any two steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from resihp.contracts import ContractError, FencedOutError, PeerLostError, Plan
 
-from .checkpointing import Checkpoints
 from .checkpointing.protocol import NoCheckpoints, StateManager
+from .checkpointing.settings import Checkpoints
+from .coordinator import ReshardCoordinator
 from .planning.publisher import PlanPublisher
 from .planning.sources import PlanSource
 from .process_groups.abortable import WaitClock
@@ -17,21 +18,21 @@ from .recovery import Recovery, passes
 from .rendezvous.joiners import Joiners
 from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
-from .reshard.coordinator import ReshardCoordinator
+from .reshard.build import ReshardContext
 from .state.events import Callbacks, LayoutChange
-from .state.phases import Phase, PhaseMachine
+from .state.phases import Phase
 from .state.runtime_state import RuntimeState
-from .step import Engine, Setup
+from .step import Engine, ReducedStep, Setup
 from .step.schedule import check_plan
 
 
 class Trainer:
-    """Runs one rank of a job whose layout may change between any two steps.
+    """Runs one rank of a job.
 
-    Every rank of the job (idle ones included) makes one with the same arguments but its own rank,
-    and calls `run`. Raises `ContractError` for a plan that cannot be run; `run` raises
+    Every rank of the job (idle ones included) makes one with the same arguments but its own
+    rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run. `run` raises
     `JobStoppedError` or `StateLostError` when the job cannot go on, and `FencedOutError` when the
-    others have gone on without this rank.
+    other ranks have continued without this one.
     """
 
     def __init__(
@@ -47,125 +48,119 @@ class Trainer:
     ) -> None:
         check_plan(plan, setup.model.parameters, plan.microbatches)
         self.setup, self.rank = setup, rendezvous.rank
-        self._present = RuntimeState(plan)
-        self._rendezvous, self._plans = rendezvous, plans
+        self._rendezvous = rendezvous
         self._callbacks = callbacks or Callbacks()
-        self._machine = PhaseMachine()
+        self._state = RuntimeState(plan, self._callbacks.on_phase)
         self._steps = 0
-        self._is_coming_in = self._leaves = False
-        self._keeper = _state_manager(checkpoints, setup, rendezvous)
-        self._switching = ReshardCoordinator(
-            setup,
-            self._present,
-            rendezvous,
-            WaitClock(),
-            self._enter,
-            replace(self._callbacks, on_layout_change=self._switched),
-            self._keeper,
-            memory=memory or ReshardBudget(),
+        self._is_joining = self._is_leaving = False
+        self._checkpoints = _state_manager(checkpoints, setup, rendezvous)
+        self._coordinator = ReshardCoordinator(
+            ReshardContext(setup, rendezvous, WaitClock(), memory or ReshardBudget()),
+            self._state,
+            replace(self._callbacks, on_layout_change=self._changed),
+            self._checkpoints,
         )
         self._recovery = Recovery(
             setup,
-            self._present,
+            self._state,
             rendezvous,
             plans,
-            self._switching,
-            self._complete,
-            can_restore=self._keeper.can_restore,
+            self._coordinator,
+            can_restore=self._checkpoints.can_restore,
         )
-        self._agent = PlanPublisher(
-            plans, rendezvous, self._present, self._is_settled, self._refusal
+        self._publisher = PlanPublisher(
+            plans, rendezvous, self._state, self._is_settled, self._refusal
         )
 
     @property
     def plan(self) -> Plan:
         """The plan of the present generation."""
-        return self._present.plan
+        return self._state.plan
 
     @property
     def generation(self) -> int:
-        """Counts the generations taken on."""
-        return self._present.generation
+        """Number of changes of layout so far, aborted ones included."""
+        return self._state.generation
 
     @property
     def completed(self) -> int:
         """Steps whose update has been made."""
-        return self._present.completed
+        return self._state.completed
 
     @property
     def engine(self) -> Engine | None:
-        """What runs this rank's part of a step; None while it has no place in the layout."""
-        return self._present.engine
+        """Runs this rank's part of a step; None while it has no place in the layout."""
+        return self._state.engine
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the next generation stands ready to be taken on."""
-        return self._switching.is_prepared
+        """Whether the next generation is built."""
+        return self._state.prepared is not None
 
-    def look_for_plan(self) -> None:
-        """Begin to prepare the next generation's generation if its plan has been published."""
-        self._switching.look_for_plan()
+    def poll_proposal(self) -> None:
+        """Start to build the next generation if it has been proposed."""
+        self._coordinator.poll_proposal()
 
     def run(self, steps: int) -> None:
-        """Train until `steps` updates have been made, those of checkpoints found included."""
+        """Train until `steps` updates have been made, those in a resumed checkpoint included."""
         self._steps = steps
         self._rendezvous.start()
-        self._live(self._begin)
+        self._live(self._start)
 
     def join(self, steps: int) -> None:
-        """Take a place in a job that is running, as soon as a plan has one for this rank.
+        """Join a running job as soon as a plan has a place for this rank.
 
-        Everything that is slow the first time is done before, beside the job. The rendezvous of
-        a joiner is made without ranks. Returns when the job ends, too.
+        What is slow the first time is done before, while the job trains. The rendezvous of a
+        joiner is made without ranks. Returns when the job ends, too.
         """
         self._steps = steps
         self._rendezvous.start()
-        self._switching.warm_up()
-        if self._come_in():
+        self._coordinator.warm_up()
+        if self._await_invitation():
             self._live(lambda: None)
         else:
             self._rendezvous.close()
 
-    def _come_in(self) -> bool:
-        """Wait for an invitation; whether one came before the job's end, or a warning."""
-        self._switching.paused_at = None
+    def leave(self) -> None:
+        """Hand over and return from `run` as soon as a plan has no place for this rank.
+
+        For a warning of the platform; safe in a signal handler. If the process ends before, it
+        counts as lost. If all ranks leave, the job ends with the step in progress, which is saved
+        if it has checkpoints.
+        """
+        self._is_leaving = True
+        self._publisher.leave()
+
+    def _start(self) -> None:
+        self._coordinator.start_job()
+        if self.engine is not None:
+            groups, shard = self.engine.groups, self.engine.shard
+            self._state.resume(self._checkpoints.resume(groups.everyone, shard))
+
+    def _await_invitation(self) -> bool:
+        """Wait for an invitation; False if the job ends, or this rank is to leave, before."""
+        self._state.rejoin()
         self._rendezvous.withdraw()
-        standbys = Joiners(self._rendezvous.stores.store)
-        number = standbys.announce(self.rank)
-        invitation = standbys.await_invitation(self.rank, number, lambda: self._leaves)
+        joiners = Joiners(self._rendezvous.stores.store)
+        number = joiners.announce(self.rank)
+        invitation = joiners.await_invitation(self.rank, number, lambda: self._is_leaving)
         if invitation is None:
             return False
         self._rendezvous.enter(invitation.recovery, invitation.alive)
-        self._present.generation, self._present.plan = invitation.generation, invitation.plan
-        self._is_coming_in = True
+        self._state.follow(invitation.generation, invitation.plan)
+        self._is_joining = True
         return True
 
-    def leave(self) -> None:
-        """Hand over and return from `run` as soon as a plan does without this rank.
-
-        For a warning of the platform; safe in a signal handler. If the process ends before, it
-        counts as dead. Where all ranks are told so, the job ends with the step under way, which
-        is saved where it has checkpoints.
-        """
-        self._leaves = True
-        self._agent.leave()
-
-    def _begin(self) -> None:
-        self._switching.begin()
-        if self.engine is not None:
-            groups, shard = self.engine.groups, self.engine.shard
-            self._present.completed = self._keeper.resume(groups.everyone, shard)
-
-    def _live(self, begin: Callable[[], None]) -> None:
+    def _live(self, start: Callable[[], None]) -> None:
         steps, is_done = self._steps, False
         try:
-            begin()
-            self._agent.start()
+            start()
+            self._publisher.start()
             broken: str | None = None
             while broken or not self._is_over(steps):
                 try:
                     if broken:
-                        self._enter(Phase.RECOVERING)
+                        self._state.enter(Phase.RECOVERING)
                         self._recovery.recover(broken)
                     else:
                         self._advance()
@@ -173,22 +168,22 @@ class Trainer:
                 except PeerLostError as error:
                     broken = str(error)
                 except FencedOutError:
-                    # The others lost a rank while this one came in, and went on without it.
-                    if not self._is_coming_in:
+                    # The others lost a rank while this one joined, and continued without it.
+                    if not self._is_joining:
                         raise
-                    self._switching.forget()
+                    self._coordinator.abort()
                     broken = None
-                    if not self._come_in():
+                    if not self._await_invitation():
                         break
             has_place = self.engine is not None
             is_done = has_place and (self.completed >= steps or not self._rendezvous.alive)
             if is_done:
                 self._rendezvous.finish(len(self.plan.layout.ranks))
         finally:
-            self._switching.forget()
-            self._enter(Phase.STOPPED)
-            self._agent.close()
-            self._keeper.close(is_done=is_done)
+            self._coordinator.abort()
+            self._state.enter(Phase.STOPPED)
+            self._publisher.close()
+            self._checkpoints.close(is_done=is_done)
             self._rendezvous.close()
 
     def _is_over(self, steps: int) -> bool:
@@ -201,89 +196,86 @@ class Trainer:
     # One step.
 
     def _advance(self) -> None:
+        state, coordinator = self._state, self._coordinator
         if self.engine is None:
             self._idle()
             return
-        step, start = self.completed, time.perf_counter()
-        self._enter(Phase.ACCUMULATING)
-        groups = self.engine.groups
-        self._keeper.prepare(self.plan, self.generation, self.engine.shard)
-        replica = self.plan.layout.replicas[groups.place.dp]
-        with self._rendezvous.failure_scope(passes(self.generation, groups, step), replica.ranks):
-            self.engine.accumulate(step, lambda: self._rendezvous.is_broken)
-        if not self.engine.is_accumulated:
-            raise PeerLostError("another replica is hurt")
-        self._enter(Phase.REDUCING)
-        ready = self._switching.ready_generation(step + 1)
-        reduced = self.engine.reduce(step, ready, is_due=self._is_due(step))
-        self._present.norm, plan = (step, reduced.norm), self.plan
-        is_switching = self._switching.is_filling
-        if is_switching:
-            self._switching.switch(norm=reduced.norm)
-        self._enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
-        self._complete(step, reduced.norm)
-        if reduced.is_due and not is_switching:  # ranks that have just come do not know of it
-            self._keeper.save(step, self.engine.shard)
+        step, start, plan = self.completed, time.perf_counter(), self.plan
+        reduced = self._sum_gradients(self.engine, step)
+        is_resharding = coordinator.is_transferring
+        if is_resharding:
+            coordinator.reshard(norm=reduced.norm)
+        state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
+        coordinator.update(step, reduced.norm)
+        if reduced.is_due and not is_resharding and self.engine is not None:
+            # Ranks that have just received a place do not know that it is due.
+            self._checkpoints.save(step, self.engine.shard)
         self._callbacks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
-        if self._switching.everyone_ready(reduced) and self.completed < self._steps:
-            self._switching.proceed()
+        if coordinator.all_ready(reduced) and self.completed < self._steps:
+            coordinator.start_reshard()
+
+    def _sum_gradients(self, engine: Engine, step: int) -> ReducedStep:
+        """The passes of this rank's microbatches, and the sum over all replicas."""
+        self._state.enter(Phase.ACCUMULATING)
+        self._checkpoints.prepare(self.plan, self.generation, engine.shard)
+        replica = self.plan.layout.replicas[engine.groups.place.dp]
+        name = passes(self.generation, engine.groups, step)
+        with self._rendezvous.failure_scope(name, replica.ranks):
+            engine.accumulate(step, lambda: self._rendezvous.is_broken)
+        if not engine.is_accumulated:
+            raise PeerLostError("a rank of another replica is lost")
+        self._state.enter(Phase.REDUCING)
+        ready = self._coordinator.ready_generation(step + 1)
+        reduced = engine.reduce(step, ready, is_due=self._is_due(step))
+        self._state.reduced(step, reduced.norm)
+        return reduced
 
     def _is_due(self, step: int) -> bool:
         """Whether this rank asks all others to save the state after `step`."""
         if self.rank != min(self.plan.layout.ranks):
             return False
-        is_last = step + 1 == self._steps or self._switching.is_ending
-        return is_last or self._keeper.is_due(step)
-
-    def _complete(self, step: int, norm: float) -> None:
-        """Make the update of a step whose gradients are whole everywhere."""
-        self._keeper.fence()
-        if self.engine is not None:
-            self.engine.update(norm, step)
-        self._present.completed = step + 1
+        is_last = step + 1 == self._steps or self._coordinator.is_ending
+        return is_last or self._checkpoints.is_due(step)
 
     def _idle(self) -> None:
-        if self._machine.phase is not Phase.IDLE:
-            self._enter(Phase.IDLE)
+        state = self._state
+        if state.phase is not Phase.IDLE:
+            state.enter(Phase.IDLE)
         self._rendezvous.wait_for_change()
         self._callbacks.on_idle()
         reason = self._rendezvous.broken((), 0.0)
         if reason is not None:
             raise PeerLostError(reason)
-        if self._switching.follow():
-            norm = self._switching.switch()
+        if self._coordinator.poll_idle():
+            norm = self._coordinator.reshard()
             if norm is not None and self.engine is not None:
-                self._enter(Phase.UPDATING)
+                state.enter(Phase.UPDATING)
             if norm is not None:
-                self._complete(self.completed, norm)
+                self._coordinator.update(self.completed, norm)
 
-    def _switched(self, switch: LayoutChange) -> None:
-        self._is_coming_in = False
-        self._callbacks.on_layout_change(switch)
-        self._agent.acknowledge(switch)
+    def _changed(self, change: LayoutChange) -> None:
+        self._is_joining = False
+        self._callbacks.on_layout_change(change)
+        self._publisher.acknowledge(change)
 
     def _refusal(self, plan: Plan) -> str | None:
-        """Why this job will not change to `plan`, if it will not."""
+        """Reason for which this job does not change to `plan`, or None."""
         try:
             check_plan(plan, self.setup.model.parameters, self.plan.microbatches)
         except ContractError as error:
             return str(error)
-        return self._switching.refusal(plan)
+        return self._coordinator.refusal(plan)
 
     def _is_settled(self) -> bool:
-        return self._machine.phase not in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
-
-    def _enter(self, phase: Phase) -> None:
-        self._machine.enter(phase)
-        self._callbacks.on_phase(phase, self.completed)
+        return self._state.phase not in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
 
 
 def _state_manager(
-    checkpoints: Checkpoints | None, setup: Setup, rendezvous: Rendezvous
+    settings: Checkpoints | None, setup: Setup, rendezvous: Rendezvous
 ) -> StateManager:
-    if checkpoints is None:
+    if settings is None:
         return NoCheckpoints()
-    from .checkpointing.manager import CheckpointManager  # needs resihp[checkpoint]
+    from .checkpointing.manager import CheckpointManager  # needs the extra `checkpoint`
 
     store = rendezvous.stores.store
-    return CheckpointManager(checkpoints, setup, rendezvous.rank, store, host=rendezvous.host)
+    return CheckpointManager(settings, setup, rendezvous.rank, store, host=rendezvous.host)

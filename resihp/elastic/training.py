@@ -1,4 +1,4 @@
-"""Train a model elastically: the one call of a training script, under torchrun or our launcher."""
+"""Elastic training in one call, under torchrun or `resihp.elastic.launch`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import FrameType
 from resihp.client import Client
 from resihp.contracts import ContractError, Job, Plan
 
-from .checkpointing import Checkpoints
-from .monitoring import TrainingMonitor, with_monitor
+from .checkpointing.settings import Checkpoints
+from .monitoring import MonitorAdapter, TrainingMonitor
 from .planning.sources import LocalPlans, PlanSource, ServicePlans
 from .rendezvous.environment import Environment
 from .rendezvous.store import Timeouts
@@ -38,12 +38,14 @@ def train(
     """Train until `steps` updates have been made; every process of the job calls this.
 
     url, token   of the sidecar (default: `RESIHP_URL`, `RESIHP_TOKEN`); without a url the scheduler
-                 plans in-process
-    monitor      that tells the sidecar how long this rank computes, e.g. `resihp.Monitor(job=job)`;
-                 without one nobody finds slow devices
-    memory       that a change of layout may take
-    checkpoints  that the job writes, and goes back to where state is lost; default: none
-    interface    address by which other hosts reach this one; default: the one towards the store
+                 plans in this process
+    monitor      takes the records of this rank, e.g. `resihp.Monitor(job=job)`; without one no slow
+                 device is detected
+    callbacks    called during training
+    timeouts     for waits on other ranks
+    memory       budget of a change of layout
+    checkpoints  that the job writes, and restores where state is lost; default: none
+    interface    address under which other hosts reach this one; default: the one towards the store
 
     On SIGTERM this rank hands over and returns. Raises as `Trainer.run` does, and `ContractError`
     if the environment does not fit the job.
@@ -56,7 +58,8 @@ def train(
     members = range(environment.world_size)
     callbacks = callbacks or Callbacks()
     if monitor is not None:
-        setup, callbacks = with_monitor(setup, callbacks, monitor)
+        adapter = MonitorAdapter(monitor, callbacks)
+        setup, callbacks = adapter.setup(setup), adapter.adapted()
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     trainer = Trainer(
         setup,
@@ -74,7 +77,7 @@ def train(
 
 
 def _plans(job: Job, url: str | None, token: str | None, timeouts: Timeouts) -> PlanSource:
-    """Of the sidecar that is named here or in the environment; else of the scheduler here."""
+    """The sidecar of the arguments or the environment, else the scheduler in this process."""
     url = url or os.environ.get("RESIHP_URL")
     if not url:
         return LocalPlans(job)
@@ -83,8 +86,8 @@ def _plans(job: Job, url: str | None, token: str | None, timeouts: Timeouts) -> 
 
 
 def _leave_on_sigterm(trainer: Trainer) -> None:
-    def told(number: int, frame: FrameType | None) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         trainer.leave()
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, told)
+        signal.signal(signal.SIGTERM, leave)

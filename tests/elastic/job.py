@@ -225,7 +225,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         is_owed = version < case.awaited or (case.joiner_dies and not rendezvous.recovery)
         due = due or (is_owed and completed >= case.steps - LAST)
         while due and not trainer.is_prepared and not rendezvous.is_broken:
-            trainer.look_for_plan()
+            trainer.poll_proposal()
             time.sleep(0.01)
 
     def on_phase(phase: Phase, completed: int) -> None:

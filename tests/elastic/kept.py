@@ -28,10 +28,10 @@ def kept_in(where: Path | str | None, in_memory: int) -> Checkpoints | None:
 
 def await_sent(trainer: Trainer, step: int) -> None:
     """Until a peer holds the checkpoint of `step`; where there is a peer that has not been lost."""
-    keeper = trainer._keeper
-    assert isinstance(keeper, CheckpointManager)
-    assert keeper._writer is not None
-    counters = keeper._writer._saver.counters.levels.get(PeerMemory.name)
+    manager = trainer._checkpoints
+    assert isinstance(manager, CheckpointManager)
+    assert manager._writer is not None
+    counters = manager._writer._saver.counters.levels.get(PeerMemory.name)
     deadline = time.monotonic() + 20
     while counters is not None and counters.newest_step != step and not counters.failed:
         assert time.monotonic() < deadline, f"the checkpoint of step {step} was not sent"

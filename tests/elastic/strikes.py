@@ -40,7 +40,7 @@ ENTERED = {
     "vote": "resihp.elastic.step.engine.squared_norms",
     "clip": "resihp.elastic.step.engine.clip",
     "optimizer": "resihp.elastic.optim.Optimizer.set_rate",
-    "inheritance": "resihp.elastic.reshard.gradient_migration.GradientMigration._hand_over",
+    "inheritance": "resihp.elastic.reshard.gradient_migration.GradientMigration._move_sum",
 }
 
 
@@ -238,7 +238,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
             _await(is_prepared)  # the job is not to end before they have come
 
     def is_prepared() -> bool:
-        trainer.look_for_plan()
+        trainer.poll_proposal()
         return trainer.is_prepared or rendezvous.is_broken
 
     hooks = Callbacks(on_phase=on_phase, on_step=on_step, on_layout_change=on_layout_change)

@@ -8,11 +8,11 @@ from resihp.contracts import Layout, Plan, Replica, Stage
 from resihp.elastic.microbatches.ledger import SurvivingSum
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
-from resihp.elastic.reshard.gradient_migration import GradientMigration, inherited
+from resihp.elastic.reshard.gradient_migration import GradientMigration, moves_of_sums
 from resihp.elastic.step import Engine, Setup
 from resihp.elastic.step.shard import initial_shard
 from tests.elastic.test_models import ALONE, MODELS, OPTIMIZER, batch
-from tests.elastic.threads import courier, on_ranks, train
+from tests.elastic.threads import exchange_of, on_ranks, train
 
 MICROBATCHES = 5
 ONE, TWO = Stage((2,), (0, 4)), (Stage((0,), (0, 3)), Stage((1,), (3, 4)))
@@ -48,14 +48,14 @@ def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: b
         if summed:
             engine.reduce(0, 0)
             kept = SurvivingSum(0, ((0, MICROBATCHES),), total=True)
-        carrier = courier(factory, inherited(parameters, BEFORE, after, [kept]), "sums")
-        succession = GradientMigration(setup, everyone, carrier, factory.rank, BEFORE, after)
+        exchange = exchange_of(factory, moves_of_sums(parameters, BEFORE, after, [kept]), "sums")
+        migration = GradientMigration(setup, everyone, exchange, factory.rank, BEFORE, after)
         if factory.rank not in layout.ranks:
-            succession.settle([kept], engine, None)
+            migration.run([kept], engine, None)
             return found
         groups = build_layout_groups(factory, layout, parameters, name="after")
         shard = initial_shard(setup.model, setup.optimizer, groups)
-        rest = succession.settle([kept], engine, shard)
+        rest = migration.run([kept], engine, shard)
         engine = Engine(setup, groups, shard, after, waited, rest)
         engine.accumulate(0)
         reduced = engine.reduce(0, 0)

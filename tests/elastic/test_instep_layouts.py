@@ -14,12 +14,12 @@ from resihp.elastic.microbatches.ledger import SurvivingSum
 from resihp.elastic.models import Llama, Model
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
-from resihp.elastic.reshard.gradient_migration import GradientMigration, inherited
+from resihp.elastic.reshard.gradient_migration import GradientMigration, moves_of_sums
 from resihp.elastic.step import Engine, Setup
 from resihp.elastic.step.shard import initial_shard
 from resihp.layout import Param, Range
 from tests.elastic.test_models import ALONE, OPTIMIZER, SHAPE, TIED, batch
-from tests.elastic.threads import courier, on_ranks
+from tests.elastic.threads import exchange_of, on_ranks
 
 MICROBATCHES, RANKS = 7, tuple(range(8))
 
@@ -96,10 +96,10 @@ def play(setup: Setup, acts: list[Act]) -> list[Part]:
             if number:
                 transit = factory.group(f"transit{number}", act.alive)
                 before = acts[number - 1].plan
-                sums = inherited(setup.model.parameters, before, act.plan, act.kept)
-                carrier = courier(factory, sums, f"sums{number}")
-                succession = GradientMigration(setup, transit, carrier, rank, before, act.plan)
-                rest = succession.settle(act.kept, engine, shard)
+                sums = moves_of_sums(setup.model.parameters, before, act.plan, act.kept)
+                exchange = exchange_of(factory, sums, f"sums{number}")
+                migration = GradientMigration(setup, transit, exchange, rank, before, act.plan)
+                rest = migration.run(act.kept, engine, shard)
             engine = None
             if groups is not None and shard is not None:
                 engine = Engine(setup, groups, shard, act.plan, factory.waited, rest)

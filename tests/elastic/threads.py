@@ -106,7 +106,7 @@ def _close(factory: ProcessGroupFactory) -> None:
         group.close()
 
 
-def courier(factory: ProcessGroupFactory, planned: Sequence[Move], name: str) -> TensorExchange:
+def exchange_of(factory: ProcessGroupFactory, planned: Sequence[Move], name: str) -> TensorExchange:
     """One rank's end of `planned` moves, with groups of their own and small buffers."""
     groups = {p: factory.group(f"{name}/pair", p) for p in pairs_of(planned, factory.rank)}
     pairs = {p: probe_peer_memory(group, factory.rank, attach=True) for p, group in groups.items()}

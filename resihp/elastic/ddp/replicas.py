@@ -18,7 +18,8 @@ from resihp.contracts import ContractError, PeerLostError
 
 from ..microbatches.counts import MicrobatchReport, StepCounts, count_rows, read_counts
 from ..microbatches.ledger import GradientHolding, spans
-from ..process_groups.close import close_groups
+from ..process_groups.abortable import close_groups
+from ..process_groups.transport import ProcessGroupTransport
 from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
 from ..rendezvous.store import Timeouts
@@ -272,11 +273,13 @@ class Replicas:
         if not self._membership.without_state:
             return
         assert self._groups is not None
-        group, state_source = self._groups.state, self._membership.state_source
-        if group is not None and self.coordinates.rank == state_source:
-            self._state_broadcast = StateBroadcast(group, state_source, self._state)
-        elif group is not None:
-            receive_state(group, state_source, self._state, list(self._model.parameters()))
+        if self._groups.state is not None:
+            source = self._membership.state_source
+            transport = ProcessGroupTransport(self._groups.state, source)
+            if self.coordinates.rank == source:
+                self._state_broadcast = StateBroadcast(transport, self._state)
+            else:
+                receive_state(transport, self._state, list(self._model.parameters()))
         self._membership.without_state = []
 
     def _connect(self, *, is_starting: bool = False) -> None:

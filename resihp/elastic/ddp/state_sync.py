@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from resihp.contracts import PeerLostError
 
-from ..process_groups.abortable import AbortableProcessGroup
+from ..process_groups.transport import Transport, complete
 
 _CHUNK_BYTES = 16 << 20
 
@@ -39,13 +39,11 @@ class Stateful(Protocol):
 class StateBroadcast:
     """Sends the state in a thread during computation; the state must not change until `finish`."""
 
-    def __init__(
-        self, group: AbortableProcessGroup, rank: int, state: Mapping[str, Stateful]
-    ) -> None:
+    def __init__(self, transport: Transport, state: Mapping[str, Stateful]) -> None:
         self._skeleton, self._tensors = pack(
             {name: one.state_dict() for name, one in state.items()}
         )
-        self._group, self._rank = group, rank
+        self._transport = transport
         self._broken: str | None = None
         self._thread = threading.Thread(
             target=self._run, name="resihp-state-broadcast", daemon=True
@@ -64,35 +62,33 @@ class StateBroadcast:
 
     def _run(self) -> None:
         try:
-            size = torch.tensor([len(self._skeleton)])
-            self._group.broadcast(size, self._rank)
-            self._group.broadcast(_bytes(self._skeleton), self._rank)
+            self._send(torch.tensor([len(self._skeleton)]))
+            self._send(_bytes(self._skeleton))
             for part in _chunks(self._tensors):
-                flat = torch.cat([_flat(tensor) for tensor in part])
-                self._group.broadcast(flat, self._rank)
+                self._send(torch.cat([_flat(tensor) for tensor in part]))
         except PeerLostError as error:
             self._broken = str(error)  # its traceback would keep the group alive
 
+    def _send(self, flat: torch.Tensor) -> None:
+        complete(self._transport.send([flat]))
+
 
 def receive_state(
-    group: AbortableProcessGroup,
-    source: int,
-    state: Mapping[str, Stateful],
-    parameters: Sequence[torch.Tensor],
+    transport: Transport, state: Mapping[str, Stateful], parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Receive the state that `source` broadcasts, and load it when it is complete.
+    """Receive the state that the source of `transport` sends, and load it when it is complete.
 
     parameters  of this replica, which give device and meshes
     """
     size = torch.zeros(1, dtype=torch.int64)
-    group.broadcast(size, source)
+    complete(transport.recv([size]))
     skeleton = torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(skeleton, source)
+    complete(transport.recv([skeleton]))
     whole = bytes(skeleton.numpy())
     tensors = empties(whole)
     for part in _chunks(tensors):
         flat = torch.empty(sum(map(_size, part)), dtype=torch.uint8)
-        group.broadcast(flat, source)
+        complete(transport.recv([flat]))
         for tensor, given in zip(part, flat.split([_size(t) for t in part]), strict=True):
             _flat(tensor).copy_(given)
     received = unpack(whole, tensors, meshes(parameters))

@@ -1,16 +1,17 @@
-"""Collectives that can be abandoned: every wait is sliced, so a dead peer never blocks a rank.
+"""Process groups whose collectives can be abandoned, and the only place that names their backend.
 
-A gloo group's `abort()` does not unblock its ranks, and a peer that was stopped (not killed)
-breaks no connection. So a rank never blocks inside the backend: it waits for the asynchronous work
-in short slices and looks between them whether the generation has been given up. An abandoned group
-is dropped; the next generation is built over store prefixes of its own.
+`abort()` of a gloo group does not unblock its ranks, and a stopped (not killed) peer breaks no
+connection. Therefore a rank never blocks inside the backend: it waits for asynchronous work in
+short slices and checks between them whether the generation is aborted. An aborted group is dropped;
+the next generation builds its groups under store prefixes of its own.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
@@ -18,13 +19,16 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from resihp._shutdown import torch_lock
 from resihp.contracts import PeerLostError
 
+CPU = torch.device("cpu")
 _SLICE = timedelta(milliseconds=50)
+_CLOSE_POLL_S = 0.01
 
 
 class WaitClock:
-    """Adds up the time that this rank spent blocked on others, in seconds."""
+    """Sums the time that this rank is blocked on others, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -40,11 +44,17 @@ class WaitClock:
 
 
 class ProcessGroupFactory:
-    """Makes groups over one store and completes their work; `groups` are those that it made.
+    """Builds process groups over one store and waits for their work.
 
-    `broken` is asked between two slices of every wait: a reason why the generation is to be given
-    up, or None. It gets the ranks that are waited for and for how many seconds already. `timeout`
-    is for one exchange, `connect` for building a group; the same where it is not given.
+    rank     this rank
+    broken   called between two slices of every wait with the awaited ranks and the seconds waited;
+             returns a reason to abort the generation, or None
+    timeout  of one collective
+    connect  timeout for building a group; default: `timeout`
+    waited   clock that counts the waits
+    host     address under which peers reach this rank
+    device   of the tensors; also decides on the backend (today gloo on the CPU alone)
+    groups   all groups that this factory has built
     """
 
     def __init__(
@@ -57,60 +67,62 @@ class ProcessGroupFactory:
         connect: timedelta | None = None,
         waited: WaitClock,
         host: str = "127.0.0.1",
+        device: torch.device = CPU,
     ) -> None:
-        self.rank = rank
-        self.waited = waited
+        self.rank, self.device, self.waited = rank, device, waited
         self.groups: list[AbortableProcessGroup] = []
-        self._store = store
-        self._broken = broken
+        self._store, self._broken = store, broken
         self._timeout, self._connect = timeout, connect or timeout
-        self._device = dist.ProcessGroupGloo.create_device(hostname=host)
+        self._interface = dist.ProcessGroupGloo.create_device(hostname=host)
 
     def group(self, name: str, ranks: Sequence[int], *, threads: int = 1) -> AbortableProcessGroup:
         """The group of `ranks` (this rank among them). Blocks until all of them build it.
 
-        Its exchanges end in the order in which they begin if it has one of gloo's `threads`.
+        With one thread, the group completes its collectives in the order of their start.
         """
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._connect
-        options._threads = threads
-        options._devices = [self._device]
         store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
-        index = list(ranks).index(self.rank)
-        # torch's stubs do not know that a backend takes the calls of a process group.
-        backend = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, index, len(ranks), options))
-        backend._set_default_timeout(self._timeout)  # type: ignore[attr-defined]
+        backend = self._backend(store, list(ranks).index(self.rank), len(ranks), threads)
         self.groups.append(AbortableProcessGroup(self, tuple(ranks), backend))
         return self.groups[-1]
 
     def uncounted(self) -> ProcessGroupFactory:
-        """The same network for a thread beside training, whose waits are not training's."""
+        """The same factory for a background thread, with a clock of its own for its waits."""
         other = copy.copy(self)
         other.waited = WaitClock()
         return other
 
     def wait(self, work: dist.Work, ranks: Sequence[int]) -> None:
-        """Wait until `work` is done. Raises `PeerLostError` if it will never be."""
+        """Wait until `work` is done. Raises `PeerLostError` if a peer is lost."""
         start = time.perf_counter()
         with self.waited.blocked():
             while not _is_done(work, ranks):
                 self.check_aborted(ranks, time.perf_counter() - start)
 
     def check_aborted(self, ranks: Sequence[int], waited_s: float) -> None:
-        """Raises `PeerLostError` if the job recovers or one of `ranks` is silent."""
+        """Raises `PeerLostError` if the generation is aborted or one of `ranks` is silent."""
         reason = self._broken(ranks, waited_s)
         if reason is not None:
             raise PeerLostError(reason)
 
+    def _backend(self, store: dist.Store, index: int, size: int, threads: int) -> dist.ProcessGroup:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._connect
+        options._threads = threads
+        options._devices = [self._interface]
+        # torch's stubs do not know that a backend has the methods of a process group.
+        backend = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, index, size, options))
+        backend._set_default_timeout(self._timeout)  # type: ignore[attr-defined]
+        return backend
+
 
 def _is_done(work: dist.Work, ranks: Sequence[int]) -> bool:
-    """Wait a slice for `work`. Raises `PeerLostError` if it has failed."""
+    """Wait one slice for `work`. Raises `PeerLostError` if it has failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        # It may have ended between the time-out and this line: ask again what became of it.
+        # It may have ended between the timeout and this line: ask for its outcome again.
         try:
             work.wait()
         except RuntimeError as error:
@@ -119,23 +131,22 @@ def _is_done(work: dist.Work, ranks: Sequence[int]) -> bool:
 
 
 class AbortableProcessGroup:
-    """A set of ranks that communicate. All calls are collective; tensors must be contiguous."""
+    """Collectives over a set of ranks. All calls are collective; tensors are contiguous."""
 
     def __init__(
         self, factory: ProcessGroupFactory, ranks: tuple[int, ...], backend: dist.ProcessGroup
     ) -> None:
-        self.ranks = ranks
-        self._factory = factory
-        self._backend = backend
-        self._under_way: list[dist.Work] = []
+        self.ranks, self.device = ranks, factory.device
+        self._factory, self._backend = factory, backend
+        self._started: list[dist.Work] = []
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def warm_up(self) -> None:
-        """Connect now, in a thread beside training, not at the first use."""
+        """Connect now, in a background thread, instead of at the first collective."""
         if len(self.ranks) > 1:
-            work = self.start_all_reduce(torch.zeros(1))
+            work = self.start_all_reduce(torch.zeros(1, device=self.device))
             self._factory.uncounted().wait(work, self.ranks)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,27 +160,27 @@ class AbortableProcessGroup:
         if len(self.ranks) > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            self.wait(self._begun(self._backend.allreduce([tensor], options)))
+            self.wait(self._start(self._backend.allreduce([tensor], options)))
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """Begin to sum `tensor` in place; `wait` for the work before using it."""
-        return self._begun(self._backend.allreduce([tensor]))
+        """Start to sum `tensor` in place; `wait` for the work before using it."""
+        return self._start(self._backend.allreduce([tensor]))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The equally shaped tensors of all ranks, in group order."""
         if len(self.ranks) == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.wait(self._begun(self._backend.allgather([parts], [tensor])))
+        self.wait(self._start(self._backend.allgather([parts], [tensor])))
         return parts
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        """Begin to copy `tensor` from rank `source` to all; `wait` for the work before use."""
+        """Start to copy `tensor` from rank `source` to all; `wait` for the work before use."""
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(source)
         options.rootTensor = 0
-        return self._begun(self._backend.broadcast([tensor], options))
+        return self._start(self._backend.broadcast([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy `tensor` from rank `source` to all, in place."""
@@ -183,31 +194,52 @@ class AbortableProcessGroup:
         """Exchange flat buffers: `out[i]` elements go to rank i, `into[i]` come from it."""
         options = dist.AllToAllOptions()
         work = self._backend.alltoall_base(received, sent, into, out, options)
-        self.wait(self._begun(work))
+        self.wait(self._start(work))
 
     def wait(self, work: dist.Work) -> None:
-        """Wait until `work` is done. Raises `PeerLostError` if it will never be."""
+        """Wait until `work` is done. Raises `PeerLostError` if a peer is lost."""
         self._factory.wait(work, self.ranks)
-        self._under_way = [other for other in self._under_way if other is not work]
+        self._started = [other for other in self._started if other is not work]
 
     def check_aborted(self) -> None:
-        """Between two parts of long work without a wait; raises `PeerLostError` like a wait."""
+        """Raises `PeerLostError` like `wait`, without waiting: for use inside long work."""
         self._factory.check_aborted(self.ranks, 0.0)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, not even an exchange that was given up."""
-        return all(work.is_completed() for work in self._under_way)
+        """Whether no collective is in progress, aborted ones included."""
+        return all(work.is_completed() for work in self._started)
 
     def close(self) -> None:
-        """Close the connections, whoever still refers to the group. No other call may follow.
+        """Close the connections, even if other objects refer to the group. No call may follow.
 
-        If it is not idle, this blocks until its exchange has timed out.
+        Blocks until a collective in progress has timed out.
         """
-        self._under_way = []
+        self._started = []
         del self._backend, self._factory
 
-    def _begun(self, work: dist.Work) -> dist.Work:
-        self._under_way = [other for other in self._under_way if not other.is_completed()]
-        self._under_way.append(work)
+    def _start(self, work: dist.Work) -> dist.Work:
+        self._started = [other for other in self._started if not other.is_completed()]
+        self._started.append(work)
         return work
+
+
+def close_groups(groups: Iterable[AbortableProcessGroup]) -> None:
+    """Close unused groups in a thread, each as soon as it is idle.
+
+    Closing connections takes longer than a change of layout; `groups` is iterated in the thread and
+    may block. A collective in progress ends when a peer dies or closes its own end, so ranks that
+    all close a generation unblock each other; only a stopped peer delays it until the timeout.
+    """
+    threading.Thread(target=_close, args=(groups,), name="resihp-close", daemon=True).start()
+
+
+def _close(groups: Iterable[AbortableProcessGroup]) -> None:
+    left = list(groups)
+    while left:
+        with torch_lock():
+            for group in [group for group in left if group.is_idle]:
+                group.close()
+                left.remove(group)
+        if left:
+            time.sleep(_CLOSE_POLL_S)

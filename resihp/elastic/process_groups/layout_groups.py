@@ -1,8 +1,10 @@
-"""The process groups of one plan, seen from one rank."""
+"""Process groups of one layout, as built by one rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import torch
 
 from resihp.contracts import Layout, Place, Stage
 from resihp.layout import (
@@ -16,17 +18,17 @@ from resihp.layout import (
 from ..microbatches.ledger import GradientHolding, Spans
 from .abortable import AbortableProcessGroup, ProcessGroupFactory
 
-_WAITED_FOR = 2
-"""Threads of a group whose exchanges training waits for, one after the other: gloo ends each sooner
-than with one thread, in half the time at best, for sums of 256 KiB on two cores."""
+_BLOCKING_GROUP_THREADS = 2
+"""Threads of a group whose collectives block training one after the other: gloo completes each
+sooner than with one thread, at best in half the time, for sums of 256 KiB on two cores."""
 
 
 @dataclass(frozen=True)
 class P2PLink:
-    """A chunk of a boundary activation, with one group for each direction.
+    """One chunk of a boundary activation, with a group for each direction.
 
-    Two groups, because the two ends of a link start their transfers in different orders: within
-    one direction the order is that of the microbatches at both ends.
+    The two ends of a link start their transfers in different orders; within one direction both use
+    the order of the microbatches.
     """
 
     transfer: ActivationTransfer
@@ -36,7 +38,7 @@ class P2PLink:
 
 @dataclass(frozen=True)
 class StageBoundary:
-    """What this rank sends or receives between its stage and a neighbour."""
+    """Links of this rank between its stage and an adjacent one."""
 
     chunks: int
     links: tuple[P2PLink, ...]
@@ -44,15 +46,15 @@ class StageBoundary:
 
 @dataclass(frozen=True)
 class LayoutGroups:
-    """Every group in which this rank takes part.
+    """All process groups of this rank in one layout.
 
-    everyone  all ranks that work in the layout
-    tp        the rank's stage
+    everyone  all ranks of the layout
+    tp        ranks of this rank's stage
     before    boundary to the previous stage; None on the first
     after     boundary to the next stage; None on the last
     around    boundary from the last stage to the first, between two model chunks; on these two
               stages of an interleaved replica, else None
-    sums      gradient sums over the replicas in which this rank takes part
+    sums      gradient all-reduces over replicas in which this rank takes part
     """
 
     layout: Layout
@@ -65,8 +67,13 @@ class LayoutGroups:
     sums: tuple[tuple[GradientReduction, AbortableProcessGroup], ...] = field(default=())
 
     @property
+    def device(self) -> torch.device:
+        """Device of the tensors that the groups exchange."""
+        return self.everyone.device
+
+    @property
     def stage(self) -> Stage:
-        """The stage in which this rank stands."""
+        """This rank's stage."""
         return self.layout.stage_at(self.place)
 
     @property
@@ -75,11 +82,11 @@ class LayoutGroups:
         return len(self.stage.chunks)
 
     def source(self, chunk: int) -> StageBoundary | None:
-        """Where the input of a model chunk comes from; None for the first of the model."""
+        """Boundary that delivers the input of a model chunk; None for the first of the model."""
         return self.around if self.before is None and chunk > 0 else self.before
 
     def target(self, chunk: int) -> StageBoundary | None:
-        """Where the output of a model chunk goes to; None for the last of the model."""
+        """Boundary that takes the output of a model chunk; None for the last of the model."""
         return self.around if self.after is None and chunk + 1 < self.chunks else self.after
 
     def holding(self, generation: int, finished: Spans, *, summed: bool) -> GradientHolding:
@@ -89,7 +96,7 @@ class LayoutGroups:
 
     @property
     def all(self) -> tuple[AbortableProcessGroup, ...]:
-        """All of them, in the order in which every rank builds its own."""
+        """All groups, in the order in which every rank builds its own."""
         sides = (s for s in (self.before, self.after, self.around) if s is not None)
         links = [link for side in sides for link in side.links]
         between = [group for link in links for group in (link.forward, link.backward)]
@@ -102,16 +109,17 @@ def build_layout_groups(
 ) -> LayoutGroups:
     """Build this rank's groups for `layout`. Collective over the ranks of the layout.
 
-    `name` is unique to the attempt, so that no attempt meets what another left in the store.
+    `name` is unique to the attempt, so that no attempt reads another one's keys in the store.
     Building a group blocks until all of its ranks do so; every rank builds its groups in one
-    global order (all, stage, boundaries along the pipeline, sums), so none waits in a circle.
+    global order (all, stage, boundaries along the pipeline, sums), which excludes a deadlock.
     """
     place = layout.place_of(factory.rank)
-    assert place is not None, "only ranks of the layout build its generation"
+    assert place is not None, "only ranks of the layout build its groups"
     stages = layout.replicas[place.dp].stages
     stage = stages[place.pp]
-    everyone = factory.group(f"{name}/everyone", sorted(layout.ranks), threads=_WAITED_FOR)
-    tp = factory.group(f"{name}/tp", stage.ranks, threads=_WAITED_FOR)
+    threads = _BLOCKING_GROUP_THREADS
+    everyone = factory.group(f"{name}/everyone", sorted(layout.ranks), threads=threads)
+    tp = factory.group(f"{name}/tp", stage.ranks, threads=threads)
     before = after = around = None
     if place.pp > 0:
         before = _boundary(factory, name, stages[place.pp - 1], stage)

@@ -32,14 +32,14 @@ def tree_allreduce(
     slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
     sent = [flat[part.start : part.stop] for part in slices for flat in own]
     mine = len(slices[index])
-    received = torch.empty(mine * sum(map(len, nodes_of)))
+    received = torch.empty(mine * sum(map(len, nodes_of)), device=group.device)
     group.all_to_all(
         received,
-        torch.cat(sent) if sent else torch.empty(0),
+        torch.cat(sent) if sent else torch.empty(0, device=group.device),
         [mine * len(held) for held in nodes_of],
         [len(part) * len(own) for part in slices],
     )
-    added = torch.zeros(width)
+    added = torch.zeros(width, device=group.device)
     if mine:
         added[:mine] = _added(nodes_of, received.split(mine), leaves)
     return torch.cat(group.all_gather(added))[:size]

@@ -1,4 +1,4 @@
-"""How much a change of layout may hold twice, and what is done about more."""
+"""Memory of a reshard: its budget, spill files, and the shard under construction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from resihp.contracts import ContractError, Layout
 from resihp.layout import Param, Parameters, Range, holdings
 
 from ..step.gradient_accumulation import Gradients
-from ..step.shard import Shard
+from ..step.shard import STATE_DTYPE, Shard
+
+_log = logging.getLogger("resihp.elastic")
+
+WINDOW = 4
+"""Transfers through buffers that one rank has in progress at once."""
 
 Held = Mapping[Param, Range]
 """The range of each parameter that a rank holds."""
@@ -29,16 +34,27 @@ def default_spill() -> Path | None:
     return None
 
 
+def _is_in_memory(folder: Path) -> bool:
+    """Whether files of `folder` take memory, according to the mount table."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    kinds = {Path(where): kind for _, where, kind, *_ in mounts}
+    above: Collection[Path] = (folder.resolve(), *folder.resolve().parents)
+    return next((kinds[path] for path in above if path in kinds), "") in ("tmpfs", "ramfs")
+
+
 @dataclass(frozen=True)
 class ReshardBudget:
-    """What a change of layout may take beside what the old or the new layout needs anyway.
+    """Memory that a change of layout may take in addition to the larger of its two layouts.
 
-    limit_bytes  of each rank: buffers, and what it holds of both layouts until all ranks have
-                 taken on the new one
-    spill        folder for what is beyond that; on a disk, not in memory. None: a plan that needs
-                 more is refused; after a loss, when there is no choice, it is taken on all the same
-    attach       ranks of one host read what they lack from each other's memory, where the system
-                 lets them; else it travels through sockets, as between hosts
+    limit_bytes  per rank: transfer buffers, and state held for both layouts until all ranks have
+                 committed the new one
+    spill        folder on a disk for state beyond the limit. None: a plan that needs more is
+                 refused; after a failure, the limit is exceeded instead
+    attach       ranks of one host read each other's memory where the system permits it; otherwise
+                 they exchange through sockets, as between hosts
     """
 
     limit_bytes: int = 256 << 20
@@ -53,32 +69,49 @@ class ReshardBudget:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the limit, what the buffers of the exchange may take."""
+        """Part of the limit for the transfer buffers."""
         return min(16 << 20, self.limit_bytes // 4)
 
     def excess(self, held_twice: int) -> int:
-        """How much of `held_twice` bytes is beyond the limit."""
+        """Part of `held_twice` bytes that is beyond the limit."""
         return max(0, held_twice - (self.limit_bytes - self.buffer_bytes))
+
+    def refusal(self, old: Layout, new: Layout, parameters: Parameters, copies: int) -> str | None:
+        """Reason to refuse a change from `old` to `new`; None if it is within the budget."""
+        before, after = holdings(old, parameters), holdings(new, parameters)
+        needs = {rank: held_twice(before.get(rank, {}), after[rank], copies) for rank in after}
+        rank = max(needs, key=lambda rank: needs[rank])
+        if self.spill is not None or not self.excess(needs[rank]):
+            return None
+        return (
+            f"rank {rank} would hold {needs[rank] / 2**20:.0f} MiB twice beside its buffers; "
+            f"the limit is {self.limit_bytes / 2**20:.0f} MiB and there is no folder to spill to"
+        )
 
 
 def held_twice(old: Held, new: Held, copies: int) -> int:
-    """Bytes of one rank that stand for both layouts at once: the lesser of what goes and comes.
+    """Bytes that one rank holds for both layouts: the lesser of released and received state.
 
-    What stays in its range is held once, and what a rank gains for good is nothing extra.
-    `copies` tensors of each parameter: itself, its moments, its gradient.
+    A range that stays the same is held once; a net gain of state is not extra memory.
+
+    copies  tensors of each parameter: itself, its moments, its gradient
     """
-    going = sum(_bytes(param, span) for param, span in old.items() if new.get(param) != span)
-    return copies * min(going, sum(coming(old, new).values()))
+    released = sum(_bytes(param, span) for param, span in old.items() if new.get(param) != span)
+    return copies * min(released, sum(received_bytes(old, new).values()))
 
 
-def coming(old: Held, new: Held) -> dict[Param, int]:
-    """Bytes of each parameter that a rank gets in another range than it has, one copy."""
+def received_bytes(old: Held, new: Held) -> dict[Param, int]:
+    """Bytes of each parameter that a rank receives in another range than it has, one copy."""
     return {p: _bytes(p, span) for p, span in new.items() if old.get(p) != span}
+
+
+def _bytes(param: Param, span: Range) -> int:
+    return (span[1] - span[0]) * param.row_numel * STATE_DTYPE.itemsize
 
 
 @dataclass(frozen=True)
 class Spill:
-    """What goes to files: parameters with their moments, and gradients."""
+    """Parameters whose state (with moments), and whose gradients, are held in files."""
 
     state: Collection[Param] = ()
     gradients: Collection[Param] = ()
@@ -87,31 +120,16 @@ class Spill:
 def to_spill(sizes: Mapping[Param, int], excess: int, copies: int) -> Spill:
     """At least `excess` bytes, large tensors first, so that files are few.
 
-    `copies` tensors of each parameter are state, filled beside a step; gradients are filled in the
-    pause, so that they go to files only where there is nothing else left.
+    `copies` tensors of each parameter are state, received during a step; gradients are received in
+    the pause and therefore spilled last.
     """
     state = _largest(sizes, -(-excess // copies))
     left = excess - copies * sum(sizes[param] for param in state)
     return Spill(state, _largest(sizes, left))
 
 
-def refusal(
-    memory: ReshardBudget, old: Layout, new: Layout, parameters: Parameters, copies: int
-) -> str | None:
-    """Why the change from `old` to `new` is more than `memory` allows, if it is."""
-    before, after = holdings(old, parameters), holdings(new, parameters)
-    needs = {rank: held_twice(before.get(rank, {}), after[rank], copies) for rank in after}
-    rank = max(needs, key=lambda rank: needs[rank])
-    if memory.spill is not None or not memory.excess(needs[rank]):
-        return None
-    return (
-        f"rank {rank} would hold {needs[rank] / 2**20:.0f} MiB twice beside its buffers; "
-        f"the limit is {memory.limit_bytes / 2**20:.0f} MiB and there is no folder to spill to"
-    )
-
-
 def _largest(sizes: Mapping[Param, int], least: int) -> frozenset[Param]:
-    """Parameters of at least so many bytes together, if there are."""
+    """The largest parameters that together have at least `least` bytes, or all."""
     chosen: list[Param] = []
     for param in sorted(sizes, key=lambda param: (-sizes[param], param.key)):
         if least <= 0:
@@ -121,51 +139,35 @@ def _largest(sizes: Mapping[Param, int], least: int) -> frozenset[Param]:
     return frozenset(chosen)
 
 
-def _bytes(param: Param, span: Range) -> int:
-    return (span[1] - span[0]) * param.row_numel * 4
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Whether files of `folder` take memory, as far as the system tells."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    kinds = {Path(where): kind for _, where, kind, *_ in mounts}
-    above: Collection[Path] = (folder.resolve(), *folder.resolve().parents)
-    return next((kinds[path] for path in above if path in kinds), "") in ("tmpfs", "ramfs")
-
-
-_log = logging.getLogger("resihp.elastic")
-
-
 @dataclass(frozen=True)
 class ShardAllocator:
-    """Gives out memory for what comes, all of it touched; for what is `spilled`, files of `folder`.
+    """Allocates memory for a new shard, with all pages touched; for `spilled` tensors, in files.
 
-    Touching it costs more than filling it, and so belongs into the preparation. Where a file cannot
-    be had, `insists` says that memory has to do.
+    Touching pages costs more than filling them and is therefore done ahead of the transfer.
+
+    folder      of the files
+    is_forced   without a file, allocate memory beyond the limit
     """
 
     spilled: Spill = field(default_factory=Spill)
     folder: Path | None = None
-    insists: bool = False
+    is_forced: bool = False
     files: dict[Param, list[torch.Tensor]] = field(default_factory=dict)
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
     def allot(self, param: Param, like: torch.Tensor) -> torch.Tensor:
         """Zeros of the shape of `like`, for `param` or one of its moments.
 
-        Raises `OSError` if the disk is full, unless it `insists`.
+        Raises `OSError` if the disk is full, unless `is_forced`.
         """
         if param not in self.spilled.state:
             return torch.zeros_like(like)
-        seen, written = self._mapped(like, ("private", "shared"))
-        self.files.setdefault(param, []).append(written)
-        return seen
+        private, shared = self._mapped(like, ("private", "shared"))
+        self.files.setdefault(param, []).append(shared)
+        return private
 
     def gradient(self, param: Param, like: torch.Tensor) -> torch.Tensor:
-        """The same for a gradient, which is let go before memory is short."""
+        """The same for a gradient, which is released before the next step."""
         if param not in self.spilled.gradients:
             return torch.zeros_like(like)
         (gradient,) = self._mapped(like, ("shared",))
@@ -173,8 +175,8 @@ class ShardAllocator:
         return gradient
 
     @property
-    def bytes(self) -> int:
-        """What is in files, and would be in memory otherwise."""
+    def spilled_bytes(self) -> int:
+        """Size of the files."""
         copies = [tensor for tensors in self.files.values() for tensor in tensors]
         return sum(tensor.nbytes for tensor in (*copies, *self._gradients))
 
@@ -184,7 +186,7 @@ class ShardAllocator:
         try:
             return self._in_file(like, kinds)
         except OSError as error:
-            if not self.insists:
+            if not self.is_forced:
                 raise
             _log.warning("%d bytes more than allowed stay in memory: %s", like.nbytes, error)
             return [torch.zeros_like(like)] * len(kinds)
@@ -192,7 +194,7 @@ class ShardAllocator:
     def _in_file(self, like: torch.Tensor, kinds: tuple[str, ...]) -> list[torch.Tensor]:
         descriptor, name = tempfile.mkstemp(prefix="resihp-spill-", dir=self.folder)
         try:
-            # Without room on the disk a write through a mapping would end the process.
+            # Without space on the disk, a write through a mapping would kill the process.
             os.posix_fallocate(descriptor, 0, like.nbytes)
             mapped = {
                 kind: torch.from_file(
@@ -204,19 +206,18 @@ class ShardAllocator:
             return [*mapped.values()]
         finally:
             os.close(descriptor)
-            os.unlink(name)  # it lives on until the last tensor is let go
+            os.unlink(name)  # the file exists until its last tensor is freed
 
 
 @dataclass(frozen=True)
 class PendingShard:
-    """A shard that is being filled; `state` is where its values are to be written.
+    """A shard whose values are still to be received; `state` is the destination of its values.
 
-    gradients  room for those of a step whose update it makes, where it shares no tensor with the
-               old shard
+    gradients  destination of the gradients of tensors that it does not share with the old shard
     """
 
     shard: Shard
-    room: ShardAllocator = field(default_factory=ShardAllocator)
+    allocator: ShardAllocator = field(default_factory=ShardAllocator)
     gradients: Gradients = field(default_factory=dict)
 
     @property
@@ -226,7 +227,7 @@ class PendingShard:
 
     def state(self, param: Param) -> tuple[torch.Tensor, ...]:
         """The parameter and its moments."""
-        files = self.room.files.get(param)
+        files = self.allocator.files.get(param)
         return self.shard.state(param) if files is None else tuple(files)
 
 

@@ -1,4 +1,4 @@
-"""Carries ranges of tensors between ranks, through few buffers that are made once."""
+"""Exchange of tensor ranges between ranks, within a bounded window of buffers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from itertools import chain, count, cycle
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from resihp.layout import Move, Param, Range
 
+from ..process_groups.transport import Transfer
 from ..step.gradient_accumulation import Gradients
-from ..step.shard import rows
-from .shared_memory import LocalPeer, empty_table, is_readable, table_of
+from ..step.shard import STATE_DTYPE, rows
+from .buffers import WINDOW
+from .shared_memory import PeerLink
 
-DIRECT_NUMEL = 1 << 14
-"""A piece of at least so many elements travels alone if it lies contiguous at both ends."""
+UNPACKED_NUMEL = 1 << 14
+"""A piece of at least so many elements is sent from and to its tensor, if contiguous there."""
+
+Pair = tuple[int, int]
+"""Two ranks that exchange state, the lower one first."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +33,21 @@ class Piece:
     copy: int
 
 
+View = Callable[[Piece], torch.Tensor]
+"""The rows of a piece in the tensors of this rank."""
+
+
 @dataclass(frozen=True)
 class TransferBucket:
-    """Pieces that go from one rank to another in one exchange.
+    """Pieces that go from one rank to another in one transfer.
 
-    A direct parcel is one piece that needs no packing: its rows are contiguous in memory whatever
-    range of the parameter a rank holds.
+    is_packed  copied through a buffer; else one piece, contiguous at both ends
     """
 
     source: int
     target: int
     pieces: tuple[Piece, ...]
-    is_direct: bool
+    is_packed: bool
 
     @property
     def numel(self) -> int:
@@ -48,212 +55,170 @@ class TransferBucket:
         return sum(piece.move.numel for piece in self.pieces)
 
 
-def transfer_buckets(planned: Sequence[Move], copies: int, most_numel: int) -> list[TransferBucket]:
-    """All moves, for each of `copies` tensors of a parameter, in parcels of at most `most_numel`.
+def transfer_buckets(planned: Sequence[Move], copies: int, max_numel: int) -> list[TransferBucket]:
+    """All moves, for each of `copies` tensors of a parameter, in buckets of at most `max_numel`.
 
-    A row that is longer than that travels alone. Every rank computes the same parcels in the same
-    order, so that the two ends of each agree on what comes next.
+    A single longer row has a bucket of its own. Every rank computes the same buckets in the same
+    order, so that both ends agree on the next one.
     """
     done: list[TransferBucket] = []
     open_: dict[tuple[int, int], list[Piece]] = {}
     for move in planned:
         ends = (move.source, move.target)
         for copy in range(copies):
-            for part in _cut(move, most_numel):
+            for part in _cut(move, max_numel):
                 piece = Piece(part, copy)
-                if part.param.dim in (None, 0) and part.numel >= DIRECT_NUMEL:
-                    done.append(TransferBucket(*ends, (piece,), is_direct=True))
+                if part.param.dim in (None, 0) and part.numel >= UNPACKED_NUMEL:
+                    done.append(TransferBucket(*ends, (piece,), is_packed=False))
                     continue
                 packed = open_.setdefault(ends, [])
-                if packed and _numel(packed) + part.numel > most_numel:
-                    done.append(TransferBucket(*ends, tuple(packed), is_direct=False))
+                if packed and sum(one.move.numel for one in packed) + part.numel > max_numel:
+                    done.append(TransferBucket(*ends, tuple(packed), is_packed=True))
                     packed.clear()
                 packed.append(piece)
     rest = [
-        TransferBucket(*ends, tuple(left), is_direct=False) for ends, left in open_.items() if left
+        TransferBucket(*ends, tuple(left), is_packed=True) for ends, left in open_.items() if left
     ]
     return done + rest
 
 
-def _cut(move: Move, most_numel: int) -> Iterator[Move]:
-    rows_at_once = max(1, most_numel // move.param.row_numel)
+def _cut(move: Move, max_numel: int) -> Iterator[Move]:
+    rows_at_once = max(1, max_numel // move.param.row_numel)
     for start in range(move.start, move.stop, rows_at_once):
         yield replace(move, start=start, stop=min(start + rows_at_once, move.stop))
-
-
-def _numel(pieces: Sequence[Piece]) -> int:
-    return sum(piece.move.numel for piece in pieces)
-
-
-Pair = tuple[int, int]
-"""Two ranks between which state moves, the lower one first."""
-
-View = Callable[[Piece], torch.Tensor]
-"""The rows of a piece where this rank holds them."""
-
-_WINDOW = 4
 
 
 class TensorExchange:
     """One rank's end of the exchange with its peers.
 
-    A neighbour says where it holds what this rank lacks, and is read (`neighbours`). Between other
-    two ranks parcels follow one another in the one order in which all ranks know them, and at most
-    a window of them is under way at a rank: so none waits in a circle, and what is buffered stays
-    within `buffer_bytes`. Direct parcels are not buffered at all. `on_transfer` is called, with its
-    number, before each parcel or slice of this rank.
+    Zero-copy transports read the tensors in place. Over all others, buckets follow one another in
+    one global order and a rank has at most `WINDOW` of them in progress: this excludes a deadlock
+    and bounds the buffers to `buffer_bytes`.
+
+    on_transfer  called with a running number for each bucket started and each slice read
     """
 
     def __init__(
         self,
-        pairs: Mapping[Pair, LocalPeer],
+        links: Mapping[Pair, PeerLink],
         rank: int,
         *,
         buffer_bytes: int,
         on_transfer: Callable[[int], None],
     ) -> None:
-        self._pairs, self._rank, self._on_transfer = pairs, rank, on_transfer
-        self._most = max(1, buffer_bytes // _WINDOW // 4)
+        self._links, self._rank, self._on_transfer = links, rank, on_transfer
+        self._max_numel = max(1, buffer_bytes // WINDOW // STATE_DTYPE.itemsize)
         self._buffers: list[torch.Tensor] = []
 
     @property
-    def held_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Memory of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def carry(
+    def run(
         self,
         planned: Sequence[Move],
         copies: int,
-        give: View,
-        take: View,
+        source: View,
+        target: View,
         meanwhile: Iterable[None] = (),
     ) -> int:
-        """Exchange all `planned` moves; collective over the ranks that send or receive any.
+        """Execute all `planned` moves; collective over the ranks that send or receive any.
 
-        Every rank passes the same moves. What `give` shows is final, and stays as it is until all
-        ranks have voted. `meanwhile` is this rank's own work, a bit of it after each parcel that
-        sets out; all of it is done in the end. Returns the bytes that this rank received. Raises
+        Every rank passes the same moves. The tensors of `source` stay unchanged until all ranks
+        have voted. `meanwhile` is local work, of which one item is done after each bucket started;
+        all of it is done in the end. Returns the bytes received by this rank. Raises
         `PeerLostError` if a peer is lost.
         """
-        mine = [move for move in planned if self._rank in (move.source, move.target)]
-        read = [move for move in mine if self._is_read(move)]
-        sent = transfer_buckets(
-            [move for move in mine if not self._is_read(move)], copies, self._most
-        )
-        tables = self._tell(read, copies, give)
+        in_place: list[Move] = []
+        through_buffers: list[Move] = []
+        for move in planned:
+            if self._rank in (move.source, move.target):
+                is_zero_copy = self._link(move).transport(move).is_zero_copy
+                (in_place if is_zero_copy else through_buffers).append(move)
+        buckets = transfer_buckets(through_buffers, copies, self._max_numel)
+        reads = list(self._start_in_place(in_place, copies, source, target))
         numbers, received = count(), 0
-        own = chain((0 for _ in meanwhile), self._read(tables, take, numbers))
-        under_way: deque[Callable[[], int]] = deque()
-        for parcel, buffer in zip(sent, cycle(self._room_for(sent)), strict=False):
-            if len(under_way) == _WINDOW:
-                received += under_way.popleft()()
+        local = chain((0 for _ in meanwhile), self._finish(reads, numbers))
+        in_progress: deque[Transfer] = deque()
+        for bucket, buffer in zip(buckets, cycle(self._allocate(buckets)), strict=False):
+            if len(in_progress) == WINDOW:
+                received += sum(in_progress.popleft())
             self._on_transfer(next(numbers))
-            begin = self._send if parcel.source == self._rank else self._receive
-            under_way.append(begin(parcel, buffer, give if begin == self._send else take))
-            received += next(own, 0)
-        return received + sum(own) + sum(end() for end in under_way)
+            is_source = bucket.source == self._rank
+            start, view = (self._send, source) if is_source else (self._recv, target)
+            in_progress.append(start(bucket, buffer, view))
+            received += next(local, 0)
+        return received + sum(local) + sum(map(sum, in_progress))
 
-    def _is_read(self, move: Move) -> bool:
-        """Whether the target of one of this rank's moves reads it where the source holds it."""
-        neighbour = self._pairs[_ends(move)]
-        is_source = move.source == self._rank
-        may = neighbour.is_read if is_source else neighbour.source is not None
-        return may and is_readable(move)
+    def _link(self, one: TransferBucket | Move) -> PeerLink:
+        return self._links[min(one.source, one.target), max(one.source, one.target)]
 
-    def _tell(self, moves: Sequence[Move], copies: int, give: View) -> list[_Table]:
-        """Say to neighbours where what they read lies, and begin to learn it from others."""
-        tables = []
-        for pair in sorted({_ends(move) for move in moves}):
-            for source in pair:  # both ends begin with the same one
-                some = [move for move in moves if _ends(move) == pair and move.source == source]
-                pieces = [Piece(move, copy) for move in some for copy in range(copies)]
-                if not pieces:
-                    continue
-                dims = max(len(move.param.shape) for move in some)
-                values = empty_table(len(pieces), dims)
-                if source == self._rank:
-                    values = table_of([give(piece) for piece in pieces])
-                work = self._pairs[pair].group.start_broadcast(values, source)
-                tables.append(_Table(self._pairs[pair], source, pieces, values, work))
-        return tables
+    def _start_in_place(
+        self, moves: Sequence[Move], copies: int, source: View, target: View
+    ) -> Iterator[Transfer]:
+        """One transfer for each pair of ranks and direction; both ends in the same order."""
+        directions = {(move.source, move.target) for move in moves}
+        for ends in sorted(directions, key=lambda ends: (min(ends), max(ends), ends)):
+            some = [move for move in moves if (move.source, move.target) == ends]
+            transport = self._link(some[0]).transport(some[0])
+            pieces = [Piece(move, copy) for move in some for copy in range(copies)]
+            if transport.source == self._rank:
+                yield transport.send([source(piece) for piece in pieces])
+            else:
+                yield transport.recv([target(piece) for piece in pieces])
 
-    def _read(self, tables: Iterable[_Table], take: View, numbers: Iterator[int]) -> Iterator[int]:
-        """Copy what neighbours hold as soon as they have said where; the bytes of each slice."""
-        for table in tables:
-            neighbour = table.neighbour
-            neighbour.group.wait(table.work)
-            if table.source != self._rank:
-                targets = [take(piece) for piece in table.pieces]
-                yield from neighbour.read(
-                    targets, table.values, 4 * self._most, lambda: self._on_transfer(next(numbers))
-                )
+    def _finish(self, transfers: Iterable[Transfer], numbers: Iterator[int]) -> Transfer:
+        for transfer in transfers:
+            for received_bytes in transfer:
+                self._on_transfer(next(numbers))
+                yield received_bytes
 
-    def _room_for(self, sent: Sequence[TransferBucket]) -> list[torch.Tensor]:
-        """The buffers, made when they are first needed.
+    def _allocate(self, buckets: Sequence[TransferBucket]) -> list[torch.Tensor]:
+        """The buffers, allocated when first needed.
 
-        Filled, so that memory is there before it is needed: touching it costs more than a copy.
+        Zeroed, because first touching the pages costs more than a copy.
         """
-        if not self._buffers and any(not parcel.is_direct for parcel in sent):
-            self._buffers = [torch.zeros(self._most) for _ in range(_WINDOW)]
+        if not self._buffers and any(bucket.is_packed for bucket in buckets):
+            device = self._link(buckets[0]).group.device
+            self._buffers = [
+                torch.zeros(self._max_numel, dtype=STATE_DTYPE, device=device)
+                for _ in range(WINDOW)
+            ]
         return self._buffers or [torch.zeros(0)]
 
-    def _send(self, parcel: TransferBucket, buffer: torch.Tensor, give: View) -> Callable[[], int]:
-        if parcel.is_direct:
-            flat = give(parcel.pieces[0])
-        else:
-            flat = _room(buffer, parcel.numel)
-            for piece, part in _parts(parcel, flat):
-                view = give(piece)
-                part.view_as(view).copy_(view)
-        work = self._start(parcel, flat)
+    def _send(self, bucket: TransferBucket, buffer: torch.Tensor, view: View) -> Transfer:
+        flat = view(bucket.pieces[0])
+        if bucket.is_packed:
+            flat = _room(buffer, bucket.numel)
+            for piece, part in _split(bucket, flat):
+                rows_ = view(piece)
+                part.view_as(rows_).copy_(rows_)
+        transport = self._link(bucket).transport(bucket.pieces[0].move)
+        return transport.send([flat])
 
-        def end() -> int:
-            self._pairs[_ends(parcel)].group.wait(work)
-            return 0
+    def _recv(self, bucket: TransferBucket, buffer: torch.Tensor, view: View) -> Transfer:
+        flat = _room(buffer, bucket.numel) if bucket.is_packed else view(bucket.pieces[0])
+        transport = self._link(bucket).transport(bucket.pieces[0].move)
+        return self._unpacked(transport.recv([flat]), bucket, flat, view)
 
-        return end
-
-    def _receive(
-        self, parcel: TransferBucket, buffer: torch.Tensor, take: View
-    ) -> Callable[[], int]:
-        is_direct = parcel.is_direct
-        flat = take(parcel.pieces[0]) if is_direct else _room(buffer, parcel.numel)
-        work = self._start(parcel, flat)
-
-        def end() -> int:
-            self._pairs[_ends(parcel)].group.wait(work)
-            if not is_direct:
-                for piece, part in _parts(parcel, flat):
-                    view = take(piece)
-                    view.copy_(part.view_as(view))
-            return flat.numel() * flat.element_size()
-
-        return end
-
-    def _start(self, parcel: TransferBucket, flat: torch.Tensor) -> dist.Work:
-        return self._pairs[_ends(parcel)].group.start_broadcast(flat, parcel.source)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Where the pieces lie that `source` shows to its neighbour, once `work` is done."""
-
-    neighbour: LocalPeer
-    source: int
-    pieces: Sequence[Piece]
-    values: torch.Tensor
-    work: dist.Work
+    def _unpacked(
+        self, transfer: Transfer, bucket: TransferBucket, flat: torch.Tensor, view: View
+    ) -> Transfer:
+        yield from transfer
+        for piece, part in _split(bucket, flat) if bucket.is_packed else ():
+            rows_ = view(piece)
+            rows_.copy_(part.view_as(rows_))
 
 
 def pairs_of(planned: Sequence[Move], rank: int) -> list[Pair]:
-    """The pairs of ranks between which state moves, `rank` one of them; in one global order."""
+    """The pairs of ranks that exchange state, `rank` one of them; in one global order."""
     every = {(min(m.source, m.target), max(m.source, m.target)) for m in planned}
     return sorted(pair for pair in every if rank in pair)
 
 
-class Holder(Protocol):
-    """What holds ranges of tensors that move; `Shard` is one."""
+class TensorHolder(Protocol):
+    """Holds ranges of tensors that move; `Shard` is one."""
 
     @property
     def ranges(self) -> Mapping[Param, Range]:
@@ -277,8 +242,8 @@ class GradientParts:
         return [gradients[param] for gradients in self.parts]
 
 
-def state_view(holder: Holder | None) -> View:
-    """Where pieces of what moves lie in `holder`."""
+def view_of(holder: TensorHolder | None) -> View:
+    """The view of pieces in `holder`; None for a rank that sends or receives nothing."""
 
     def view(piece: Piece) -> torch.Tensor:
         assert holder is not None, "only ranks that hold state send or receive it"
@@ -290,15 +255,11 @@ def state_view(holder: Holder | None) -> View:
     return view
 
 
-def _ends(one: TransferBucket | Move) -> Pair:
-    return min(one.source, one.target), max(one.source, one.target)
-
-
 def _room(buffer: torch.Tensor, numel: int) -> torch.Tensor:
-    """`numel` elements of the buffer; a single row may be longer than that."""
-    return buffer[:numel] if numel <= len(buffer) else torch.empty(numel)
+    """`numel` elements of the buffer; new memory for a single row that is longer."""
+    return buffer[:numel] if numel <= len(buffer) else buffer.new_empty(numel)
 
 
-def _parts(parcel: TransferBucket, flat: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-    sizes = [piece.move.numel for piece in parcel.pieces]
-    return list(zip(parcel.pieces, flat.split(sizes), strict=True))
+def _split(bucket: TransferBucket, flat: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+    sizes = [piece.move.numel for piece in bucket.pieces]
+    return list(zip(bucket.pieces, flat.split(sizes), strict=True))

@@ -1,8 +1,8 @@
-"""Gradient sums of the step in progress move to their heirs, like state, when the layout changes.
+"""Migration of partial gradient sums of the step in progress, when the layout changes.
 
-A replica's sum is as large as its parameters and cut as they are, so the same moves carry it: from
-the ranks of one replica of the old layout to those of one replica of the new one. What it was made
-from stays as it is until the new generation is taken on.
+A replica's sum has the size and the ranges of its parameters, so the same moves carry it: from the
+ranks of one replica of the old layout to those of one replica of the new layout. The old sums stay
+intact until the new generation is committed.
 """
 
 from __future__ import annotations
@@ -21,66 +21,66 @@ from ..microbatches.tree_sum import Node, nodes
 from ..process_groups.abortable import AbortableProcessGroup
 from ..step import Engine, Setup
 from ..step.gradient_accumulation import Gradients, Parts, StepRemainder
-from ..step.shard import Shard, rows
-from .exchange import GradientParts, TensorExchange, state_view
+from ..step.shard import STATE_DTYPE, Shard, rows
+from .exchange import GradientParts, TensorExchange, view_of
 
 
-def inherited(
+def moves_of_sums(
     parameters: Parameters, before: Plan, after: Plan, kept: Sequence[SurvivingSum]
 ) -> tuple[Move, ...]:
-    """The moves of all kept sums to their heirs."""
+    """The moves of all `kept` sums to the replicas that continue them."""
     planned: list[Move] = []
-    for heir, share in enumerate(remaining_assignments(after, before.layout, kept)):
-        target = Layout((after.layout.replicas[heir],))
+    for replica, share in enumerate(remaining_assignments(after, before.layout, kept)):
+        target = Layout((after.layout.replicas[replica],))
         for one in share.inherited:
             source = before.layout.replicas[one.replica]
-            for some in _apart(one, source, parameters):
+            for some in _separate_copies(one, source, parameters):
                 planned += moves(Layout((source,)), target, some)
     return tuple(planned)
 
 
 @dataclass(frozen=True)
 class GradientMigration:
-    """One step's kept sums on their way from the generation of one plan to that of the next.
+    """Moves the surviving sums of one step from the ranks of one plan to those of the next.
 
-    `group` holds every rank that is alive; all of them call `settle` with the same `kept`, for
-    which `courier` can carry all moves that are `inherited`.
+    group     all ranks alive; all of them call `run` with the same `kept`
+    exchange  has links for all moves of `moves_of_sums`
     """
 
     setup: Setup
     group: AbortableProcessGroup
-    courier: TensorExchange
+    exchange: TensorExchange
     rank: int
     before: Plan
     after: Plan
 
-    def settle(
+    def run(
         self, kept: Sequence[SurvivingSum], engine: Engine | None, shard: Shard | None
     ) -> StepRemainder:
-        """Bring every kept sum to its heir. `engine` is the old one, `shard` the new one."""
+        """Move every kept sum. `engine` is of the old generation, `shard` of the new one."""
         shares = remaining_assignments(self.after, self.before.layout, kept)
         parts: Parts = []
-        for heir, share in enumerate(shares):
+        for replica, share in enumerate(shares):
             for one in share.inherited:
-                parts += self._hand_over(one, heir, engine, shard)
+                parts += self._move_sum(one, replica, engine, shard)
         return StepRemainder(shares, parts, self._losses(kept, engine))
 
-    def _hand_over(
-        self, one: SurvivingSum, heir: int, engine: Engine | None, shard: Shard | None
+    def _move_sum(
+        self, one: SurvivingSum, replica: int, engine: Engine | None, shard: Shard | None
     ) -> Parts:
-        """Move one sum to replica `heir`; what this rank inherits: nothing outside of it."""
+        """Move one sum to `replica`; returns this rank's ranges, empty outside of the replica."""
         source = self.before.layout.replicas[one.replica]
-        target = self.after.layout.replicas[heir]
+        target = self.after.layout.replicas[replica]
         parameters = self.setup.model.parameters
         parts, *others = (
             self._move(one, source, target, some, engine)
-            for some in _apart(one, source, parameters)
+            for some in _separate_copies(one, source, parameters)
         )
         if self.rank not in target.ranks:
             return []
         assert shard is not None
         for second in others:
-            parts = [_joined(*both) for both in zip(parts, second, strict=True)]
+            parts = [_added(*both) for both in zip(parts, second, strict=True)]
         for gradients in parts:
             for param, tensor in shard.tensors.items():
                 gradients.setdefault(param, torch.zeros_like(tensor))
@@ -94,19 +94,19 @@ class GradientMigration:
         parameters: Parameters,
         engine: Engine | None,
     ) -> list[Gradients]:
-        """Move the ranges of `parameters` from one replica to another; what this rank then has."""
+        """Move the ranges of `parameters` between two replicas; returns this rank's ranges."""
         layouts, keys = (Layout((source,)), Layout((target,))), self._nodes(one)
         held, due = (holdings(layout, parameters).get(self.rank, {}) for layout in layouts)
-        giver = None
+        old = None
         if self.rank in source.ranks:
-            assert engine is not None, "a sum is kept only if all of its ranks are alive"
+            assert engine is not None, "a sum survives only if all of its ranks are alive"
             parts = engine.parts_of(one)
-            assert tuple(node for node, _ in parts) == keys, "accounts and sums differ"
-            giver = GradientParts(held, [gradients for _, gradients in parts])
-        taker = GradientParts(due, [_own(giver, index, due) for index in range(len(keys))])
+            assert tuple(node for node, _ in parts) == keys, "counts and sums differ"
+            old = GradientParts(held, [gradients for _, gradients in parts])
+        new = GradientParts(due, [self._local(old, index, due) for index in range(len(keys))])
         planned = moves(*layouts, parameters)
-        self.courier.carry(planned, len(keys), state_view(giver), state_view(taker))
-        return [*taker.parts]
+        self.exchange.run(planned, len(keys), view_of(old), view_of(new))
+        return [*new.parts]
 
     def _nodes(self, one: SurvivingSum) -> tuple[Node, ...]:
         leaves = self.before.microbatches
@@ -114,21 +114,49 @@ class GradientMigration:
             return ((0, leaves),)
         return nodes(indices(one.finished), leaves)
 
+    def _local(
+        self, old: GradientParts | None, index: int, due: Mapping[Param, Range]
+    ) -> Gradients:
+        """Gradients of the ranges `due`, filled where this rank holds them already.
+
+        Where a range stays the same, the tensor is shared with the old sum.
+        """
+        local: Gradients = {}
+        for param, span in due.items():
+            held = old.ranges.get(param) if old is not None else None
+            if old is not None and held == span:
+                local[param] = old.parts[index][param]
+                continue
+            shape = list(param.shape)
+            shape[param.dim or 0] = span[1] - span[0]
+            local[param] = torch.zeros(shape, dtype=STATE_DTYPE, device=self.group.device)
+            if old is None or held is None:
+                continue
+            shared = (max(held[0], span[0]), min(held[1], span[1]))
+            if shared[0] < shared[1]:
+                source = rows(old.parts[index][param], param, shared, held[0])
+                rows(local[param], param, shared, span[0]).copy_(source)
+        return local
+
     def _losses(self, kept: Sequence[SurvivingSum], engine: Engine | None) -> Mapping[int, float]:
-        """The losses of all kept microbatches; each is known to some rank that is alive."""
-        known = torch.full((self.before.microbatches,), -torch.inf, dtype=torch.float64)
-        told = [] if engine is None else [engine.losses_of(one) for one in kept]
-        for losses in told:
+        """The losses of all kept microbatches; each is known to at least one rank alive."""
+        device = self.group.device
+        known = torch.full(
+            (self.before.microbatches,), -torch.inf, dtype=torch.float64, device=device
+        )
+        for losses in [] if engine is None else [engine.losses_of(one) for one in kept]:
             for index, loss in losses.items():
                 known[index] = loss
         values = self.group.all_reduce_max(known).tolist()
         return {index: values[index] for one in kept for index in indices(one.finished)}
 
 
-def _apart(one: SurvivingSum, source: Replica, parameters: Parameters) -> tuple[Parameters, ...]:
-    """What of a sum moves apart, to be added up where it meets.
+def _separate_copies(
+    one: SurvivingSum, source: Replica, parameters: Parameters
+) -> tuple[Parameters, ...]:
+    """Parameters that move separately, to be added at the destination.
 
-    The two copies of a tied parameter hold different halves of its sum; in a sum over all
+    The two copies of a tied parameter hold different halves of a replica's sum; in a sum over all
     replicas they are equal.
     """
     if parameters.second_copies.all and len(source.stages) > 1 and not one.total:
@@ -136,29 +164,9 @@ def _apart(one: SurvivingSum, source: Replica, parameters: Parameters) -> tuple[
     return (parameters.first_copies,)
 
 
-def _own(giver: GradientParts | None, index: int, due: Mapping[Param, Range]) -> Gradients:
-    """What a rank has of a sum already: the very tensor where its range stays the same."""
-    own: Gradients = {}
-    for param, span in due.items():
-        held = giver.ranges.get(param) if giver is not None else None
-        if giver is not None and held == span:
-            own[param] = giver.parts[index][param]
-            continue
-        shape = list(param.shape)
-        shape[param.dim or 0] = span[1] - span[0]
-        own[param] = torch.zeros(shape)
-        if giver is None or held is None:
-            continue
-        shared = (max(held[0], span[0]), min(held[1], span[1]))
-        if shared[0] < shared[1]:
-            from_ = rows(giver.parts[index][param], param, shared, held[0])
-            rows(own[param], param, shared, span[0]).copy_(from_)
-    return own
-
-
-def _joined(first: Gradients, second: Gradients) -> Gradients:
-    """Both sums in one; what they were made from stays as it is."""
-    joined = dict(first)
+def _added(first: Gradients, second: Gradients) -> Gradients:
+    """The sum of both, out of place."""
+    added = dict(first)
     for param, gradient in second.items():
-        joined[param] = joined[param] + gradient if param in joined else gradient
-    return joined
+        added[param] = added[param] + gradient if param in added else gradient
+    return added

@@ -1,7 +1,8 @@
-"""Copies rows out of another process's memory: one copy, made by the kernel, no socket.
+"""Zero-copy transport between two processes of one host: reads the memory of the other process.
 
-`process_vm_readv(2)`, which MPI and UCX call cross-memory attach. Linux alone has it, and allows it
-to whoever may trace the other process: the same user, unless Yama or a seccomp filter forbids it.
+`process_vm_readv(2)`, called cross-memory attach by MPI and UCX: one copy, made by the kernel,
+without a socket. Linux only; permitted to a process that may trace the other one (same user, unless
+Yama or a seccomp filter forbids it).
 """
 
 from __future__ import annotations
@@ -10,49 +11,60 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from resihp.contracts import PeerLostError
 from resihp.layout import Move
 
 from ..process_groups.abortable import AbortableProcessGroup
+from ..process_groups.transport import ProcessGroupTransport, Transfer, Transport
+from ..step.shard import STATE_DTYPE
 
-Vector = npt.NDArray[np.int64]
-"""Stretches of memory, [count, 2]: address and bytes; what the kernel calls an iovec."""
+_log = logging.getLogger("resihp.elastic")
+
+IoVectors = npt.NDArray[np.int64]
+"""Contiguous ranges of memory, [count, 2]: address and bytes (the kernel's `iovec`)."""
 
 IOV_MAX = 1024
-"""Stretches that the kernel takes in one call."""
+"""Most ranges that the kernel takes in one call."""
+
+MIN_RUN_BYTES = 256
+"""Shorter rows that are not adjacent are packed and sent: reading costs about 0.3 us per row."""
+
+SLICE_BYTES = 4 << 20
+"""Bytes read in one call; between two calls a reader checks whether the generation is aborted."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in the memory of its process; strides in bytes."""
+class TensorAddress:
+    """Address and strides, in bytes, of a tensor in the memory of its process."""
 
     address: int
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
-        """That of a tensor in this process."""
+    def of(cls, tensor: torch.Tensor) -> TensorAddress:
+        """Address of a tensor of this process."""
         size = tensor.element_size()
         return cls(tensor.data_ptr(), tuple(stride * size for stride in tensor.stride()))
 
 
-def can_attach() -> bool:
-    """Whether this system has the call."""
+def is_supported() -> bool:
+    """Whether this system has `process_vm_readv`."""
     return _process_vm_readv() is not None
 
 
-def read(process: int, there: Vector, here: Vector) -> int:
-    """Fill the stretches `here` of this process with those `there`, which hold as many bytes.
+def read(process: int, there: IoVectors, here: IoVectors) -> int:
+    """Fill the ranges `here` of this process from `there` in `process`; as many bytes in both.
 
-    Returns their number. Raises `OSError` if `process` is gone, may not be read, or has not all
-    of it; what `here` then holds is undefined.
+    Returns the number of bytes. Raises `OSError` if `process` has ended, may not be read or lacks
+    some of the memory; the contents of `here` are then undefined.
     """
     call = _process_vm_readv()
     if call is None:
@@ -67,27 +79,29 @@ def read(process: int, there: Vector, here: Vector) -> int:
     return done
 
 
-def slices(target: torch.Tensor, source: Place, most_bytes: int) -> Iterator[tuple[Vector, Vector]]:
-    """What to read, and where to, so that `target` is filled with what `source` holds.
+def slices(
+    target: torch.Tensor, source: TensorAddress, max_bytes: int
+) -> Iterator[tuple[IoVectors, IoVectors]]:
+    """Arguments `there` and `here` of the calls of `read` that fill `target` from `source`.
 
-    Both have the same shape and type. Each slice is one call, of at most `most_bytes`.
+    Both tensors have the same shape and dtype. Each call reads at most `max_bytes`.
     """
     there, here, length = _runs(target, source)
-    if length > most_bytes:
-        starts = np.arange(0, length, most_bytes)
+    if length > max_bytes:
+        starts = np.arange(0, length, max_bytes)
         there, here = ((first[:, None] + starts).ravel() for first in (there, here))
-        lengths = np.resize(np.minimum(most_bytes, length - starts), len(here))
+        lengths = np.resize(np.minimum(max_bytes, length - starts), len(here))
     else:
         lengths = np.full(len(here), length)
-    count = min(IOV_MAX, max(1, most_bytes // max(1, length)))
+    count = min(IOV_MAX, max(1, max_bytes // max(1, length)))
     for first in range(0, len(here), count):
         part = slice(first, first + count)
         yield _joined(there[part], lengths[part]), _joined(here[part], lengths[part])
 
 
-def _runs(target: torch.Tensor, source: Place) -> tuple[Vector, Vector, int]:
-    """The addresses, there and here, of what is contiguous in both, and its bytes."""
-    place, length, inner = Place.of(target), target.element_size(), target.dim()
+def _runs(target: torch.Tensor, source: TensorAddress) -> tuple[IoVectors, IoVectors, int]:
+    """Addresses, there and here, of the runs that are contiguous in both, and their length."""
+    place, length, inner = TensorAddress.of(target), target.element_size(), target.dim()
     if target.numel() == 0:
         return np.empty(0, np.int64), np.empty(0, np.int64), 0
     while inner and (
@@ -97,19 +111,18 @@ def _runs(target: torch.Tensor, source: Place) -> tuple[Vector, Vector, int]:
         inner -= 1
         length *= target.shape[inner]
     outer = target.shape[:inner]
-    return _addresses(source, outer), _addresses(place, outer), length
+    return _row_addresses(source, outer), _row_addresses(place, outer), length
 
 
-def _addresses(place: Place, outer: Sequence[int]) -> Vector:
-    """Those of all rows, in order."""
+def _row_addresses(place: TensorAddress, outer: Sequence[int]) -> IoVectors:
     found = np.array([place.address], np.int64)
     for size, stride in zip(outer, place.strides, strict=False):
         found = (found[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
     return found
 
 
-def _joined(addresses: Vector, lengths: Vector) -> Vector:
-    """The same stretches, in as few as possible."""
+def _joined(addresses: IoVectors, lengths: IoVectors) -> IoVectors:
+    """The same ranges with adjacent ones merged."""
     is_new = np.append(True, addresses[1:] != addresses[:-1] + lengths[:-1])
     (first,) = np.nonzero(is_new)
     return np.stack((addresses[first], np.add.reduceat(lengths, first)), axis=1)
@@ -125,15 +138,9 @@ def _process_vm_readv() -> Callable[..., int] | None:
     return call
 
 
-LEAST_RUN_BYTES = 256
-"""Rows that lie apart and are shorter than this are packed and sent: each costs about 0.3 us."""
-
-_log = logging.getLogger("resihp.elastic")
-
-
 @dataclass(frozen=True)
-class Source:
-    """The memory of the process of `rank`, where `token` lies at `address`."""
+class PeerProcess:
+    """The process of `rank`, identified by a random `token` at `address` of its memory."""
 
     rank: int
     process: int
@@ -141,99 +148,144 @@ class Source:
     token: tuple[int, ...]
 
     def check(self) -> None:
-        """Raises `OSError` if the process is not there any more, or another one."""
+        """Raises `OSError` if the process has ended or its id belongs to another one."""
         found = torch.zeros(len(self.token), dtype=torch.int64)
-        for there, here in slices(found, Place(self.address, (8,)), found.nbytes):
+        for there, here in slices(found, TensorAddress(self.address, (8,)), found.nbytes):
             read(self.process, there, here)
         if tuple(found.tolist()) != self.token:
-            raise OSError("another process has its number")
+            raise OSError("another process has its id")
+
+
+class SharedMemoryTransport:
+    """Reads tensors from the memory of the source's process.
+
+    `send` tells the peer the addresses, over `group`; `recv` reads in slices of `slice_bytes`.
+
+    process  of the source; None on the source itself
+    token    of the source, kept in place while the peer may read it
+    """
+
+    is_zero_copy = True
+
+    def __init__(
+        self,
+        group: AbortableProcessGroup,
+        source: int,
+        process: PeerProcess | None,
+        token: torch.Tensor,
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        self.source = source
+        self._group, self._process = group, process
+        self._token, self._slice_bytes = token, slice_bytes
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Start to tell the addresses of `tensors`."""
+        table = address_table(tensors)
+        return self._told(self._group.start_broadcast(table, self.source))
+
+    def recv(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Start to learn the addresses of the source's tensors, and read them."""
+        table = _empty_table(tensors)
+        return self._read(tensors, table, self._group.start_broadcast(table, self.source))
+
+    def close(self) -> None:
+        """Close the group."""
+        self._group.close()
+
+    def _told(self, work: dist.Work) -> Transfer:
+        self._group.wait(work)
+        yield from ()
+
+    def _read(
+        self, targets: Sequence[torch.Tensor], table: torch.Tensor, work: dist.Work
+    ) -> Transfer:
+        assert self._process is not None
+        self._group.wait(work)
+        try:
+            for target, (address, *strides) in zip(targets, table.tolist(), strict=True):
+                source = TensorAddress(address, tuple(strides[: target.dim()]))
+                for there, here in slices(target, source, self._slice_bytes):
+                    self._group.check_aborted()
+                    yield read(self._process.process, there, here)
+            self._process.check()
+        except OSError as error:
+            raise PeerLostError(f"lost rank {self._process.rank} in mid-read: {error}") from error
 
 
 @dataclass(frozen=True)
-class LocalPeer:
-    """Another rank with which this one exchanges.
+class PeerLink:
+    """Transports between this rank and one peer; the only place that chooses between them.
 
-    group    of the two
-    source   the other's memory; None if this rank does not read it
-    is_read  the other reads this rank's memory
-    token    what the other looks at
+    group   of the two ranks
+    memory  by source rank, where the other rank can read its memory
     """
 
     group: AbortableProcessGroup
-    source: Source | None
-    is_read: bool
-    token: torch.Tensor
+    memory: Mapping[int, SharedMemoryTransport]
 
-    def read(
-        self,
-        targets: Sequence[torch.Tensor],
-        table: torch.Tensor,
-        most_bytes: int,
-        on_slice: Callable[[], None],
-    ) -> Iterator[int]:
-        """Fill `targets` from where the other's `table` says; yields the bytes of each slice.
-
-        Between two slices it looks whether the generation has been given up. Raises `PeerLostError`
-        if so, and if the other is lost.
-        """
-        assert self.source is not None
-        try:
-            for target, (address, *strides) in zip(targets, table.tolist(), strict=True):
-                place = Place(address, tuple(strides[: target.dim()]))
-                for there, here in slices(target, place, most_bytes):
-                    self.group.check_aborted()
-                    on_slice()
-                    yield read(self.source.process, there, here)
-            self.source.check()
-        except OSError as error:
-            raise PeerLostError(f"lost rank {self.source.rank} in mid-read: {error}") from error
+    def transport(self, move: Move) -> Transport:
+        """The transport for one move; both ends of it choose the same."""
+        direct = self.memory.get(move.source)
+        if direct is not None and is_readable(move):
+            return direct
+        return ProcessGroupTransport(self.group, move.source)
 
 
-def probe_peer_memory(group: AbortableProcessGroup, rank: int, *, attach: bool) -> LocalPeer:
-    """Find out whether the two ranks of `group` read each other's memory; both call it.
+def probe_peer_memory(
+    group: AbortableProcessGroup, rank: int, *, attach: bool, slice_bytes: int = SLICE_BYTES
+) -> PeerLink:
+    """Find out whether the two ranks of `group` can read each other's memory; both call it.
 
-    `attach` says whether this rank reads, and is read; not if what moves is no host memory.
+    attach  whether this rank reads and lets itself be read; False for tensors on an accelerator
     """
-    attach = attach and can_attach()
+    attach = attach and is_supported()
     token = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.int64)
-    card = torch.tensor([attach, os.getpid(), token.data_ptr(), *token.tolist()])
-    place = 1 - group.ranks.index(rank)
-    wants, process, address, *theirs = group.all_gather(card)[place].tolist()
-    source = Source(group.ranks[place], process, address, tuple(theirs))
-    why_not = _refusal(source) if attach and wants else "one of them does not want it, or cannot"
-    if why_not is not None:
-        _log.debug("rank %d does not read rank %d's memory: %s", rank, source.rank, why_not)
-    told = group.all_gather(torch.tensor([why_not is None]))
-    return LocalPeer(group, None if why_not else source, bool(told[place]), token)
+    card = [attach, os.getpid(), token.data_ptr(), *token.tolist()]
+    index = 1 - group.ranks.index(rank)
+    cards = group.all_gather(torch.tensor(card, device=group.device))
+    wants, process, address, *theirs = cards[index].tolist()
+    peer = PeerProcess(group.ranks[index], process, address, tuple(theirs))
+    refusal = _refusal(peer) if attach and wants else "disabled or unsupported on one of the two"
+    if refusal is not None:
+        _log.debug("rank %d does not read rank %d's memory: %s", rank, peer.rank, refusal)
+    answers = group.all_gather(torch.tensor([refusal is None], device=group.device))
+    is_read = bool(answers[index])
+    memory = {}
+    if is_read:
+        memory[rank] = SharedMemoryTransport(group, rank, None, token, slice_bytes)
+    if refusal is None:
+        memory[peer.rank] = SharedMemoryTransport(group, peer.rank, peer, token, slice_bytes)
+    return PeerLink(group, memory)
 
 
-def _refusal(source: Source) -> str | None:
-    """Why it cannot be read, if it cannot."""
+def _refusal(peer: PeerProcess) -> str | None:
     try:
-        source.check()
+        peer.check()
     except OSError as error:
         return str(error)
     return None
 
 
 def is_readable(move: Move) -> bool:
-    """Whether its rows are long enough where they lie apart."""
+    """Whether the contiguous runs of a move are long enough to be read one by one."""
     param = move.param
     row_numel = 1
     for size in param.shape[(param.dim or 0) + 1 :]:
         row_numel *= size
-    return not param.dim or (move.stop - move.start) * row_numel * 4 >= LEAST_RUN_BYTES
+    run_bytes = (move.stop - move.start) * row_numel * STATE_DTYPE.itemsize
+    return not param.dim or run_bytes >= MIN_RUN_BYTES
 
 
-def table_of(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where `views` lie, for a neighbour: [views, 1 + dimensions], address and strides."""
-    table = empty_table(len(views), max(view.dim() for view in views))
-    for row, view in zip(table, views, strict=True):
-        place = Place.of(view)
-        row[: 1 + view.dim()] = torch.tensor([place.address, *place.strides])
+def address_table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Address and strides of each tensor, [tensors, 1 + dimensions], int64."""
+    table = _empty_table(tensors)
+    for row, tensor in zip(table, tensors, strict=True):
+        place = TensorAddress.of(tensor)
+        row[: 1 + tensor.dim()] = torch.tensor([place.address, *place.strides])
     return table
 
 
-def empty_table(views: int, dims: int) -> torch.Tensor:
-    """Room for the table of another rank."""
-    return torch.zeros(views, 1 + dims, dtype=torch.int64)
+def _empty_table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    dims = max(tensor.dim() for tensor in tensors)
+    return torch.zeros(len(tensors), 1 + dims, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a process does before it takes a place: everything that is slow the first time."""
+"""Warm-up of a joiner: everything that is slow the first time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _TOKENS = 16
 
 
 def warm_up(setup: Setup, factory: ProcessGroupFactory) -> None:
-    """One pass of one whole layer, and one update, on throw-away data; no other rank takes part."""
+    """Run one pass of one whole layer, and one update, on dummy data; without other ranks."""
     layer = setup.model.parameters.layers[0]
     whole = {param: (0, param.size) for param in layer}
     alone: AbortableProcessGroup = factory.group("warm-up", [factory.rank])
     module = setup.model.build("layers.0", part_ranges(layer, whole), alone)
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
-    hidden = torch.zeros(_TOKENS, setup.model.width, requires_grad=True)
-    ids = torch.zeros(_TOKENS, dtype=torch.long)
+    hidden = torch.zeros(_TOKENS, setup.model.width, device=setup.device, requires_grad=True)
+    ids = torch.zeros(_TOKENS, dtype=torch.long, device=setup.device)
     module(hidden, Packed(ids, ids, (_TOKENS,))).sum().backward()
-    tensors = {param: nn.Parameter(torch.zeros(1)) for param in layer}
+    tensors = {param: nn.Parameter(torch.zeros(1, device=setup.device)) for param in layer}
     optimizer = setup.optimizer.build(setup.model.parameters, tensors)
     for tensor in tensors.values():
         tensor.grad = torch.zeros_like(tensor)

@@ -1,4 +1,4 @@
-"""What a rank tells those who watch it: phases, steps and changes of layout."""
+"""Callbacks of a training job, and the events that they receive."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from .phases import Phase
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
-    """A change of layout, as one rank saw it.
+    """A committed change of layout, as one rank measured it.
 
-    step            the one in progress, or the next one between two steps
-    pause_ms        from whole gradients (or a loss) until the new generation holds
-    prepare_ms      the building of the new generation in the background
+    step            the step in progress, or the next one between two steps
+    pause_ms        from summed gradients (or a failure) until the commit
+    prepare_ms      build of the new generation in the background
     received_bytes  of parameters and optimizer state
-    handed_bytes    of gradients, in the pause
-    extra_bytes     held in memory for both generations at once until the new one was taken on, and
-                    buffers; at most the limit, but after a loss without a folder to spill to
-    spilled_bytes   held in files instead
-    kept            microbatches of `step` whose gradients stay; the others are computed from here
-    is_rewound      the state is that of a checkpoint, so that `step` may have been made before
+    gradient_bytes  received in the pause
+    extra_bytes     buffers, and state held in memory for both generations until the commit; at most
+                    the limit, except after a failure without a folder to spill to
+    spilled_bytes   state held in files instead
+    lost            ranks of the old layout that were lost
+    kept            microbatches of `step` whose gradients survive; the others are computed again
+    is_rewound      the state is that of a checkpoint, so `step` may have been made before
     """
 
     plan: Plan
@@ -33,7 +34,7 @@ class LayoutChange:
     pause_ms: float
     prepare_ms: float = 0.0
     received_bytes: int = 0
-    handed_bytes: int = 0
+    gradient_bytes: int = 0
     extra_bytes: int = 0
     spilled_bytes: int = 0
     lost: tuple[int, ...] = ()
@@ -43,16 +44,20 @@ class LayoutChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
-    """For progress displays and scripted faults.
+    """Functions called during training, for progress displays and for faults in tests.
 
-    Called by the training thread, but `on_transfer` by the one that fills the next generation,
-    before each parcel that this rank sends or receives. `on_layout_change` comes before the update
-    that the new generation makes, `on_idle` again and again while this rank has no work
-    (`resihp.Monitor.while_idle`).
+    The training thread calls them, except `on_transfer`, which the thread that transfers state may
+    call.
+
+    on_phase          with the new phase and the completed steps
+    on_step           after an update, with the step, its duration in ms and its plan
+    on_transfer       with a running number, for each bucket and each slice that this rank transfers
+    on_layout_change  after the commit, before the update that the new generation makes
+    on_idle           repeatedly while this rank has no work (`resihp.Monitor.while_idle`)
     """
 
     on_phase: Callable[[Phase, int], None] = field(default=lambda phase, step: None)
     on_step: Callable[[ReducedStep, float, Plan], None] = field(default=lambda step, ms, plan: None)
     on_transfer: Callable[[int], None] = field(default=lambda number: None)
-    on_layout_change: Callable[[LayoutChange], None] = field(default=lambda switch: None)
+    on_layout_change: Callable[[LayoutChange], None] = field(default=lambda change: None)
     on_idle: Callable[[], None] = field(default=lambda: None)

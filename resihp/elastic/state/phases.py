@@ -1,4 +1,4 @@
-"""What a rank is doing, and what it may do next: the runtime's state machine as one table."""
+"""Phases of a rank: the state machine of the runtime as one table of allowed transitions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a rank is doing."""
+    """Activity of a rank."""
 
     STARTING = "starting"
     ACCUMULATING = "accumulating"  # passes of the step's microbatches
-    REDUCING = "reducing"  # gradients summed; the step may still be given up
-    UPDATING = "updating"  # every rank holds whole gradients; the step will be completed
-    IDLE = "idle"  # alive, no place in the present layout
-    STREAMING = "streaming"  # state moves to the new layout; the old state is intact
-    VOTING = "voting"  # new state complete here; old or new generation, whichever the others took
-    RECOVERING = "recovering"  # a rank was lost; survivors agree on what holds
+    REDUCING = "reducing"  # sum of gradients over replicas; the step may still be abandoned
+    UPDATING = "updating"  # every rank has the summed gradients; the step will be completed
+    IDLE = "idle"  # alive, without a place in the layout
+    STREAMING = "streaming"  # transfer of state to the next generation; the old state is intact
+    VOTING = "voting"  # the new state is complete here; other ranks may have committed it
+    RECOVERING = "recovering"  # a rank was lost; the survivors agree on the state
     STOPPED = "stopped"
 
 
@@ -30,19 +30,12 @@ ALLOWED: dict[Phase, frozenset[Phase]] = {
         {Phase.ACCUMULATING, Phase.UPDATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}
     ),
     Phase.RECOVERING: frozenset(
-        {Phase.STREAMING, Phase.RECOVERING, Phase.IDLE, Phase.STOPPED}  # idle: not yet let in
+        {
+            Phase.STREAMING,
+            Phase.RECOVERING,
+            Phase.IDLE,
+            Phase.STOPPED,
+        }  # idle: not a member yet
     ),
     Phase.STOPPED: frozenset(),
 }
-
-
-class PhaseMachine:
-    """Holds the phase; a transition that the table does not allow is a bug of ours."""
-
-    def __init__(self) -> None:
-        self.phase = Phase.STARTING
-
-    def enter(self, phase: Phase) -> None:
-        """Go to `phase`."""
-        assert phase in ALLOWED[self.phase], f"{self.phase} -> {phase}"
-        self.phase = phase

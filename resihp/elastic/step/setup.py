@@ -11,6 +11,7 @@ from resihp.contracts import Op
 
 from ..models import Model
 from ..optim import Optimizer
+from ..process_groups.abortable import CPU
 from .data import DataSource
 from .pacing import Pacer
 
@@ -47,6 +48,7 @@ class Setup:
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`)
     bucket_bytes   size of a gradient all-reduce that overlaps with backward
+    device         of parameters, gradients and microbatches; today the CPU alone
     """
 
     model: Model
@@ -57,3 +59,4 @@ class Setup:
     compute_dtype: torch.dtype | None = None
     deterministic: bool = False
     bucket_bytes: int = 25 << 20
+    device: torch.device = CPU

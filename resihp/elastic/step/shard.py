@@ -16,6 +16,9 @@ from ..models import Model
 from ..optim import Optimizer
 from ..process_groups.layout_groups import LayoutGroups
 
+STATE_DTYPE = torch.float32
+"""Of parameters, moments, gradients and sums between ranks, whatever dtype operators compute in."""
+
 Allot = Callable[[Param, torch.Tensor], torch.Tensor]
 """Gives zeros of the shape of a tensor that belongs to a parameter, in memory that was touched."""
 
@@ -175,7 +178,7 @@ def check_part(
         start, stop = ranges[param]
         due = list(param.shape)
         due[param.dim or 0] = stop - start
-        if list(tensor.shape) != due or tensor.dtype != torch.float32:
+        if list(tensor.shape) != due or tensor.dtype != STATE_DTYPE:
             raise ContractError(
                 param.key, f"must be built as float32 {due}, not {tensor.dtype} {[*tensor.shape]}"
             )

@@ -19,24 +19,25 @@ from resihp.contracts import Layout, PeerLostError
 from resihp.elastic.models import Llama
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.reshard import shared_memory as attach
-from resihp.elastic.reshard.exchange import GradientParts, TensorExchange, pairs_of, state_view
+from resihp.elastic.reshard.exchange import GradientParts, TensorExchange, pairs_of, view_of
 from resihp.elastic.reshard.shared_memory import (
     IOV_MAX,
-    LocalPeer,
-    Place,
-    Source,
-    can_attach,
+    PeerLink,
+    PeerProcess,
+    SharedMemoryTransport,
+    TensorAddress,
+    address_table,
     is_readable,
+    is_supported,
     probe_peer_memory,
     read,
     slices,
-    table_of,
 )
 from resihp.layout import Move, Param, holdings, moves
 from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
 from tests.elastic.threads import on_ranks
 
-needs_attach = pytest.mark.skipif(not can_attach(), reason="not Linux")
+needs_attach = pytest.mark.skipif(not is_supported(), reason="not Linux")
 PARAMETERS = Llama(SHAPE).parameters
 BYTES = 1 << 16
 
@@ -59,14 +60,21 @@ class Holder:
     address: int
     token_address: int
 
-    def source(self, token: tuple[int, int] = (7, 8)) -> Source:
-        return Source(1, self.process.pid, self.token_address, token)
+    def source(self, token: tuple[int, int] = (7, 8)) -> PeerProcess:
+        return PeerProcess(1, self.process.pid, self.token_address, token)
 
-    def neighbour(self) -> LocalPeer:
-        return LocalPeer(mock.Mock(), self.source(), is_read=False, token=torch.zeros(2))
+    def recv(
+        self, target: torch.Tensor, slice_bytes: int, *, address: int | None = None
+    ) -> tuple[Iterator[int], mock.Mock]:
+        """A transfer from this process, and the group in which it told the address."""
+        group, told = mock.Mock(), self.address if address is None else address
 
-    def table(self) -> torch.Tensor:
-        return torch.tensor([[self.address, 4]])
+        def start_broadcast(table: torch.Tensor, source: int) -> None:
+            table.copy_(torch.tensor([[told, 4]]))
+
+        group.start_broadcast = start_broadcast
+        transport = SharedMemoryTransport(group, 1, self.source(), torch.zeros(2), slice_bytes)
+        return transport.recv([target]), group
 
     def forget(self) -> None:
         """Be as another process that has got the same id."""
@@ -117,7 +125,7 @@ def test_what_is_read_is_what_a_slice_would_be(
     views: tuple[torch.Tensor, torch.Tensor], most: int
 ) -> None:
     source, target = views
-    for there, here in slices(target, Place.of(source), most):
+    for there, here in slices(target, TensorAddress.of(source), most):
         assert len(there) <= IOV_MAX
         assert len(here) <= IOV_MAX
         due = int(here[:, 1].sum())
@@ -129,7 +137,7 @@ def test_what_is_read_is_what_a_slice_would_be(
 @needs_attach
 def test_what_lies_beside_is_left_alone_and_many_rows_take_several_calls() -> None:
     source, whole = torch.arange(4 * 3000.0).view(3000, 4), torch.zeros(3000, 8)
-    calls = list(slices(whole[:, 2:6], Place.of(source), 1 << 20))
+    calls = list(slices(whole[:, 2:6], TensorAddress.of(source), 1 << 20))
     assert len(calls) == 3
     assert all(len(there) == 1 for there, _ in calls), "what is contiguous there is one stretch"
     for there, here in calls:
@@ -142,7 +150,7 @@ def test_what_lies_beside_is_left_alone_and_many_rows_take_several_calls() -> No
 def test_a_holder_that_is_killed_in_mid_read_is_lost() -> None:
     target = torch.ones(BYTES // 4)
     with a_holder() as holder:
-        reading = holder.neighbour().read([target], holder.table(), BYTES // 4, lambda: None)
+        reading, _ = holder.recv(target, BYTES // 4)
         assert next(reading) == BYTES // 4
         holder.kill()
         with pytest.raises(PeerLostError, match="lost rank 1"):
@@ -152,9 +160,9 @@ def test_a_holder_that_is_killed_in_mid_read_is_lost() -> None:
 @needs_attach
 def test_a_holder_whose_memory_ends_is_lost() -> None:
     with a_holder() as holder:
-        table = torch.tensor([[0, 4]])
+        reading, _ = holder.recv(torch.ones(4), BYTES, address=0)
         with pytest.raises(PeerLostError, match="lost rank 1"):
-            list(holder.neighbour().read([torch.ones(4)], table, BYTES, lambda: None))
+            list(reading)
 
 
 @needs_attach
@@ -162,9 +170,9 @@ def test_what_a_process_with_the_same_id_holds_is_not_taken() -> None:
     """All bytes were read, but from whom is not certain any more."""
     target = torch.ones(BYTES // 4)
     with a_holder() as holder:
-        assert sum(holder.neighbour().read([target], holder.table(), BYTES, lambda: None)) == BYTES
+        assert sum(holder.recv(target, BYTES)[0]) == BYTES
         assert not target.any()
-        reading = holder.neighbour().read([target], holder.table(), BYTES, lambda: None)
+        reading, _ = holder.recv(target, BYTES)
         assert next(reading) == BYTES
         holder.forget()
         with pytest.raises(PeerLostError, match="another process"):
@@ -174,10 +182,9 @@ def test_what_a_process_with_the_same_id_holds_is_not_taken() -> None:
 @needs_attach
 def test_reading_ends_between_two_slices_when_the_world_is_given_up() -> None:
     with a_holder() as holder:
-        neighbour = holder.neighbour()
-        reading = neighbour.read([torch.ones(8)], holder.table(), 16, lambda: None)
+        reading, group = holder.recv(torch.ones(8), 16)
         next(reading)
-        neighbour.group.check_aborted.side_effect = PeerLostError("given up")  # type: ignore[attr-defined]
+        group.check_aborted.side_effect = PeerLostError("given up")
         with pytest.raises(PeerLostError, match="given up"):
             next(reading)
 
@@ -196,8 +203,8 @@ def test_a_foreign_process_is_not_read() -> None:
             holder.source().check()
 
 
-def meet(wanted: tuple[bool, bool]) -> dict[int, LocalPeer]:
-    def work(factory: ProcessGroupFactory) -> LocalPeer:
+def meet(wanted: tuple[bool, bool]) -> dict[int, PeerLink]:
+    def work(factory: ProcessGroupFactory) -> PeerLink:
         group = factory.group("pair", (0, 1))
         return probe_peer_memory(group, factory.rank, attach=wanted[factory.rank])
 
@@ -206,32 +213,30 @@ def meet(wanted: tuple[bool, bool]) -> dict[int, LocalPeer]:
 
 @needs_attach
 def test_neighbours_read_each_other_if_both_want_it() -> None:
-    assert all(one.source and one.is_read for one in meet((True, True)).values())
+    assert all(set(link.memory) == {0, 1} for link in meet((True, True)).values())
     for wanted in [(True, False), (False, False)]:
-        assert not any(one.source or one.is_read for one in meet(wanted).values())
+        assert not any(link.memory for link in meet(wanted).values())
 
 
 def test_without_the_call_nobody_is_a_neighbour() -> None:
     with mock.patch.object(attach, "_process_vm_readv", return_value=None):
-        assert not any(one.source or one.is_read for one in meet((True, True)).values())
+        assert not any(link.memory for link in meet((True, True)).values())
 
 
 @needs_attach
 def test_who_may_not_read_may_still_be_read(caplog: pytest.LogCaptureFixture) -> None:
     """Refused is what one of the two asks for; so the other learns that it has to send."""
-    original = Source.check
+    original = PeerProcess.check
 
-    def check(source: Source) -> None:
+    def check(source: PeerProcess) -> None:
         if source.rank == 1:
             raise PermissionError("Operation not permitted")
         original(source)
 
     caplog.set_level("DEBUG", "resihp.elastic")
-    with mock.patch.object(Source, "check", check):
+    with mock.patch.object(PeerProcess, "check", check):
         met = meet((True, True))
-    assert (met[0].source, met[1].is_read) == (None, False)
-    assert met[1].source is not None
-    assert met[0].is_read
+    assert [set(met[rank].memory) for rank in (0, 1)] == [{0}, {0}]
     assert "rank 0 does not read rank 1's memory: Operation not permitted" in caplog.text
 
 
@@ -252,7 +257,7 @@ def test_ranges_arrive_whoever_is_on_the_same_host(
             group = factory.group("pair", pair)
             pairs[pair] = probe_peer_memory(group, rank, attach=rank not in apart)
         numbers: list[int] = []
-        courier = TensorExchange(pairs, rank, buffer_bytes=4096, on_transfer=numbers.append)
+        exchange = TensorExchange(pairs, rank, buffer_bytes=4096, on_transfer=numbers.append)
         held, due = (ranges.get(rank, {}) for ranges in (before, after))
         giver, taker = (
             GradientParts(
@@ -260,7 +265,7 @@ def test_ranges_arrive_whoever_is_on_the_same_host(
             )
             for ranges, which in ((held, (1, 2)), (due, (0, 0)))
         )
-        received = courier.carry(planned, copies, state_view(giver), state_view(taker))
+        received = exchange.run(planned, copies, view_of(giver), view_of(taker))
         for move in (move for move in planned if move.target == rank):
             start = move.start - due[move.param][0]
             for copy, part in enumerate(taker.parts):
@@ -293,7 +298,7 @@ def test_short_rows_that_lie_apart_are_sent() -> None:
 def test_a_table_tells_where_views_lie() -> None:
     whole = torch.zeros(4, 6)
     flat, narrow = whole[2], whole[:, 1:3]
-    assert table_of([flat, narrow]).tolist() == [
+    assert address_table([flat, narrow]).tolist() == [
         [whole.data_ptr() + 48, 4, 0],
         [whole.data_ptr() + 4, 24, 4],
     ]

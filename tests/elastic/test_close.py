@@ -13,8 +13,8 @@ from resihp.elastic.process_groups.abortable import (
     AbortableProcessGroup,
     ProcessGroupFactory,
     WaitClock,
+    close_groups,
 )
-from resihp.elastic.process_groups.close import close_groups
 from tests.elastic.held import held
 
 PATIENCE_S = 30.0
@@ -40,7 +40,7 @@ def groups(ranks: int) -> list[AbortableProcessGroup]:
 
 def await_disposal() -> None:
     for thread in threading.enumerate():
-        if thread.name == "resihp-dispose":
+        if thread.name == "resihp-close":
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), "a group is not let go"
 

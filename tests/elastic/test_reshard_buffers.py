@@ -16,9 +16,8 @@ from resihp.elastic.reshard.buffers import (
     ReshardBudget,
     ShardAllocator,
     Spill,
-    coming,
     held_twice,
-    refusal,
+    received_bytes,
     to_spill,
 )
 from resihp.elastic.step import Setup
@@ -42,7 +41,7 @@ def test_what_is_not_spilled_fits_the_limit(
 ) -> None:
     memory = ReshardBudget(limit_bytes=limit)
     before, after = (holdings(layout, PARAMETERS).get(rank, {}) for layout in (old, new))
-    twice, sizes = held_twice(before, after, COPIES), coming(before, after)
+    twice, sizes = held_twice(before, after, COPIES), received_bytes(before, after)
     excess = memory.excess(twice)
     spilled = to_spill(sizes, excess, COPIES - 1)
     in_files = (COPIES - 1) * sum(sizes[param] for param in spilled.state)
@@ -69,10 +68,10 @@ def test_held_twice_is_the_lesser_of_what_goes_and_comes(
 
 def test_a_plan_is_refused_only_where_nothing_can_be_spilled(tmp_path: Path) -> None:
     narrow, wide = ReshardBudget(1 << 12, None), ReshardBudget(1 << 30, None)
-    assert refusal(wide, GRID, UNEVEN, PARAMETERS, COPIES) is None
-    assert refusal(ReshardBudget(1 << 12, tmp_path), GRID, UNEVEN, PARAMETERS, COPIES) is None
-    assert refusal(narrow, GRID, GRID, PARAMETERS, COPIES) is None
-    why = refusal(narrow, GRID, UNEVEN, PARAMETERS, COPIES)
+    assert wide.refusal(GRID, UNEVEN, PARAMETERS, COPIES) is None
+    assert ReshardBudget(1 << 12, tmp_path).refusal(GRID, UNEVEN, PARAMETERS, COPIES) is None
+    assert narrow.refusal(GRID, GRID, PARAMETERS, COPIES) is None
+    why = narrow.refusal(GRID, UNEVEN, PARAMETERS, COPIES)
     assert why is not None
     assert "twice" in why
 
@@ -94,16 +93,16 @@ def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None
     seen.add_(1.0)
     assert written.sum() == 780, "an update is the tensor's own"
     assert seen.sum() == 820
-    assert room.bytes == 160
+    assert room.spilled_bytes == 160
     room.gradient(LINE, torch.empty(8, 5))
-    assert room.bytes == 160
+    assert room.spilled_bytes == 160
 
 
 def test_gradients_can_be_in_a_file_too(tmp_path: Path) -> None:
     room = ShardAllocator(Spill((), {LINE}), tmp_path)
     gradient = room.gradient(LINE, torch.empty(8, 5))
     assert gradient.equal(torch.zeros(8, 5))
-    assert room.bytes == 160
+    assert room.spilled_bytes == 160
     assert not list(tmp_path.iterdir())
 
 
@@ -116,7 +115,7 @@ def test_a_disk_without_room_is_an_error_not_a_crash(tmp_path: Path) -> None:
 
 
 def test_where_staying_is_no_choice_memory_takes_the_place_of_a_full_disk(tmp_path: Path) -> None:
-    room = ShardAllocator(Spill({LINE}), tmp_path / "gone", insists=True)
+    room = ShardAllocator(Spill({LINE}), tmp_path / "gone", is_forced=True)
     seen = room.allot(LINE, torch.empty(8, 5))
     moment = room.allot(LINE, torch.empty(8, 5))
     written = room.files[LINE]

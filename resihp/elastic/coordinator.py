@@ -1,0 +1,313 @@
+"""Coordination of a change of layout: the two-phase commit of one generation after another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from resihp.contracts import PeerLostError, Plan, StateLostError
+
+from .checkpointing.protocol import StateManager
+from .microbatches.ledger import SurvivingSum, indices, spans
+from .process_groups.abortable import close_groups
+from .rendezvous.proposals import Proposal, ProposalBoard
+from .reshard.build import Generation, GenerationBuild, ReshardContext
+from .reshard.transfer import StateTransfer
+from .reshard.warmup import warm_up
+from .state.events import Callbacks, LayoutChange
+from .state.phases import Phase
+from .state.runtime_state import RuntimeState
+from .step import Engine, ReducedStep
+
+
+class ReshardCoordinator:
+    """Takes this rank from one generation of the layout to the next.
+
+    1. `poll_proposal`: every rank builds the proposed generation in the background.
+    2. The all-reduce that ends a step counts the ranks that are ready (`ready_generation`,
+       `all_ready`). When all are, all know it in the same step and `start_reshard`.
+    3. During the next step the state is copied (`is_transferring`).
+    4. `reshard`: when its gradients are summed they move to the new holders, all ranks vote, and
+       each commits. From the vote on the generation is in doubt: if a rank is lost, the survivors
+       agree on the committed one (`Recovery`).
+
+    New quotas alone need neither transfer nor vote: they are committed after step 2.
+    """
+
+    def __init__(
+        self,
+        context: ReshardContext,
+        state: RuntimeState,
+        callbacks: Callbacks,
+        checkpoints: StateManager,
+    ) -> None:
+        self._context, self._state, self._callbacks = context, state, callbacks
+        self._checkpoints = checkpoints
+        self._proposals = ProposalBoard(context.rendezvous)
+        self._transfer: StateTransfer | None = None
+
+    # Before the change.
+
+    def warm_up(self) -> None:
+        """Do what is slow the first time, before this rank takes a place in the layout."""
+        with self._context.group_factory(threading.Event()) as factory:
+            warm_up(self._context.setup, factory)
+
+    def start_job(self) -> None:
+        """Build and commit the first generation, with the initial values of the model."""
+        rendezvous, plan = self._context.rendezvous, self._state.plan
+        build = GenerationBuild(self._context, 0, Proposal(plan, rendezvous.alive), before=None)
+        # Processes start at their own pace, so silence is no failure yet; connecting times out.
+        self.commit(build.wait(lambda ranks, _: rendezvous.broken(ranks, 0.0)))
+
+    def poll_proposal(self) -> None:
+        """Start to build the next generation if it has been proposed.
+
+        Raises `PeerLostError` if it could not be built.
+        """
+        state = self._state
+        if state.preparing is None:
+            proposal = self._proposals.read(state.generation + 1)
+            if proposal is not None:
+                self._prepare(state.generation + 1, proposal)
+        elif state.preparing.error is not None:
+            # A rank is missing. The others agree on it like after any other failure.
+            error = state.preparing.error
+            raise PeerLostError(f"the next generation could not be built: {error}")
+
+    def repair(
+        self, number: int, proposal: Proposal, lost: tuple[int, ...], kept: Sequence[SurvivingSum]
+    ) -> None:
+        """After a failure, start to build a generation without the `lost` ranks.
+
+        kept  gradient sums of the step that survive
+        """
+        self._prepare(number, proposal, lost, kept)
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Reason for which `plan` exceeds the memory budget, or None."""
+        setup, current = self._context.setup, self._state.plan.layout
+        copies = setup.optimizer.copies + 1
+        return self._context.budget.refusal(current, plan.layout, setup.model.parameters, copies)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether the next generation is to be committed before the update of this step."""
+        return self._transfer is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the next generation is built and has no members: the job ends."""
+        prepared = self._state.prepared
+        return prepared is not None and not prepared.staying
+
+    @property
+    def can_update_in_doubt(self) -> bool:
+        """Whether this rank holds the summed gradients of the step in the generation in doubt."""
+        in_doubt, engine = self._state.in_doubt, self._state.engine
+        if in_doubt is None or not in_doubt.keeps_layout:
+            return in_doubt is not None and in_doubt.total is not None
+        return engine is not None and engine.total is not None
+
+    def ready_generation(self, next_step: int) -> int:
+        """The generation that this rank could receive during `next_step`; 0 if there is none."""
+        if self.is_transferring or self._context.rendezvous.stores.is_cut_off:
+            return 0
+        self.poll_proposal()
+        prepared = self._state.prepared
+        if prepared is None:
+            return 0
+        if next_step + (not prepared.keeps_layout) < prepared.plan.from_step:
+            return 0
+        if prepared.keeps_layout:
+            # Others may commit it at the end of this step without this rank's knowledge.
+            self._state.vote(prepared)
+        return prepared.number
+
+    def all_ready(self, reduced: ReducedStep) -> bool:
+        """Whether all ranks of the layout are ready for the next generation."""
+        ranks = len(self._state.plan.layout.ranks)
+        agreed = reduced.ready == (ranks, ranks * (self._state.generation + 1))
+        if not agreed:
+            self._state.vote(None)
+        return agreed
+
+    def start_reshard(self) -> None:
+        """After an update at which `all_ready`: commit new quotas, or start to transfer state."""
+        prepared = self._state.prepared
+        assert prepared is not None
+        if self._context.rank == min(self._state.plan.layout.ranks):
+            self._proposals.start_reshard(prepared.number)
+        if prepared.keeps_layout:
+            self._commit_quotas(prepared)
+        else:
+            self._transfer = self._new_transfer(prepared)
+            self._transfer.start()
+
+    def poll_idle(self) -> bool:
+        """On an idle rank: follow the others; returns whether it is to `reshard` now."""
+        self.poll_proposal()
+        prepared = self._state.prepared
+        if prepared is None or not self._proposals.reshard_started(prepared.number):
+            return False
+        if prepared.keeps_layout:
+            self._commit_quotas(prepared)
+        return not prepared.keeps_layout
+
+    def catch_up(self, generation: int) -> None:
+        """On an idle rank: read the plans up to `generation` that it missed before a failure."""
+        state = self._state
+        while state.engine is None and state.generation < generation:
+            proposal = self._proposals.read(state.generation + 1, recoveries_ago=1)
+            assert proposal is not None, "every committed plan was published"
+            state.follow(state.generation + 1, proposal.plan)
+
+    # The change.
+
+    def reshard(
+        self,
+        lost: tuple[int, ...] = (),
+        kept: Sequence[SurvivingSum] | None = None,
+        norm: float | None = None,
+    ) -> float | None:
+        """Transfer the state to the next generation and commit it: on all ranks, or on none.
+
+        lost  after a failure: ranks that can send nothing
+        kept  after a failure: surviving gradient sums of the step. None: the gradients of the step
+              are summed and move as well
+        norm  their norm, on ranks that know it
+
+        Collective over the ranks alive. Returns the norm on every rank if the update of the step is
+        to be made in the new generation. Raises `PeerLostError` if a rank is lost (the survivors
+        then agree on the committed generation), and `StateLostError` on all ranks if state is
+        missing and no checkpoint is usable.
+        """
+        state, rendezvous, build = self._state, self._context.rendezvous, self._state.preparing
+        assert build is not None
+        generation = build.wait(rendezvous.broken)
+        start = state.paused_at or time.perf_counter()
+        was_training = state.engine is not None
+        state.enter(Phase.STREAMING)
+        transfer = self._transfer or self._new_transfer(generation)
+        if missing := build.proposal.missing_state:
+            try:
+                transfer.restore(self._checkpoints)
+            except StateLostError as error:
+                raise StateLostError(f"{missing}; {error}") from error
+        else:
+            transfer.finish(kept)
+            state.resume(transfer.completed)
+        state.enter(Phase.VOTING)
+        state.vote(generation)
+        rendezvous.alive = build.proposal.members  # whichever generation is committed
+        assert generation.transit is not None
+        vote = [-1.0, -1.0] if norm is None else [1.0, norm]
+        votes = torch.tensor(vote, dtype=torch.float64, device=generation.transit.device)
+        has_update, norm = generation.transit.all_reduce_max(votes).tolist()
+        received_bytes, gradient_bytes = transfer.received_bytes, transfer.gradient_bytes
+        extra_bytes = transfer.buffer_bytes + transfer.held_twice_bytes
+        pending = generation.pending
+        spilled_bytes = pending.allocator.spilled_bytes if pending is not None else 0
+        del transfer, pending  # they hold the state of the old generation
+        self.commit(generation)
+        pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
+        change = LayoutChange(
+            plan=generation.plan,
+            step=state.completed + (has_update > 0),
+            pause_ms=pause_ms,
+            prepare_ms=build.took_s * 1e3,
+            received_bytes=received_bytes,
+            gradient_bytes=gradient_bytes,
+            extra_bytes=extra_bytes,
+            spilled_bytes=spilled_bytes,
+            lost=lost,
+            kept=spans(index for one in kept or () for index in indices(one.finished)),
+            is_rewound=generation.rewound is not None,
+        )
+        self._callbacks.on_layout_change(change)
+        return norm if has_update > 0 else None
+
+    def commit(self, generation: Generation) -> None:
+        """Continue in `generation`; the state of the old one is released only now."""
+        state, rendezvous, previous = self._state, self._context.rendezvous, self._state.engine
+        if generation.keeps_layout:
+            generation.total = previous.total if previous is not None else None
+        else:
+            unused = generation.temporary_groups
+            if previous is not None:
+                unused += previous.groups.all
+                previous.release()
+            close_groups(unused)
+        state.commit(generation, self._engine(generation))
+        alive = rendezvous.alive
+        rendezvous.alive = tuple(rank for rank in generation.staying if rank in alive)
+        self._transfer = None
+
+    def update(self, step: int, norm: float) -> None:
+        """Make the update of `step`, once the checkpoint in flight allows the state to change."""
+        self._checkpoints.fence()
+        self._state.update(step, norm)
+
+    def abort(self) -> None:
+        """Stay in the committed generation; stop and close everything of the next one."""
+        if self._transfer is not None:
+            self._transfer.stop()
+        self._transfer = None
+        self._state.abort()
+
+    # Parts of the above.
+
+    def _prepare(
+        self,
+        number: int,
+        proposal: Proposal,
+        lost: tuple[int, ...] | None = None,
+        kept: Sequence[SurvivingSum] = (),
+    ) -> None:
+        state = self._state
+        build = GenerationBuild(
+            self._context,
+            number,
+            proposal,
+            before=state.plan,
+            engine=state.engine,
+            lost=lost,
+            kept=kept,
+        )
+        state.prepare(build)
+
+    def _new_transfer(self, generation: Generation) -> StateTransfer:
+        state = self._state
+        return StateTransfer(
+            self._context,
+            generation,
+            state.engine,
+            state.plan,
+            state.completed,
+            on_transfer=self._callbacks.on_transfer,
+        )
+
+    def _engine(self, generation: Generation) -> Engine | None:
+        if generation.groups is None or generation.shard is None:
+            return None
+        engine = Engine(
+            self._context.setup,
+            generation.groups,
+            generation.shard,
+            generation.plan,
+            self._context.waited,
+            generation.rest,
+        )
+        engine.total = generation.total
+        return engine
+
+    def _commit_quotas(self, generation: Generation) -> None:
+        start = time.perf_counter()
+        was_training = self._state.engine is not None
+        self.commit(generation)
+        pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
+        change = LayoutChange(plan=generation.plan, step=self._state.completed, pause_ms=pause_ms)
+        self._callbacks.on_layout_change(change)
