@@ -136,12 +136,17 @@ class AbortableProcessGroup:
     def __init__(
         self, factory: ProcessGroupFactory, ranks: tuple[int, ...], backend: dist.ProcessGroup
     ) -> None:
-        self.ranks, self.device = ranks, factory.device
+        self.ranks = ranks
         self._factory, self._backend = factory, backend
         self._started: list[dist.Work] = []
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self._factory.device
 
     def warm_up(self) -> None:
         """Connect now, in a background thread, instead of at the first collective."""
