@@ -1,4 +1,4 @@
-"""The peer of the ingest benchmark: one pydantic model per record, as most telemetry APIs do."""
+"""Peer of the ingest benchmark: one pydantic model per record, as in most telemetry APIs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Message(BaseModel):
 
 
 def serve_peer(connection: Connection) -> None:
-    """Serve until terminated; tells the port through the pipe."""
+    """Serve until terminated; sends the port through the pipe."""
     app = FastAPI()
 
     @app.post("/telemetry")

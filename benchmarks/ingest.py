@@ -1,14 +1,14 @@
-"""How many microbatch records one sidecar accepts a second, and how far behind its worker is.
+"""Ingest rate of one sidecar in microbatch records per second, and the lag of its worker.
 
     python -m benchmarks.ingest [--seconds 5] [--ranks 64] [--json PATH]
 
-One `resihp serve` process with its own embedded Redis takes whole steps, one message each (10,240
-records with 64 ranks), over HTTP from one sender: as msgpack and as JSON. Two rates are given,
-because they answer different questions: what the API accepts into Redis (the worker off), and
-what goes through the whole pipeline (accepted, detector updated, state saved; the clock stops
-when the backlog is empty). The lag is measured at a steady one step every 250 ms, from the answer
-to a message until the detector has taken it and the API shows it. The peer is a FastAPI app in
-the usual style, with a model per record, which validates the same JSON and stores nothing.
+One `resihp serve` process with its own embedded Redis receives whole steps over HTTP from one
+sender, one message per step (10,240 records with 64 ranks), as msgpack and as JSON. Two rates are
+measured: records accepted into Redis (without a worker), and records through the whole pipeline
+(accepted, applied by the detector, state saved; the clock stops when the backlog is empty). The lag
+is measured at one step every 250 ms, from the answer to a message until the API shows its step. The
+peer is a FastAPI app in the usual style, with one model per record, which validates the same JSON
+and stores nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import urllib3
 from resihp.client import Client
 from resihp.contracts import Job, Layout, TelemetryBatch
 from resihp.contracts.codec import WireFormat, encode
-from service.launch import Sidecar
+from resihp.formatting import duration
+from service import Sidecar
 
 from ._ingest_peer import serve_peer
 from ._report import machine, print_table, write_json
@@ -44,7 +45,7 @@ def _job(ranks: int) -> Job:
 
 
 def _steps(ranks: int) -> Iterator[TelemetryBatch]:
-    """Healthy steps: every rank's forward and backward of 40 microbatches, and the optimizer."""
+    """Healthy steps: forward and backward passes of 40 microbatches in two chunks on each rank."""
     rng = np.random.default_rng(0)
     rows = 4 * _MICROBATCHES
     for step in range(_STEPS):
@@ -65,7 +66,7 @@ def _steps(ranks: int) -> Iterator[TelemetryBatch]:
 def _flood(
     client: Client, messages: list[bytes], form: WireFormat, seconds: float
 ) -> tuple[int, float]:
-    """Messages accepted one after the other, and how long that took."""
+    """Number of messages accepted in sequence, and the seconds taken."""
     begun, sent = time.monotonic(), 0
     for message in messages:
         client.send_telemetry("bench", message, form)
@@ -98,7 +99,7 @@ def _wait_for_step(url: str, step: int, timeout_s: float = 60.0) -> None:
 def _rates(
     job: Job, messages: list[bytes], form: WireFormat, seconds: float, *, worker: bool
 ) -> tuple[float, float]:
-    """Messages a second: accepted, and (with a worker) through the whole pipeline."""
+    """Messages per second: accepted, and (with a worker) through the whole pipeline."""
     options = () if worker else ("--no-worker",)
     with tempfile.TemporaryDirectory() as folder, Sidecar(Path(folder), options=options) as sidecar:
         client = Client(sidecar.url, timeout=30)
@@ -118,7 +119,7 @@ def _lags(job: Job, messages: list[bytes], count: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, Sidecar(Path(folder)) as sidecar:
         client = Client(sidecar.url, timeout=30)
         client.register(job)
-        time.sleep(1.5)  # until the worker has taken the job
+        time.sleep(1.5)  # until the worker has acquired the job
         for step, message in enumerate(messages[:count]):
             begun = time.monotonic()
             client.send_telemetry("bench", message, WireFormat.MSGPACK)
@@ -131,7 +132,7 @@ def _lags(job: Job, messages: list[bytes], count: int) -> list[float]:
 
 
 def _peer_rate(batch: TelemetryBatch, seconds: float) -> float:
-    """Messages a second of the peer, which takes a list of records."""
+    """Messages per second of the peer, which accepts a list of records."""
     columns = json.loads(encode(batch, WireFormat.JSON))["columns"]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     body = json.dumps({"records": rows}).encode()
@@ -155,7 +156,7 @@ def _peer_rate(batch: TelemetryBatch, seconds: float) -> float:
 
 
 def measure(ranks: int, seconds: float) -> dict[str, Any]:
-    """All figures, in records a second and in seconds."""
+    """All figures, in records per second and in seconds."""
     job, batches = _job(ranks), list(_steps(ranks))
     size = len(batches[0])
     figures: dict[str, Any] = {"records_per_message": size, "seconds": seconds}
@@ -166,7 +167,7 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
         figures[form.name.lower()] = {
             "bytes_per_message": len(messages[0]),
             "accepted_per_s": accepted * size,
-            "accepted_beside_worker_per_s": together * size,
+            "accepted_with_worker_per_s": together * size,
             "applied_per_s": applied * size,
         }
     messages = [encode(batch) for batch in batches[:40]]
@@ -178,7 +179,7 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--ranks", type=int, default=64)
@@ -186,19 +187,19 @@ def main() -> None:
     given = parser.parse_args()
     figures = measure(given.ranks, given.seconds)
     peer = figures["peer_accepted_per_s"]
-    rows = [["model per record, stores nothing (peer)", f"{peer:,.0f}", "1.0x", "-", "-"]]
+    rows = [["one model per record, stores nothing (peer)", f"{peer:,.0f}", "1.0x", "-", "-"]]
     for form in ("json", "msgpack"):
         of = figures[form]
         rows.append([
             f"resihp {form}", f"{of['accepted_per_s']:,.0f}",
             f"{of['accepted_per_s'] / peer:.1f}x",
-            f"{of['accepted_beside_worker_per_s']:,.0f}", f"{of['applied_per_s']:,.0f}",
+            f"{of['accepted_with_worker_per_s']:,.0f}", f"{of['applied_per_s']:,.0f}",
         ])  # fmt: skip
-    columns = ["records/s", "accepted", "ratio", "beside the worker", "applied and saved"]
+    columns = ["records/s", "accepted", "ratio", "accepted with worker", "applied and saved"]
     print(machine())
-    print_table(f"{figures['records_per_message']:,} records a message", columns, rows)
+    print_table(f"{figures['records_per_message']:,} records per message", columns, rows)
     median_ms, worst_ms = 1e3 * figures["lag_median_s"], 1e3 * figures["lag_max_s"]
-    print(f"\nlag until shown at 4 messages/s: median {median_ms:.0f} ms, worst {worst_ms:.0f} ms")
+    print(f"\nlag at 4 messages/s: median {duration(median_ms)}, longest {duration(worst_ms)}")
     if given.json is not None:
         write_json(given.json, figures)
 

@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .app import create_app
+    from .errors import StartError
     from .launch import Sidecar
     from .settings import Settings
 
-__all__ = ["Settings", "Sidecar", "create_app"]
+__all__ = ["Settings", "Sidecar", "StartError", "create_app"]
 
-_MODULES = {"Settings": ".settings", "Sidecar": ".launch", "create_app": ".app"}
+_MODULES = {
+    "Settings": ".settings",
+    "Sidecar": ".launch",
+    "StartError": ".errors",
+    "create_app": ".app",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -169,9 +169,7 @@ class Client:
 
     def _send(self, method: str, path: str, document: Any) -> None:
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        self._http.request(
-            method, path, body=body, headers={"Content-Type": "application/json"}
-        )
+        self._http.request(method, path, body=body, headers={"Content-Type": "application/json"})
 
 
 def _path(job: str, *parts: str) -> str:

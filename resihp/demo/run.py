@@ -16,7 +16,7 @@ from typing import Any
 from resihp.client import Client
 from resihp.contracts import Plan, ServiceError, Status, Verdict, from_json
 from resihp.testing.local_ranks import LocalRanks
-from service.launch import Sidecar
+from service import Sidecar
 
 from .checks import check
 from .descriptions import paced

@@ -16,7 +16,7 @@ from resihp.checkpoint import LocalDisk
 from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.rendezvous.environment import Environment
-from service.launch import Sidecar
+from service import Sidecar
 from tests.elastic.train_script import job_of
 
 STEPS = 8

@@ -20,7 +20,7 @@ from resihp.contracts import Job, Plan
 from resihp.elastic.planning.sources import ServicePlans
 from resihp.elastic.rendezvous.store import Timeouts
 from resihp.testing.local_ranks import LocalRanks
-from service.launch import Sidecar
+from service import Sidecar
 from tests.elastic.job import ALONE, GRID, MICROBATCHES, SHAPE, Case, run, run_rank
 from tests.elastic.records import events, switches
 

@@ -22,9 +22,7 @@ from fakes import fake_adapters
 
 from resihp.contracts import Job, Layout, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
-from service.app import create_app
-from service.launch import Sidecar
-from service.settings import Settings
+from service import Settings, Sidecar, create_app
 from service.worker.adapters import AdapterFactory
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)

@@ -29,7 +29,7 @@ from resihp.contracts import (
     Verdict,
 )
 from scheduler import ReplanDecision, SwitchCandidate
-from service.settings import Settings
+from service import Settings
 from service.worker.adapters import Adapters
 
 HEARTBEAT_TIMEOUT_S = 2.0

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fakes import FakeDetector, fake_adapters
 
+from service import Settings
 from service.logs import configure_logs
 from service.server import serve
-from service.settings import Settings
 from service.worker.main import work
 
 

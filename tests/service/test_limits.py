@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import batch_of, eventually, job_of, running
@@ -12,7 +14,7 @@ from test_api import JSON, problem_of
 
 from detector import Detector, DetectorSettings
 from resihp.contracts import to_json
-from service.settings import Settings
+from service import Settings
 from service.worker.adapters import load_adapters
 
 
@@ -135,3 +137,24 @@ def test_thresholds_of_the_detector_are_settings(monkeypatch):
     assert isinstance(detector, Detector)
     assert (detector.settings.min_slowdown, detector.settings.false_alarm_steps) == (1.2, 9000)
     assert detector.settings.confirm_steps == DetectorSettings().confirm_steps
+
+
+def test_each_setting_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    documented = {name.removeprefix("RESIHP_").lower() for name in re.findall(r"`([A-Z_]+)`", page)}
+    assert set(Settings.model_fields) - {"redis_url"} <= documented
+    assert "redis_url" in documented
+
+
+def test_documented_thresholds_are_the_detectors_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    defaults = DetectorSettings()
+    for name, value in {
+        "MIN_SLOWDOWN": defaults.min_slowdown,
+        "FALSE_ALARM_STEPS": defaults.false_alarm_steps,
+        "CONFIRM_STEPS": defaults.confirm_steps,
+        "RECOVER_STEPS": defaults.recover_steps,
+        "PROBES_PER_MINUTE": defaults.probes_per_minute,
+        "PROBATION_PROBE_S": defaults.probation_probe_s,
+    }.items():
+        assert f"| `RESIHP_{name}` | {value:,g} |" in page, name

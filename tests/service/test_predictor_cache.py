@@ -11,7 +11,7 @@ from conftest import eventually, job_of, running
 from detector import Detector
 from resihp.contracts import ModelShape
 from resihp.testing.scenarios import steps_of
-from service.settings import Settings
+from service import Settings
 from service.store.embedded_redis import socket_path
 from service.store.worker_store import WorkerStore
 from service.worker.adapters import load_adapters

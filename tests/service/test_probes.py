@@ -17,7 +17,7 @@ from detector import ProbeKind, ProbeRequest, ProbeResult
 from resihp.client import Client
 from resihp.contracts import Op, Verdict, from_json, to_json
 from resihp.hooks import Monitor
-from service.settings import Settings
+from service import Settings
 from service.worker.adapters import Adapters
 from service.worker.probes import OpenProbes
 

@@ -9,7 +9,7 @@ from detector import Detector
 from resihp.client import Client
 from resihp.contracts import LayerCost, Status, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
-from service.settings import Settings
+from service import Settings
 from service.worker.adapters import load_adapters
 
 

@@ -16,9 +16,7 @@ import urllib3
 from conftest import FAKES, Http, batch_of, eventually, job_of
 from fakes import fake_adapters
 
-from service.errors import StartError
-from service.launch import Sidecar
-from service.settings import Settings
+from service import Settings, Sidecar, StartError
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.worker.adapters import Adapters
 from service.worker.main import work

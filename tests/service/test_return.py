@@ -16,7 +16,7 @@ from detector import Detector, ProbeRequest
 from resihp.client import Client
 from resihp.contracts import Job, LayerCost, Op, Plan, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, encode
-from service.settings import Settings
+from service import Settings
 from service.worker.adapters import Adapters, load_adapters
 
 BAD = 3
