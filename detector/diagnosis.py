@@ -145,7 +145,7 @@ _CAUSES = {
 }
 _ADVICE = {
     Cause.STAGE_IMBALANCE: "give the heavy stage fewer layers",
-    Cause.SEQUENCE_IMBALANCE: "pack microbatches by tokens and squared lengths correlated",
+    Cause.SEQUENCE_IMBALANCE: "pack microbatches by tokens and squared lengths together",
     Cause.COMMUNICATION: "check the links, or overlap more of it with computation",
     Cause.HOST: "load data ahead, and collect garbage on all ranks in the same step",
 }

@@ -1,10 +1,20 @@
-"""What the live display, the summary and the report say: the same facts in the same words."""
+"""Verdicts, plans and layouts as text, for the live display, the summary and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from resihp.contracts import Layout, Plan, Stage, Status, Verdict
+from resihp.formatting import (
+    byte_size,
+    duration,
+    grid,
+    inclusive_ranges,
+    noun_for,
+    plural,
+    rank_list,
+    ratio,
+)
 
 from .phases import PHASES, pace_changes
 from .record import DemoRecord, LayoutChangeRecord
@@ -25,67 +35,23 @@ PHASE_WORDS: Mapping[str, str] = dict(
 )
 
 
-def duration(ms: float | None) -> str:
-    """Milliseconds with three figures: `4.17 ms`, `417 ms`, `4.17 s`; a dash for None."""
-    if ms is None:
-        return "–"
-    if ms < 1000:
-        return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
-    return f"{ms / 1000:.1f} s" if ms >= 100_000 else f"{ms / 1000:.3g} s"
-
-
-def size(count: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"
-
-
-def percent(share: float) -> str:
-    """A probability; one that is not certain is not shown as 100%."""
-    return (
-        f"{share * 100:.0f}%"
-        if share in (0.0, 1.0) or 0.01 <= share <= 0.99
-        else (">99%" if share > 0.5 else "<1%")
-    )
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 step`, `3 steps`, `2 microbatches`."""
-    if count == 1:
-        return f"{count} {noun}"
-    return f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """`rank 5`, `ranks 2 and 3`, `ranks 1, 2 and 3`; `no rank` for none."""
-    names = [str(number) for number in sorted(numbers)]
-    if len(names) < 2:
-        return f"rank {names[0]}" if names else "no rank"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
-
-
 def layer_range(stage: Stage) -> str:
-    """Layers as people count them: both ends belong to it; of each model chunk."""
-    held = [(start, stop) for start, stop in stage.chunks if stop > start]
-    told = [f"{start}–{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in held]
-    if not told:
+    """The layers of a stage, both ends included, of each model chunk."""
+    if not stage.layer_count:
         return "no layers"
-    return f"layer{'' if stage.layer_count == 1 else 's'} {', '.join(told)}"
+    return f"{noun_for(stage.layer_count, 'layer')} {inclusive_ranges(stage.chunks)}"
 
 
-def grid(layout: Layout) -> str:
-    """`DP2 × PP2 × TP2`, the largest of each where replicas differ."""
-    return f"DP{layout.dp} × PP{layout.pp} × TP{layout.tp}"
+def grid_of(layout: Layout) -> str:
+    """The degrees of parallelism, the largest of each if replicas differ."""
+    return grid(layout.dp, layout.pp, layout.tp)
 
 
 def verdict_line(verdict: Verdict) -> str:
     """One verdict as a sentence without its full stop."""
     line = f"rank {verdict.rank} is {STATUS_WORDS[verdict.status]}"
     if verdict.status in (Status.SUSPECT, Status.FAIL_SLOW, Status.INCONCLUSIVE):
-        line += f", {verdict.slowdown:.2f}× its normal time"
+        line += f", {ratio(verdict.slowdown)} its normal time"
     if verdict.since_step is not None:
         line += f", since step {verdict.since_step}"
     return line
@@ -93,10 +59,10 @@ def verdict_line(verdict: Verdict) -> str:
 
 def switch_line(switch: LayoutChangeRecord) -> str:
     """One change of plan as a sentence without its full stop."""
-    why = f" without {ranks(switch.lost)}" if switch.lost else ""
+    why = f" without {rank_list(switch.lost)}" if switch.lost else ""
     return (
-        f"plan {switch.plan.version} taken on live{why} before step {switch.step}: "
-        f"{duration(switch.pause_ms)} pause, {size(switch.received_bytes)} moved"
+        f"plan {switch.plan.version} applied live{why} before step {switch.step}: "
+        f"{duration(switch.pause_ms)} pause, {byte_size(switch.received_bytes)} moved"
     )
 
 
@@ -123,18 +89,20 @@ def pace_lines(record: DemoRecord) -> list[str]:
     if record.flops_per_ms is None:
         return []
     lines = [paced(record.flops_per_ms, record.wanted_flops_per_ms or 0.0)]
-    lines += [pace_change(at, record.flops_per_ms * pace) for at, pace in pace_changes(record)]
+    before = 1.0
+    for step, pace in pace_changes(record):
+        lines.append(pace_change(step, record.flops_per_ms * pace, lowered=pace < before))
+        before = pace
     if len(lines) > 1:
         lines.append("step times are given at the pace of the first step")
     return lines
 
 
-def pace_change(step: int, flops_per_ms: float) -> str:
+def pace_change(step: int, flops_per_ms: float, *, lowered: bool) -> str:
     """A change of the pace as a sentence without its full stop."""
-    return (
-        f"this machine became busy: all devices alike paced to {flops_per_ms / 1e6:.2g} GFLOP/s "
-        f"from step {step} on"
-    )
+    why = "this machine became busy" if lowered else "this machine is less busy"
+    pace = f"{flops_per_ms / 1e6:.2g} GFLOP/s"
+    return f"{why}: all devices alike paced to {pace} from step {step} on"
 
 
 def layout_lines(layout: Layout, quotas: tuple[int, ...]) -> list[str]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from resihp.contracts import Layout, Status, Verdict, even_quotas
+from resihp.formatting import duration, percent, plural, rank_list
 
-from .descriptions import duration, percent, plural, ranks
 from .phases import first_loss, first_resize, loss_difference, scripted, step_times
 from .record import DemoRecord, LayoutChangeRecord, VerdictRecord
 
@@ -62,7 +62,7 @@ def detections(record: DemoRecord) -> tuple[Detection, ...]:
 
 
 def plan_periods(record: DemoRecord) -> tuple[PlanPeriod, ...]:
-    """The start layout and every plan taken on, in order, each until the next."""
+    """The start layout and every plan applied, in order, each until the next."""
     end = 1 + max((seen.step for seen in record.steps), default=-1)
     starts = [0, *(switch.step for switch in record.switches)]
     stops = [*starts[1:], max(end, starts[-1])]
@@ -158,7 +158,7 @@ def _found_words(record: DemoRecord) -> str:
             else ", a false alarm"
         )
         sentences.append(
-            f"Rank {verdict.rank} was found to take {verdict.slowdown:.2f}× its normal time{when}."
+            f"Rank {verdict.rank} was found to take {verdict.slowdown:.2f}x its normal time{when}."
         )
     if not sentences and scripted(record, "slow_rank") is not None:
         return "The slow rank was not found."
@@ -169,7 +169,7 @@ def _resize_words(record: DemoRecord) -> str:
     resize, times = first_resize(record), step_times(record)
     if resize is None:
         return ""
-    sentence = f"The job took on a new layout live, with a pause of {duration(resize.pause_ms)}"
+    sentence = f"The job changed its layout live, with a pause of {duration(resize.pause_ms)}"
     if times["slow"] is not None and times["resized"] is not None:
         sentence += (
             f", and its step time went from {duration(times['slow'])} to"
@@ -183,7 +183,7 @@ def _loss_words(record: DemoRecord) -> str:
     sentence = ""
     if loss is not None:
         left = len(loss.plan.layout.ranks)
-        lost = ranks(loss.lost)
+        lost = rank_list(loss.lost)
         sentence = f"{lost[0].upper()}{lost[1:]} died, and {plural(left, 'rank')} trained on."
     if difference is not None:
         sentence += (

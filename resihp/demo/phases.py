@@ -26,12 +26,12 @@ class LossDifference:
 
 
 def first_resize(record: DemoRecord) -> LayoutChangeRecord | None:
-    """The first plan taken on while every rank was alive."""
+    """The first plan applied while every rank was alive."""
     return next((switch for switch in record.switches if not switch.lost), None)
 
 
 def first_loss(record: DemoRecord) -> LayoutChangeRecord | None:
-    """The first plan taken on because ranks had died."""
+    """The first plan applied because ranks had died."""
     return next((switch for switch in record.switches if switch.lost), None)
 
 
@@ -39,7 +39,7 @@ def phase_spans(record: DemoRecord) -> dict[str, tuple[int, int]]:
     """Half-open range of steps of each phase that the run had.
 
     The first `WARM_UP_STEPS` steps, the step in which a fault sets in and the step before which a
-    plan is taken on belong to no phase: they are partly of both.
+    plan is applied belong to no phase: they are partly of both.
     """
     end = 1 + max((seen.step for seen in record.steps), default=-1)
     slow_at, dead_at = scripted(record, "slow_at"), scripted(record, "dead_at")

@@ -1,4 +1,4 @@
-"""What happened in one demo run: the data behind the terminal summary, the report and `--json`."""
+"""The record of a demo run: the data of the terminal summary, the report and `--json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChangeRecord:
-    """A plan that was taken on before step `step`; `lost` ranks had died."""
+    """A plan applied before step `step`, without the `lost` ranks."""
 
     step: int
     pause_ms: float
@@ -47,7 +47,7 @@ class VerdictRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowdownRecord:
-    """The slowdown that the detector saw in a device at a step."""
+    """The slowdown of a device by the detector at a step."""
 
     step: int
     rank: int
@@ -57,7 +57,7 @@ class SlowdownRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that the demo promises."""
+    """The outcome of one promise of the demo."""
 
     name: str
     passed: bool
@@ -96,5 +96,5 @@ class DemoRecord:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was promised happened."""
+        """Whether all checks passed."""
         return all(check.passed for check in self.checks)

@@ -12,14 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from resihp.contracts import Status
+from resihp.formatting import duration, plural
 
 from .descriptions import (
     PHASE_WORDS,
-    duration,
     layout_lines,
     pace_lines,
     plan_line,
-    plural,
     switch_line,
     verdict_line,
 )
@@ -124,7 +123,7 @@ def _times(record: DemoRecord) -> RenderableType:
     table.add_column(justify="right", style="dim")
     for name in PHASES:
         ms = times[name]
-        ratio = f"{ms / healthy:.2f}× healthy" if ms is not None and healthy else ""
+        ratio = f"{ms / healthy:.2f}x healthy" if ms is not None and healthy else ""
         table.add_row(PHASE_WORDS[name], duration(ms), ratio if name != "healthy" else "")
     notes = [recovered_sentence(record), *pace_lines(record)]
     return Group(table, *(Text(note, "dim") for note in notes if note))

@@ -63,8 +63,8 @@ def test_without_a_terminal_each_event_is_one_plain_line() -> None:
     assert all(line.startswith("[") for line in lines), "a long line was folded"
     whole = "\n".join(lines)
     assert "step 22: rank 5 now runs at 1/1.5 of its speed" in whole
-    assert "step 27: rank 5 is slow, 1.49× its normal time, since step 22" in whole
-    assert "step 29: plan 1 taken on live before step 29: 41.7 ms pause" in whole
+    assert "step 27: rank 5 is slow, 1.49x its normal time, since step 22" in whole
+    assert "step 29: plan 1 applied live before step 29: 41.7 ms pause" in whole
     assert "rank 2 is gone" in whole
     assert len(re.findall(r"step \d+/72: ", whole)) == STEPS // 10 + 2
 
@@ -75,7 +75,7 @@ def test_the_screen_shows_the_present_layout_and_who_is_slow() -> None:
         play(display, demo_record())
     last = text(target)[-6000:]
     assert "Plan 2" in last
-    assert "layers 2–7, TP 2:2" in last
+    assert "layers 2-7, TP 2:2" in last
     assert "5▲" in last
     assert "2✕" in last
     assert "72/72" in last
@@ -148,7 +148,7 @@ def test_the_summary_says_what_was_done_found_changed_and_gained() -> None:
     assert "All that was promised happened" in whole
     assert "rank 5 slowed down to 1/1.5 of its speed from step 22 on" in whole
     assert "(said 5 steps after the fault)" in whole
-    assert "ranks 4+5 (3:1) layers 5–7" in whole
+    assert "ranks 4+5 (3:1) layers 5-7" in whole
     assert "✗" not in whole
 
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.live import Live
 
 from resihp.contracts import Layout, Status
+from resihp.formatting import duration
 
-from ..descriptions import duration, pace_change, plan_line, switch_line, verdict_line
+from ..descriptions import pace_change, plan_line, switch_line, verdict_line
 from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
 from .screen import Screen
 from .view_model import Event, ViewModel
@@ -102,7 +103,7 @@ class LiveDisplay:
             self._log("verdict", verdict_line(verdict), seen.at_step)
 
     def switch(self, seen: LayoutChangeRecord) -> None:
-        """A plan was taken on; its reasons are logged below it."""
+        """Log a change of layout and, below it, the reasons of its plan."""
         with self._lock:
             self.view.take_plan(seen)
             self._log("plan", switch_line(seen), seen.step)
@@ -123,10 +124,10 @@ class LiveDisplay:
                 self.view.first_fault = at
             self._log("fault", text, at)
 
-    def pace(self, step: int, flops_per_ms: float) -> None:
+    def pace(self, step: int, flops_per_ms: float, *, lowered: bool) -> None:
         """Log that all devices are paced to another speed from a step on."""
         with self._lock:
-            self._log("phase", pace_change(step, flops_per_ms), step)
+            self._log("phase", pace_change(step, flops_per_ms, lowered=lowered), step)
 
     def dead(self, rank: int) -> None:
         """A rank is gone."""

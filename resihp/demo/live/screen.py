@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from resihp.contracts import Stage, Status
+from resihp.formatting import duration
 
-from ..descriptions import STATUS_WORDS, duration, grid, layer_range
+from ..descriptions import STATUS_WORDS, grid_of, layer_range
 from .view_model import Device, Event, ViewModel
 
 STYLES: Mapping[Status, str] = {
@@ -82,7 +83,7 @@ def _head(view: ViewModel, seconds: float, width: int) -> Table:
     table.add_column(width=width - 8)
     table.add_column(width=8, justify="right")
     title = Text.assemble(
-        ("ResiHP", "bold"), (f"  {len(view.devices)} ranks, {grid(view.layout)}   ", "dim")
+        ("ResiHP", "bold"), (f"  {len(view.devices)} ranks, {grid_of(view.layout)}   ", "dim")
     )
     title.append(view.phase, "italic")
     minutes, rest = divmod(int(seconds), 60)
@@ -147,7 +148,7 @@ def _against(recent: float | None, healthy: float | None) -> Text:
         return Text("warming up", "dim")
     ratio = recent / healthy
     style = "bold #e0703f" if ratio >= SLOW_FROM else "#58b58d"
-    return Text.assemble((f"{ratio:.2f}×", style), (f" healthy {duration(healthy)}", "dim"))
+    return Text.assemble((f"{ratio:.2f}x", style), (f" healthy {duration(healthy)}", "dim"))
 
 
 def _spark(values: Sequence[float], scale: Sequence[float], alarm: float | None = None) -> Text:
@@ -216,7 +217,7 @@ def _ranks(stage: Stage, view: ViewModel, width: int) -> Text:
 def _label(rank: int, device: Device, room: int) -> str:
     """As much as there is room for: `5▲ 1.49×`, `5▲` or `5`."""
     sign = f"{rank}{SIGNS[device.status]}"
-    factor = f"{sign} {device.slowdown:.2f}×"
+    factor = f"{sign} {device.slowdown:.2f}x"
     full = factor if device.status in (Status.FAIL_SLOW, Status.SUSPECT) else sign
     return next((label for label in (full, sign) if len(label) <= room), str(rank))
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..descriptions import PHASE_WORDS, duration, plural, ranks, size
+from resihp.formatting import byte_size, duration, inclusive_ranges, plural, rank_list, ratio
+from resihp.offline._page import KeyFigure
+
+from ..descriptions import PHASE_WORDS
 from ..findings import detections, recovered_sentence
 from ..phases import (
     PHASES,
@@ -19,16 +22,6 @@ from ..record import DemoRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
-    """One key figure. `tone` is good, bad or plain."""
-
-    name: str
-    figure: str
-    detail: str
-    tone: str = "plain"
-
-
-@dataclass(frozen=True, kw_only=True)
 class PhaseRow:
     """One phase of the run in numbers; `steps` counts both ends."""
 
@@ -38,44 +31,46 @@ class PhaseRow:
     ratio: str
 
 
-def cards(record: DemoRecord) -> list[Card]:
+def cards(record: DemoRecord) -> list[KeyFigure]:
     """The figures on top of the report."""
     makers = (_found, _alarms, _resize, _time, _loss_of_rank, _training_loss)
     return [card for card in (make(record) for make in makers) if card is not None]
 
 
-def _found(record: DemoRecord) -> Card | None:
+def _found(record: DemoRecord) -> KeyFigure | None:
     slow = scripted(record, "slow_rank")
     if slow is None:
         return None
     hit = next((item for item in detections(record) if item.delay_steps is not None), None)
     if hit is None:
-        return Card(name="Slow rank", figure="not found", detail=f"rank {slow} was", tone="bad")
+        return KeyFigure(
+            name="Slow rank", figure="not found", detail=f"rank {slow} was", tone="bad"
+        )
     truth = record.script["slow_factor"]
     detail = (
-        f"{hit.seen.verdict.slowdown:.2f}× its normal time ({truth:g}× in truth), "
+        f"{ratio(hit.seen.verdict.slowdown)} its normal time ({truth:g}x in truth), "
         f"{plural(hit.delay_steps or 0, 'step')} after it began"
     )
-    return Card(name="Slow rank found", figure=f"rank {slow}", detail=detail, tone="good")
+    return KeyFigure(name="Slow rank found", figure=f"rank {slow}", detail=detail, tone="good")
 
 
-def _alarms(record: DemoRecord) -> Card | None:
+def _alarms(record: DemoRecord) -> KeyFigure | None:
     false = [item.seen.verdict.rank for item in detections(record) if item.delay_steps is None]
     healthy = len(record.layout.ranks) - (scripted(record, "slow_rank") is not None)
-    detail = f"on {plural(healthy, 'rank')} at full speed" if not false else ranks(false)
+    detail = f"on {plural(healthy, 'rank')} at full speed" if not false else rank_list(false)
     tone = "bad" if false else "good"
-    return Card(name="False alarms", figure=str(len(false)), detail=detail, tone=tone)
+    return KeyFigure(name="False alarms", figure=str(len(false)), detail=detail, tone=tone)
 
 
-def _resize(record: DemoRecord) -> Card | None:
+def _resize(record: DemoRecord) -> KeyFigure | None:
     switch = first_resize(record)
     if switch is None:
         return None
-    detail = f"pause between two steps; {size(switch.received_bytes)} moved, no restart"
-    return Card(name="Live resize", figure=duration(switch.pause_ms), detail=detail)
+    detail = f"pause between two steps; {byte_size(switch.received_bytes)} moved, no restart"
+    return KeyFigure(name="Live resize", figure=duration(switch.pause_ms), detail=detail)
 
 
-def _time(record: DemoRecord) -> Card | None:
+def _time(record: DemoRecord) -> KeyFigure | None:
     times = step_times(record)
     slow, resized = times["slow"], times["resized"]
     if slow is None or resized is None:
@@ -83,7 +78,7 @@ def _time(record: DemoRecord) -> Card | None:
     detail = f"healthy {duration(times['healthy'])}"
     if sentence := recovered_sentence(record):
         detail += f"; {sentence}"
-    return Card(
+    return KeyFigure(
         name="Step time, slow to resized",
         figure=f"{duration(slow)} → {duration(resized)}",
         detail=detail,
@@ -91,20 +86,20 @@ def _time(record: DemoRecord) -> Card | None:
     )
 
 
-def _loss_of_rank(record: DemoRecord) -> Card | None:
+def _loss_of_rank(record: DemoRecord) -> KeyFigure | None:
     switch = first_loss(record)
     if switch is None:
         return None
     left, whole = len(switch.plan.layout.ranks), len(record.layout.ranks)
-    detail = f"train on after {ranks(switch.lost)} died; {duration(switch.pause_ms)} pause"
-    return Card(name="Loss of a rank", figure=f"{left} of {whole} ranks", detail=detail)
+    detail = f"train on after {rank_list(switch.lost)} died; {duration(switch.pause_ms)} pause"
+    return KeyFigure(name="Loss of a rank", figure=f"{left} of {whole} ranks", detail=detail)
 
 
-def _training_loss(record: DemoRecord) -> Card | None:
+def _training_loss(record: DemoRecord) -> KeyFigure | None:
     difference = loss_difference(record)
     if difference is None:
         return None
-    return Card(
+    return KeyFigure(
         name="Largest difference in loss",
         figure=f"{difference.largest:.1e}",
         detail=f"to the undisturbed run, over {plural(difference.steps, 'step')}",
@@ -121,13 +116,13 @@ def phase_rows(record: DemoRecord) -> list[PhaseRow]:
         if ms is None:
             continue
         start, stop = spans[name]
-        ratio = f"{ms / healthy:.2f}×" if healthy else "–"
+        against = ratio(ms / healthy) if healthy else "–"
         rows.append(
             PhaseRow(
                 name=PHASE_WORDS[name],
-                steps=f"{start}–{stop - 1}",
+                steps=inclusive_ranges([(start, stop)]),
                 median=duration(ms),
-                ratio=ratio,
+                ratio=against,
             )
         )
     return rows

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resihp.contracts import Stage, Status
+from resihp.formatting import rank_list
 
-from ..descriptions import layer_range, ranks
+from ..descriptions import layer_range
 from ..findings import PlanPeriod, known_at, lost_by, plan_periods
 from ..record import DemoRecord
 
@@ -45,7 +46,7 @@ class Diagram:
 
 
 def diagrams(record: DemoRecord) -> list[Diagram]:
-    """The layout at the start and that of every plan taken on."""
+    """The layout at the start and that of every plan applied."""
     every = plan_periods(record)
     before: list[PlanPeriod | None] = [None, *every[:-1]]
     return [_diagram(record, period, last) for period, last in zip(every, before, strict=True)]
@@ -62,7 +63,7 @@ def _diagram(record: DemoRecord, period: PlanPeriod, last: PlanPeriod | None) ->
         )
         rows.append((boxes, quota))
     gone = lost_by(record, period.start)
-    steps = f"steps {period.start}–{period.stop - 1}" if period.stop > period.start else "no step"
+    steps = f"steps {period.start}-{period.stop - 1}" if period.stop > period.start else "no step"
     absent = sorted(set(record.layout.ranks) - set(period.layout.ranks))
     return Diagram(
         title=_title(period),
@@ -82,7 +83,7 @@ def _title(period: PlanPeriod) -> str:
     if period.switch is None:
         return "At the start"
     if period.switch.lost:
-        return f"Plan {period.version}, without {ranks(period.switch.lost)}"
+        return f"Plan {period.version}, without {rank_list(period.switch.lost)}"
     return f"Plan {period.version}, resized live"
 
 
@@ -95,7 +96,7 @@ def _stage_box(
     for rank, share in zip(stage.ranks, stage.shares, strict=True):
         verdict = verdicts.get(rank)
         status = verdict.status if verdict else Status.HEALTHY
-        note = f"{verdict.slowdown:.2f}×" if verdict and _slow(status) else ""
+        note = f"{verdict.slowdown:.2f}x" if verdict and _slow(status) else ""
         boxes.append(
             RankBox(rank=rank, share=share, of=sum(stage.shares), status=status.value, note=note)
         )

@@ -1,25 +1,22 @@
-"""The report of one demo run: a single HTML file that needs nothing else."""
+"""The report of a demo run: one HTML page that needs no other file."""
 
 from __future__ import annotations
 
-from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from resihp.offline._page import render
 
-from .. import descriptions as words
+from .. import descriptions
 from ..findings import headline, outcome, period_ms, plan_periods
 from ..record import DemoRecord
 from .cards import cards, phase_rows
 from .diagrams import diagrams
 from .markers import markers
-from .plots import HEAT_EDGES, health_plot, loss_plot, step_time_plot
+from .plots import health_plot, loss_plot, step_time_plot
 
 
 def write_report(record: DemoRecord, path: Path) -> None:
-    """Writes the report to `path`, whose folder is made if it is missing."""
+    """Write the report to `path`, whose folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_report(record), encoding="utf-8")
 
@@ -27,15 +24,11 @@ def write_report(record: DemoRecord, path: Path) -> None:
 def render_report(record: DemoRecord) -> str:
     """The report as HTML."""
     happened = markers(record)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(
-        resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    )
-    return template.render(
+    return render(
+        __package__,
+        "report.html",
         record=record,
-        words=words,
+        words=descriptions,
         outcome=outcome(record),
         headline=headline(record),
         cards=cards(record),
@@ -44,17 +37,7 @@ def render_report(record: DemoRecord) -> str:
         diagrams=diagrams(record),
         plan_periods=plan_periods(record),
         period_ms=period_ms,
-        heat_legend=_heat_legend(),
-        plots={
-            "times": Markup(step_time_plot(record, happened)),
-            "health": Markup(health_plot(record, happened)),
-            "loss": Markup(loss_plot(record, happened)),
-        },
+        times=step_time_plot(record, happened),
+        health=health_plot(record, happened),
+        loss=loss_plot(record, happened),
     )
-
-
-def _heat_legend() -> list[str]:
-    """What each colour of the heat map stands for, from the lightest."""
-    first, last = f"below {HEAT_EDGES[0]:.2f}×", f"{HEAT_EDGES[-1]:.2f}× and more"
-    between = [f"{low:.2f}–{high:.2f}×" for low, high in pairwise(HEAT_EDGES)]
-    return [first, *between, last]

@@ -5,89 +5,94 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
-from ..descriptions import duration
+from resihp.formatting import duration
+from resihp.offline._figures import (
+    ALARM,
+    BAND,
+    INK,
+    MUTED,
+    SECOND,
+    SERIES,
+    new_figure,
+    slowdown_map,
+)
+
 from ..findings import plan_periods
 from ..phases import phase_spans, step_times
-from ..record import DemoRecord, SlowdownRecord
+from ..record import DemoRecord
 from .markers import Marker
-from .svg import ALARM, BAND, DEAD, HEAT, INK, MUTED, SECOND, SERIES, inline_svg
-
-HEAT_EDGES = (1.05, 1.15, 1.25, 1.4, 1.6)
-"""Slowdowns at which the heat map goes to its next colour."""
 
 
-def step_time_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
+def step_time_plot(record: DemoRecord, markers: Sequence[Marker]) -> Figure:
     """Step time over steps: each step, the median of each phase, predictions and bounds."""
-
-    def draw(figure: Figure) -> None:
-        axes = _axes(figure, record, "step time (ms)")
-        top = _top([seen.paced_ms for seen in record.steps])
-        axes.set_ylim(0, top)
-        _draw_periods(axes, record)
-        steps = [seen.step for seen in record.steps]
-        shown = [min(seen.paced_ms, top) for seen in record.steps]
-        axes.plot(steps, shown, color=SERIES, linewidth=1.2, marker="o", markersize=3, alpha=0.75)
-        _beyond(axes, record, top)
-        _medians(axes, record)
-        _predictions(axes, record)
-        _draw_markers(axes, markers)
-
-    return inline_svg("times", draw, height=3.7)
-
-
-def health_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
-    """Heat map of the slowdown that the detector saw, rank by step."""
-
-    def draw(figure: Figure) -> None:
-        axes = _axes(figure, record, "rank")
-        axes.grid(visible=False)
-        every = sorted({*record.layout.ranks, *(seen.rank for seen in record.health)})
-        for row, rank in enumerate(every):
-            _heat_row(axes, row, [seen for seen in record.health if seen.rank == rank], record)
-        _not_yet_judged(axes, record, len(every))
-        axes.set_yticks(range(len(every)), [str(rank) for rank in every])
-        axes.set_ylim(len(every) - 0.45, -0.55)
-        axes.tick_params(left=False)
-        axes.spines["left"].set_visible(False)
-        _draw_markers(axes, markers)
-
-    return inline_svg("health", draw, height=0.75 + 0.31 * max(len(record.layout.ranks), 3))
-
-
-def loss_plot(record: DemoRecord, markers: Sequence[Marker]) -> str:
-    """The loss and its reference; below, their distance on a logarithmic axis."""
-
-    def draw(figure: Figure) -> None:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.3, 1))
-        for axes in (upper, lower):
-            _x_range(axes, record)
-        upper.set_ylabel("loss")
-        reference = list(enumerate(record.reference))
-        upper.plot(*_columns(reference), color=SECOND, linewidth=4.5, alpha=0.55, zorder=2)
-        upper.plot(
-            [seen.step for seen in record.steps],
-            [seen.loss for seen in record.steps],
-            color=SERIES,
-            linewidth=1.4,
-            zorder=3,
-        )
-        _differences(lower, record)
-        _draw_markers(upper, markers)
-        lower.set_xlabel("step")
-
-    return inline_svg("loss", draw, height=4.2)
-
-
-def _axes(figure: Figure, record: DemoRecord, label: str) -> Axes:
-    axes: Axes = figure.subplots()
+    figure, axes = new_figure(3.7, grid=True)
+    axes.set(xlabel="step", ylabel="step time (ms)")
     _x_range(axes, record)
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    return axes
+    top = _top([seen.paced_ms for seen in record.steps])
+    axes.set_ylim(0, top)
+    _draw_periods(axes, record)
+    steps = [seen.step for seen in record.steps]
+    shown = [min(seen.paced_ms, top) for seen in record.steps]
+    axes.plot(steps, shown, color=SERIES, linewidth=1.2, marker="o", markersize=3, alpha=0.75)
+    _beyond(axes, record, top)
+    _medians(axes, record)
+    _predictions(axes, record)
+    _draw_markers(axes, markers)
+    return figure
+
+
+def health_plot(record: DemoRecord, markers: Sequence[Marker]) -> Figure:
+    """Heat map of the slowdown by the detector, rank by step; empty while it learns."""
+    ranks, slowdown = slowdowns(record)
+    figure, axes = new_figure(0.75 + 0.31 * max(len(ranks), 3))
+    slowdown_map(figure, axes, slowdown)
+    axes.set(xlabel="step", ylabel="rank")
+    axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    for row, rank in enumerate(ranks):
+        known = [item for item in record.health if item.rank == rank]
+        dead = [item.step for item in known if item.status == "fail_stop"]
+        if dead:
+            axes.text(min(dead), row, "dead", va="center", color=MUTED, fontsize=9)
+    _draw_markers(axes, markers)
+    return figure
+
+
+def slowdowns(record: DemoRecord) -> tuple[list[int], NDArray[np.float64]]:
+    """The ranks R of a run, and the last known slowdown [R, steps] of each.
+
+    NaN before the first one, and of a dead rank.
+    """
+    ranks = sorted({*record.layout.ranks, *(seen.rank for seen in record.health)})
+    last = max((seen.step for seen in record.steps), default=0)
+    steps = 1 + max([last, *(item.step for item in record.health)])
+    slowdown = np.full((len(ranks), steps), np.nan)
+    for item in sorted(record.health, key=lambda item: item.step):
+        known = np.nan if item.status == "fail_stop" else item.slowdown
+        slowdown[ranks.index(item.rank), item.step :] = known
+    return ranks, slowdown
+
+
+def loss_plot(record: DemoRecord, markers: Sequence[Marker]) -> Figure:
+    """The loss and its reference; below, their distance on a logarithmic axis."""
+    figure, (upper, lower) = new_figure(4.2, rows=2, grid=True, sharex=True, height_ratios=(2.3, 1))
+    for axes in (upper, lower):
+        _x_range(axes, record)
+    upper.set_ylabel("loss")
+    lower.set_xlabel("step")
+    reference = list(enumerate(record.reference))
+    upper.plot(*_columns(reference), color=SECOND, linewidth=4.5, alpha=0.55, zorder=2)
+    losses = [(seen.step, seen.loss) for seen in record.steps]
+    upper.plot(*_columns(losses), color=SERIES, linewidth=1.4, zorder=3)
+    _differences(lower, record)
+    _draw_markers(upper, markers)
+    return figure
 
 
 def _x_range(axes: Axes, record: DemoRecord) -> None:
@@ -187,37 +192,6 @@ def _draw_markers(axes: Axes, markers: Sequence[Marker]) -> None:
             fontweight="bold",
             bbox={"boxstyle": "circle,pad=0.25", "fc": "none", "ec": colour, "lw": 1.1},
         )
-
-
-def heat_level(slowdown: float) -> int:
-    """Index of the heat map's colour for a slowdown."""
-    return sum(slowdown >= edge for edge in HEAT_EDGES)
-
-
-def _heat_row(axes: Axes, row: int, seen: Sequence[SlowdownRecord], record: DemoRecord) -> None:
-    """Equal neighbours are drawn as one bar: fewer elements and no seams."""
-    end = 1 + max((step.step for step in record.steps), default=0)
-    ordered = sorted(seen, key=lambda item: item.step)
-    starts = [item.step for item in ordered]
-    bars: list[tuple[int, int, str]] = []
-    for item, stop in zip(ordered, [*starts, end][1:], strict=True):
-        colour = DEAD if item.status == "fail_stop" else HEAT[heat_level(item.slowdown)]
-        if bars and bars[-1][2] == colour and bars[-1][1] == item.step:
-            bars[-1] = (bars[-1][0], stop, colour)
-        elif stop > item.step:
-            bars.append((item.step, stop, colour))
-    for start, stop, colour in bars:
-        axes.broken_barh([(start - 0.5, stop - start)], (row - 0.42, 0.84), color=colour, lw=0)
-        if colour == DEAD:
-            axes.text(start, row, "dead", va="center", color=INK, fontsize=9)
-
-
-def _not_yet_judged(axes: Axes, record: DemoRecord, rows: int) -> None:
-    """Says what the empty stretch at the left is: the detector learns what is normal."""
-    first = min((seen.step for seen in record.health), default=0)
-    if first >= 5:
-        middle = (first - 1) / 2
-        axes.text(middle, (rows - 1) / 2, "learning", ha="center", color=MUTED, fontsize=9)
 
 
 def _differences(axes: Axes, record: DemoRecord) -> None:
