@@ -36,3 +36,25 @@ def test_each_silence_of_the_sidecar_is_told_once(caplog: pytest.LogCaptureFixtu
             assert source.wait(0, 0.0) is None
     told = [(r.levelname, "401" in r.getMessage()) for r in caplog.records]
     assert told == [("WARNING", True), ("INFO", False), ("WARNING", True)]
+
+
+def test_a_job_that_is_registered_in_time_is_no_reason_to_warn(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first records register it; the sidecar is asked for plans before."""
+    unknown = ServiceError("Not Found: no job is registered as 'job'", status=404)
+    source = ServicePlans(
+        Answers(unknown, unknown, None, unknown, unknown),  # type: ignore[arg-type]
+        JOB,
+        patience=timedelta(seconds=1),
+    )
+    with caplog.at_level(logging.INFO, logger="resihp.elastic"):
+        for _ in range(3):
+            assert source.wait(0, 0.0) is None
+        assert not caplog.records
+        monkeypatch.setattr("resihp.elastic.planning.sources._REGISTRATION_S", 0.0)
+        for _ in range(2):
+            assert source.wait(0, 0.0) is None
+    assert [(r.levelname, "no job" in r.getMessage()) for r in caplog.records] == [
+        ("WARNING", True)
+    ]

@@ -14,6 +14,10 @@ from resihp.contracts import InfeasibleError, Job, Layout, Plan, ServiceError
 
 _log = logging.getLogger("resihp.elastic")
 
+_UNKNOWN_JOB = 404
+_REGISTRATION_S = 30.0
+"""Time in which the job may still be registered, which its first records do."""
+
 
 class PlanSource(Protocol):
     """Makes plans for a job; one rank at a time asks it, the first one alive.
@@ -143,6 +147,7 @@ class ServicePlans:
         self._current: Plan | None = None  # None: the job's first plan
         self._reported: Plan | None = None  # the current plan as far as the sidecar knows it
         self._is_silent = False
+        self._unknown_since_s: float | None = None
 
     def wait(self, after: int, seconds: float) -> Plan | None:
         """Long-poll the sidecar, after sending it the current plan if it may not know that."""
@@ -153,15 +158,23 @@ class ServicePlans:
                 self._reported = current
             plan = self._client.plan(self._job.name, after=after, wait=seconds)
         except ServiceError as error:
-            if not self._is_silent:
+            if not self._is_silent and not self._may_register_yet(error):
                 _log.warning("no plans from the sidecar for now: %s", error)
-            self._is_silent, self._reported = True, None
+                self._is_silent = True
+            self._reported = None
             time.sleep(min(seconds, 1.0))
             return None
         if self._is_silent:
             _log.info("plans come from the sidecar again")
-        self._is_silent = False
+        self._is_silent, self._unknown_since_s = False, None
         return plan
+
+    def _may_register_yet(self, error: ServiceError) -> bool:
+        if error.status != _UNKNOWN_JOB:
+            return False
+        now_s = time.monotonic()
+        self._unknown_since_s = self._unknown_since_s or now_s
+        return now_s - self._unknown_since_s < _REGISTRATION_S
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         """Report the loss, and wait for a plan of the sidecar that uses survivors only."""
