@@ -1,4 +1,4 @@
-"""A live change of layout in four processes, and what each rank saw of it."""
+"""A live change of layout in four processes, measured on each rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CHANGES = (
 
 
 def live(size: str, change: Change, *, attach: bool) -> dict[str, float]:
-    """What one change cost: the longest pause and preparation of a rank, bytes, steps.
+    """Cost of one change: longest pause and build of a rank, bytes, duration of steps.
 
     Without `attach` ranks exchange through sockets, as those of several hosts do.
     """
@@ -84,7 +84,7 @@ def live(size: str, change: Change, *, attach: bool) -> dict[str, float]:
         told = [json.loads(path.read_text()) for path in folder.glob("steps-*.json")]
     finally:
         shutil.rmtree(folder)
-    assert len(switches) == 4, "every rank sees the switch"
+    assert len(switches) == 4, "every rank reports the change"
     most = {key: max(seen[key] for seen in switches) for key in LONGEST}
     total = {key: sum(seen[key] for seen in switches) for key in TOTAL}
     extra = max(one["extra_bytes"] for one in told)
@@ -93,7 +93,7 @@ def live(size: str, change: Change, *, attach: bool) -> dict[str, float]:
 
 
 def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
-    """Milliseconds of the usual steps before and after the switch, and of those next to it.
+    """Milliseconds of the usual steps before and after the change, and of those next to it.
 
     The pause lies at the end of the copying step and is not part of its time here.
     """
@@ -111,17 +111,17 @@ def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
 def run_rank(
     rank: int, host: str, port: int, size: str, change: Change, attach: bool, folder: Path
 ) -> None:
-    """One rank: a few steps in the old layout, the switch, a few in the new one."""
+    """One rank: a few steps in the old layout, the change, a few in the new one."""
     torch.set_num_threads(1)
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
     steps: list[tuple[int, float]] = []
     paused_ms = 0.0
     watch = MemoryWatch()
 
-    def on_layout_change(switch: LayoutChange) -> None:
+    def on_layout_change(seen_change: LayoutChange) -> None:
         nonlocal paused_ms
-        paused_ms = switch.pause_ms
-        seen = {name: getattr(switch, name) for name in ("step", *LONGEST, *TOTAL)}
+        paused_ms = seen_change.pause_ms
+        seen = {name: getattr(seen_change, name) for name in ("step", *LONGEST, *TOTAL)}
         (folder / f"switch-{rank}.json").write_text(json.dumps(seen))
 
     def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
@@ -146,25 +146,25 @@ def run_rank(
 
 
 class MemoryWatch:
-    """Looks at this process's memory, that of files apart, while a rank trains."""
+    """Samples the anonymous memory of this process while a rank trains."""
 
     def __init__(self) -> None:
         self.phase = "before"
         self._most = {"before": 0, "switch": 0, "after": 0}
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="memory", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start to sample."""
         self._thread.start()
 
     def stop(self) -> int:
-        """By how many bytes the most during the switch was above the most before and after it."""
+        """Bytes by which the peak during the change exceeds those before and after it."""
         self._over.set()
         self._thread.join()
         return max(0, self._most["switch"] - max(self._most["before"], self._most["after"]))
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._over.wait(0.01):
             lines = Path("/proc/self/status").read_text().splitlines()
             held = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
@@ -172,13 +172,13 @@ class MemoryWatch:
 
 
 class OnePlan:
-    """Offers one plan, when it is due."""
+    """Plan source with one plan."""
 
     def __init__(self, plan: Plan, is_due: Callable[[], bool]) -> None:
         self._plan, self._is_due = plan, is_due
 
     def wait(self, after: int, seconds: float) -> Plan | None:
-        """The plan, until it is taken on."""
+        """The plan, until it is committed."""
         if after < self._plan.version and self._is_due():
             return self._plan
         time.sleep(min(seconds, 0.05))
@@ -213,7 +213,7 @@ def _plan(version: int, layout: Layout, quotas: tuple[int, ...] = ()) -> Plan:
 
 
 def _await_switch(trainer: Trainer) -> None:
-    """Hold the third step until the next generation is ready, so that every run switches there."""
+    """Hold the third step until the next generation is ready, so that every run changes there."""
     deadline = time.monotonic() + 60
     while trainer.completed == 3 and not trainer.is_prepared and time.monotonic() < deadline:
         trainer.poll_proposal()

@@ -1,10 +1,9 @@
-"""What a change of layout costs a running job: live, and by stop and restart.
+"""Cost of a change of layout for a running job: live, and by stop and restart.
 
-Live: the pause that training sees, the longest of all ranks: the time beside passes, sums and
-update that lies between two steps. What the change costs elsewhere stands beside it: the step
-during which the state is copied, and the first in the new layout, against the usual step there.
-What must move at least: parameters and moments of the ranges that a rank lacks; and, because they
-are copied before the step's update, the gradients of the same ranges, by which it is made.
+Live: the pause of training, the longest of all ranks; and the duration of the step during which the
+state is copied and of the first step in the new layout, with the usual step of each layout.
+Lower bound of the bytes: parameters and moments of the ranges that a rank lacks; and, because they
+are copied before the step's update, the gradients of the same ranges.
 Restart: save with torch's distributed checkpoint, start new processes, build their state, load with
 resharding; the same number of elements, one rank fewer. Both on this machine, nothing emulated.
 """
@@ -62,7 +61,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--change", choices=[change.name for change in CHANGES], action="append")
     parser.add_argument(
-        "--sockets", action="store_true", help="as between hosts: no rank reads another's memory"
+        "--sockets",
+        action="store_true",
+        help="exchange as between hosts, without reading another rank's memory",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="no further round after that")
     options = parser.parse_args()
@@ -97,9 +98,9 @@ def measure(one_round: Callable[[], Round], repeats: int, most_s: float) -> list
 
 
 def seen_once(size: str, changes: list[Change], *, attach: bool) -> dict[str, Seen]:
-    """The restart, and each change by name, once.
+    """Measure the restart and each change, by name, once.
 
-    What the restart wrote is on the disk before the first change is measured.
+    The files of the restart are synced to the disk before the first change is measured.
     """
     seen: dict[str, Seen] = {"restart": {"ms": restart_ms(_numel(size))}}
     os.sync()
@@ -154,18 +155,18 @@ def restart_ms(numel: int) -> float:
         shutil.rmtree(folder)
 
 
-def _launch(what: str, groups: int, folder: Path, numel: int) -> dict[str, float]:
+def _launch(what: str, ranks: int, folder: Path, numel: int) -> dict[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [str(part) for part in (groups, port, folder, numel)]
+    arguments = [str(part) for part in (ranks, port, folder, numel)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks._resize_restart", what, str(rank), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        for rank in range(groups)
+        for rank in range(ranks)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     timing: dict[str, float] = json.loads(outputs[0].splitlines()[-1])

@@ -202,7 +202,7 @@ class ReshardCoordinator:
             state.resume(transfer.completed)
         state.enter(Phase.VOTING)
         state.vote(generation)
-        rendezvous.alive = build.proposal.members  # whichever generation is committed
+        rendezvous.change_members(build.proposal.members)  # whichever generation is committed
         assert generation.transit is not None
         vote = [-1.0, -1.0] if norm is None else [1.0, norm]
         votes = torch.tensor(vote, dtype=torch.float64, device=generation.transit.device)
@@ -243,7 +243,7 @@ class ReshardCoordinator:
             close_groups(unused)
         state.commit(generation, self._engine(generation))
         alive = rendezvous.alive
-        rendezvous.alive = tuple(rank for rank in generation.staying if rank in alive)
+        rendezvous.change_members(tuple(rank for rank in generation.staying if rank in alive))
         self._transfer = None
 
     def update(self, step: int, norm: float) -> None:

@@ -78,10 +78,10 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class ParcelFault:
-    """`rank` gets a signal before it exchanges the parcel with this number, or `victim` does.
+class TransferFault:
+    """`rank` gets a signal at the transfer with this number, or `victim` does.
 
-    A victim that is killed is gone when the parcel is exchanged.
+    A victim that is killed has ended before the transfer continues.
     """
 
     rank: int
@@ -119,7 +119,7 @@ class Case:
     steps: int
     plans: tuple[Plan, ...] = ()
     faults: tuple[Fault, ...] = ()
-    parcel_fault: ParcelFault | None = None
+    transfer_fault: TransferFault | None = None
     ranks: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
     joiners: tuple[int, ...] = ()
@@ -242,7 +242,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
                     os.kill(int(victim.read_text()), fault.signal)
 
     def on_transfer(number: int) -> None:
-        fault = case.parcel_fault
+        fault = case.transfer_fault
         if fault is not None and (fault.rank, fault.number) == (rank, number):
             victim = rank if fault.victim is None else fault.victim
             process = int((folder / f"pid-{victim}").read_text())

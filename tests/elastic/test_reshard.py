@@ -26,7 +26,7 @@ from tests.elastic.job import (
     Case,
     Fault,
     Outcome,
-    ParcelFault,
+    TransferFault,
     plan,
     run,
 )
@@ -57,17 +57,17 @@ def some_moves(draw: st.DrawFn) -> list[Move]:
 
 
 @given(planned=some_moves(), copies=st.integers(1, 3), most=st.integers(1, 1 << 15))
-def test_parcels_hold_every_row_once_and_stay_small(
+def test_buckets_hold_every_row_once_and_stay_small(
     planned: list[Move], copies: int, most: int
 ) -> None:
     held: dict[tuple[str, int, int, int], list[int]] = defaultdict(list)
-    for parcel in transfer_buckets(planned, copies, most):
-        pieces = parcel.pieces
-        assert parcel.numel <= most or len(pieces) == 1
+    for bucket in transfer_buckets(planned, copies, most):
+        pieces = bucket.pieces
+        assert bucket.numel <= most or len(pieces) == 1
         assert len({(piece.move.source, piece.move.target) for piece in pieces}) == 1
         for piece in pieces:
             move = piece.move
-            key = (move.param.key, piece.copy, parcel.source, parcel.target)
+            key = (move.param.key, piece.copy, bucket.source, bucket.target)
             held[key] += range(move.start, move.stop)
     for move in planned:
         for copy in range(copies):
@@ -130,17 +130,19 @@ def test_lost_while_the_next_world_is_filled(
     """A rank is lost in the background stream; the old generation holds, without it."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     stopped = frozenset({rank} if with_signal == signal.SIGSTOP else ())
-    fault = ParcelFault(rank, 3, with_signal)
-    case = Case(GRID, STEPS, plans, parcel_fault=fault, stopped=stopped, timeouts=BRISK)
+    fault = TransferFault(rank, 3, with_signal)
+    case = Case(GRID, STEPS, plans, transfer_fault=fault, stopped=stopped, timeouts=BRISK)
     case = replace(case, memory=replace(case.memory, attach=attach))
     assert_goes_on_without(rank, run(case, tmp_path), alone, stopped)
 
 
-def test_a_neighbour_is_killed_while_it_is_read(alone: Outcome, tmp_path: Path) -> None:
+def test_a_rank_is_killed_while_its_memory_is_read(alone: Outcome, tmp_path: Path) -> None:
     """It takes no part in the reading; who reads notices that its memory is gone."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     giver = next(m.source for m in moves(GRID, SHIFTED, PARAMETERS) if m.target == 4)
-    case = Case(GRID, STEPS, plans, parcel_fault=ParcelFault(4, 3, victim=giver), timeouts=BRISK)
+    case = Case(
+        GRID, STEPS, plans, transfer_fault=TransferFault(4, 3, victim=giver), timeouts=BRISK
+    )
     assert_goes_on_without(giver, run(case, tmp_path), alone)
 
 

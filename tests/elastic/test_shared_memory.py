@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory: the same bytes as a slice, or a loss, or sockets."""
+"""Shared-memory transport: equal bytes, a lost peer, or the fallback to sockets."""
 
 from __future__ import annotations
 
@@ -212,13 +212,13 @@ def meet(wanted: tuple[bool, bool]) -> dict[int, PeerLink]:
 
 
 @needs_attach
-def test_neighbours_read_each_other_if_both_want_it() -> None:
+def test_two_ranks_read_each_other_if_both_enable_it() -> None:
     assert all(set(link.memory) == {0, 1} for link in meet((True, True)).values())
     for wanted in [(True, False), (False, False)]:
         assert not any(link.memory for link in meet(wanted).values())
 
 
-def test_without_the_call_nobody_is_a_neighbour() -> None:
+def test_without_the_system_call_no_memory_is_read() -> None:
     with mock.patch.object(attach, "_process_vm_readv", return_value=None):
         assert not any(link.memory for link in meet((True, True)).values())
 

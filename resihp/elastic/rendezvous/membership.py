@@ -87,6 +87,11 @@ class Rendezvous:
             self.recovery, self.alive = recovery, alive
             self._broken = None
 
+    def change_members(self, alive: tuple[int, ...]) -> None:
+        """Continue with the members `alive`, without a failure."""
+        with self._changed:
+            self.alive = alive
+
     def withdraw(self) -> None:
         """Cease to be a member, and to send heartbeats."""
         with self._changed:
