@@ -1,4 +1,4 @@
-"""Tells slow devices from long sequences. Pure: no socket, file, clock or thread."""
+"""Detector of slow devices, by the work in each record. Pure: no socket, file, clock or thread."""
 
 from .detector import Detector
 from .expectation.predictor import Predictor

@@ -19,16 +19,16 @@ WORTH_NAMING = 0.02
 class Costs:
     """Step time of a job and the cost of each cause, in one unit of time.
 
-    step and ideal are means over `steps` steps; `lost` per step, 0 or more. `told` is whether the
-    records separate slow devices from more work; `where` names the place at which a cause is
-    largest.
+    step and ideal are means over `steps` steps; `lost` per step, 0 or more. `separates_devices` is
+    whether the records separate slow devices from more work; `where` names the place at which a
+    cause is largest.
     """
 
     step: float
     ideal: float
     lost: Mapping[Cause, float]
     steps: int
-    told: bool = True
+    separates_devices: bool = True
     where: Mapping[Cause, str] = field(default_factory=dict)
 
     @property
@@ -60,7 +60,7 @@ class Costs:
             ideal=over(part.ideal for part in parts),
             lost={cause: over(part.lost.get(cause, 0.0) for part in parts) for cause in CAUSES},
             steps=steps,
-            told=all(part.told for part in parts),
+            separates_devices=all(part.separates_devices for part in parts),
             where=max(parts, key=lambda part: part.steps).where if parts else {},
         )
 
@@ -85,7 +85,7 @@ def costs_of(
         ideal=replayed.ideal_ms,
         lost=replayed.lost_ms,
         steps=replayed.steps,
-        told=replayed.effects.separates_devices,
+        separates_devices=replayed.effects.separates_devices,
         where=replayed.where,
     )
 
@@ -118,11 +118,13 @@ def conclude(
     worst = max(CAUSES, key=lambda cause: shares[cause])
     least = WORTH_SAYING if slow and worst is Cause.DEVICE else WORTH_NAMING
     costly = total > 0 and costs.lost[worst] >= least * costs.step
-    named = costly and (worst is not Cause.DEVICE or costs.told or bool(slow))
+    named = costly and (worst is not Cause.DEVICE or costs.separates_devices or bool(slow))
     words: tuple[str, ...] = ()
     if costly or slow:
         of_step = {cause: cost / costs.step for cause, cost in costs.lost.items() if costs.step}
-        words = sentences(of_step, costs.where, slow, told=costs.told, least=WORTH_NAMING)
+        words = sentences(
+            of_step, costs.where, slow, separated=costs.separates_devices, least=WORTH_NAMING
+        )
     return Diagnosis(
         slowdown=costs.slowdown if slowdown is None else slowdown,
         root_cause=worst if named else Cause.NONE,
@@ -149,8 +151,8 @@ _ADVICE = {
     Cause.COMMUNICATION: "check the links, or overlap more of it with computation",
     Cause.HOST: "load data ahead, and collect garbage on all ranks in the same step",
 }
-_UNTOLD = "Devices that compute longer than their peers, by more work or by themselves, cost"
-_NOT_TOLD = (
+_NOT_SEPARATED = "Devices that compute longer than their peers, by more work or by themselves, cost"
+_NO_LENGTHS = (
     "Whether the devices are slow or have more work cannot be told: the records carry no lengths, "
     "and no other rank computes the same microbatches by a timer of its own. Hooks record lengths "
     "that are given as `monitor.microbatch(seq_lens=...)`."
@@ -164,7 +166,7 @@ def sentences(
     where: Mapping[Cause, str],
     slow: Sequence[SlowDevice],
     *,
-    told: bool,
+    separated: bool,
     least: float,
 ) -> tuple[str, ...]:
     """Sentences on the cost of each cause, the largest first; `shares` of the step.
@@ -181,12 +183,12 @@ def sentences(
         elif slow:
             lines.append(_named(slow, share))
         else:
-            unnamed = f"; {_NOT_NAMED}" if told and share >= least else ""
-            words = _CAUSES[cause] if told else _UNTOLD
+            unnamed = f"; {_NOT_NAMED}" if separated and share >= least else ""
+            words = _CAUSES[cause] if separated else _NOT_SEPARATED
             lines.append(f"{words} {share:.1%} of the step{unnamed}.")
     if shares.get(Cause.DEVICE, 0.0) < WORTH_SAYING:
         return (*lines, _hidden(slow)) if slow else tuple(lines)
-    return tuple(lines) if told or slow else (*lines, _NOT_TOLD)
+    return tuple(lines) if separated or slow else (*lines, _NO_LENGTHS)
 
 
 def _named(slow: Sequence[SlowDevice], share: float) -> str:

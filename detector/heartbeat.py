@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from .persistence import Persistent
 
-_FADE = 0.007  # weight of a new gap in what is known of them
+_FADE = 0.007  # weight of a new gap
 _FADE_LONGEST = 0.002
 _DOUBT = 9.0  # prior: so many lost beats in addition to the observed ones
 _MOST_LOST = 0.97
@@ -29,9 +29,14 @@ _FEW = 2  # of so few ranks, a common silence says nothing
 
 @dataclass(slots=True)
 class _Sender:
-    """Beats of one rank: when the last one came, the number of gaps before it, their sum and that
-    of their squares (older ones fade), the longest silence that it came back from, and whether it
-    is held for dead."""
+    """Beats of one rank; seconds.
+
+    last     time of the last beat
+    gaps     number of gaps before it, `total` their sum, `squares` that of their squares; older
+             ones fade
+    longest  longest silence so far
+    dead     whether the rank counts as dead
+    """
 
     last: float
     gaps: float = 0.0

@@ -21,8 +21,7 @@ _LAG = 3
 _FALL_STEPS = 4
 """Steps over which the common fall of a pair is averaged."""
 _FIRST = 5
-"""Steps of which the baseline is the mean at first, so that one interrupted step moves it
-little."""
+"""Steps whose mean is the first baseline, so that one interrupted step changes it little."""
 _ALIKE = 8.0
 """Largest difference of the first two residuals, in standard deviations, to be a baseline."""
 _MEMORY = 100

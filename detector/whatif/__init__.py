@@ -4,14 +4,14 @@ from .analysis import WhatIf
 from .causes import Causes
 from .dependencies import Dependencies, dependencies, transfer_seconds
 from .known_slow import SlowDevice
-from .recording import OpKind, OpTable, Recording
+from .operations import OpGrid, OpKind, OpTable
 
 __all__ = [
     "Causes",
     "Dependencies",
+    "OpGrid",
     "OpKind",
     "OpTable",
-    "Recording",
     "SlowDevice",
     "WhatIf",
     "dependencies",

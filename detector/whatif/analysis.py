@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..arrays import median
 from .dependencies import Dependencies, dependencies, transfer_seconds
-from .recording import COLLECTIVE, COMPUTE, LABELS, P2P, Floats, OpKind, Recording
+from .operations import COLLECTIVE, COMPUTE, LABELS, P2P, Floats, OpGrid, OpKind
 
 _PIPELINE_COMM = {
     OpKind.FORWARD_SEND: "forward-pp-comm",
@@ -37,7 +37,7 @@ class WhatIf:
     None where all had the same number.
     """
 
-    recording: Recording
+    recording: OpGrid
     found: Dependencies
     own_s: Floats
     ideal_s: Floats
@@ -46,7 +46,7 @@ class WhatIf:
     @classmethod
     def of(
         cls,
-        recording: Recording,
+        recording: OpGrid,
         found: Dependencies | None = None,
         own_s: Floats | None = None,
     ) -> WhatIf:
@@ -190,7 +190,7 @@ class WhatIf:
         return self.trained_s(np.where(cells, self.own_s, self.ideal_own_s))
 
 
-def _absent(recording: Recording, found: Dependencies) -> NDArray[np.bool_] | None:
+def _absent(recording: OpGrid, found: Dependencies) -> NDArray[np.bool_] | None:
     """Mask [N, D, T] of operations of microbatches beyond the last one that a replica ran in a
     step.
 
@@ -225,7 +225,7 @@ def _without_gaps(own_s: Floats) -> Floats:
     return np.nan_to_num(filled)
 
 
-def _ideal(recording: Recording, own_s: Floats) -> Floats:
+def _ideal(recording: OpGrid, own_s: Floats) -> Floats:
     communication = recording.of_kind(*P2P, *COLLECTIVE)
     ideal = np.empty(recording.kind.size)
     for kind in np.unique(recording.kind):

@@ -23,7 +23,7 @@ from .analysis import WhatIf
 from .effects import EFFECTS, SETS, Effects, fair_costs, without_stalls
 from .known_slow import SlowDevice, known_factor
 from .localize import in_passes, place_of_most
-from .recording import COLLECTIVE, COMPUTE, P2P, Floats, OpKind
+from .operations import COLLECTIVE, COMPUTE, P2P, Floats, OpKind
 
 _ALONE = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.OPTIMIZER, OpKind.GC)
 USUAL = 0.1

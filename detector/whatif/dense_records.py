@@ -12,7 +12,7 @@ from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
 
 from ..arrays import positions, quantile
 from ..step_assembler import numbered
-from .recording import Floats, Ints
+from .operations import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

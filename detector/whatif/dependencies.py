@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from resihp.contracts import ContractError
 from resihp.pipeline.graph import Graph
 
-from .recording import COMPUTE, P2P, SYNCED, Floats, OpKind, Recording
+from .operations import COMPUTE, P2P, SYNCED, Floats, OpGrid, OpKind
 
 _CLOCK_S = 5e-5  # largest clock difference between ranks
 _PEER = {  # kind of the other end, and its distance in stages
@@ -60,7 +60,7 @@ class Dependencies:
         return mask
 
 
-def dependencies(recording: Recording) -> Dependencies:
+def dependencies(recording: OpGrid) -> Dependencies:
     """The dependencies that a recording shows. Raises `ContractError` where they are circular."""
     try:
         return _Builder(recording).build()
@@ -69,7 +69,7 @@ def dependencies(recording: Recording) -> Dependencies:
 
 
 class _Builder:
-    def __init__(self, recording: Recording, *, needs: bool = True) -> None:
+    def __init__(self, recording: OpGrid, *, needs: bool = True) -> None:
         self.rec = recording
         self.needs = needs  # whether passes depend on those that they need, without a receive
         self.start = _reference(recording.start_s)
@@ -296,7 +296,7 @@ _LATE_S = 1e-2
 """A transfer that ends this long before its last rank started did not wait for it."""
 
 
-def transfer_seconds(recording: Recording, found: Dependencies) -> Floats:
+def transfer_seconds(recording: OpGrid, found: Dependencies) -> Floats:
     """Durations [N, D, T] of which the waiting in transfers and collectives is removed.
 
     A transfer lasts from the last start of its group to its own end. A slightly negative value is

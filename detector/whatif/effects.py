@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from resihp.contracts import Cause
 
 from ..arrays import deviation, mean, median, quantile, running_median
-from .recording import Floats
+from .operations import Floats
 
 EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
 """Every set of effects that can be removed together."""
 
 _MEMBERS = 0.03  # largest distance of healthy members of a group (log)
-_SHIFT_SIGMAS = 4.0  # a shift of a device from its usual level is at least this large
-_SHIFT_LEAST = 0.02  # and by at least this (log)
+_SHIFT_SIGMAS = 4.0  # least shift of a device from its usual level, in standard deviations
+_SHIFT_LEAST = 0.02  # least shift of a device from its usual level (log)
 _UNSURE = 4.0  # standard errors of a usual level within which it counts as equal to the peers'
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Layout, Status, Verdict
 
-from .recording import Ints
+from .operations import Ints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from resihp.contracts import Cause
 
 from ..arrays import mean, quantile
 from .effects import Effects
-from .recording import Floats, Ints
+from .operations import Floats, Ints
 
 _LEAST = 1.02  # least ratio to the rest that is reported
 _MOST = 0.5  # share from which a place has most of something

@@ -13,7 +13,7 @@ from resihp.pipeline.graph import Graph
 from resihp.pipeline.orders import Part, Pass, job_orders
 
 from .dense_records import DenseRecords
-from .recording import Floats
+from .operations import Floats
 
 _PARTS = {Part.WHOLE: 1.0, Part.INPUT: 0.5, Part.WEIGHT: 0.5}
 _Key = tuple[int, int, int]  # direction, virtual stage, microbatch

@@ -18,7 +18,7 @@ from .dense_records import DenseRecords
 from .effects import SETS, Effects, fair_costs, without_stalls
 from .known_slow import SlowDevice, known_factor
 from .localize import in_passes, place_of_most
-from .recording import Floats
+from .operations import Floats
 from .step_graph import StepGraph, StepSpans
 
 

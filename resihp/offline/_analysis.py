@@ -164,7 +164,7 @@ def _replayed(whatif: WhatIf, slow: tuple[SlowDevice, ...]) -> Costs:
         ideal=whatif.ideal_step_s,
         lost=causes.lost_s,
         steps=int(whatif.recording.steps.size),
-        told=causes.effects.separates_devices,
+        separates_devices=causes.effects.separates_devices,
         where=causes.where,
     )
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies
-from detector.whatif.recording import COLLECTIVE, P2P, Floats, OpKind, OpTable, Recording
+from detector.whatif.operations import COLLECTIVE, P2P, Floats, OpGrid, OpKind, OpTable
 from resihp.contracts import COLUMNS, Op
 
 _OP = {
@@ -37,7 +37,7 @@ _CODES = np.array([_OP[kind] for kind in OpKind], np.uint8)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a `Recording` does not hold of the rows of its table.
+    """What a `OpGrid` does not hold of the rows of its table.
 
     ranks       global ranks that were recorded, in ascending order
     rank        of every row; None where one rank was recorded at each place
@@ -49,7 +49,7 @@ class Rows:
     duration_s: Floats | None
 
     @classmethod
-    def of(cls, ops: OpTable, recording: Recording) -> Rows:
+    def of(cls, ops: OpTable, recording: OpGrid) -> Rows:
         """Of the table that the recording was made of."""
         ranks = tuple(np.unique(ops.rank).tolist())
         places = int(np.count_nonzero(recording.rank >= 0))
@@ -61,9 +61,7 @@ class Rows:
 class RecordMaker:
     """Turns recorded operations into records. `own_s` [N, D, T] is without waiting."""
 
-    def __init__(
-        self, rows: Rows, recording: Recording, found: Dependencies, own_s: Floats
-    ) -> None:
+    def __init__(self, rows: Rows, recording: OpGrid, found: Dependencies, own_s: Floats) -> None:
         self._rows, self._recording, self._found = rows, recording, found
         self._own_s = own_s.reshape(-1)
         self._duration_s = recording.duration_s.reshape(-1)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
-from detector.whatif.recording import Floats, Recording
+from detector.whatif.operations import Floats, OpGrid
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 
 from ._telemetry import RecordMaker, Rows
@@ -42,13 +42,13 @@ class Trace:
     format: str
     job: Job
     tp: int = 1
-    grid: Recording | None = None
+    grid: OpGrid | None = None
     rows: Rows | None = None
     columns: Columns | None = None
     plans: tuple[Plan, ...] = ()
 
     @property
-    def recording(self) -> Recording:
+    def recording(self) -> OpGrid:
         """The operations on a dense grid, of a trace that has one."""
         assert self.grid is not None
         return self.grid

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.recording import COMPUTE, LABELS, OpKind, OpTable, Recording
+from detector.whatif.operations import COMPUTE, LABELS, OpGrid, OpKind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
 from ._arrow import ParquetColumns, is_number, to_numpy
@@ -40,7 +40,7 @@ def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
         schedule=Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B,
     )
     tp = max(whole_number(meta, "tp_size"), layout.tp)
-    grid = Recording.of(ops)
+    grid = OpGrid.of(ops)
     rows = Rows.of(ops, grid)
     return Trace(path=path, format="whatif-parquet", job=job, tp=tp, grid=grid, rows=rows)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif import Causes
-from detector.whatif.recording import COLLECTIVE, LABELS, P2P, OpKind
+from detector.whatif.operations import COLLECTIVE, LABELS, P2P, OpKind
 from detector.whatif.step_replay import StepReplay
 
 from ._analysis import Analysis

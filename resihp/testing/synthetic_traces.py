@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif.recording import LABELS, OpKind, OpTable
+from detector.whatif.operations import LABELS, OpKind, OpTable
 from resihp.contracts import Op, Schedule
 from resihp.pipeline.graph import Graph
 from resihp.pipeline.orders import stage_order

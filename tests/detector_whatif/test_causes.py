@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detector.diagnosis import CAUSES, Costs, conclude, diagnose
-from detector.whatif import Causes, OpKind, Recording, SlowDevice, WhatIf
-from detector.whatif.recording import P2P
+from detector.whatif import Causes, OpGrid, OpKind, SlowDevice, WhatIf
+from detector.whatif.operations import P2P
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
@@ -109,7 +109,7 @@ def test_the_cause_is_named_from_operations_and_from_records_alone(name, tmp_pat
     st.integers(0, 2**16),
 )
 def test_dependencies_read_off_a_recording_give_back_its_steps(recipe, seed):
-    whatif = WhatIf.of(Recording.of(record(recipe, seed)))
+    whatif = WhatIf.of(OpGrid.of(record(recipe, seed)))
     np.testing.assert_allclose(whatif.no_delay_s, whatif.recorded_s, rtol=1e-9)
     assert whatif.launch_slowdown == pytest.approx(1.0)
 
@@ -117,23 +117,23 @@ def test_dependencies_read_off_a_recording_give_back_its_steps(recipe, seed):
 def test_scaling_all_times_changes_no_share():
     ops = record(Recipe(dp=3, work_spread=0.1, troubles=(SLOW,)), seed=1)
     twice = dataclasses.replace(ops, start_s=2 * ops.start_s, duration_s=2 * ops.duration_s)
-    one, two = (Causes(WhatIf.of(Recording.of(table))) for table in (ops, twice))
+    one, two = (Causes(WhatIf.of(OpGrid.of(table))) for table in (ops, twice))
     assert two.whatif.slowdown == pytest.approx(one.whatif.slowdown)
     for cause, seconds in one.lost_s.items():
         assert two.lost_s[cause] == pytest.approx(2 * seconds, abs=1e-9)
 
 
 def test_a_heavy_last_stage_shows_in_m_s_and_a_slow_device_in_m_w():
-    heavy = WhatIf.of(Recording.of(record(Recipe(stage_weight=(1, 1, 1, 1.5)))))
+    heavy = WhatIf.of(OpGrid.of(record(Recipe(stage_weight=(1, 1, 1, 1.5)))))
     assert heavy.m_s == pytest.approx(1.0, abs=0.35)
     assert heavy.by_worker[:, 3].min() > heavy.by_worker[:, :3].max()
-    slow = WhatIf.of(Recording.of(record(Recipe(troubles=(SLOW,)))))
+    slow = WhatIf.of(OpGrid.of(record(Recipe(troubles=(SLOW,)))))
     assert slow.m_w == pytest.approx(1.0, abs=0.1)
     assert np.unravel_index(slow.by_worker.argmax(), (4, 4)) == (1, 2)
 
 
 def test_a_job_that_loses_nothing_has_no_m_w():
-    whatif = WhatIf.of(Recording.of(record(Recipe(noise=0.0))))
+    whatif = WhatIf.of(OpGrid.of(record(Recipe(noise=0.0))))
     assert whatif.slowdown == pytest.approx(1.0)
     assert whatif.m_w is None
     assert whatif.m_s is None
@@ -142,8 +142,8 @@ def test_a_job_that_loses_nothing_has_no_m_w():
 def test_steps_in_which_a_rank_is_missing_are_replayed_with_what_is_usual_for_it():
     ops = record(Recipe(dp=3, steps=6))
     gone = (ops.rank == 4) & (ops.step == 2)
-    whatif = WhatIf.of(Recording.of(ops.select(~gone)))
-    whole = WhatIf.of(Recording.of(ops))
+    whatif = WhatIf.of(OpGrid.of(ops.select(~gone)))
+    whole = WhatIf.of(OpGrid.of(ops))
     assert whatif.slowdown == pytest.approx(whole.slowdown, rel=0.01)
 
 
@@ -167,7 +167,9 @@ def test_costs_below_notice_name_no_cause():
 
 
 def test_slow_devices_are_no_cause_where_records_do_not_tell_them_from_work() -> None:
-    costs = Costs(step=100.0, ideal=70.0, lost={Cause.DEVICE: 30.0}, steps=4, told=False)
+    costs = Costs(
+        step=100.0, ideal=70.0, lost={Cause.DEVICE: 30.0}, steps=4, separates_devices=False
+    )
     diagnosis = conclude(costs)
     assert diagnosis.root_cause is Cause.NONE
     assert "cannot be told" in diagnosis.detail[-1]

@@ -4,7 +4,7 @@ import pytest
 
 from detector.diagnosis import Costs, conclude
 from detector.whatif import SlowDevice
-from detector.whatif.recording import P2P, OpKind
+from detector.whatif.operations import P2P, OpKind
 from resihp.contracts import Cause
 from resihp.offline import analyze, read_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from detector.whatif import OpKind, WhatIf
-from detector.whatif.recording import COMPUTE, P2P, OpTable, Recording
+from detector.whatif.operations import COMPUTE, P2P, OpGrid, OpTable
 from resihp.testing.synthetic_traces import Recipe, record
 
 
 def whatif_of(ops):
-    return WhatIf.of(Recording.of(ops))
+    return WhatIf.of(OpGrid.of(ops))
 
 
 def joined(*tables):

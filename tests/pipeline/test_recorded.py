@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detector.whatif.recording import OpKind
+from detector.whatif.operations import OpKind
 from resihp.contracts import Schedule
 from resihp.offline import read_trace
 from resihp.pipeline.orders import stage_order

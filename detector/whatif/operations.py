@@ -93,7 +93,7 @@ class OpTable:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recording:
+class OpGrid:
     """The operations of an `OpTable` on the grid [operation N, replica D, step T].
 
     An operation is one (stage, kind, seq). `start_s` and `duration_s` are NaN where nothing was
@@ -128,7 +128,7 @@ class Recording:
         return np.isin(self.kind, kinds)
 
     @classmethod
-    def of(cls, ops: OpTable) -> Recording:
+    def of(cls, ops: OpTable) -> OpGrid:
         """The grid of a table. A cell that was recorded twice keeps the longer duration."""
         keys, op = _index(_keys(ops))
         first = np.full(keys.size, op.size, np.intp)
