@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,7 @@ def order(folder: Path, rank: int, what: str, seconds: float = 0.0) -> Path:
 
 def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
     """Train until all ranks are ordered to stop."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -57,6 +60,8 @@ def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
         _carry_out(folder / f"pause-{rank}")
         stop[0] = float((folder / f"stop-{rank}").exists())
         dist.all_reduce(stop)
+    store.set(f"done-{rank}", "")  # gloo may lose what a peer sent right before it closed
+    store.wait([f"done-{each}" for each in range(RANKS)])
     dist.destroy_process_group()
 
 

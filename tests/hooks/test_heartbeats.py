@@ -36,8 +36,15 @@ class Watched:
     def until(self, condition) -> dict[int, Verdict]:
         deadline = time.monotonic() + PATIENCE_S
         while not condition(verdicts := self.verdicts()):
-            assert time.monotonic() < deadline, f"{verdicts}\n{self.ranks.logs()}"
+            assert time.monotonic() < deadline, f"{verdicts}\n{self.stacks()}"
         return verdicts
+
+    def stacks(self) -> str:
+        """The logs, with the stacks of the ranks that have not ended."""
+        for rank in self.ranks.poll(0.0):
+            self.ranks.kill(rank, signal.SIGUSR1)
+        time.sleep(1.0)
+        return self.ranks.logs()
 
     def dead(self) -> set[int]:
         return {v.rank for v in self.seen if v.status is Status.FAIL_STOP}
