@@ -19,6 +19,10 @@ RANKS = 4
 JOB = Job(name="ddp", layout=Layout.grid(dp=RANKS, pp=1, tp=1, layers=2), microbatches=2 * RANKS)
 
 
+_kept: list[object] = []
+"""Until the process has ended: torch's destructors may wait for its threads with the GIL held."""
+
+
 def order(folder: Path, rank: int, what: str, seconds: float = 0.0) -> Path:
     """Order a rank to `pause` in an evaluation, to `hang` in a backward pass or to `stop`. The file
     returned is gone once the rank has carried it out."""
@@ -60,9 +64,7 @@ def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
         _carry_out(folder / f"pause-{rank}")
         stop[0] = float((folder / f"stop-{rank}").exists())
         dist.all_reduce(stop)
-    store.set(f"done-{rank}", "")  # gloo may lose what a peer sent right before it closed
-    store.wait([f"done-{each}" for each in range(RANKS)])
-    dist.destroy_process_group()
+    _kept.append((model, store))
 
 
 def _carry_out(order: Path | None) -> None:
