@@ -88,10 +88,10 @@ class PeerMemory(Level):
 
     def connect_group(self, group: dist.ProcessGroup | None = None, *, distance: int = 1) -> None:
         """Exchange the addresses in a group and connect; a collective call of its CPU backend."""
-        told: list[tuple[int, Address, str]] = [(0, ("", 0), "")] * dist.get_world_size(group)
-        dist.all_gather_object(told, (dist.get_rank(), self.address, self.token), group=group)
-        self._server.token = told[0][2]
-        addresses = {rank: (host, port) for rank, (host, port), _ in told}
+        gathered: list[tuple[int, Address, str]] = [(0, ("", 0), "")] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (dist.get_rank(), self.address, self.token), group=group)
+        self._server.token = gathered[0][2]
+        addresses = {rank: (host, port) for rank, (host, port), _ in gathered}
         self.connect(dist.get_rank(), addresses, distance=distance)
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:

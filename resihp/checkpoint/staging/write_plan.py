@@ -21,7 +21,7 @@ _OBJECT_OFFSETS = (-1,)
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """What this rank writes.
+    """Entries that this rank writes.
 
     picks    positions in the state's list of tensors, in the order of the file
     objects  keys of the objects
