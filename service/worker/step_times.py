@@ -59,7 +59,8 @@ class StepTimes(Persistent):
 
     def _add(self, batch: TelemetryBatch, lost: Iterable[int]) -> list[StepTime]:
         batch = self._progress.admit(batch)
-        self.last_step = max(self.last_step, self._progress.newest)
+        if self._progress.newest >= 0:  # may be earlier than before on another layout
+            self.last_step = self._progress.newest
         index, times_ms = self._progress.index(batch.rank), _times_ms(batch)
         for step in np.unique(batch.step).tolist():
             rows = batch.step == step

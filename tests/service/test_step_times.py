@@ -1,0 +1,42 @@
+"""Step times are those of whole steps, also with many steps in a message and after a restart."""
+
+import numpy as np
+
+from resihp.contracts import Op, TelemetryBatch
+from service.worker.step_times import StepTimes
+
+
+def message(rank, steps, ms=10.0):
+    """A forward record of half the time and an optimizer record of the other half, per step."""
+    return TelemetryBatch(
+        rank=np.full(2 * len(steps), rank),
+        step=np.repeat(steps, 2),
+        microbatch=np.zeros(2 * len(steps), int),
+        op=np.tile([Op.FORWARD, Op.OPTIMIZER], len(steps)),
+        compute_ms=np.full(2 * len(steps), ms / 2),
+    )
+
+
+def test_a_step_is_closed_with_all_ranks_though_one_is_many_steps_ahead():
+    times = StepTimes([0, 1])
+    assert times.add(message(0, range(20))) == []
+    closed = times.add(message(1, range(20), ms=30.0))
+    assert [step.step for step in closed] == list(range(19))
+    assert {step.observed_ms for step in closed} == {30.0}
+    assert closed[0].ranks == {0: (5.0, 0.0, 0.0, 5.0), 1: (15.0, 0.0, 0.0, 15.0)}
+
+
+def test_a_lost_rank_is_not_waited_for():
+    times = StepTimes([0, 1])
+    times.add(message(1, [0]))
+    assert [step.step for step in times.add(message(0, [0, 1, 2]), lost=[1])] == [0, 1]
+
+
+def test_after_a_restart_in_another_layout_the_newest_step_is_the_earlier_one():
+    times = StepTimes([0, 1])
+    for rank in (0, 1):
+        times.add(message(rank, range(100)))
+    assert times.last_step == 99
+    assert [step.step for step in times.move([1])] == [99]
+    assert [step.step for step in times.add(message(1, [60, 61]))] == [60]
+    assert times.last_step == 61
