@@ -49,7 +49,7 @@ class HeartbeatBody(_Strict):
     error: Detail = ""
 
 
-class Ack(_Strict):
+class AckBody(_Strict):
     """Answer of one rank to a plan."""
 
     rank: Rank
@@ -60,7 +60,7 @@ class Ack(_Strict):
     digest: str | None = None
 
 
-class OwnPlan(_Strict):
+class OwnPlanBody(_Strict):
     """A plan that the job made and applied by itself, and the ranks that it has lost so far."""
 
     plan: dict[str, Any]
@@ -68,7 +68,7 @@ class OwnPlan(_Strict):
     step: int | None = None
 
 
-class Failure(_Strict):
+class FailureBody(_Strict):
     """Stopped ranks, reported by a survivor."""
 
     ranks: Ranks
@@ -78,14 +78,14 @@ class Failure(_Strict):
     detail: Detail = ""
 
 
-class Joiners(_Strict):
+class JoinersBody(_Strict):
     """Ranks that are ready to join the layout."""
 
     ranks: Ranks
     step: int | None = None
 
 
-class ProbeAnswer(_Strict):
+class ProbeAnswerBody(_Strict):
     """Best time of a probe on one rank; null, with a reason, if it was refused."""
 
     rank: Rank

@@ -129,7 +129,9 @@ async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]
     return {"accepted": len(heartbeat.ranks)}
 
 
-@router.post("/{job}/failures", status_code=202, openapi_extra=bodies.documented(bodies.Failure))
+@router.post(
+    "/{job}/failures", status_code=202, openapi_extra=bodies.documented(bodies.FailureBody)
+)
 async def post_failure(
     job: str,
     request: Request,
@@ -137,7 +139,7 @@ async def post_failure(
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> dict[str, Any]:
     """Stopped ranks, reported by a survivor. A plan without them follows at once."""
-    failure = await bodies.read(request, bodies.Failure)
+    failure = await bodies.read(request, bodies.FailureBody)
     await ctx.store.put(
         job, MessageKind.FAILURE, failure.model_dump_json().encode(),
         retry_key=_retry_key(idempotency_key),
@@ -145,7 +147,7 @@ async def post_failure(
     return {"accepted": len(failure.ranks)}
 
 
-@router.post("/{job}/joiners", status_code=202, openapi_extra=bodies.documented(bodies.Joiners))
+@router.post("/{job}/joiners", status_code=202, openapi_extra=bodies.documented(bodies.JoinersBody))
 async def post_joiners(
     job: str,
     request: Request,
@@ -153,7 +155,7 @@ async def post_joiners(
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> dict[str, Any]:
     """Ranks that are ready to work. A plan with them follows if it is worth its migration."""
-    joiners = await bodies.read(request, bodies.Joiners)
+    joiners = await bodies.read(request, bodies.JoinersBody)
     await ctx.store.put(
         job, MessageKind.JOINER, joiners.model_dump_json().encode(),
         retry_key=_retry_key(idempotency_key),
@@ -162,11 +164,13 @@ async def post_joiners(
 
 
 @router.post(
-    "/{job}/probes/{probe}", status_code=202, openapi_extra=bodies.documented(bodies.ProbeAnswer)
+    "/{job}/probes/{probe}",
+    status_code=202,
+    openapi_extra=bodies.documented(bodies.ProbeAnswerBody),
 )
 async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Result of a probe that an answer to telemetry requested. Unknown probes are ignored."""
-    answer = await bodies.read(request, bodies.ProbeAnswer)
+    answer = await bodies.read(request, bodies.ProbeAnswerBody)
     document = {"probe": probe[:64], **answer.model_dump()}
     await ctx.store.put(job, MessageKind.PROBE, json.dumps(document).encode())
     return {"accepted": answer.ms is not None}

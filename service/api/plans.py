@@ -56,10 +56,10 @@ async def get_version(job: str, version: int, ctx: Ctx) -> dict[str, Any]:
     return await ctx.store.plan(job, version)
 
 
-@router.post("/{version}/ack", status_code=202, openapi_extra=bodies.documented(bodies.Ack))
+@router.post("/{version}/ack", status_code=202, openapi_extra=bodies.documented(bodies.AckBody))
 async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Answer of one rank to a plan: applied or refused."""
-    ack = await bodies.read(request, bodies.Ack)
+    ack = await bodies.read(request, bodies.AckBody)
     await ctx.store.require(job)
     known = await ctx.store.digest(job, version)
     if ack.digest is not None and ack.digest != (known or ack.digest):
@@ -69,11 +69,11 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
     return {"accepted": True}
 
 
-@router.put("/{version}", status_code=202, openapi_extra=bodies.documented(bodies.OwnPlan))
+@router.put("/{version}", status_code=202, openapi_extra=bodies.documented(bodies.OwnPlanBody))
 async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Register a plan that the job made while the sidecar was unavailable and that all ranks work
     under."""
-    own = await bodies.read(request, bodies.OwnPlan)
+    own = await bodies.read(request, bodies.OwnPlanBody)
     known, plan = await ctx.store.job(job), plan_from_json(own.plan)
     if plan.version != version:
         raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")

@@ -73,7 +73,7 @@ class _OwnedJob:
             self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
 
     def commit(self) -> Commit:
-        """The pending changes with the state after them; the session collects anew."""
+        """The pending changes with the state after them; the session starts a new collection."""
         changes, self.session.changes = self.session.changes, PendingChanges()
         state = self.session.save()
         self.saved_bytes = sum(map(len, state.values()))

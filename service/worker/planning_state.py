@@ -140,7 +140,7 @@ class PlanningState:
         self.joiners = ()
 
     def refuse_newest(self) -> None:
-        """Prepare for planning anew after a rank refused the newest plan.
+        """Prepare to plan again after a rank refused the newest plan.
 
         A plan that counted on joiners may have been refused because they are gone.
         """
