@@ -1,4 +1,4 @@
-"""The notebook on planning runs from top to bottom."""
+"""The notebook on planning runs from top to bottom, and its committed outputs say the same."""
 
 from pathlib import Path
 
@@ -6,15 +6,25 @@ import nbformat
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "notebooks" / "planning.ipynb"
 
 
 def test_the_planning_notebook_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    notebook = nbformat.read(ROOT / "notebooks" / "planning.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
         notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     ).execute()
+    check_outputs(notebook)
+
+
+def test_the_committed_notebook_shows_the_same():
+    check_outputs(nbformat.read(NOTEBOOK, as_version=4))
+
+
+def check_outputs(notebook):
+    """Assert the key facts and the plots in the outputs of the notebook."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
     assert "rank 17 has stopped and is left out" in text
