@@ -19,7 +19,8 @@ class BufferPool:
 
     def fit(self, file: ShardFile, *, pinned: bool) -> None:
         """Make every idle buffer an image of `file`; those in use follow in a later call."""
-        old: list[BufferSlot | None] = [*self._slots] or [None] * self._count
+        old: list[BufferSlot | None] = [*self._slots]
+        old += [None] * (self._count - len(old))
         self._slots, fresh = [], []
         while old:
             slot = old.pop(0)
