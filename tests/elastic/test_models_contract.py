@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_a_part_that_is_not_as_the_model_says(spoil: str, message: str) -> None:
     layout = Layout.grid(dp=1, pp=1, tp=1, layers=4)
     place = layout.place_of(0)
     assert place is not None
-    group = AbortableProcessGroup(None, (0,), None)
+    group = AbortableProcessGroup(SimpleNamespace(device=torch.device("cpu")), (0,), None)
     groups = LayoutGroups(layout, place, group, group, None, None)
     with pytest.raises(ContractError, match=message):
         initial_shard(Odd(spoil), OPTIMIZER, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -141,7 +142,9 @@ def _groups(layout: Layout, rank: int) -> LayoutGroups:
     """A generation without connections: enough to hold a shard."""
     place = layout.place_of(rank)
     assert place is not None
-    group = AbortableProcessGroup(None, layout.stage_at(place).ranks, None)
+    group = AbortableProcessGroup(
+        SimpleNamespace(device=torch.device("cpu")), layout.stage_at(place).ranks, None
+    )
     return LayoutGroups(layout, place, group, group, None, None)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import TypeVar
 
-import torch
-
 from ..process_groups.abortable import AbortableProcessGroup
+from ..process_groups.byte_collectives import all_gather_bytes
 
 T = TypeVar("T")
 
@@ -21,12 +20,7 @@ class RestoreGroup:
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in the order of `all`. Raises `PeerLostError`."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(n) for n in self._group.all_gather(torch.tensor([len(packed)]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(packed)] = packed
-        everyones = zip(self._group.all_gather(padded), lengths, strict=True)
-        return [pickle.loads(each[:length].numpy().tobytes()) for each, length in everyones]
+        return [pickle.loads(data) for data in all_gather_bytes(self._group, pickle.dumps(value))]
 
     gather_in_background = gather
 

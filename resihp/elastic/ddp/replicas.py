@@ -163,7 +163,9 @@ class Replicas:
         """Sum out of place; after the vote all ranks know that all hold the whole sums."""
         groups, self._counts = self._groups, None
         assert groups is not None
-        counted = count_rows(step.done, self._microbatches, members=self.coordinates.members)
+        counted = count_rows(step.done, self._microbatches, members=self.coordinates.members).to(
+            groups.everyone.device
+        )
         counting = groups.everyone.start_all_reduce(counted)  # on its way while the sums are
         self._sums.sum_over(groups, self._membership.shares, self._membership.place)
         groups.everyone.wait(counting)
@@ -176,7 +178,11 @@ class Replicas:
     def _vote(self, groups: ReplicaGroups) -> None:
         """Commit the step on all ranks; compare optimizer settings and learn of joiners."""
         alike, waiting = fingerprint(self._optimizers), self._join.waiting(self.alive)
-        vote = torch.tensor([alike, -alike, float(bool(waiting))], dtype=torch.float64)
+        vote = torch.tensor(
+            [alike, -alike, float(bool(waiting))],
+            dtype=torch.float64,
+            device=groups.everyone.device,
+        )
         most, least, is_due = groups.everyone.all_reduce_max(vote).tolist()
         if most != -least:
             raise ContractError(

@@ -14,7 +14,7 @@ change of layout: parts have no buffers. Random numbers come from `random_bits`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -57,6 +57,12 @@ class Packed:
             raise ContractError(
                 "seq_lens", f"must be 1 or more each and sum to {len(self.tokens)} tokens"
             )
+
+    def to(self, device: torch.device) -> Packed:
+        """Return the microbatch with its tensors on `device`; itself if they are there."""
+        if self.tokens.device == self.targets.device == device:
+            return self
+        return replace(self, tokens=self.tokens.to(device), targets=self.targets.to(device))
 
     @property
     def sum_sq_len(self) -> int:

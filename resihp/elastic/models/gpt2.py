@@ -119,7 +119,9 @@ class Embedding(VocabularyEmbedding):
 
     def forward(self, packed: Packed) -> torch.Tensor:
         """[T] ids -> [T, D]."""
-        place_TD = functional.embedding(positions(packed.seq_lens), self.positions)
+        place_TD = functional.embedding(
+            positions(packed.seq_lens, packed.tokens.device), self.positions
+        )
         return self.drop(super().forward(packed) + place_TD, packed)
 
 

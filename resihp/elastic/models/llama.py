@@ -145,7 +145,7 @@ class DecoderLayer(nn.Module):
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document."""
         x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
-        cos, sin = _rotary(packed.seq_lens, self.head_dim)
+        cos, sin = _rotary(packed.seq_lens, self.head_dim, x_TD.device)
         q_TNH = functional.linear(x_TD, self.wq).unflatten(-1, (-1, self.head_dim))
         k_TKH = functional.linear(x_TD, self.wk).unflatten(-1, (-1, self.head_dim))
         v_TKH = functional.linear(x_TD, self.wv).unflatten(-1, (-1, self.head_dim))
@@ -187,8 +187,10 @@ def _rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 @lru_cache(maxsize=64)
-def _rotary(seq_lens: tuple[int, ...], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary(
+    seq_lens: tuple[int, ...], head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine [T, 1, H/2]; positions restart with each document (RoFormer, eq. 34)."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.outer(positions(seq_lens), frequencies).unsqueeze(1)
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angles = torch.outer(positions(seq_lens, device), frequencies).unsqueeze(1)
     return angles.cos(), angles.sin()

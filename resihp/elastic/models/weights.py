@@ -26,6 +26,6 @@ def normal(key: str, shape: tuple[int, ...], *, seed: int, scale: float) -> torc
     return torch.randn(shape, generator=generator) * scale
 
 
-def positions(seq_lens: tuple[int, ...]) -> torch.Tensor:
+def positions(seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the position [T] of each token in its document."""
-    return torch.cat([torch.arange(length) for length in seq_lens])
+    return torch.cat([torch.arange(length, device=device) for length in seq_lens])

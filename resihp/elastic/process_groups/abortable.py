@@ -144,6 +144,11 @@ class AbortableProcessGroup:
         return len(self.ranks)
 
     @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self._factory.rank
+
+    @property
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self._factory.device

@@ -139,7 +139,7 @@ class Engine:
             timing.earlier = first_halves.pop(index, (0.0, 0.0))
             self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
             if self._may_stop_early() and item is not order[-1]:
-                told = torch.tensor([float(is_broken())])
+                told = torch.tensor([float(is_broken())], device=self.groups.device)
                 if self.groups.tp.all_reduce_max(told).item():
                     break
         self._passes.drain()
@@ -159,7 +159,11 @@ class Engine:
         squares = squared_norms(total, self.groups, self.setup.model.parameters)
         everyone.wait(counting)
         self._losses, self.total = dict(enumerate(read_counts(counted).losses)), total
-        votes = torch.tensor([ready_generation > 0, ready_generation, is_due], dtype=torch.float64)
+        votes = torch.tensor(
+            [ready_generation > 0, ready_generation, is_due],
+            dtype=torch.float64,
+            device=self.groups.device,
+        )
         summed = everyone.all_reduce(torch.cat((votes, squares)))
         self._telemetry.record(Op.COLLECTIVE, step, timing)
         ready = (round(float(summed[0])), round(float(summed[1])))
@@ -213,7 +217,8 @@ class Engine:
             for index in indices(self._sums.finished)
         }
         members = len(groups.layout.replicas[groups.place.dp].ranks)
-        return count_rows(reports, self.plan.microbatches, members=members, loss_members=1)
+        rows = count_rows(reports, self.plan.microbatches, members=members, loss_members=1)
+        return rows.to(groups.device)
 
     def _may_stop_early(self) -> bool:
         """Return whether to check for a failure between two microbatches.
@@ -253,7 +258,7 @@ class Engine:
         if not isinstance(packed, Packed):
             kind = type(packed).__name__
             raise ContractError("data", f"must give resihp.elastic.models.Packed, not {kind}")
-        return replace(packed, step=step, index=index)
+        return replace(packed.to(self.setup.device), step=step, index=index)
 
     def _loss_weight(self, packed: Packed) -> float:
         """Return the weight of a token: all microbatches have the same number of tokens."""

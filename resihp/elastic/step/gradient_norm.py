@@ -22,7 +22,7 @@ def squared_norms(
     sum over ranks only adds zeros, so the norm does not depend on how ranks are grouped.
     """
     degrees = max(stage.tp for stage in groups.layout.replicas[0].stages)
-    squares = torch.zeros(len(parameters.all), degrees, dtype=torch.float64)
+    squares = torch.zeros(len(parameters.all), degrees, dtype=torch.float64, device=groups.device)
     if groups.place.dp == 0:
         rows = {param: index for index, param in enumerate(parameters.all)}
         for param, gradient in gradients.items():

@@ -72,7 +72,7 @@ def _receive(
 ) -> torch.Tensor:
     rows = _rows_per_chunk(tokens, boundary)
     held = [_chunks_of(index, len(tp), boundary.chunks) for index in range(len(tp))]
-    own_CD = torch.empty(max(held) * rows, width)
+    own_CD = torch.empty(max(held) * rows, width, device=tp.device)
     parts = own_CD.split(rows)
     for (group, source), part in zip(works, parts, strict=False):
         group.broadcast(part, source)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import torch
 
 from ..process_groups.abortable import AbortableProcessGroup
+from ..process_groups.byte_collectives import broadcast_bytes
 from .data import Cursor
 from .setup import Setup
 from .shard import Shard, scalar_table
@@ -29,25 +29,14 @@ def distribute_replicated_state(
     """
     table = old.scalars() if old is not None else scalar_table(setup.model, setup.optimizer)
     known = torch.cat([torch.tensor([completed], dtype=torch.float64), table.flatten()])
-    known = group.all_reduce_max(known)
+    known = group.all_reduce_max(known.to(group.device)).cpu()
     completed = int(known[0])
     if new is not None:
         new.set_scalars(known[1:].view_as(table), completed)
     if isinstance(setup.data, Cursor):
-        state = _broadcast(group, setup.data.state_dict(), source)
+        written = io.BytesIO()
+        torch.save(setup.data.state_dict(), written)
+        state = broadcast_bytes(group, written.getvalue(), source)
         if old is None:
-            setup.data.load_state_dict(state)
+            setup.data.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
     return completed
-
-
-def _broadcast(group: AbortableProcessGroup, state: dict[str, Any], source: int) -> dict[str, Any]:
-    """Return the `state` of rank `source`."""
-    written = io.BytesIO()
-    torch.save(state, written)
-    packed = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
-    length = int(group.broadcast(torch.tensor([len(packed)]), source))
-    if len(packed) != length:
-        packed = torch.empty(length, dtype=torch.uint8)
-    group.broadcast(packed, source)
-    loaded: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
-    return loaded

@@ -148,7 +148,8 @@ def build_shard(
         tensors = {param: current.tensors[param] for param, _ in held}
     for part, params in parts.items():
         spans = part_ranges(params, ranges)
-        modules[part] = model.build(part, spans, groups.tp)
+        with groups.device:  # factory functions in the model allocate there
+            modules[part] = model.build(part, spans, groups.tp)
         check_part(modules[part], part, params, ranges)
         for param in params:
             owner, name = _owner(modules[part], name_in_part(param))

@@ -120,7 +120,7 @@ class StageRunner:
 
     def _forward(self, chunk: int, packed: Packed) -> _Running:
         source, tokens = self._groups.source(chunk), len(packed.tokens)
-        embedded, entry = None, torch.empty(0)
+        embedded, entry = None, torch.empty(0, device=self._groups.device)
         if source is not None:
             entry = exchange.receive_forward(source, self._groups.tp, tokens, self._model.width)
             entry.requires_grad_()
