@@ -21,6 +21,7 @@ class Sidecar:
         self.jobs: list[Job] = []
         self.batches: list[TelemetryBatch] = []
         self.heartbeats: list[Heartbeat] = []
+        self.heard_s: list[float] = []
         self.keys: list[str] = []
         self.open = threading.Event()
         self.open.set()
@@ -39,6 +40,7 @@ class Sidecar:
         self.batches.append(decode(message, form))
 
     def send_heartbeat(self, job, heartbeat):
+        self.heard_s.append(time.monotonic())
         self.heartbeats.append(heartbeat)
 
     @property
