@@ -33,14 +33,14 @@ def demo(
         Path | None,
         typer.Option(
             help="Write the job's recording to this file, for `resihp analyze`.",
-            show_default="trace.parquet beside the report",
+            show_default="trace.parquet in that folder",
         ),
     ] = None,
 ) -> None:
     """Play the whole loop on this machine: a slow rank is found and worked around, a dead one too.
 
     Trains a small Llama on real text over eight processes (2 replicas x 2 stages x 2-way tensor
-    parallel) beside a sidecar. One rank is slowed down in mid-run, another is killed later; the
+    parallel) with a sidecar. One rank is slowed down in mid-run, another is killed later; the
     layout changes live, without a restart. Ends with a summary and an HTML report.
 
     Exit status: 0 if the slow rank was named (and no other), the plan was applied live, the kill
@@ -64,7 +64,7 @@ def demo(
 
 
 def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: Path) -> bool:
-    """Play the demo, show it and write what was asked for; whether all promises were kept."""
+    """Run and display the demo, write its files; returns True if all checks passed."""
     from rich.console import Console
 
     from resihp.contracts import to_json

@@ -1,4 +1,4 @@
-"""What the demo promises, checked on the record of a run."""
+"""Checks of the promises of the demo on the record of a run."""
 
 from __future__ import annotations
 

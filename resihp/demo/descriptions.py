@@ -67,7 +67,7 @@ def switch_line(switch: LayoutChangeRecord) -> str:
 
 
 def plan_line(plan: Plan) -> str:
-    """What the scheduler promised of a plan; empty where it promised nothing."""
+    """The predicted step time of a plan and its gap; empty without a prediction."""
     if plan.step_ms <= 0:
         return ""
     line = f"predicted {duration(plan.step_ms)} a step"

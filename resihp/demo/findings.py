@@ -1,4 +1,4 @@
-"""What a run shows: who was found and how soon, how much time came back, which plans there were.
+"""Findings of a run: detections and their delay, recovered time, periods under one plan.
 
 Pure functions of a `DemoRecord`.
 """
@@ -81,7 +81,7 @@ def plan_periods(record: DemoRecord) -> tuple[PlanPeriod, ...]:
 
 
 def _start_quotas(record: DemoRecord) -> tuple[int, ...]:
-    """The sum of the quotas never changes, so that any plan tells the one at the start."""
+    """The sum of the quotas never changes, so that any plan gives the one at the start."""
     if record.quotas or not record.switches:
         return record.quotas
     return even_quotas(record.switches[0].plan.microbatches, record.layout.dp)
@@ -123,14 +123,14 @@ def recovered_sentence(record: DemoRecord) -> str:
     share = time_recovered(record)
     if share is None:
         measured = step_times(record)["slow"] and first_resize(record)
-        return "the slow device cost too little time to tell what came back" if measured else ""
+        return "the slow device cost too little time to measure what came back" if measured else ""
     if share in (0.0, 1.0):
         return f"{'all' if share else 'none'} of the time lost to the slow device came back"
     return f"{percent(share)} of the time lost to the slow device came back"
 
 
 def outcome(record: DemoRecord) -> str:
-    """Whether the run kept its promises, in a few words."""
+    """The outcome of the checks in a few words."""
     if not record.checks:
         return "Nothing was checked"
     failed = sum(not check.passed for check in record.checks)

@@ -80,7 +80,7 @@ def pace_changes(record: DemoRecord) -> list[tuple[int, float]]:
 
 
 def loss_difference(record: DemoRecord) -> LossDifference | None:
-    """How far the loss strayed from the reference; None where they have no step in common."""
+    """The largest difference of the loss from the reference; None without a common step."""
     pairs = [
         (abs(seen.loss - record.reference[seen.step]), seen.step)
         for seen in record.steps

@@ -1,4 +1,4 @@
-"""The last thing on the terminal: what was done, found, changed and gained."""
+"""The summary of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WIDTH = 110
 
 
 def print_summary(record: DemoRecord, report_path: Path | None, console: Console) -> None:
-    """Prints the summary of one run; `report_path` None where no report was written."""
+    """Print the summary of a run; `report_path` is None without a report."""
     width = min(console.width, _WIDTH)
     body = Table.grid(padding=(0, 2))
     body.add_column(style="dim", width=11)

@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """What a recording shows.
+    """Findings from a recording.
 
     verdicts   the last verdict on every recorded rank, by rank
     changes    every change of a verdict, in order

@@ -27,7 +27,7 @@ class ParquetColumns:
         schemas = [file.schema_arrow for file in self._files]
         self.names = [n for n in schemas[0].names if all(n in s.names for s in schemas[1:])]
         self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata or {})
-        for file in self._files[:1]:  # what was added while it was written stands elsewhere
+        for file in self._files[:1]:  # metadata added during writing is stored separately
             self.metadata.update(file.metadata.metadata or {})
         self.rows = sum(file.metadata.num_rows for file in self._files)
 
@@ -47,7 +47,7 @@ class ParquetColumns:
 
 
 def is_number(column: Any) -> bool:
-    """Whether an Arrow column holds plain numbers."""
+    """Test if an Arrow column holds plain numbers."""
     import pyarrow as pa
 
     return bool(pa.types.is_integer(column.type) or pa.types.is_floating(column.type))

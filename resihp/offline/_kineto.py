@@ -5,7 +5,7 @@ that the job named so with `record_function`, each of them a microbatch; without
 microbatch, and backward is what the autograd engine ran. A pass takes as long as the device was
 busy with what was launched in it; on a machine without a device, as the host was.
 
-A collective ends everywhere at once, so that the rank that waits least tells how long it takes:
+A collective ends everywhere at once, so that its duration is that of the rank with the shortest wait:
 that is its `compute_ms`, the rest is `wait_ms`. Data loading counts as host time.
 """
 
@@ -160,7 +160,7 @@ def _union(start: NDArray[np.float64], stop: NDArray[np.float64]) -> float:
 
 
 def _shared(ranks: Sequence[_Rank]) -> Iterator[_Row]:
-    """Records of collectives and transfers, with the waiting taken out where the peers tell it."""
+    """Records of collectives and transfers, without the waiting if it follows from the peers."""
     durations: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     found: list[tuple[_Rank, int, Transfer, tuple[Any, ...]]] = []
     for rank in ranks:

@@ -31,7 +31,7 @@ _AUTOGRAD = "autograd::engine::evaluate_function"
 
 
 class Range(NamedTuple):
-    """A stretch of host time; `value` is the step, or the microbatch (-1: not told)."""
+    """A stretch of host time; `value` is the step, or the microbatch (-1: unknown)."""
 
     start_us: float
     stop_us: float
@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
 
 @dataclass
 class RankEvents:
-    """What one file holds. Times in microseconds.
+    """Contents of one file; times in microseconds.
 
     work   start, stop, and host time of launch [3, E] of the device's (or else the host's) work
     steps, phases   marked stretches of host time
@@ -65,7 +65,7 @@ class RankEvents:
 
 
 def read_events(path: Path, index: int) -> RankEvents:
-    """The events of a file; `index` stands for the rank if nothing tells it."""
+    """The events of a file; `index` is the rank if the file does not contain it."""
     document = _load(path)
     events = document.get("traceEvents") if isinstance(document, Mapping) else document
     if not isinstance(events, list):

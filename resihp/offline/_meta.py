@@ -1,4 +1,4 @@
-"""The few facts beside a trace that the trace itself does not hold."""
+"""Reader of the YAML file with facts that a trace does not hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from resihp.contracts import TraceError
 def read_meta(trace: Path) -> dict[str, str]:
     """The `name: value` lines of the YAML file that belongs to a trace; empty if there is none.
 
-    `trace-X.parquet` belongs to `meta-X.yaml`; else `<stem>.yaml` or `meta.yaml` beside it.
+    `trace-X.parquet` belongs to `meta-X.yaml`; else `<stem>.yaml` or `meta.yaml` in its folder.
     """
     names = (trace.stem.replace("trace", "meta", 1), trace.stem, "meta")
     for name in names:

@@ -1,4 +1,4 @@
-"""Finds out what a trace is and reads it."""
+"""Detection of the format of a trace, and its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a loss that none of the causes explains."""
+"""Description of a loss that no cause explains."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 | gc                                          | DATA       | duration         | NaN       |
 
 A transfer lasts from the moment when the last of its ranks has started it. Garbage collection
-stops the host and not the device, which is what DATA records stand for.
+stops the host and not the device, as DATA records do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CODES = np.array([_OP[kind] for kind in OpKind], np.uint8)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a `OpGrid` does not hold of the rows of its table.
+    """Columns of a table that its `OpGrid` does not hold.
 
     ranks       global ranks that were recorded, in ascending order
     rank        of every row; None where one rank was recorded at each place

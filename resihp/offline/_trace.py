@@ -55,12 +55,12 @@ class Trace:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """What every operation waits for. Only where `grid` is there."""
+        """Dependencies between the operations. Requires `grid`."""
         return dependencies(self.recording)
 
     @cached_property
     def own_s(self) -> Floats:
-        """Durations [N, D, T] of the recording without the waiting. Only where `grid` is there."""
+        """Durations [N, D, T] of the recording without the waiting. Requires `grid`."""
         return transfer_seconds(self.recording, self.dependencies)
 
     @cached_property

@@ -18,7 +18,7 @@ from ._analysis import Analysis
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spans:
-    """What ran when: equally long columns of one step, times in seconds from its start.
+    """Operations of one step as columns of equal length; times in seconds from its start.
 
     `name` indexes `names`; `transfer` marks transfers and collectives.
     """
@@ -65,7 +65,7 @@ class Timeline:
         return self._recorded_spans(rec.start_s[:, :, at], rec.duration_s[:, :, at])
 
     def ideal(self, step: int) -> Spans:
-        """The same step if everything took what it takes on average."""
+        """The same step with the average duration of every operation."""
         whatif = self.analysis.whatif
         if whatif is None:
             return self._replayed_spans(ideal=True, at=self.steps.index(step))

@@ -30,7 +30,7 @@ _RECEIVE = {Op.FORWARD: OpKind.FORWARD_RECV, Op.BACKWARD: OpKind.BACKWARD_RECV}
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """What goes wrong on one rank: `factor` on its times, or `extra_s`, from a step on.
+    """A fault of one rank: `factor` on its times, or `extra_s`, from a step on.
 
     replica, stage  where; None means everywhere
     kinds           operations that it concerns

@@ -1,1 +1,1 @@
-"""The demo while it runs: its state, the screen that shows it, plain lines where there is none."""
+"""Live display of the demo: a screen on a terminal, plain lines elsewhere."""

@@ -23,10 +23,10 @@ PLAIN_EVERY_STEPS = 10
 
 
 class LiveDisplay:
-    """Shows what it is told, as a context manager; every method may be called from any thread.
+    """Display of a running demo; a context manager with methods for any thread.
 
-    On a terminal the screen is drawn anew `REFRESHES_PER_SECOND` times a second, whatever the rate
-    of the calls, so that the display leaves the cores to the job. Elsewhere each event prints one
+    On a terminal the screen is drawn `REFRESHES_PER_SECOND` times a second, whatever the rate of the
+    calls, to leave the cores to the job. Elsewhere each event prints one
     line at once, and every `PLAIN_EVERY_STEPS`th step prints a line of progress.
     """
 
@@ -68,13 +68,13 @@ class LiveDisplay:
             self._live = None
 
     def phase(self, text: str) -> None:
-        """What the demo is doing now, e.g. "Starting the sidecar…"."""
+        """Show the current activity, e.g. "Starting the sidecar…"."""
         with self._lock:
             self.view.phase = text
             self._log("phase", text)
 
     def links(self, dashboard_url: str, docs_url: str, report_path: object) -> None:
-        """Where there is more to see."""
+        """Show the addresses of dashboard, API and report."""
         with self._lock:
             self.view.links = {
                 "dashboard": dashboard_url,
@@ -85,7 +85,7 @@ class LiveDisplay:
                 self._plain(f"{name}: {target}")
 
     def step(self, seen: StepRecord) -> None:
-        """A step was completed."""
+        """Show a completed step."""
         with self._lock:
             self.view.seen.append(seen)
             if seen.step % PLAIN_EVERY_STEPS == 0 or seen.step == self.view.steps - 1:
@@ -95,7 +95,7 @@ class LiveDisplay:
                 )
 
     def verdict(self, seen: VerdictRecord) -> None:
-        """A verdict changed."""
+        """Log a changed verdict."""
         with self._lock:
             verdict = seen.verdict
             device = self.view.device(verdict.rank)
@@ -112,12 +112,12 @@ class LiveDisplay:
                     self._log("why", reason, seen.step)
 
     def health(self, seen: Sequence[SlowdownRecord]) -> None:
-        """Newest slowdowns; changes the colours only."""
+        """Update slowdowns and statuses, without a line in the log."""
         with self._lock:
             self.view.take_health(seen)
 
     def fault(self, text: str) -> None:
-        """What was just done to the job."""
+        """Log a fault that was injected into the job."""
         with self._lock:
             at = self.view.next_step
             if self.view.first_fault is None:
@@ -130,13 +130,13 @@ class LiveDisplay:
             self._log("phase", pace_change(step, flops_per_ms, lowered=lowered), step)
 
     def dead(self, rank: int) -> None:
-        """A rank is gone."""
+        """Log the end of a rank."""
         with self._lock:
             self.view.device(rank).status = Status.FAIL_STOP
             self._log("lost", f"rank {rank} is gone", self.view.next_step)
 
     def reference(self, step: int, steps: int) -> None:
-        """The undisturbed reference run has completed `step` of `steps` steps."""
+        """Show the progress of the undisturbed reference run."""
         with self._lock:
             before, self.view.reference = self.view.reference, (step, steps)
             if step == steps and before != (step, steps):

@@ -26,7 +26,7 @@ STYLES: Mapping[Status, str] = {
     Status.FAIL_STOP: "#b8b8b8 on #55343a",
     Status.INCONCLUSIVE: "bold #f4f8fc on #4f74a3",
 }
-# Shape beside colour, for eyes and terminals that do not tell the colours apart.
+# A shape in addition to the colour, for readers and terminals without colours.
 SIGNS: Mapping[Status, str] = {
     Status.HEALTHY: "",
     Status.SUSPECT: "?",
@@ -49,7 +49,7 @@ SLOW_FROM = 1.15
 
 
 class Screen:
-    """Renders `view` as it is at the time of drawing, under the lock of its writers."""
+    """Render `view` at the time of drawing, under the lock of its writers."""
 
     def __init__(
         self, view: ViewModel, seconds: Callable[[], float], lock: threading.RLock
@@ -155,7 +155,7 @@ def _spark(values: Sequence[float], scale: Sequence[float], alarm: float | None 
     text = Text(no_wrap=True)
     if not scale:
         return text
-    # The first steps and the recovery from a loss stand far above the rest: they are cut off.
+    # The first steps and the recovery from a loss exceed the rest by far: they are clipped.
     ordered = sorted(scale)
     low, high = ordered[0], ordered[int(0.95 * (len(ordered) - 1))]
     for value in values:

@@ -1,4 +1,4 @@
-"""What is known of the running job at a moment: the state behind the live display."""
+"""State of the running job for the live display."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Event:
 
 @dataclass(kw_only=True)
 class Device:
-    """What is thought of one rank."""
+    """Status and slowdown of one rank."""
 
     status: Status = Status.HEALTHY
     slowdown: float = 1.0
@@ -76,7 +76,7 @@ class ViewModel:
         return median(times[-RECENT:]) if times else None
 
     def take_plan(self, switch: LayoutChangeRecord) -> None:
-        """The job runs on another layout from now on."""
+        """Apply a change of layout."""
         self.layout, self.quotas = switch.plan.layout, switch.plan.quotas
         self.plan_version, self.plan_step = switch.plan.version, switch.step
         self.predicted_ms = switch.plan.step_ms
@@ -84,17 +84,17 @@ class ViewModel:
             self.device(rank).status = Status.FAIL_STOP
 
     def take_health(self, health: Sequence[SlowdownRecord]) -> None:
-        """Newest slowdowns; a rank that is dead stays dead."""
+        """Update slowdowns and statuses except those of dead ranks."""
         for seen in health:
             device = self.device(seen.rank)
             if device.status is not Status.FAIL_STOP:
                 device.slowdown, device.status = seen.slowdown, Status(seen.status)
 
     def device(self, rank: int) -> Device:
-        """What is thought of a rank, healthy until something else is known."""
+        """Status of a rank, healthy by default."""
         return self.devices.setdefault(rank, Device())
 
     def idle(self) -> list[int]:
-        """Ranks that do not work in the present layout."""
+        """Ranks outside the current layout."""
         working = set(self.layout.ranks)
         return sorted(rank for rank in self.devices if rank not in working)

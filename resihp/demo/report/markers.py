@@ -1,4 +1,4 @@
-"""What happened when: the numbered marks of the plots and the list that explains them."""
+"""Numbered marks of the plots, and the list that explains them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..record import DemoRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """One thing that happened at a step.
+    """An event at a step.
 
     kind     fault, verdict, plan or lost
-    x        where its line stands, in steps
-    label_x  where its number stands, apart from those of its neighbours
+    x        position of its line, in steps
+    label_x  position of its number, apart from those of its neighbours
     """
 
     number: int
@@ -29,7 +29,7 @@ class Marker:
 
 
 def markers(record: DemoRecord) -> tuple[Marker, ...]:
-    """Everything of note in the order in which it happened."""
+    """The events of a run in temporal order."""
     happened = sorted([*_script(record), *_verdicts(record), *_switches(record)])
     numbered = [
         Marker(number=number, step=step, kind=kind, text=text, x=step - 0.5, label_x=step - 0.5)
@@ -52,7 +52,7 @@ def _script(record: DemoRecord) -> list[tuple[int, int, str, str]]:
 
 
 def _verdicts(record: DemoRecord) -> list[tuple[int, int, str, str]]:
-    # A loss is said in the step that it happens in, when only the one before is complete.
+    # A loss is reported during its step, when only the step before is complete.
     return [
         (max(seen.at_step, seen.verdict.since_step or 0), 1, "verdict", verdict_line(seen.verdict))
         for seen in record.verdicts
@@ -65,7 +65,7 @@ def _switches(record: DemoRecord) -> list[tuple[int, int, str, str]]:
 
 
 def _apart(numbered: list[Marker], gap: float) -> list[Marker]:
-    """Spreads numbers that would stand on each other, around the middle of their group."""
+    """Spread numbers that would overlap around the middle of their group."""
     groups: list[list[Marker]] = []
     for marker in numbered:
         if groups and marker.x - _edge(groups[-1], gap) < gap:

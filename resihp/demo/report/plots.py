@@ -175,7 +175,7 @@ def _predictions(axes: Axes, record: DemoRecord) -> None:
 
 
 def _draw_markers(axes: Axes, markers: Sequence[Marker]) -> None:
-    """Numbered marks above the axes; the page lists what each number stands for."""
+    """Numbered marks above the axes; the page explains each number."""
     transform = axes.get_xaxis_transform()
     for marker in markers:
         colour = {"fault": ALARM, "lost": INK}.get(marker.kind, MUTED)

@@ -1,2 +1,1 @@
-"""The job that the demo trains: its settings and text, what a rank runs and records, and the same
-training undisturbed."""
+"""The training job of the demo: settings, data, pacing, rank processes and the reference run."""

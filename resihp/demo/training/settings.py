@@ -1,4 +1,4 @@
-"""What the demo runs, and the job description that follows from it."""
+"""Settings of the demo and the job description that follows from them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class DemoSettings:
         return replace(self, flops_per_ms=flops_per_ms)
 
     def dies(self, rank: int, step: int, plan_version: int, since_step: int) -> bool:
-        """Whether the script kills a rank in a step under a plan in effect since `since_step`."""
+        """Test if the script kills a rank in a step under a plan in effect since `since_step`."""
         if rank != self.dead_rank or step < self.dead_at:
             return False
         settled = plan_version > 0 and step >= since_step + _SETTLED_STEPS
