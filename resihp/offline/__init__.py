@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._analysis import Analysis, analyze
     from ._read import read_trace
+    from ._resihp_parquet import TraceWriter, write_trace
     from ._trace import Trace
-    from ._write import TraceWriter, write_trace
 
 __all__ = ["Analysis", "Trace", "TraceWriter", "analyze", "read_trace", "write_trace"]
 
@@ -16,9 +16,9 @@ _HOME = {
     "Analysis": "._analysis",
     "analyze": "._analysis",
     "Trace": "._trace",
-    "TraceWriter": "._write",
+    "TraceWriter": "._resihp_parquet",
     "read_trace": "._read",
-    "write_trace": "._write",
+    "write_trace": "._resihp_parquet",
 }
 
 

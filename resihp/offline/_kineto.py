@@ -5,8 +5,8 @@ that the job named so with `record_function`, each of them a microbatch; without
 microbatch, and backward is what the autograd engine ran. A pass takes as long as the device was
 busy with what was launched in it; on a machine without a device, as the host was.
 
-A collective ends everywhere at once, so that its duration is that of the rank with the shortest wait:
-that is its `compute_ms`, the rest is `wait_ms`. Data loading counts as host time.
+A collective ends everywhere at once, so that its duration is that of the rank with the shortest
+wait: that is its `compute_ms`, the rest is `wait_ms`. Data loading counts as host time.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ PLAIN_EVERY_STEPS = 10
 class LiveDisplay:
     """Display of a running demo; a context manager with methods for any thread.
 
-    On a terminal the screen is drawn `REFRESHES_PER_SECOND` times a second, whatever the rate of the
-    calls, to leave the cores to the job. Elsewhere each event prints one
-    line at once, and every `PLAIN_EVERY_STEPS`th step prints a line of progress.
+    On a terminal the screen is drawn `REFRESHES_PER_SECOND` times a second, whatever the rate of
+    the calls, to leave the cores to the job. Elsewhere each event prints one line at once, and
+    every `PLAIN_EVERY_STEPS`th step prints a line of progress.
     """
 
     def __init__(
