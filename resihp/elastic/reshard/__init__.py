@@ -1,1 +1,1 @@
-"""Live resharding: build the next generation beside training, transfer state, commit."""
+"""Live resharding: build of the next generation and transfer of state while training continues."""

@@ -18,7 +18,8 @@ def warm_up(setup: Setup, factory: ProcessGroupFactory) -> None:
     layer = setup.model.parameters.layers[0]
     whole = {param: (0, param.size) for param in layer}
     alone: AbortableProcessGroup = factory.group("warm-up", [factory.rank])
-    module = setup.model.build("layers.0", part_ranges(layer, whole), alone)
+    with setup.device:  # factory functions in the model allocate there
+        module = setup.model.build("layers.0", part_ranges(layer, whole), alone)
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     hidden = torch.zeros(_TOKENS, setup.model.width, device=setup.device, requires_grad=True)
