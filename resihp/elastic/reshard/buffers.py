@@ -84,7 +84,7 @@ class ReshardBudget:
         if self.spill is not None or not self.excess(needs[rank]):
             return None
         return (
-            f"rank {rank} would hold {needs[rank] / 2**20:.0f} MiB twice in addition to its buffers; "
+            f"rank {rank} would hold {needs[rank] / 2**20:.0f} MiB twice besides its buffers; "
             f"the limit is {self.limit_bytes / 2**20:.0f} MiB and there is no folder to spill to"
         )
 
