@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps.", min=20)] = 72,
     slow_rank: Annotated[int, typer.Option(help="Rank to slow down; -1 for none.")] = 5,
-    slow_factor: Annotated[float, typer.Option(help="By how much.", min=1.0)] = 1.5,
+    slow_factor: Annotated[float, typer.Option(help="Factor of its slowdown.", min=1.0)] = 1.5,
     dead_rank: Annotated[int, typer.Option(help="Rank to kill; -1 for none.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the model and the order of the text.")] = 0,
     out: Annotated[
@@ -27,7 +27,7 @@ def demo(
         typer.Option(help="Folder for report, logs and data.", show_default="temporary"),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write what happened to this file.")
+        Path | None, typer.Option("--json", help="Write the record of the run to this file.")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -37,11 +37,12 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Play the whole loop on this machine: a slow rank is found and worked around, a dead one too.
+    """Run the whole loop on this machine: a slow rank is compensated, a killed one survived.
 
     Trains a small Llama on real text over eight processes (2 replicas x 2 stages x 2-way tensor
     parallel) with a sidecar. One rank is slowed down in mid-run, another is killed later; the
-    layout changes live, without a restart. Ends with a summary and an HTML report.
+    layout changes live, without a restart. Ends with a summary and an HTML report. The speed of
+    the emulated devices follows what this machine can compute, so that other load does no harm.
 
     Exit status: 0 if the slow rank was named (and no other), the plan was applied live, the kill
     was survived and the job ran faster after the resize than before; 1 if not.
