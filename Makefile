@@ -35,7 +35,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 tests: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 soak: setup  ## the long campaigns
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)

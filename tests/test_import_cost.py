@@ -16,7 +16,7 @@ LOADED = "; import sys; print(*sorted({name.split('.')[0] for name in sys.module
 
 def loaded_by(statement: str) -> set[str]:
     command = [sys.executable, "-I", "-c", statement + LOADED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return set(done.stdout.split())
 
 
@@ -43,7 +43,7 @@ def test_the_command_names_what_is_not_installed():
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("resihp: typer is not installed")

@@ -69,7 +69,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},  # the script uses the tests' small job
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 

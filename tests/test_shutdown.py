@@ -42,7 +42,7 @@ class Group:
     is_idle = property(lambda self: in_torch())
 
 close_groups([Group()])
-assert begun.wait(30)
+assert begun.wait(300)
 """
 
 ASKING = """
@@ -56,7 +56,7 @@ rendezvous = SimpleNamespace(stores=stores, rank=0, alive=(0,), recovery=0)
 present = SimpleNamespace(generation=0, plan=SimpleNamespace(version=0), completed=0)
 agent = PlanPublisher(NoPlans(), rendezvous, present, lambda: True, lambda plan: None)
 agent.start()
-assert begun.wait(30)
+assert begun.wait(300)
 agent.close()
 """
 
@@ -64,7 +64,7 @@ MOVING_PAGES = """
 from resihp.checkpoint.staging.host_buffer import begin
 
 begin(lambda tensors, is_over: in_torch(), [0])
-assert begun.wait(30)
+assert begun.wait(300)
 """
 
 COPYING = """
@@ -78,7 +78,7 @@ class Filling:
         return lambda *_: in_torch()
 
 Copier(torch.device("cpu")).start(Filling())
-assert begun.wait(30)
+assert begun.wait(300)
 """
 
 

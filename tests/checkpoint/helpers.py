@@ -59,6 +59,6 @@ class SlowDisk(LocalDisk):
 def run_python(script: str, *arguments: object) -> str:
     """What a new process prints that runs a script; it imports only what the script does."""
     command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

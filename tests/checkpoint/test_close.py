@@ -98,7 +98,7 @@ def test_whatever_a_level_raises_it_costs_that_checkpoint(
     with Checkpointer([disk]) as saver:
         disk.problem = problem
         saver.save(1, stamped(1))
-        assert saver.wait(60)
+        assert saver.wait(300)
         disk.problem = None
         assert saver.save(2, stamped(2))
     assert saver.counters.levels[disk.name].failed == 1
@@ -133,7 +133,7 @@ def test_a_restore_finds_what_was_under_way(tmp_path: Path) -> None:
     disk = SlowDisk(tmp_path, 0.0)
     with Checkpointer([disk]) as saver:
         saver.save(1, stamped(1))
-        assert saver.wait(60)
+        assert saver.wait(300)
         disk.delay_s = 0.5
         saver.save(2, stamped(2))
         into = stamped(-1)
@@ -201,7 +201,7 @@ def test_shared_storage_that_hangs_gets_the_newest_that_waits(tmp_path: Path) ->
     class Hanging(SharedStorage):
         def put(self, checkpoint: InFlightCheckpoint) -> None:
             entered.set()
-            assert going.wait(60)
+            assert going.wait(300)
             super().put(checkpoint)
 
     shared = Hanging(f"file://{tmp_path}/shared", keep=9)
@@ -211,7 +211,7 @@ def test_shared_storage_that_hangs_gets_the_newest_that_waits(tmp_path: Path) ->
             saver.fence()
             stamp(state, step)
             assert saver.save(step, state)
-            assert entered.wait(60)
+            assert entered.wait(300)
             while saver.counters.levels[disk.name].saved <= step:
                 time.sleep(0.001)
         going.set()

@@ -43,7 +43,7 @@ def train(saver: Checkpointer, steps: range) -> None:
         saver.fence()
         stamp(state, step)
         saver.save(step, state)
-        assert saver.wait(60)
+        assert saver.wait(300)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -127,7 +127,7 @@ def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     class Hanging(LocalDisk):
         def put(self, checkpoint: InFlightCheckpoint) -> None:
             entered.set()
-            assert going.wait(60)
+            assert going.wait(300)
             super().put(checkpoint)
 
     state, disk, memory = stamped(0), Hanging(tmp_path), HostMemory()
@@ -136,7 +136,7 @@ def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
         saver.fence()
         stamp(state, step)
         saver.save(step, state)
-        assert entered.wait(60)
+        assert entered.wait(300)
     assert saver.counters.no_buffer
     assert saver.counters.levels[memory.name].saved >= 1
     going.set()

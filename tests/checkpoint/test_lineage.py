@@ -32,7 +32,7 @@ def train(saver: Checkpointer, steps: range, plus: int = 0) -> None:
     for step in steps:
         stamp(state, step + plus)
         saver.save(step, state)
-        assert saver.wait(60)
+        assert saver.wait(300)
     assert not any(level.failed for level in saver.counters.levels.values())
 
 

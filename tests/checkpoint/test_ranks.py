@@ -34,7 +34,7 @@ WORLD, STEPS = 2, 3
 def on_two_ranks(folder: Path, target: Callable[..., None], *arguments: object) -> None:
     with LocalRanks(target.__name__, folder / "logs") as ranks:
         ranks.start(range(WORLD), _joined, target, *arguments)
-        codes = ranks.wait(100)
+        codes = ranks.wait(300)
         assert set(codes.values()) == {0}, ranks.logs()
 
 
@@ -232,7 +232,7 @@ def uneven(rank: int, folder: Path) -> None:
     disk = SlowDisk(folder, 0.05 if rank else 0.0, keep=500)
     saver = Checkpointer([disk])
     saver.prepare(state)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     for step in count():
         saver.fence()
         state[f"part{rank}"].fill_(step)
@@ -265,7 +265,7 @@ def growing(rank: int, folder: Path) -> None:
     state = {f"part{rank}": torch.zeros(1000)}
     disk = LocalDisk(folder, keep=500)
     saver = Checkpointer([disk])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     for step in count():
         if rank and step == 3:
             state["late"] = torch.zeros(500)
@@ -273,7 +273,7 @@ def growing(rank: int, folder: Path) -> None:
         for tensor in state.values():
             tensor.fill_(step)
         saver.save(step, state)
-        assert saver.wait(60)
+        assert saver.wait(300)
         enough = [max(disk.steps(), default=0) > 4 or time.monotonic() > deadline]
         dist.broadcast_object_list(enough)
         if enough[0]:
@@ -302,7 +302,7 @@ def refused(rank: int, folder: Path) -> None:
     for step, uneven in enumerate(states):
         begun.append(saver.save(step, uneven if rank else good))
         saver.fence()
-        assert saver.wait(60)
+        assert saver.wait(300)
         dist.barrier()
     saver.close()
     assert begun == [False, True, not rank, not rank, True]
@@ -327,7 +327,7 @@ def late(rank: int, folder: Path) -> None:
         state[f"part{rank}"].fill_(step)
         saver.save(step, state)
         if not step:
-            assert saver.wait(60)
+            assert saver.wait(300)
             dist.barrier()
     assert saver.restore(state).step == 1
     saver.close()

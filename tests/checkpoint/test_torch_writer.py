@@ -69,7 +69,7 @@ def test_async_save_holds_the_step_it_was_called_at(tmp_path: Path) -> None:
         )
         writer.fence()
         stamp(state, -9)
-        response.upload_completion.result(timeout=60)
+        response.upload_completion.result(timeout=300)
         assert_stamped(load(folder), step)
         assert_stamped(back_from(LocalDisk(tmp_path), step=step)[1], step)
     writer.close()
@@ -94,7 +94,7 @@ def test_saves_that_overlap_go_to_a_folder_each(
         writer.fence()
     stamp(state, -9)
     for step, response in enumerate(responses):
-        response.upload_completion.result(timeout=60)
+        response.upload_completion.result(timeout=300)
         assert_stamped(load(tmp_path / str(step)), step)
     writer.close()
 
@@ -104,9 +104,9 @@ def test_a_save_after_one_that_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
     failed = dcp.async_save(state, storage_writer=writer)
     with pytest.raises(CheckpointException):
-        failed.upload_completion.result(timeout=60)
+        failed.upload_completion.result(timeout=300)
     done = dcp.async_save(state, checkpoint_id=tmp_path / "one", storage_writer=writer)
-    done.upload_completion.result(timeout=60)
+    done.upload_completion.result(timeout=300)
     assert_stamped(load(tmp_path / "one"), 1)
     writer.close()
 
@@ -122,7 +122,7 @@ def test_async_save_fenced_by_the_optimizer(tmp_path: Path) -> None:
     expected = [tensor.clone() for tensor in model.state_dict().values()]
     response = dcp.async_save(state, checkpoint_id=tmp_path / "c", storage_writer=writer)
     optimizer.step()
-    response.upload_completion.result(timeout=60)
+    response.upload_completion.result(timeout=300)
     into = {"model": {key: torch.zeros_like(v) for key, v in model.state_dict().items()}}
     dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "c"))
     for loaded, tensor in zip(into["model"].values(), expected, strict=True):

@@ -163,7 +163,7 @@ def plan(version: int, layout: Layout, *, quotas: tuple[int, ...] = (), from_ste
     return Plan(version=version, layout=layout, quotas=quotas, from_step=from_step)
 
 
-def run(case: Case, folder: Path, *, timeout_s: float = 60.0) -> Outcome:
+def run(case: Case, folder: Path, *, timeout_s: float = 300.0) -> Outcome:
     """Run a job to its end. Raises `TimeoutError` with every rank's log."""
     ranks = case.ranks or case.layout.ranks
     with LocalRanks("test", folder) as processes:

@@ -32,7 +32,7 @@ def await_sent(trainer: Trainer, step: int) -> None:
     assert isinstance(manager, CheckpointManager)
     assert manager._writer is not None
     counters = manager._writer._saver.counters.levels.get(PeerMemory.name)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while counters is not None and counters.newest_step != step and not counters.failed:
         assert time.monotonic() < deadline, f"the checkpoint of step {step} was not sent"
         time.sleep(0.005)
@@ -40,7 +40,7 @@ def await_sent(trainer: Trainer, step: int) -> None:
 
 def await_kept(where: Path | str, step: int) -> None:
     """Until the checkpoint of `step` is there, so that runs are alike."""
-    level, deadline = level_at(where), time.monotonic() + 20
+    level, deadline = level_at(where), time.monotonic() + 300
     while step not in level.steps():
         assert time.monotonic() < deadline, f"the checkpoint of step {step} is not there"
         time.sleep(0.005)

@@ -72,7 +72,7 @@ class Trace:
     models: dict[int, dict[str, torch.Tensor]]
 
 
-def play(loop: Loop, folder: Path, *, timeout_s: float = 60.0) -> Trace:
+def play(loop: Loop, folder: Path, *, timeout_s: float = 300.0) -> Trace:
     """Run a loop to its end. Raises `TimeoutError` with every process's log."""
     with LocalRanks("loops", folder) as processes:
         processes.start(range(loop.replicas * loop.members), run, loop, folder)
@@ -237,7 +237,7 @@ def _record_votes(replicas: Replicas, steps: Any) -> None:
 def _await_newcomers(replicas: Replicas, loop: Loop, step: int) -> None:
     """The first process waits behind the step for who is to come back."""
     due = [replica for replica, behind in loop.returns if behind == step]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while due and replicas.coordinates.rank == replicas._rendezvous.alive[0]:
         if set(due) <= {*replicas._join.waiting(replicas.alive), *replicas.alive}:
             return

@@ -135,7 +135,7 @@ class Record:
 
 
 def play(
-    job: Job, folder: Path, *, timeout_s: float = 60.0, kills: Sequence[tuple[float, int]] = ()
+    job: Job, folder: Path, *, timeout_s: float = 300.0, kills: Sequence[tuple[float, int]] = ()
 ) -> Record:
     """Run a job to its end. Raises `TimeoutError` with every rank's log.
 
@@ -272,7 +272,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
 
 
 def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "in vain"
         time.sleep(0.01)

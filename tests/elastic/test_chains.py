@@ -24,7 +24,7 @@ def test_a_random_chain_keeps_parameters_moments_step_and_cursor(seed: int, tmp_
     """Ranks go idle and come back, learn scalars and cursor from others, and agree on each step."""
     chosen = random.Random(seed)
     plans = tuple(random_plan(chosen, v, from_step=2 * v) for v in range(1, LENGTH + 1))
-    outcome = run(Case(GRID, STEPS, plans, ranks=GRID.ranks, setup=setup), tmp_path, timeout_s=110)
+    outcome = run(Case(GRID, STEPS, plans, ranks=GRID.ranks, setup=setup), tmp_path, timeout_s=300)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert {event["version"] for event in outcome.switches} == set(range(1, LENGTH + 1)), (
         outcome.logs

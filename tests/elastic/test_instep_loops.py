@@ -103,7 +103,7 @@ def test_several_processes_come_back_as_one_replica(inner: str, tmp_path: Path) 
     alone = play(Loop(1, steps=steps), tmp_path / "alone")
     blows = (Blow(3, 1, 2), Blow(0, 6, 1))
     loop = Loop(2, members=2, inner=inner, steps=steps, blows=blows, returns=((1, 1),))
-    trace = play(loop, tmp_path, timeout_s=90)
+    trace = play(loop, tmp_path, timeout_s=300)
     assert_same_training(trace, alone, {0, 1})
     assert_each_sample_once(trace)
     assert trace.alive[7] == [1]

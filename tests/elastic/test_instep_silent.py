@@ -72,7 +72,7 @@ def test_a_stopped_member_ends_its_replica_and_stops_nobody_else(tmp_path: Path)
     alone = play(Loop(1, deterministic=True), tmp_path / "alone")
     blow = Blow(3, 1, signal=signal.SIGSTOP, resume_s=math.inf)
     loop = Loop(2, members=2, blows=(blow,), deterministic=True, timeouts=BRISK)
-    trace = play(loop, tmp_path, timeout_s=90)
+    trace = play(loop, tmp_path, timeout_s=300)
     assert {rank for rank, code in trace.exit_codes.items() if code} == {2, 3}, trace.logs
     assert trace.losses == pytest.approx(alone.losses, rel=1e-6)
 

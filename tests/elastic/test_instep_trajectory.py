@@ -108,7 +108,7 @@ def test_losses_at_any_moment(tmp_path: Path) -> None:
         loop = Loop(
             4, steps=steps, kills=kills, returns=((victims[0], steps - 3),), deterministic=True
         )
-        trace = play(loop, tmp_path / str(seed), timeout_s=180)
+        trace = play(loop, tmp_path / str(seed), timeout_s=300)
         assert {rank for rank, code in trace.exit_codes.items() if code} <= set(victims), trace.logs
         assert trace.losses == alone.losses, (seed, trace.logs)
         for model in trace.models.values():

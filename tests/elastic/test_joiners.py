@@ -30,7 +30,7 @@ REPLACED = Layout((_with_eight(GRID.replicas[0], instead_of=1),))
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The undisturbed single-process run."""
-    return run(Case(ALONE, STEPS), tmp_path_factory.mktemp("alone"), timeout_s=120)
+    return run(Case(ALONE, STEPS), tmp_path_factory.mktemp("alone"), timeout_s=300)
 
 
 def assert_same_losses(outcome: Outcome, alone: Outcome) -> None:
@@ -41,7 +41,7 @@ def assert_same_losses(outcome: Outcome, alone: Outcome) -> None:
 
 def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path) -> None:
     case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), awaited=1)
-    outcome = run(case, tmp_path, timeout_s=120)
+    outcome = run(case, tmp_path, timeout_s=300)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
     assert {s["version"] for s in outcome.switches} == {1}, outcome.logs
@@ -52,7 +52,7 @@ def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path
 def test_a_joiner_that_dies_while_it_joins_stops_nobody(alone: Outcome, tmp_path: Path) -> None:
     """Killed when it is invited: the others find that it is not there and go on as they were."""
     case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), joiner_dies=True)
-    outcome = run(case, tmp_path, timeout_s=120)
+    outcome = run(case, tmp_path, timeout_s=300)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {8}, outcome.logs
     assert "ranks [8] are dead or do not answer" in outcome.logs
     assert_same_losses(outcome, alone)
@@ -66,7 +66,7 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
     welcome = (plan(1, with_eight), plan(101, REPLACED))
     faults = (Fault(8, Phase.IDLE, 0, victim="6"),)
     case = Case(GRID, STEPS, faults=faults, joiners=(8,), welcome=welcome, awaited=101)
-    outcome = run(case, tmp_path, timeout_s=120)
+    outcome = run(case, tmp_path, timeout_s=300)
     assert {r for r, code in outcome.exit_codes.items() if code != 0} == {6}, outcome.logs
     assert_same_losses(outcome, alone)
     assert 8 in outcome.shards, outcome.logs
@@ -75,7 +75,7 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
 def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_path: Path) -> None:
     """After SIGTERM a rank ends by itself, and nobody is lost."""
     case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), awaited=100)
-    outcome = run(case, tmp_path, timeout_s=120)
+    outcome = run(case, tmp_path, timeout_s=300)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
     assert {tuple(s["lost"]) for s in outcome.switches} == {()}, outcome.logs
@@ -84,7 +84,7 @@ def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_pa
 
 def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:
     case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1)
-    outcome = run(case, tmp_path, timeout_s=120)
+    outcome = run(case, tmp_path, timeout_s=300)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
     assert "the store is gone; training goes on" in outcome.logs
@@ -92,6 +92,6 @@ def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:
 
 def test_a_loss_without_the_store_is_a_clear_stop(tmp_path: Path) -> None:
     case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1, warned=((4, signal.SIGKILL, 8),))
-    outcome = run(case, tmp_path, timeout_s=120)
+    outcome = run(case, tmp_path, timeout_s=300)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "survivors cannot agree, the store is gone" in outcome.logs

@@ -50,7 +50,7 @@ class Running:
 
     def until(self, check: Callable[[], Any]) -> Any:
         """The first true value of `check`."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (value := check()):
             self.ranks.poll(0.05)
             assert time.monotonic() < deadline, self.ranks.logs() + self.sidecar.tail()
@@ -103,7 +103,7 @@ def running(folder: Path, *, patience_s: float = 30.0) -> Iterator[Running]:
         job.train_on()
         yield job
     losses = {e["step"]: e["loss"] for e in events(folder, 0) if "loss" in e}
-    alone = run(Case(ALONE, max(losses) + 1), folder / "alone", timeout_s=100)
+    alone = run(Case(ALONE, max(losses) + 1), folder / "alone", timeout_s=300)
     for step, loss in losses.items():
         assert loss == pytest.approx(alone.losses[step], abs=2e-4), step
 

@@ -31,7 +31,7 @@ class Sidecar:
 
     def send_telemetry(self, job, message, form, key=None):
         self.keys.append(key)
-        assert self.open.wait(10)
+        assert self.open.wait(300)
         if self.script:
             fault = self.script.pop(0)
             if isinstance(fault, Exception):
@@ -63,7 +63,7 @@ class Hands:
         return HostClock(lambda: self.ns)
 
 
-def until(condition, timeout_s: float = 10.0) -> None:
+def until(condition, timeout_s: float = 300.0) -> None:
     """Wait for `condition`, for a bounded time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

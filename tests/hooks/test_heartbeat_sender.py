@@ -175,7 +175,7 @@ with monitor.step():
 def test_the_end_of_a_script_is_told_with_its_error(end, said):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT + end],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == said
 

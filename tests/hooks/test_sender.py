@@ -161,7 +161,7 @@ print("trained")
 def test_without_a_sidecar_a_script_trains_and_ends(unused_port):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(port=unused_port)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout == "trained\n"
     assert "Traceback" not in done.stderr

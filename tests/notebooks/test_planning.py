@@ -14,7 +14,7 @@ def test_the_planning_notebook_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     ).execute()
     check_outputs(notebook)
 

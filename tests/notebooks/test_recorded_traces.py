@@ -33,7 +33,7 @@ def run(monkeypatch, tmp_path, **environment):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     ).execute()
     return text_of(notebook)
 

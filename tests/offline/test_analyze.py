@@ -152,7 +152,7 @@ def test_json_needs_no_plotting_no_frames_and_no_web(slow_trace):
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.strip() == "[]"
 

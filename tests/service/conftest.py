@@ -46,7 +46,7 @@ def batch_of(step: int, *, slow: tuple[int, ...] = (), **more: Any) -> Telemetry
     )
 
 
-def eventually(check: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+def eventually(check: Callable[[], Any], *, timeout_s: float = 300.0) -> Any:
     """The first true value of `check`; fails after the time-out."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):

@@ -122,7 +122,7 @@ def test_two_jobs_do_not_mix(tmp_path):
 )
 def test_the_command_refuses_in_one_line(tmp_path, arguments, words):
     command = [sys.executable, "-m", "resihp.cli", "serve", "--data", str(tmp_path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr

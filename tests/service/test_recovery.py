@@ -142,7 +142,7 @@ def test_a_worker_that_dies_in_mid_batch_is_replaced(tmp_path: Path):
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait(10)
+            worker.wait(300)
 
 
 def test_workers_share_the_jobs(tmp_path: Path):
@@ -159,13 +159,13 @@ def test_workers_share_the_jobs(tmp_path: Path):
                     http.send(name, batch_of(step))
                 if step == 20:
                     workers[0].terminate()
-                    assert workers[0].wait(20) == 0
+                    assert workers[0].wait(300) == 0
             eventually(lambda: all(http.records(name) == 40 * 32 for name in names))
             http.close()
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait(10)
+            worker.wait(300)
 
 
 def test_nothing_is_left_behind(tmp_path: Path):
@@ -208,7 +208,7 @@ def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path
     worker.start()
     try:
         with Sidecar(tmp_path, options=("--no-worker",)):
-            assert is_at_work.wait(60)
+            assert is_at_work.wait(300)
             stop.set()
             worker.join(60)
     finally:
