@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from resihp.contracts import PeerLostError, Plan, StateLostError
+from resihp.contracts import PeerLostError, Plan
 
 from .checkpointing.protocol import StateManager
 from .microbatches.ledger import SurvivingSum, indices, spans
@@ -192,21 +192,15 @@ class ReshardCoordinator:
         was_training = state.engine is not None
         state.enter(Phase.STREAMING)
         transfer = self._transfer or self._new_transfer(generation)
-        if missing := build.proposal.missing_state:
-            try:
-                transfer.restore(self._checkpoints)
-            except StateLostError as error:
-                raise StateLostError(f"{missing}; {error}") from error
+        if build.proposal.missing_state:
+            transfer.restore(self._checkpoints, build.proposal.missing_state)
         else:
             transfer.finish(kept)
             state.resume(transfer.completed)
         state.enter(Phase.VOTING)
         state.vote(generation)
         rendezvous.change_members(build.proposal.members)  # whichever generation is committed
-        assert generation.transit is not None
-        vote = [-1.0, -1.0] if norm is None else [1.0, norm]
-        votes = torch.tensor(vote, dtype=torch.float64, device=generation.transit.device)
-        has_update, norm = generation.transit.all_reduce_max(votes).tolist()
+        norm = _vote(generation, norm)
         received_bytes, gradient_bytes = transfer.received_bytes, transfer.gradient_bytes
         extra_bytes = transfer.buffer_bytes + transfer.held_twice_bytes
         pending = generation.pending
@@ -216,7 +210,7 @@ class ReshardCoordinator:
         pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
         change = LayoutChange(
             plan=generation.plan,
-            step=state.completed + (has_update > 0),
+            step=state.completed + (norm is not None),
             pause_ms=pause_ms,
             prepare_ms=build.took_s * 1e3,
             received_bytes=received_bytes,
@@ -228,7 +222,7 @@ class ReshardCoordinator:
             is_rewound=generation.rewound is not None,
         )
         self._callbacks.on_layout_change(change)
-        return norm if has_update > 0 else None
+        return norm
 
     def commit(self, generation: Generation) -> None:
         """Continue in `generation`; the state of the old one is released only now."""
@@ -311,3 +305,12 @@ class ReshardCoordinator:
         pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
         change = LayoutChange(plan=generation.plan, step=self._state.completed, pause_ms=pause_ms)
         self._callbacks.on_layout_change(change)
+
+
+def _vote(generation: Generation, norm: float | None) -> float | None:
+    """Wait until all ranks hold the complete state; returns the norm if any rank knows it."""
+    assert generation.transit is not None
+    vote = [-1.0, -1.0] if norm is None else [1.0, norm]
+    votes = torch.tensor(vote, dtype=torch.float64, device=generation.transit.device)
+    is_known, largest = generation.transit.all_reduce_max(votes).tolist()
+    return float(largest) if is_known > 0 else None

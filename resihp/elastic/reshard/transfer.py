@@ -125,8 +125,8 @@ class StateTransfer:
             )
             self._generation.rest = migration.run(kept, self._engine, self._generation.shard)
 
-    def restore(self, checkpoints: StateManager) -> None:
-        """Read all state from the newest checkpoint, because no rank alive holds all of it.
+    def restore(self, checkpoints: StateManager, missing: str) -> None:
+        """Read all state from the newest checkpoint, because no rank alive holds the `missing`.
 
         Overwrites tensors that both generations share: once state is missing, no later decision can
         return to the old generation. Raises `StateLostError` if no checkpoint is usable.
@@ -137,7 +137,7 @@ class StateTransfer:
                 self._generation.transit, self._generation.shard
             )
         except CheckpointError as error:
-            raise StateLostError(str(error)) from error
+            raise StateLostError(f"{missing}; {error}") from error
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
