@@ -49,6 +49,10 @@ class FencedOutError(ResiHPError):
     """The other ranks went on without this rank, which must not act for the job any more."""
 
 
+class JoinRefusedError(ResiHPError):
+    """A process that cannot join the job: it trains another model."""
+
+
 class PeerLostError(ResiHPError, RuntimeError):
     """A peer was lost or the process groups were aborted; a new layout is needed."""
 

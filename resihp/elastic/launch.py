@@ -1,63 +1,192 @@
-"""Start a training script on this machine, and let the job live on when one of its ranks dies.
+"""Start a training script on this machine; the job goes on when one of its ranks dies.
 
     python -m resihp.elastic.launch --nproc-per-node 4 train.py ARGUMENTS
     python -m resihp.elastic.launch --join --first-rank 4 --master HOST:PORT train.py ARGUMENTS
 
 torchrun starts such scripts too, but ends all ranks when one dies. On several machines, give each
-its `--first-rank`, all the same `--world-size` and `--master`; the first one hosts the store.
+its `--first-rank`, and all the same `--world-size` and `--master`; the first one hosts the store.
+
+The job ends with the launcher that hosts its store: on SIGTERM all ranks, those of other launchers
+included, end after the current step; if it is killed, its ranks are killed too, and the others stop
+as soon as they need the store.
+
+Exit status: 0 if a rank completed the job and all that did not were killed by a signal or given up
+by the others; otherwise that of the first rank that failed, whose last lines on stderr are repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
 from types import FrameType
+from typing import IO
 
 import torch.distributed as dist
 
+from resihp.contracts import JobStoppedError
+
+from .rendezvous import exit_status, keys
 from .rendezvous.environment import store_prefix
-from .rendezvous.store import announce_death, host_store
+from .rendezvous.store import announce_death, connect_store, host_store
 
 _log = logging.getLogger("resihp.launch")
 _RUN = "launch"
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+_JOIN_TIMEOUT = timedelta(seconds=5)  # the store of a running job answers at once
+_POLL_S = 0.02
+_LAST_LINES = 20
+"""Lines of a failed rank's stderr that are repeated at the end."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0 if a rank came to the end, whoever was lost on the way."""
+    """Run the launcher; returns its exit status."""
     options = _parser().parse_args(arguments)
-    host, _, port = options.master.partition(":")
-    hosts = options.first_rank == 0 and not options.join
-    limit = timedelta(seconds=60)
-    store = (
-        host_store(host, int(port or 0), limit)
-        if hosts
-        else dist.TCPStore(host, int(port), is_master=False, timeout=limit)
-    )
-    ranks = range(options.first_rank, options.first_rank + options.nproc_per_node)
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    _log.info("store at %s:%d, ranks %s", host, store.port, list(ranks))
-    processes = {rank: _start(rank, options, host, store.port) for rank in ranks}
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in processes.values():
-            process.terminate()
-
-    signal.signal(signal.SIGTERM, pass_on)
+    host, _, port = options.master.partition(":")
+    is_host = options.first_rank == 0 and not options.join
+    timeout = _JOIN_TIMEOUT if options.join else _CONNECT_TIMEOUT
     try:
-        return _watch(processes, dist.PrefixStore(store_prefix(_RUN, "0"), store))
+        store = (host_store if is_host else connect_store)(host, int(port or 0), timeout)
+    except JobStoppedError as error:
+        _log.error("%s", error)
+        return exit_status.JOB_STOPPED
+    ranks = range(options.first_rank, options.first_rank + options.nproc_per_node)
+    _log.info("store at %s:%d, ranks %s", host, store.port, list(ranks))
+    launcher = _Launcher(dist.PrefixStore(store_prefix(_RUN, "0"), store), is_host=is_host)
+    signal.signal(signal.SIGTERM, launcher.request_stop)
+    try:
+        for rank in ranks:
+            launcher.start(rank, _command(options), _environment(rank, options, host, store.port))
+        return launcher.wait()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
-        for process in processes.values():
+        launcher.kill()
+
+
+class _Launcher:
+    """The ranks of this machine."""
+
+    def __init__(self, store: dist.Store, *, is_host: bool) -> None:
+        self._store, self._is_host = store, is_host
+        self._ranks: dict[int, _RankProcess] = {}
+        self._stop_requested = False
+
+    def start(self, rank: int, command: list[str], environment: Mapping[str, str]) -> None:
+        """Start a rank."""
+        self._ranks[rank] = _RankProcess(command, environment)
+
+    def request_stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: let the ranks end after the current step."""
+        self._stop_requested = True  # the store must not be used here: it may be in use
+
+    def wait(self) -> int:
+        """Wait for the end of all ranks, announce deaths; returns the launcher's exit status."""
+        codes: dict[int, int] = {}
+        failed: int | None = None
+        while len(codes) < len(self._ranks):
+            if self._stop_requested:
+                self._stop_requested = False
+                self._stop()
+            for rank, process in self._ranks.items():
+                code = process.poll()
+                if rank in codes or code is None:
+                    continue
+                codes[rank] = code
+                if code != 0:
+                    self._announce_death(rank)
+                    _log.warning("rank %d ended with %d", rank, code)
+                if failed is None and code > 0 and code != exit_status.FENCED_OUT:
+                    failed = rank
+            time.sleep(_POLL_S)
+        if failed is not None:
+            _log.error(
+                "rank %d failed with status %d:\n%s",
+                failed,
+                codes[failed],
+                self._ranks[failed].last_lines(),
+            )
+            return codes[failed]
+        return 0 if 0 in codes.values() else 1
+
+    def kill(self) -> None:
+        """Kill the ranks that have not ended."""
+        for process in self._ranks.values():
             process.kill()
 
+    def _stop(self) -> None:
+        try:
+            if self._is_host:
+                self._store.set(keys.STOPPED, "the launcher was told to end the job")
+                self._store.add(keys.SIGNAL, 1)
+        finally:
+            for process in self._ranks.values():
+                process.terminate()
 
-def _start(rank: int, options: argparse.Namespace, host: str, port: int) -> subprocess.Popen[bytes]:
-    environment = {
+    def _announce_death(self, rank: int) -> None:
+        try:
+            announce_death(self._store, rank)
+        except dist.DistError as error:
+            _log.warning("the death of rank %d is not announced: %s", rank, error)
+
+
+class _RankProcess:
+    """The process of one rank; its stderr is passed on, and the last lines of it are kept."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stderr=subprocess.PIPE,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+        )
+        self.poll, self.kill = self._process.poll, self._process.kill
+        self.terminate = self._process.terminate
+        assert self._process.stderr is not None
+        self._lines: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self._reader = threading.Thread(
+            target=self._pass_on, args=(self._process.stderr,), name="resihp-stderr", daemon=True
+        )
+        self._reader.start()
+
+    def last_lines(self) -> str:
+        """The end of the process's stderr."""
+        self._reader.join(timeout=1.0)  # a child of the process may keep it open
+        return b"".join(self._lines).decode(errors="replace").rstrip()
+
+    def _pass_on(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            self._lines.append(line)
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is safe
+
+
+def _die_with_parent() -> None:
+    """In a new process: get SIGKILL when the launcher ends, however it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    return [sys.executable, options.script, *options.rest]
+
+
+def _environment(rank: int, options: argparse.Namespace, host: str, port: int) -> dict[str, str]:
+    """The variables that torchrun sets, and `RESIHP_JOIN`."""
+    return {
         **_one_thread_each(options.nproc_per_node),
         **os.environ,
         "RANK": str(rank),
@@ -70,30 +199,14 @@ def _start(rank: int, options: argparse.Namespace, host: str, port: int) -> subp
         "TORCHELASTIC_RESTART_COUNT": "0",
         "RESIHP_JOIN": "1" if options.join else "0",
     }
-    return subprocess.Popen([sys.executable, options.script, *options.rest], env=environment)
 
 
 def _one_thread_each(processes: int) -> dict[str, str]:
-    """As under torchrun: processes that all compute on every core slow each other down many times.
+    """`OMP_NUM_THREADS=1` for several processes, as torchrun sets it, unless the user sets it.
 
-    The variable that a user sets holds.
+    Processes that all compute on every core slow each other down many times.
     """
     return {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
-
-
-def _watch(processes: dict[int, subprocess.Popen[bytes]], store: dist.Store) -> int:
-    codes: dict[int, int] = {}
-    while len(codes) < len(processes):
-        for rank, process in processes.items():
-            code = process.poll()
-            if rank in codes or code is None:
-                continue
-            codes[rank] = code
-            if code != 0:
-                announce_death(store, rank)
-                _log.warning("rank %d ended with %d", rank, code)
-        time.sleep(0.02)
-    return 0 if 0 in codes.values() else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first-rank", type=int, default=0)
     parser.add_argument("--world-size", type=int, help="default: the ranks of this machine")
     parser.add_argument("--master", default="127.0.0.1:0", help="HOST:PORT of the store")
-    parser.add_argument("--join", action="store_true", help="come into a job that is running")
+    parser.add_argument("--join", action="store_true", help="join a running job")
     parser.add_argument("script")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     return parser

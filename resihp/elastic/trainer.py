@@ -15,7 +15,7 @@ from .planning.publisher import PlanPublisher
 from .planning.sources import PlanSource
 from .process_groups.abortable import WaitClock
 from .recovery import Recovery, passes
-from .rendezvous.joiners import Joiners
+from .rendezvous.joiners import Joiners, describe_model
 from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
 from .reshard.build import ReshardContext
@@ -48,6 +48,7 @@ class Trainer:
     ) -> None:
         check_plan(plan, setup.model.parameters, plan.microbatches)
         self.setup, self.rank = setup, rendezvous.rank
+        self._model = describe_model((one.key, one.shape) for one in setup.model.parameters.all)
         self._rendezvous = rendezvous
         self._callbacks = callbacks or Callbacks()
         self._state = RuntimeState(plan, self._callbacks.on_phase)
@@ -104,7 +105,7 @@ class Trainer:
     def run(self, steps: int) -> None:
         """Train until `steps` updates have been made, those in a resumed checkpoint included."""
         self._steps = steps
-        self._rendezvous.start()
+        self._rendezvous.start(self._model)
         self._live(self._start)
 
     def join(self, steps: int) -> None:
@@ -142,8 +143,7 @@ class Trainer:
         self._state.rejoin()
         self._rendezvous.withdraw()
         joiners = Joiners(self._rendezvous.stores.store)
-        number = joiners.announce(self.rank)
-        invitation = joiners.await_invitation(self.rank, number, lambda: self._is_leaving)
+        invitation = joiners.await_invitation(self.rank, self._model, lambda: self._is_leaving)
         if invitation is None:
             return False
         self._rendezvous.enter(invitation.recovery, invitation.alive)

@@ -130,15 +130,13 @@ class ReplicaJoiner:
         self._is_closed = False
         self.plan: Plan | None = None
 
-    def enter(self) -> RecoveryDecision | None:
+    def enter(self, model: str) -> RecoveryDecision | None:
         """Wait for an invitation and return the decision behind it; None if the job ends before.
 
         `plan` is then the plan of the replicas that were alive before.
         """
         rank = self._coordinates.rank
-        invitation = self._joiners.await_invitation(
-            rank, self._joiners.announce(rank), lambda: False
-        )
+        invitation = self._joiners.await_invitation(rank, model, lambda: False)
         if invitation is None:
             return None
         self.plan = invitation.plan

@@ -22,6 +22,7 @@ from ..process_groups.abortable import close_groups
 from ..process_groups.transport import ProcessGroupTransport
 from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
+from ..rendezvous.joiners import describe_model
 from ..rendezvous.store import Timeouts
 from .checks import check_model, check_optimizers, fingerprint
 from .gradients import LoopGradients
@@ -76,6 +77,7 @@ class Replicas:
         )
         check_model(model, self.coordinates)
         self._model = model
+        self._description = describe_model((n, p.shape) for n, p in model.named_parameters())
         self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **(state or {})}
         self._optimizers = [
             one for one in self._state.values() if isinstance(one, torch.optim.Optimizer)
@@ -117,11 +119,12 @@ class Replicas:
         if self._has_begun:
             raise ContractError("steps", "call it once, with the number of all steps")
         self._has_begun = True
-        self._rendezvous.start()
+        self._rendezvous.start(self._description)
         try:
             if not self._enter_job():
                 return
             while self.completed < count:
+                self._rendezvous.check_stopped()
                 step = Step(self.completed, iter(()))
                 step.microbatches = self._work(step)
                 yield step
@@ -261,7 +264,7 @@ class Replicas:
 
     def _enter_job(self) -> bool:
         """Join or start the job; False if it ended before this process was invited."""
-        decision = self._join.enter() if self.coordinates.joins else None
+        decision = self._join.enter(self._description) if self.coordinates.joins else None
         if self.coordinates.joins and decision is None:
             return False
         try:

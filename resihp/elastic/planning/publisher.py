@@ -128,9 +128,9 @@ class PlanPublisher:
         current, alive = self._present.plan, self._rendezvous.alive
         requested = self._joiners.leaving()
         leaving = tuple(rank for rank in alive if rank in requested)
-        if leaving == alive:
+        if leaving == alive or self._joiners.is_stopped():
             _log.warning("all ranks are to leave: the job ends")
-            return Proposal(replace(current, version=current.version + 1), alive, leaving)
+            return Proposal(replace(current, version=current.version + 1), alive, alive)
         waiting = self._joiners.waiting()
         plan = self._plan_without(leaving) if leaving else self._plan_with(waiting)
         plan = plan or self._newer_plan(max(current.version, self._refused))

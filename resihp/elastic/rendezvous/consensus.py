@@ -121,19 +121,21 @@ def agree(
     *,
     bound: Collection[Collection[int]] = (),
 ) -> RecoveryDecision:
-    """Agree with all survivors on a decision. Raises `FencedOutError` if it excludes this rank.
+    """Agree with all survivors on a decision. Raises `FencedOutError` if it excludes this rank,
+    and `JobStoppedError` if the store is gone.
 
     Every rank that is alive calls this once for a recovery, possibly late, when its replica has
     finished its share. Ranks that are dead or silent are not waited for, nor are the other ranks
     of their set in `bound`, which cannot continue without them.
     """
-    store, recovery = rendezvous.stores.store, rendezvous.recovery
+    recovery = rendezvous.recovery
     key = keys.decision(recovery)
-    store.set(keys.report(recovery, rendezvous.rank), json.dumps(asdict(report)))
-    reports = _collect_reports(rendezvous, bound)
-    if not store.check([key]):
-        store.compare_set(key, "", json.dumps(asdict(decide(reports, microbatches))))
-    decision = past_decision(rendezvous, recovery)
+    with rendezvous.stores.required("survivors cannot agree") as store:
+        store.set(keys.report(recovery, rendezvous.rank), json.dumps(asdict(report)))
+        reports = _collect_reports(rendezvous, bound)
+        if not store.check([key]):
+            store.compare_set(key, "", json.dumps(asdict(decide(reports, microbatches))))
+        decision = past_decision(rendezvous, recovery)
     if rendezvous.rank not in decision.survivors:
         raise FencedOutError(f"rank {rendezvous.rank} was given up by the other ranks")
     rendezvous.recovered(decision.survivors)

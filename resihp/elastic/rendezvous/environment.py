@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from resihp.contracts import ContractError
 
+from . import exit_status
 from .membership import Rendezvous
 from .store import Timeouts, address_towards, connect, host_store
 
@@ -60,9 +61,12 @@ class Environment:
     ) -> Rendezvous:
         """This process's view of the `members`; without members if it joins a running job.
 
+        Unhandled errors of ResiHP then end the process as `exit_status` describes.
+
         interface  address by which other hosts reach this one; default: that of its route to the
                    store
         """
+        exit_status.install(self.rank)
         return Rendezvous(
             lambda: self.connect(timeouts),
             self.rank,

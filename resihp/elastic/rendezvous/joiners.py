@@ -6,17 +6,22 @@ alive invites it once a plan has a place for it; from then on it is a member lik
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch.distributed as dist
 
-from resihp.contracts import Plan, from_json, to_json
+from resihp.contracts import JobStoppedError, JoinRefusedError, Plan, from_json, to_json
 
 from . import keys
 from .store import announce_death
+
+_log = logging.getLogger("resihp.elastic")
 
 
 @dataclass(frozen=True)
@@ -50,23 +55,38 @@ class Joiners:
         return number
 
     def await_invitation(
-        self, rank: int, number: int, is_leaving: Callable[[], bool]
+        self, rank: int, model: str, is_leaving: Callable[[], bool]
     ) -> Invitation | None:
-        """Wait for the answer to announcement `number`.
+        """Announce that `rank`, which trains `model`, waits for a place, and wait for the answer.
 
-        Returns None if the job finishes first, or once `is_leaving()`.
+        Returns None if the job ends first, or once `is_leaving()`. Raises `JoinRefusedError` if
+        the job trains another model, and `JobStoppedError` if the store is gone.
         """
-        key = keys.invitation(rank, number)
-        while not self._store.check([key]):
-            if self._store.check([keys.FINISHED]):
+        try:
+            if not self._await_key(keys.MODEL, is_leaving):
                 return None
-            if is_leaving():
+            if (trained := self._store.get(keys.MODEL).decode()) != model:
+                raise JoinRefusedError(f"the job trains {trained}, this process trains {model}")
+            key = keys.invitation(rank, self.announce(rank))
+            if not self._await_key(key, is_leaving):
                 announce_death(self._store, rank)  # an invitation at this moment finds it dead
                 return None
-            time.sleep(0.02)
-        document = json.loads(self._store.get(key))
+            document = json.loads(self._store.get(key))
+        except dist.DistError as error:
+            raise JobStoppedError("no place in the job: the store is gone") from error
         plan, alive = from_json(Plan, document["plan"]), tuple(document["alive"])
         return Invitation(document["recovery"], document["generation"], plan, alive)
+
+    def _await_key(self, key: str, is_leaving: Callable[[], bool]) -> bool:
+        """Wait until `key` is set; False if the job ends first, or once `is_leaving()`."""
+        while not self._store.check([key]):
+            if self._store.check([keys.FINISHED]) or self.is_stopped():
+                _log.info("the job has ended before it had a place for this process")
+                return False
+            if is_leaving():
+                return False
+            time.sleep(0.02)
+        return True
 
     # The first rank alive.
 
@@ -100,6 +120,10 @@ class Joiners:
         """Announce that `rank` is to leave."""
         self._append(keys.LEAVING, str(rank))
 
+    def is_stopped(self) -> bool:
+        """True once the launcher that hosts the store ends the job."""
+        return bool(self._store.check([keys.STOPPED]))
+
     def leaving(self) -> tuple[int, ...]:
         """Ranks that are to leave."""
         return tuple(sorted({int(entry) for entry in self._entries(keys.LEAVING)}))
@@ -115,3 +139,15 @@ class Joiners:
         if not self._store.check([key]):
             return []
         return self._store.get(key).decode().rstrip(",").split(",")
+
+
+def describe_model(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Description of a model by the names and unsharded shapes of its parameters.
+
+    >>> describe_model([("weight", (2, 3)), ("bias", (2,))])
+    'a model with 2 parameters and 8 elements (2fd9a503)'
+    """
+    listed = sorted((name, tuple(shape)) for name, shape in shapes)
+    digest = hashlib.sha256(repr(listed).encode()).hexdigest()[:8]
+    elements = sum(prod(shape) for _, shape in listed)
+    return f"a model with {len(listed)} parameters and {elements:,} elements ({digest})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -64,14 +64,18 @@ class Rendezvous:
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
 
-    def start(self) -> None:
+    def start(self, model: str = "") -> None:
         """Start to watch the store and to send heartbeats.
+
+        model  description of the model that this process trains; a joiner's must be the same
 
         A member's first heartbeat is in the store when this returns, so that peers apply
         `Timeouts.heartbeat` to it from now on, and no longer `Timeouts.connect`.
         """
         if self.rank in self.alive:
-            self.stores.ask(lambda: self.stores.store.set(keys.heartbeat(self.rank), "1"), None)
+            store = self.stores.store
+            self.stores.ask(lambda: store.compare_set(keys.MODEL, "", model), b"")
+            self.stores.ask(lambda: store.set(keys.heartbeat(self.rank), "1"), None)
         self._watcher.start()
 
     def close(self) -> None:
@@ -144,20 +148,27 @@ class Rendezvous:
     def request_recovery(self, reason: str, abandoned: Collection[str] = ()) -> None:
         """Make every rank leave the present generation; this rank gives up its `abandoned` work.
 
-        Raises `JobStoppedError` if the store is gone.
+        Raises `JobStoppedError` if the store is gone or its launcher ends the job.
         """
         self._broken = reason
         if self.stores.is_cut_off:
-            raise JobStoppedError(f"{reason}; survivors cannot agree, the store is gone")
-        store = self.stores.store
-        for work in abandoned:
-            store.set(keys.abandoned(self.recovery, work), "1")
-        store.compare_set(keys.broken(self.recovery), "", reason)
-        store.add(keys.SIGNAL, 1)
+            raise JobStoppedError(f"{reason}; survivors cannot agree: the store is gone")
+        with self.stores.required(f"{reason}; survivors cannot agree") as store:
+            self.check_stopped()
+            for work in abandoned:
+                store.set(keys.abandoned(self.recovery, work), "1")
+            store.compare_set(keys.broken(self.recovery), "", reason)
+            store.add(keys.SIGNAL, 1)
 
     def recovery_reason(self, recovery: int) -> str:
         """Reason for which recovery number `recovery` was requested."""
         return str(self.stores.store.get(keys.broken(recovery)).decode())
+
+    def check_stopped(self) -> None:
+        """Raise `JobStoppedError` if the launcher that hosts the store ends the job."""
+        store = self.stores.store
+        if self.stores.ask(lambda: store.check([keys.STOPPED]), False):
+            raise JobStoppedError(store.get(keys.STOPPED).decode())
 
     def recovered(self, alive: tuple[int, ...]) -> None:
         """Continue with the members `alive`, on which all survivors have agreed."""
@@ -173,12 +184,13 @@ class Rendezvous:
         if self.stores.is_cut_off:
             return
         store = self.stores.store
-        store.set(keys.FINISHED, "1")
-        store.add(keys.SIGNAL, 1)
-        store.add(keys.ENDED, 1)
         deadline = time.monotonic() + self.timeouts.heartbeat.total_seconds()
-        while store.add(keys.ENDED, 0) < ranks and time.monotonic() < deadline:
-            time.sleep(0.01)
+        with suppress(dist.DistError):  # its host has ended first
+            store.set(keys.FINISHED, "1")
+            store.add(keys.SIGNAL, 1)
+            store.add(keys.ENDED, 1)
+            while store.add(keys.ENDED, 0) < ranks and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def is_finished(self) -> bool:
         """True once the job has finished. Raises `JobStoppedError` if the store is gone."""

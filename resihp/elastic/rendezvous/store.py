@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from resihp.contracts import JobStoppedError
 
 from . import keys
 
@@ -58,9 +61,21 @@ def host_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
-    """Open a connection to the store; a blocking call of one thread blocks its connection."""
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeouts.connect)
-    return dist.PrefixStore(job, store)
+    """Open a connection to the store; a blocking call of one thread blocks its connection.
+
+    Raises `JobStoppedError` if no store answers within `Timeouts.connect`.
+    """
+    return dist.PrefixStore(job, connect_store(host, port, timeouts.connect))
+
+
+def connect_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Open a connection without prefix. Raises `JobStoppedError` if no store answers."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        raise JobStoppedError(
+            f"no store answers at {host}:{port}: the job has ended or has not started yet"
+        ) from error
 
 
 def announce_death(store: dist.Store, rank: int) -> None:
@@ -116,6 +131,18 @@ class StorePool:
         except dist.DistError as error:
             self.cut_off(error)
             return otherwise
+
+    @contextmanager
+    def required(self, purpose: str) -> Iterator[dist.Store]:
+        """The store, for work without which the job cannot go on.
+
+        Raises `JobStoppedError` with the `purpose` if the store is gone.
+        """
+        try:
+            yield self.store
+        except dist.DistError as error:
+            self.cut_off(error)
+            raise JobStoppedError(f"{purpose}: the store is gone") from error
 
     def cut_off(self, error: Exception) -> None:
         """Record that the store is gone, and log it once."""

@@ -1,0 +1,203 @@
+"""Ends of launchers and of ranks other than a completed job: nothing is left behind or unclear."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from resihp.elastic.rendezvous import exit_status
+from tests.elastic.job import is_running
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 90.0
+ENDLESS = 10**6
+SCRIPT = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from resihp.elastic import Replicas, Timeouts
+
+folder, steps, width, failing = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Linear(width, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+timeouts = Timeouts(heartbeat=timedelta(seconds=1.5))
+replicas = Replicas(model, optimizer, microbatches=4, timeouts=timeouts)
+for step in replicas.steps(steps):
+    for index in step:
+        if rank == failing and step.number == 2:
+            raise ValueError("an error of the script")
+        loss = model(torch.ones(2, width)).mean()
+        loss.backward()
+        step.report(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    (folder / f"alive-{rank}").write_text(str(len(replicas.alive)))
+    if not (folder / "hurry").exists():
+        time.sleep(0.05)
+print(f"rank {rank} completed {replicas.completed}", flush=True)
+"""
+
+
+class Launcher:
+    """A launcher's process, its output in files."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+        self.folder = folder
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "resihp.elastic.launch", *arguments],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def store(self) -> str:
+        """Address of the store, once it is there."""
+        self.until(lambda: "store at" in self.err)
+        return re.findall(r"store at (\S+),", self.err)[0]
+
+    def until(self, check: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not check():
+            assert time.monotonic() < deadline, self.out + self.err
+            time.sleep(0.02)
+
+    def has_replicas(self, rank: int, count: int) -> Callable[[], bool]:
+        """Whether `rank` works in a step of so many replicas."""
+        told = self.folder / f"alive-{rank}"
+        return lambda: told.exists() and told.read_text() == str(count)
+
+    def status(self) -> int:
+        """Exit status, after a bounded time."""
+        return self.process.wait(LIMIT_S)
+
+
+@contextmanager
+def launched(folder: Path, name: str, *arguments: str) -> Iterator[Launcher]:
+    launcher = Launcher(folder, name, *arguments)
+    try:
+        yield launcher
+    finally:
+        launcher.process.terminate()
+        try:
+            launcher.process.wait(20)
+        except subprocess.TimeoutExpired:
+            launcher.process.kill()
+            launcher.process.wait()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "loop.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def loop(script: Path, *, steps: int = ENDLESS, width: int = 8, failing: int = -1) -> list[str]:
+    return [str(script), str(script.parent), str(steps), str(width), str(failing)]
+
+
+def joining(store: str) -> tuple[str, ...]:
+    """Options of a launcher whose replica 2 joins a job of two."""
+    return ("--join", "--first-rank", "2", "--world-size", "2", "--master", store)
+
+
+def test_the_failure_of_a_script_is_the_launchers(script: Path, tmp_path: Path) -> None:
+    arguments = ("--nproc-per-node", "2", *loop(script, steps=6, failing=1))
+    with launched(tmp_path, "first", *arguments) as first:
+        assert first.status() == 1
+    assert "rank 0 completed 6" in first.out, first.err
+    summary = first.err.split("rank 1 failed with status 1:")[1]
+    assert "ValueError: an error of the script" in summary
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:
+    with (
+        launched(tmp_path, "first", "--nproc-per-node", "2", *loop(script)) as first,
+        launched(tmp_path, "second", *joining(first.store), *loop(script)) as second,
+    ):
+        second.until(second.has_replicas(2, 3))
+        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
+        first.process.kill()
+        first.until(lambda: not any(map(is_running, pids)))
+        assert second.status() == exit_status.JOB_STOPPED, second.err
+    assert "the store is gone" in second.err
+    assert "Traceback" not in second.err
+    assert "completed" not in second.out
+
+
+def test_a_job_ends_with_the_launcher_that_hosts_its_store(script: Path, tmp_path: Path) -> None:
+    with (
+        launched(tmp_path, "first", "--nproc-per-node", "2", *loop(script)) as first,
+        launched(tmp_path, "second", *joining(first.store), *loop(script)) as second,
+    ):
+        second.until(second.has_replicas(2, 3))
+        first.process.terminate()
+        assert second.status() == exit_status.JOB_STOPPED, second.err
+        assert first.status() != 0
+    assert "Traceback" not in second.err
+    assert "completed" not in second.out
+
+
+def test_a_rank_that_was_given_up_says_so(script: Path, tmp_path: Path) -> None:
+    """Stopped for longer than the heartbeat's time-out, and continued then."""
+    with launched(tmp_path, "first", "--nproc-per-node", "3", *loop(script, steps=300)) as first:
+        first.until(first.has_replicas(2, 3))
+        pid = int((tmp_path / "pid-2").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        first.until(first.has_replicas(0, 2))
+        os.kill(pid, signal.SIGCONT)
+        first.until(lambda: "rank 2 ended" in first.err)
+        (tmp_path / "hurry").touch()
+        assert first.status() == 0, first.err
+    assert f"rank 2 ended with {exit_status.FENCED_OUT}" in first.err
+    assert "rank 2: FencedOutError: rank 2 was given up by the other ranks" in first.err
+    assert "Traceback" not in first.err
+
+
+def test_a_joiner_that_comes_too_late_is_told(script: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = f"127.0.0.1:{free.getsockname()[1]}"
+    with launched(tmp_path, "late", *joining(store), *loop(script)) as late:
+        assert late.status() == exit_status.JOB_STOPPED
+    assert f"no store answers at {store}" in late.err
+    assert "Traceback" not in late.err
+
+
+def test_a_joiner_with_another_model_is_refused(script: Path, tmp_path: Path) -> None:
+    with launched(tmp_path, "first", "--nproc-per-node", "2", *loop(script)) as first:
+        store = first.store
+        with launched(tmp_path, "other", *joining(store), *loop(script, width=9)) as other:
+            assert other.status() == exit_status.JOIN_REFUSED
+        assert first.process.poll() is None
+    assert "the job trains a model with 2 parameters and 36 elements" in other.err
+    assert "this process trains a model with 2 parameters and 40 elements" in other.err
+    assert "Traceback" not in other.err
