@@ -11,7 +11,7 @@ included, end after the current step; if it is killed, its ranks are killed too,
 as soon as they need the store.
 
 Exit status: 0 if a rank completed the job and all that did not were killed by a signal or given up
-by the others; otherwise that of the first rank that failed, whose last lines on stderr are repeated.
+by the others; otherwise that of the first rank that failed, with its last lines on stderr.
 """
 
 from __future__ import annotations

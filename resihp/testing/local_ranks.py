@@ -1,7 +1,7 @@
-"""Start the ranks of a job as processes of this machine, and learn at once when one ends.
+"""Ranks of a job as processes of this machine, for tests, benchmarks and the demo.
 
-A fork server that has imported torch starts a rank in tens of milliseconds. The store lives in
-the launching process, which is no rank, so the loss of any rank leaves it standing.
+A fork server that has imported torch starts a rank in tens of milliseconds. The launching process
+hosts the store and is no rank, so no rank's loss ends the store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "resihp.elastic.train
 
 
 class LocalRanks:
-    """The processes of a job on this machine; a context manager that leaves none behind.
+    """Processes of a job on this machine; a context manager that kills them at its end.
 
     `target(rank, host, port, *arguments)` runs in each process. Its output goes to
     `folder/rank-N.log`.
@@ -56,16 +56,16 @@ class LocalRanks:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the store listens."""
+        """(host, port) of the store."""
         assert self._server is not None
         return "127.0.0.1", self._server.port
 
     def close_store(self) -> None:
-        """End the store, as if its process had died."""
+        """Close the store, as if its process had died."""
         self._store = self._server = None
 
     def start(self, ranks: Collection[int], target: RankMain, *arguments: Any) -> None:
-        """Start these ranks; one that has ended may come back, as a joiner."""
+        """Start these ranks; a rank that has ended may be started again, as a joiner."""
         for rank in ranks:
             self.exit_codes.pop(rank, None)
             process = self._context.Process(
@@ -78,11 +78,11 @@ class LocalRanks:
             self._processes[rank] = process
 
     def log(self, rank: int) -> Path:
-        """Where a rank's output goes."""
+        """File of a rank's output."""
         return self.folder / f"rank-{rank}.log"
 
     def logs(self) -> str:
-        """Every rank's output, for a person who looks for what went wrong."""
+        """Output of all ranks, with their exit codes."""
         parts = []
         for rank in sorted(self._processes):
             text = self.log(rank).read_text() if self.log(rank).exists() else ""
@@ -96,7 +96,7 @@ class LocalRanks:
         os.kill(pid, with_signal)
 
     def poll(self, timeout_s: float) -> Sequence[int]:
-        """Wait until a rank ends, at most `timeout_s`; announce deaths; the ranks still alive."""
+        """Wait until a rank ends, at most `timeout_s`; announce deaths; return the ranks alive."""
         alive = {
             p.sentinel: rank for rank, p in self._processes.items() if rank not in self.exit_codes
         }
@@ -120,7 +120,7 @@ class LocalRanks:
 
 
 def _main(log: str, target: RankMain, rank: int, host: str, port: int, *arguments: Any) -> None:
-    """Runs in a rank's process."""
+    """Entry point of a rank's process."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())

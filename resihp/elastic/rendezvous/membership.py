@@ -59,6 +59,7 @@ class Rendezvous:
         self._broken: str | None = None
         self._scope: _Scope | None = None
         self._broken_in_scope: str | None = None
+        self._stopped: str | None = None
         self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -154,6 +155,7 @@ class Rendezvous:
         if self.stores.is_cut_off:
             raise JobStoppedError(f"{reason}; survivors cannot agree: the store is gone")
         with self.stores.required(f"{reason}; survivors cannot agree") as store:
+            self._read_stopped(store)
             self.check_stopped()
             for work in abandoned:
                 store.set(keys.abandoned(self.recovery, work), "1")
@@ -166,9 +168,8 @@ class Rendezvous:
 
     def check_stopped(self) -> None:
         """Raise `JobStoppedError` if the launcher that hosts the store ends the job."""
-        store = self.stores.store
-        if self.stores.ask(lambda: store.check([keys.STOPPED]), False):
-            raise JobStoppedError(store.get(keys.STOPPED).decode())
+        if self._stopped is not None:
+            raise JobStoppedError(self._stopped)
 
     def recovered(self, alive: tuple[int, ...]) -> None:
         """Continue with the members `alive`, on which all survivors have agreed."""
@@ -214,6 +215,10 @@ class Rendezvous:
     def _reason(self, scope: _Scope | None) -> str | None:
         return self._broken_in_scope if scope else self._broken
 
+    def _read_stopped(self, store: dist.Store) -> None:
+        if self._stopped is None and store.check([keys.STOPPED]):
+            self._stopped = store.get(keys.STOPPED).decode()
+
     def _watch(self) -> None:
         try:
             self._watch_store(self.stores.open())
@@ -231,6 +236,7 @@ class Rendezvous:
             if now == seen and not (self._broken and self._scope):
                 continue
             seen = now
+            self._read_stopped(store)
             with self._changed:
                 key = keys.broken(self.recovery)
                 if self._broken is None and store.check([key]):
