@@ -94,4 +94,4 @@ def test_a_loss_without_the_store_is_a_clear_stop(tmp_path: Path) -> None:
     case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1, warned=((4, signal.SIGKILL, 8),))
     outcome = run(case, tmp_path, timeout_s=300)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
-    assert "survivors cannot agree, the store is gone" in outcome.logs
+    assert "survivors cannot agree: the store is gone" in outcome.logs
