@@ -99,6 +99,8 @@ class PlanPublisher:
                 self._check_failed(proposal, published[0])
             proposal = self._next_proposal()
             is_current = generation == self._current_generation() and self._is_settled()
+            if not is_current:
+                self._planned_for.clear()  # the layout changed meanwhile: ask for joiners again
             if proposal is None or not is_current or self._closed.is_set():
                 proposal = None
                 continue
