@@ -284,7 +284,7 @@ class Exchange:
         self._waiting.__exit__(kind, error, trace)
 
 
-class Step:
+class StepSpan:
     """A training step. It becomes a record only if none was made within it.
 
     `after` is called once the step has ended without an exception.

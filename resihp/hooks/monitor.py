@@ -18,7 +18,7 @@ from ._heartbeat import size_of_job, spread_interval
 from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._registration import Registration
 from ._sender import Sender, TelemetryReceiver, fatal_error
-from ._spans import DeviceSpan, Exchange, HostSpan, Recording, Step, Waiting
+from ._spans import DeviceSpan, Exchange, HostSpan, Recording, StepSpan, Waiting
 from ._stats import FailureLog, Stats
 from ._workload import Work, snapshot
 
@@ -120,20 +120,20 @@ class Monitor:
     @overload
     def step(self, function: Callable[P, R]) -> Callable[P, R]: ...
     @overload
-    def step(self) -> Step: ...
-    def step(self, function: Callable[P, R] | None = None) -> Callable[P, R] | Step:
+    def step(self) -> StepSpan: ...
+    def step(self, function: Callable[P, R] | None = None) -> Callable[P, R] | StepSpan:
         """One training step: a decorator, or `with monitor.step():`.
 
         `current_step` is incremented at its end, also by an exception. A step without any record
         is recorded as a whole, as the forward pass of microbatch 0.
         """
         if function is None:
-            return Step(self._recording, self.between_steps)
+            return StepSpan(self._recording, self.between_steps)
         timed = function
 
         @functools.wraps(timed)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Step(self._recording, self.between_steps):
+            with StepSpan(self._recording, self.between_steps):
                 return timed(*args, **kwargs)
 
         return run

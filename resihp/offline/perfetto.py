@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ._analysis import Analysis
-from .timeline import Spans, Timeline
+from .timeline import Spans, TraceTimeline
 
 _MOST_EVENTS = 200_000  # what a browser still opens with ease
 _IDEAL = 1_000_000  # added to the process ids of the ideal timeline
@@ -37,7 +37,7 @@ def write_perfetto(analysis: Analysis, path: str | Path) -> None:
 
 
 def _events(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    timeline = Timeline(analysis)
+    timeline = TraceTimeline(analysis)
     origin_s, count = 0.0, 0
     seen: set[tuple[int, int]] = set()
     for step in timeline.steps:

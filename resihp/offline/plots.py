@@ -26,7 +26,7 @@ from ._figures import (
     slowdown_map,
     sparse_ticks,
 )
-from .timeline import Spans, Timeline
+from .timeline import Spans, TraceTimeline
 
 __all__ = ["gantt", "onset", "png", "steps", "workers"]
 
@@ -51,7 +51,7 @@ def workers(analysis: Analysis) -> Figure:
     return figure
 
 
-def onset(analysis: Analysis, timeline: Timeline) -> Figure:
+def onset(analysis: Analysis, timeline: TraceTimeline) -> Figure:
     """Heat map of the slowdown of each device against its peers in each step."""
     groups, factor = timeline.device_factor
     worst = np.sort(np.argsort(-np.nanmax(factor, axis=1), kind="stable")[:_MOST_DEVICES])
@@ -68,7 +68,7 @@ def onset(analysis: Analysis, timeline: Timeline) -> Figure:
 
 
 def _mark_onsets(
-    axes: Axes, analysis: Analysis, timeline: Timeline, groups: list[tuple[int, ...]]
+    axes: Axes, analysis: Analysis, timeline: TraceTimeline, groups: list[tuple[int, ...]]
 ) -> None:
     """Mark the step from which the detector calls a device slow."""
     rows = {rank: row for row, group in enumerate(groups) for rank in group}
@@ -97,7 +97,7 @@ def steps(analysis: Analysis) -> Figure | None:
     return figure
 
 
-def gantt(timeline: Timeline, step: int, replica: int) -> Figure:
+def gantt(timeline: TraceTimeline, step: int, replica: int) -> Figure:
     """A step of one replica as recorded and as ideal, on the same scale."""
     both = [timeline.actual(step), timeline.ideal(step)]
     both = [spans.select(spans.replica == replica) for spans in both]

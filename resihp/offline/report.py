@@ -13,7 +13,7 @@ from . import plots
 from ._analysis import Analysis
 from ._page import KeyFigure, render
 from .summary import CAUSE_WORDS, facts, headline, health
-from .timeline import Timeline
+from .timeline import TraceTimeline
 
 
 def write_html(analysis: Analysis, path: str | Path) -> None:
@@ -23,7 +23,7 @@ def write_html(analysis: Analysis, path: str | Path) -> None:
 
 def html(analysis: Analysis) -> str:
     """The report: diagnosis, heat maps, onset, timelines and devices."""
-    timeline = Timeline(analysis)
+    timeline = TraceTimeline(analysis)
     step = slowest_step(analysis, timeline)
     replica = last_replica(timeline, step)
     shares = sorted(analysis.diagnosis.attribution.items(), key=lambda item: -item[1])
@@ -50,14 +50,14 @@ def html(analysis: Analysis) -> str:
     )
 
 
-def slowest_step(analysis: Analysis, timeline: Timeline) -> int:
+def slowest_step(analysis: Analysis, timeline: TraceTimeline) -> int:
     """The longest step; the middle one for formats without start times."""
     if analysis.whatif is None:
         return timeline.steps[len(timeline.steps) // 2]
     return timeline.steps[int(np.argmax(analysis.whatif.no_delay_s))]
 
 
-def last_replica(timeline: Timeline, step: int) -> int | None:
+def last_replica(timeline: TraceTimeline, step: int) -> int | None:
     """The replica whose passes end last; None if no pass took any time."""
     spans = timeline.actual(step)
     passes = [i for i, name in enumerate(spans.names) if name.split("-")[0] in _PASSES]

@@ -43,7 +43,7 @@ class Spans:
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class TraceTimeline:
     """The timelines of an analyzed recording, step by step."""
 
     analysis: Analysis
