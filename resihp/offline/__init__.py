@@ -1,4 +1,4 @@
-"""Traces in, diagnosis out: reads recorded jobs of several formats and explains where time went."""
+"""Offline analysis: readers of recorded jobs in several formats, diagnosis, reports."""
 
 from __future__ import annotations
 
@@ -9,15 +9,40 @@ if TYPE_CHECKING:
     from ._read import read_trace
     from ._resihp_parquet import TraceWriter, write_trace
     from ._trace import Trace
+    from .perfetto import write_perfetto
+    from .report import last_replica, slowest_step, write_html
+    from .summary import headline, print_summary
+    from .timeline import Timeline
 
-__all__ = ["Analysis", "Trace", "TraceWriter", "analyze", "read_trace", "write_trace"]
+__all__ = [
+    "Analysis",
+    "Timeline",
+    "Trace",
+    "TraceWriter",
+    "analyze",
+    "headline",
+    "last_replica",
+    "print_summary",
+    "read_trace",
+    "slowest_step",
+    "write_html",
+    "write_perfetto",
+    "write_trace",
+]
 
 _HOME = {
     "Analysis": "._analysis",
-    "analyze": "._analysis",
+    "Timeline": ".timeline",
     "Trace": "._trace",
     "TraceWriter": "._resihp_parquet",
+    "analyze": "._analysis",
+    "headline": ".summary",
+    "last_replica": ".report",
+    "print_summary": ".summary",
     "read_trace": "._read",
+    "slowest_step": ".report",
+    "write_html": ".report",
+    "write_perfetto": ".perfetto",
     "write_trace": "._resihp_parquet",
 }
 
