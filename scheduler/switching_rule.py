@@ -93,7 +93,7 @@ class ReplanDecision:
 
     @property
     def explanation(self) -> str:
-        """Why the layout is kept and when a migration would pay, as one clause."""
+        """Reason for keeping the layout, and when a migration would pay, as one clause."""
         best = self.best or self.rental.candidate
         if best is None:
             return "no new layout is faster at these speeds"

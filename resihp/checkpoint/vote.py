@@ -31,7 +31,7 @@ class GatheredItems(NamedTuple):
 
 @dataclass(eq=False)
 class Vote:
-    """This rank's part in the vote on one save.
+    """Vote of this rank on one save.
 
     items     returns its save items; None if its state cannot be saved
     version   exchange of items that its plan is based on; None: it has no plan for these shapes

@@ -96,5 +96,5 @@ class DemoRecord:
 
     @property
     def passed(self) -> bool:
-        """Whether all checks passed."""
+        """True when all checks passed."""
         return all(check.passed for check in self.checks)

@@ -95,18 +95,18 @@ class ReshardCoordinator:
 
     @property
     def is_transferring(self) -> bool:
-        """Whether the next generation is to be committed before the update of this step."""
+        """True when the next generation is to be committed before the update of this step."""
         return self._transfer is not None
 
     @property
     def is_ending(self) -> bool:
-        """Whether the next generation is built and has no members: the job ends."""
+        """True when the next generation is built and has no members: the job ends."""
         prepared = self._state.prepared
         return prepared is not None and not prepared.staying
 
     @property
     def can_update_in_doubt(self) -> bool:
-        """Whether this rank holds the summed gradients of the step in the generation in doubt."""
+        """True when this rank has the summed gradients of the step for the generation in doubt."""
         in_doubt, engine = self._state.in_doubt, self._state.engine
         if in_doubt is None or not in_doubt.keeps_layout:
             return in_doubt is not None and in_doubt.total is not None
@@ -128,7 +128,7 @@ class ReshardCoordinator:
         return prepared.number
 
     def all_ready(self, reduced: ReducedStep) -> bool:
-        """Whether all ranks of the layout are ready for the next generation."""
+        """Return whether all ranks of the layout are ready for the next generation."""
         ranks = len(self._state.plan.layout.ranks)
         agreed = reduced.ready == (ranks, ranks * (self._state.generation + 1))
         if not agreed:

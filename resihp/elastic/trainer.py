@@ -95,7 +95,7 @@ class Trainer:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the next generation is built."""
+        """True when the next generation is built."""
         return self._state.prepared is not None
 
     def poll_proposal(self) -> None:
@@ -231,7 +231,7 @@ class Trainer:
         return reduced
 
     def _is_due(self, step: int) -> bool:
-        """Whether this rank asks all others to save the state after `step`."""
+        """Return whether this rank asks all others to save the state after `step`."""
         if self.rank != min(self.plan.layout.ranks):
             return False
         is_last = step + 1 == self._steps or self._coordinator.is_ending

@@ -14,7 +14,7 @@ _PATIENCE_S = 30.0
 
 
 class Registry(Protocol):
-    """Where jobs are registered; `resihp.Client` is one. Raises `ServiceError`."""
+    """Registry of jobs; `resihp.Client` is one. Raises `ServiceError`."""
 
     def register(self, job: Job) -> None:
         """Register a job, or replace its description."""

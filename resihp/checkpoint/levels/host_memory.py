@@ -98,7 +98,7 @@ class ImageStore:
 
 
 class HostMemory(Level):
-    """This process's own checkpoints, in the buffers into which they were copied.
+    """Checkpoints of this process, in the buffers into which they were copied.
 
     keep  number of checkpoints that stay; each takes a buffer of the size of the state
     """

@@ -215,7 +215,7 @@ def _ranks(stage: Stage, view: ViewModel, width: int) -> Text:
 
 
 def _label(rank: int, device: Device, room: int) -> str:
-    """As much as there is room for: `5▲ 1.49×`, `5▲` or `5`."""
+    """Label of a rank, as long as there is room for: `5▲ 1.49×`, `5▲` or `5`."""
     sign = f"{rank}{SIGNS[device.status]}"
     factor = f"{sign} {device.slowdown:.2f}x"
     full = factor if device.status in (Status.FAIL_SLOW, Status.SUSPECT) else sign

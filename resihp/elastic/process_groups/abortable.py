@@ -217,7 +217,7 @@ class AbortableProcessGroup:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no collective is in progress, aborted ones included."""
+        """True when no collective is in progress, aborted ones included."""
         return all(work.is_completed() for work in self._started)
 
     def close(self) -> None:

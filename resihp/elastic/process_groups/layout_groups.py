@@ -73,7 +73,7 @@ class LayoutGroups:
 
     @property
     def stage(self) -> Stage:
-        """This rank's stage."""
+        """Stage of this rank."""
         return self.layout.stage_at(self.place)
 
     @property

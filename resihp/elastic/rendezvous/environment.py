@@ -59,7 +59,7 @@ class Environment:
     def rendezvous(
         self, members: Collection[int], timeouts: Timeouts, *, interface: str | None = None
     ) -> Rendezvous:
-        """This process's view of the `members`; without members if it joins a running job.
+        """Return the rendezvous of the `members`; without members if this process is a joiner.
 
         Unhandled errors of ResiHP then end the process as `exit_status` describes.
 

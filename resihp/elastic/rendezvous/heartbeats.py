@@ -37,7 +37,7 @@ class HeartbeatReader:
         return self.silent(ranks, waited_s)
 
     def silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """Those of `ranks` that are dead or have not beaten for the time-out.
+        """Return those of `ranks` that are dead or have not beaten for the time-out.
 
         To be called every `interval_s`. A rank without any heartbeat is still starting; it is
         silent after `Timeouts.connect`, of which `waited_s` seconds have passed.

@@ -103,7 +103,7 @@ class Rendezvous:
             self.alive = ()
 
     def absent(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """Those of `ranks` that will not arrive for the next generation."""
+        """Return those of `ranks` that will not arrive for the next generation."""
         none = list[int]()
         with self._reading:
             reader = self._joiner_heartbeats

@@ -86,7 +86,7 @@ def announce_death(store: dist.Store, rank: int) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on its route to `host`; sends nothing.
+    """Return this machine's address on its route to `host`; send nothing.
 
     >>> address_towards("127.0.0.1", 29500)
     '127.0.0.1'

@@ -35,7 +35,7 @@ def default_spill() -> Path | None:
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether files of `folder` take memory, according to the mount table."""
+    """Return whether files of `folder` take memory, according to the mount table."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:

@@ -63,7 +63,7 @@ class ReshardContext:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Global rank of this process."""
         return self.rendezvous.rank
 
     @contextmanager
@@ -126,7 +126,7 @@ class Generation:
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether only quotas change: no groups, no memory, no transfer."""
+        """True when only quotas change: no groups, no memory, no transfer."""
         return self.transit is None
 
     @property
@@ -324,7 +324,7 @@ class GenerationBuild:
         return PendingShard(shard, allocator, gradients)
 
     def _is_in_host_memory(self, pending: PendingShard | None) -> bool:
-        """Whether all state that this rank holds and receives is."""
+        """Return whether all state that this rank holds and receives is in host memory."""
         shards = [self._engine.shard] if self._engine is not None else []
         shards += [pending.shard] if pending is not None else []
         return all(t.device.type == "cpu" for shard in shards for t in shard.tensors.values())

@@ -56,7 +56,7 @@ class TensorAddress:
 
 
 def is_supported() -> bool:
-    """Whether this system has `process_vm_readv`."""
+    """Return whether this system has `process_vm_readv`."""
     return _process_vm_readv() is not None
 
 
@@ -268,7 +268,7 @@ def _refusal(peer: PeerProcess) -> str | None:
 
 
 def is_readable(move: Move) -> bool:
-    """Whether the contiguous runs of a move are long enough to be read one by one."""
+    """Return whether the contiguous runs of a move are long enough to be read one by one."""
     param = move.param
     row_numel = 1
     for size in param.shape[(param.dim or 0) + 1 :]:
