@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .perfetto import write_perfetto
     from .report import last_replica, slowest_step, write_html
     from .summary import headline, print_summary
-    from .timeline import Timeline
+    from .timeline import TraceTimeline
 
 __all__ = [
     "Analysis",
-    "Timeline",
     "Trace",
+    "TraceTimeline",
     "TraceWriter",
     "analyze",
     "headline",
@@ -32,7 +32,7 @@ __all__ = [
 
 _HOME = {
     "Analysis": "._analysis",
-    "Timeline": ".timeline",
+    "TraceTimeline": ".timeline",
     "Trace": "._trace",
     "TraceWriter": "._resihp_parquet",
     "analyze": "._analysis",

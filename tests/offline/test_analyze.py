@@ -18,7 +18,7 @@ from resihp.offline import analyze, read_trace, write_trace
 from resihp.offline.plots import onset
 from resihp.offline.report import html
 from resihp.offline.summary import headline
-from resihp.offline.timeline import Timeline
+from resihp.offline.timeline import TraceTimeline
 from resihp.testing.scenarios import Fault, steps_of
 
 KEYS = [
@@ -164,7 +164,7 @@ def test_a_group_is_shown_under_all_of_its_ranks_with_the_onset_of_the_slow_one(
     batches = steps_of(job, [500], steps=16, seed=3, faults=[fault])
     write_trace(tmp_path / "own.parquet", job, batches)
     analysis = analyze(read_trace(tmp_path / "own.parquet"))
-    timeline = Timeline(analysis)
+    timeline = TraceTimeline(analysis)
     groups, factor = timeline.device_factor
     assert groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     row = groups.index(next(group for group in groups if 5 in group))
@@ -188,7 +188,7 @@ def test_the_ideal_timeline_of_few_devices_does_not_hold_the_slow_one(tmp_path):
     analysis = analyze(read_trace(tmp_path / "own.parquet"))
     ends = [
         float((spans.start_s + spans.duration_s).max())
-        for spans in (Timeline(analysis).actual(5), Timeline(analysis).ideal(5))
+        for spans in (TraceTimeline(analysis).actual(5), TraceTimeline(analysis).ideal(5))
     ]
     assert ends[0] / ends[1] == pytest.approx(analysis.diagnosis.slowdown, rel=0.05)
 

@@ -9,7 +9,7 @@ from detector.whatif import OpKind
 from resihp.contracts import Cause, Status, TraceError
 from resihp.offline import analyze, read_trace
 from resihp.offline.report import html
-from resihp.offline.timeline import Timeline
+from resihp.offline.timeline import TraceTimeline
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
 
 WHOLE = record(Recipe(dp=3, pp=3, microbatches=3, steps=4))
@@ -91,7 +91,7 @@ def test_a_slow_device_is_found_beside_a_replica_that_was_not_recorded(tmp_path)
     analysis = analysis_of(ops.select(ops.dp != 1), tmp_path)
     (named,) = (v.rank for v in analysis.verdicts if v.status is Status.FAIL_SLOW)
     assert analysis.diagnosis.detail[0].startswith(f"Rank {named} (replica 3, stage 1)")
-    groups, factor = Timeline(analysis).device_factor
+    groups, factor = TraceTimeline(analysis).device_factor
     np.testing.assert_allclose(factor[groups.index((named,)), 5:], 1.4, atol=0.05)
     np.testing.assert_allclose(np.delete(factor, groups.index((named,)), axis=0), 1.0, atol=0.05)
 
