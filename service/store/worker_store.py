@@ -154,17 +154,19 @@ class WorkerStore:
     def _fenced(self, lease: Lease, queue: Callable[[Any, JobKeys], None]) -> None:
         keys = JobKeys(lease.job)
         with self._redis.pipeline() as pipe:
-            pipe.watch(keys.lease, keys.meta)
-            generation = pipe.hget(keys.meta, "generation")
-            if pipe.get(keys.lease) != lease.token or generation != lease.generation:
-                raise LeaseLostError(lease.job)
-            pipe.multi()
-            queue(pipe, keys)
-            pipe.publish(NEWS, lease.job)
-            try:
-                pipe.execute()
-            except redis.WatchError:
-                raise LeaseLostError(lease.job) from None
+            while True:
+                pipe.watch(keys.lease, keys.meta)
+                generation = pipe.hget(keys.meta, "generation")
+                if pipe.get(keys.lease) != lease.token or generation != lease.generation:
+                    raise LeaseLostError(lease.job)
+                pipe.multi()
+                queue(pipe, keys)
+                pipe.publish(NEWS, lease.job)
+                try:
+                    pipe.execute()
+                except redis.WatchError:
+                    continue  # this worker's own thread may have renewed the lease meanwhile
+                return
 
     def _queue(self, pipe: Any, keys: JobKeys, commit: Commit) -> None:
         changes = commit.changes

@@ -36,6 +36,8 @@ def main() -> None:
         return
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     work(settings, stop, fake_adapters)
 
 

@@ -118,8 +118,15 @@ def test_without_redis_clients_are_told_to_retry(sidecar: Sidecar):
 
 
 def start_worker(data: Path) -> subprocess.Popen[bytes]:
+    """Start a worker; returns when it handles SIGTERM."""
     command = [sys.executable, *FAKES, "--only-worker", "--data", str(data)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert worker.stdout is not None
+    with worker.stdout as out:
+        assert out.readline() == b"ready\n"
+    return worker
 
 
 def test_a_worker_that_dies_in_mid_batch_is_replaced(tmp_path: Path):
