@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,6 +54,19 @@ class SlowDisk(LocalDisk):
     def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Sleep, then write."""
         time.sleep(self.delay_s)
+        super().put(checkpoint)
+
+
+class GatedDisk(LocalDisk):
+    """Writes no checkpoint before `gate` is set."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        super().__init__(folder, keep=keep)
+        self.gate = threading.Event()
+
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
+        """Wait for the gate, then write."""
+        assert self.gate.wait(300)
         super().put(checkpoint)
 
 

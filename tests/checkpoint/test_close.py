@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from resihp.checkpoint import Checkpointer, HostMemory, LazyWriter, LocalDisk, SharedStorage
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from tests.checkpoint.helpers import (
+    GatedDisk,
     SlowDisk,
     assert_stamped,
     back_from,
@@ -141,21 +142,26 @@ def test_a_restore_finds_what_was_under_way(tmp_path: Path) -> None:
     assert_stamped(into, 2)
 
 
-def save_all(saver: Checkpointer, steps: range) -> list[bool]:
-    """Save each step without waiting; whether each was begun."""
+def save_all(saver: Checkpointer, steps: range, memory: HostMemory | None = None) -> list[bool]:
+    """Save each step, and wait at most until `memory` has it; whether each was begun."""
     state, begun = stamped(-1), []
     for step in steps:
         saver.fence()
         stamp(state, step)
         begun.append(saver.save(step, state, {"step": step}))
+        deadline = time.monotonic() + 300
+        while memory is not None and step not in memory.steps():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
     return begun
 
 
 def test_a_last_save_without_a_buffer_is_made_up_for_at_close(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path, 0.3)
+    disk = GatedDisk(tmp_path)
     with Checkpointer([disk]) as saver:
         assert not save_all(saver, range(5))[-1], "no buffer was free"
         assert saver.counters.no_buffer
+        disk.gate.set()
     assert not saver.counters.failures
     restored, into = back_from(disk)
     assert (restored.step, restored.extra["step"]) == (4, 4)
@@ -163,10 +169,11 @@ def test_a_last_save_without_a_buffer_is_made_up_for_at_close(tmp_path: Path) ->
 
 
 def test_a_last_save_that_the_disk_alone_skipped_is_made_up_for(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path, 0.3)
-    with Checkpointer([HostMemory(), disk], buffers=3) as saver:
-        assert save_all(saver, range(5))[-1], "host memory has taken it"
+    memory, disk = HostMemory(), GatedDisk(tmp_path)
+    with Checkpointer([memory, disk], buffers=3) as saver:
+        assert save_all(saver, range(5), memory)[-1], "host memory has taken it"
         assert saver.counters.levels[disk.name].skipped
+        disk.gate.set()
     assert not saver.counters.failures
     assert_stamped(back_from(disk)[1], 4)
 
@@ -174,7 +181,7 @@ def test_a_last_save_that_the_disk_alone_skipped_is_made_up_for(tmp_path: Path) 
 def test_a_state_that_has_changed_since_is_not_taken_for_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = SlowDisk(tmp_path, 0.5)
+    disk = GatedDisk(tmp_path)
     with Checkpointer([disk]) as saver:
         state = stamped(0)
         assert saver.save(0, state)
@@ -182,6 +189,7 @@ def test_a_state_that_has_changed_since_is_not_taken_for_the_last(
         stamp(state, 1)
         assert not saver.save(1, state)
         stamp(state, 2)
+        disk.gate.set()
     assert disk.steps() == [0]
     assert "step 1 is not on" in caplog.text
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, LocalDisk
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.copier import write_order
-from tests.checkpoint.helpers import SlowDisk, assert_stamped, back_from, stamp, stamped
+from tests.checkpoint.helpers import GatedDisk, SlowDisk, assert_stamped, back_from, stamp, stamped
 
 naps = st.sampled_from([0.0, 0.0, 0.0002, 0.001, 0.004])
 
@@ -86,10 +86,12 @@ def test_a_fence_covers_all_that_shares_memory_with_its_tensors(
 
 def test_a_fence_that_is_given_no_tensors_gives_the_checkpoint_up(tmp_path: Path) -> None:
     state = stamped(5)
-    with Checkpointer([SlowDisk(tmp_path, 0.2)]) as saver:
+    disk = GatedDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
         saver.save(5, state)
         saver.fence([None])  # type: ignore[list-item]
         stamp(state, 6)
+        disk.gate.set()
     assert sum(saver.counters.failures.values()) == 1
     assert not LocalDisk(tmp_path).steps()
 
