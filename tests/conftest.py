@@ -22,9 +22,9 @@ settings.load_profile("tests")
 RUN_BY_RANKS = (
     "resihp.demo.training.worker",
     "tests.checkpoint.test_ranks",
-    "tests.elastic.job",
-    "tests.elastic.loops",
-    "tests.elastic.strikes",
+    "tests.elastic.engine_job",
+    "tests.elastic.ddp_loops",
+    "tests.elastic.engine_faults",
     "tests.elastic.test_engine_resizes",
     "tests.elastic.test_with_sidecar",
     "tests.hooks.ddp_ranks",

@@ -14,7 +14,7 @@ from resihp.client import Client
 from resihp.contracts import Job, Layout
 from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 from service.launch import Sidecar
-from tests.elastic.job import SHAPE
+from tests.elastic.engine_job import SHAPE
 
 ROOT = Path(__file__).parents[1]
 RANKS = 2
@@ -30,7 +30,7 @@ from resihp.contracts import Job, Layout
 from resihp.elastic import Callbacks, Setup, train
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer
-from tests.elastic.job import SHAPE, batch
+from tests.elastic.engine_job import SHAPE, batch
 
 torch.set_num_threads(1)
 rank, doomed = int(os.environ["RANK"]), int(sys.argv[1])

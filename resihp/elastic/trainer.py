@@ -146,7 +146,7 @@ class Trainer:
         invitation = joiners.await_invitation(self.rank, self._model, lambda: self._is_leaving)
         if invitation is None:
             return False
-        self._rendezvous.enter(invitation.recovery, invitation.alive)
+        self._rendezvous.enter(invitation.recovery, invitation.alive, is_joining=True)
         self._state.follow(invitation.generation, invitation.plan)
         self._is_joining = True
         return True

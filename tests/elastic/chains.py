@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from resihp.contracts import Layout, Plan, Replica, Stage
-from tests.elastic.job import MICROBATCHES, plan
+from tests.elastic.engine_job import MICROBATCHES, plan
 
 
 def random_plan(chosen: random.Random, version: int, *, from_step: int = 0) -> Plan:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from resihp.contracts import InfeasibleError, Layout, Plan, Replica, Stage, even_quotas
 from resihp.layout import split
-from tests.elastic.job import MICROBATCHES
+from tests.elastic.engine_job import MICROBATCHES
 
 
 class Survivors:

@@ -16,7 +16,7 @@ from resihp.contracts import Layout, PeerLostError, Replica
 from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.barrier import barrier
 from resihp.elastic.state.phases import Phase
-from tests.elastic.job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
+from tests.elastic.engine_job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
 
 STEPS = 8
 FIRST = Layout((GRID.replicas[0],))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.chains import random_plan
-from tests.elastic.job import GRID, Case, run
+from tests.elastic.engine_job import GRID, Case, run
 from tests.elastic.snapshots import full_state
 from tests.elastic.test_engine_resizes import setup
 

@@ -20,8 +20,8 @@ from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import IteratorData, Setup
 from resihp.elastic.step.shard import Shard, initial_shard
-from tests.elastic.job import ALONE, MICROBATCHES, SHAPE, Case, Fault, Outcome, plan, run
-from tests.elastic.kept import level_at
+from tests.elastic.checkpoint_helpers import level_at
+from tests.elastic.engine_job import ALONE, MICROBATCHES, SHAPE, Case, Fault, Outcome, plan, run
 from tests.elastic.test_engine_data import Shuffled
 from tests.elastic.test_models import LAYOUTS, MODELS, batch
 from tests.elastic.threads import gathered, on_ranks, train

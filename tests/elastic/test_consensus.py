@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
 
-from resihp.contracts import StateLostError
+import pytest
+import torch.distributed as dist
+
+from resihp.contracts import FencedOutError, StateLostError
 from resihp.elastic.microbatches.ledger import GradientHolding, SurvivingSum
-from resihp.elastic.rendezvous.consensus import SurvivorReport, decide
+from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.consensus import SurvivorReport, agree, decide
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import announce_death
+from tests.elastic.engine_job import BRISK
 
 report = SurvivorReport
 MICROBATCHES = 4
@@ -164,3 +172,40 @@ def test_newcomers_take_part_and_whoever_holds_no_state_is_told() -> None:
     assert (decision.completed, decision.survivors) == (5, (0, 1, 2, 4))
     assert decision.stateless == (2, 4)
     assert decision.kept == (SurvivingSum(0, ((0, 2),)), SurvivingSum(1, ((2, 4),)))
+
+
+def rendezvous_of(store: dist.Store, rank: int, members: tuple[int, ...]) -> Rendezvous:
+    return Rendezvous(lambda: store, rank, members, BRISK)
+
+
+def test_a_rank_that_is_still_joining_waits_for_the_decision_of_the_members() -> None:
+    """The members do not count it yet: had it decided, it would have counted itself."""
+    store = dist.HashStore()
+    joiner, member = rendezvous_of(store, 1, ()), rendezvous_of(store, 0, (0,))
+    joiner.enter(0, (0, 1), is_joining=True)
+    fenced: list[str] = []
+
+    def join() -> None:
+        try:
+            agree(joiner, report(generation=0, completed=0, idle=True), MICROBATCHES)
+        except FencedOutError as error:
+            fenced.append(str(error))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    while not store.check([keys.report(0, 1)]):
+        time.sleep(0.001)
+    decision = agree(member, report(generation=0, completed=0), MICROBATCHES)
+    thread.join(300)
+    assert decision.survivors == (0,)
+    assert fenced == ["rank 1 was given up by the other ranks"]
+
+
+def test_a_rank_that_joins_a_job_whose_members_are_all_lost_is_fenced_out() -> None:
+    store = dist.HashStore()
+    joiner = rendezvous_of(store, 1, ())
+    joiner.enter(0, (0, 1), is_joining=True)
+    announce_death(store, 0)
+    with pytest.raises(FencedOutError, match="without living members"):
+        agree(joiner, report(generation=0, completed=0, idle=True), MICROBATCHES)
+    assert not store.check([keys.decision(0)])

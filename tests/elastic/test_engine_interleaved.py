@@ -17,7 +17,7 @@ from resihp.elastic.step.schedule import check_schedule
 from resihp.layout import moves
 from resihp.pipeline.orders import stage_order
 from scheduler import make_plan
-from tests.elastic.job import ALONE, GRID, Case, Fault, plan, run
+from tests.elastic.engine_job import ALONE, GRID, Case, Fault, plan, run
 from tests.elastic.test_models import MODELS, OPTIMIZER, SHAPE, batch
 from tests.elastic.threads import Run, train
 

@@ -12,7 +12,7 @@ from resihp.contracts import Layout, Replica, Schedule, Stage
 from resihp.elastic.models import Gpt2, Llama
 from resihp.elastic.optim import Optimizer, no_decay_on_vectors, warmup_cosine
 from resihp.elastic.step import IteratorData, Setup
-from tests.elastic.job import (
+from tests.elastic.engine_job import (
     ALONE,
     GRID,
     MICROBATCHES,

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from resihp.elastic.state.phases import Phase
-from tests.elastic.job import ALONE, BRISK, GRID, SHIFTED, UNEVEN, Case, Fault, Outcome, plan, run
+from tests.elastic.engine_job import (
+    ALONE,
+    BRISK,
+    GRID,
+    SHIFTED,
+    UNEVEN,
+    Case,
+    Fault,
+    Outcome,
+    plan,
+    run,
+)
 
 STEPS = 6
 IN_A_STEP = (Phase.ACCUMULATING, Phase.REDUCING, Phase.UPDATING)

@@ -10,7 +10,7 @@ import pytest
 
 from resihp.contracts import Layout, Replica
 from resihp.elastic.state.phases import Phase
-from tests.elastic.job import ALONE, GRID, Case, Fault, Outcome, plan, run
+from tests.elastic.engine_job import ALONE, GRID, Case, Fault, Outcome, plan, run
 
 STEPS = 12
 FIRST = Layout((GRID.replicas[0],))

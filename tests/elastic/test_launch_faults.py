@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from resihp.elastic.rendezvous import exit_status
-from tests.elastic.job import is_running
+from tests.elastic.engine_job import is_running
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0

@@ -13,7 +13,7 @@ from resihp.elastic.monitoring import MonitorAdapter
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.state.events import Callbacks, LayoutChange
 from resihp.elastic.step import ReducedStep, Setup
-from tests.elastic.job import GRID, SHAPE, batch
+from tests.elastic.engine_job import GRID, SHAPE, batch
 
 
 class MicrobatchReport:

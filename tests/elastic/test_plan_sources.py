@@ -9,7 +9,7 @@ import pytest
 
 from resihp.contracts import Job, Plan, ServiceError
 from resihp.elastic.planning.sources import ServicePlans
-from tests.elastic.job import GRID, MICROBATCHES, SHAPE
+from tests.elastic.engine_job import GRID, MICROBATCHES, SHAPE
 
 JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)
 

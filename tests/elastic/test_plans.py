@@ -16,7 +16,7 @@ from resihp.elastic.process_groups.abortable import AbortableProcessGroup
 from resihp.elastic.step import Setup
 from resihp.elastic.step.schedule import check_plan
 from resihp.layout import Range
-from tests.elastic.job import (
+from tests.elastic.engine_job import (
     MICROBATCHES,
     OPTIMIZER,
     SHAPE,

@@ -17,7 +17,7 @@ from resihp.elastic.reshard.buffers import ReshardBudget
 from resihp.elastic.reshard.exchange import transfer_buckets
 from resihp.elastic.state.phases import Phase
 from resihp.layout import Move, Param, moves
-from tests.elastic.job import (
+from tests.elastic.engine_job import (
     ALONE,
     BRISK,
     GRID,

@@ -22,7 +22,7 @@ from resihp.elastic.reshard.buffers import (
 )
 from resihp.elastic.step import Setup
 from resihp.layout import Param, Range, holdings
-from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, batch, plan, run
+from tests.elastic.engine_job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, batch, plan, run
 
 PARAMETERS = Llama(SHAPE).parameters
 LAYOUTS = (GRID, SHIFTED, UNEVEN, ALONE)

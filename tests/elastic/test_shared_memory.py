@@ -34,7 +34,7 @@ from resihp.elastic.reshard.shared_memory import (
     slices,
 )
 from resihp.layout import Move, Param, holdings, moves
-from tests.elastic.job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
+from tests.elastic.engine_job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
 from tests.elastic.threads import on_ranks
 
 needs_attach = pytest.mark.skipif(not is_supported(), reason="not Linux")

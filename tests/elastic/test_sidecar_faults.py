@@ -19,7 +19,7 @@ from resihp.contracts import Job, to_json
 from resihp.elastic.planning.sources import ServicePlans
 from resihp.elastic.rendezvous.store import Timeouts
 from resihp.elastic.state.phases import Phase
-from tests.elastic.job import (
+from tests.elastic.engine_job import (
     ALONE,
     GRID,
     MICROBATCHES,

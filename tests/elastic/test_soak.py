@@ -16,7 +16,7 @@ from resihp.contracts import Layout, Plan
 from resihp.elastic.rendezvous.store import Timeouts
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.chains import random_plan
-from tests.elastic.job import ALONE, GRID, UNEVEN, Case, plan, run, run_rank
+from tests.elastic.engine_job import ALONE, GRID, UNEVEN, Case, plan, run, run_rank
 from tests.elastic.records import events, switches
 from tests.elastic.scripted import Scripted
 from tests.elastic.snapshots import full_state

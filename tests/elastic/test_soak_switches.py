@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.chains import random_plan
-from tests.elastic.job import ALONE, GRID, Case, run
+from tests.elastic.engine_job import ALONE, GRID, Case, run
 
 ROUND, ROUNDS = 20, 3
 SWITCHES = ROUND * ROUNDS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from resihp.contracts import Layout, Replica, Stage
-from tests.elastic.job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run
+from tests.elastic.engine_job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run
 
 STEPS = 10
 

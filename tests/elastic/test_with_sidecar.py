@@ -21,7 +21,7 @@ from resihp.elastic.planning.sources import ServicePlans
 from resihp.elastic.rendezvous.store import Timeouts
 from resihp.testing.local_ranks import LocalRanks
 from service import Sidecar
-from tests.elastic.job import ALONE, GRID, MICROBATCHES, SHAPE, Case, run, run_rank
+from tests.elastic.engine_job import ALONE, GRID, MICROBATCHES, SHAPE, Case, run, run_rank
 from tests.elastic.records import events, switches
 
 JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)

@@ -19,7 +19,7 @@ from resihp.elastic.state.events import Callbacks
 from resihp.elastic.step import Setup
 from resihp.elastic.training import train
 from resihp.hooks import Monitor
-from tests.elastic.job import SHAPE, batch
+from tests.elastic.engine_job import SHAPE, batch
 
 
 def job_of(degree: int) -> Job:

@@ -126,15 +126,19 @@ def agree(
 
     Every rank that is alive calls this once for a recovery, possibly late, when its replica has
     finished its share. Ranks that are dead or silent are not waited for, nor are the other ranks
-    of their set in `bound`, which cannot continue without them.
+    of their set in `bound`, which cannot continue without them. A rank that is still joining does
+    not decide, because the members may not count it: it waits for their decision.
     """
     recovery = rendezvous.recovery
     key = keys.decision(recovery)
     with rendezvous.stores.required("survivors cannot agree") as store:
         store.set(keys.report(recovery, rendezvous.rank), json.dumps(asdict(report)))
-        reports = _collect_reports(rendezvous, bound)
-        if not store.check([key]):
-            store.compare_set(key, "", json.dumps(asdict(decide(reports, microbatches))))
+        if rendezvous.is_joining:
+            _await_decision(rendezvous)
+        else:
+            reports = _collect_reports(rendezvous, bound)
+            if not store.check([key]):
+                store.compare_set(key, "", json.dumps(asdict(decide(reports, microbatches))))
         decision = past_decision(rendezvous, recovery)
     if rendezvous.rank not in decision.survivors:
         raise FencedOutError(f"rank {rendezvous.rank} was given up by the other ranks")
@@ -186,3 +190,17 @@ def _collect_reports(
         missing -= lost.union(*(them for them in bound if lost & set(them)))
         time.sleep(0.005 if missing else 0.0)
     return reports
+
+
+def _await_decision(rendezvous: Rendezvous) -> None:
+    """Wait for the decision of the members. Raises `FencedOutError` if all of them are lost."""
+    store, key = rendezvous.stores.store, keys.decision(rendezvous.recovery)
+    start = next_read = time.monotonic()
+    members = set(rendezvous.alive) - {rendezvous.rank}
+    while not store.check([key]):
+        if (now := time.monotonic()) >= next_read:
+            next_read = now + rendezvous.heartbeats.interval_s
+            members -= set(rendezvous.heartbeats.silent(members, now - start))
+        if not members:
+            raise FencedOutError(f"rank {rendezvous.rank} joined a job without living members")
+        time.sleep(0.005)

@@ -37,6 +37,7 @@ class Rendezvous:
               process with its rank may still be a member
     alive     members of the present generation
     recovery  number of recoveries so far
+    is_joining  a joiner whose first generation is not committed: the members do not count it yet
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Rendezvous:
         self.rank, self.timeouts = rank, timeouts
         self.alive = tuple(sorted(ranks))
         self.recovery = 0
+        self.is_joining = False
         self.stores = StorePool(open_store)
         self.heartbeats = HeartbeatReader(self.stores.store, rank, timeouts)
         # Reads are counted, so a reader belongs to one waiting thread.
@@ -86,16 +88,16 @@ class Rendezvous:
 
     # Members.
 
-    def enter(self, recovery: int, alive: tuple[int, ...]) -> None:
+    def enter(self, recovery: int, alive: tuple[int, ...], *, is_joining: bool = False) -> None:
         """Become a member after `recovery` recoveries; failures before that do not count."""
         with self._changed:
-            self.recovery, self.alive = recovery, alive
+            self.recovery, self.alive, self.is_joining = recovery, alive, is_joining
             self._broken = None
 
     def change_members(self, alive: tuple[int, ...]) -> None:
         """Continue with the members `alive`, without a failure."""
         with self._changed:
-            self.alive = alive
+            self.alive, self.is_joining = alive, False
 
     def withdraw(self) -> None:
         """Cease to be a member, and to send heartbeats."""
@@ -175,7 +177,7 @@ class Rendezvous:
         """Continue with the members `alive`, on which all survivors have agreed."""
         with self._changed:
             self.recovery += 1
-            self.alive = alive
+            self.alive, self.is_joining = alive, False
             self._broken = None
 
     # The end of the job.

@@ -8,53 +8,53 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic.blows import Blow
-from tests.elastic.loops import Loop, play
+from tests.elastic.ddp_faults import LoopFault
+from tests.elastic.ddp_loops import Loop, play
 
 POINTS = ("microbatch", "sum", "vote", "commit", "after")
 
 
 def campaign(
     chosen: random.Random, *, replicas: int, steps: int, kills: int, returns: int
-) -> tuple[tuple[Blow, ...], tuple[tuple[int, int], ...]]:
+) -> tuple[tuple[LoopFault, ...], tuple[tuple[int, int], ...]]:
     """Kills at random points of random replicas; `returns` of the dead come back.
 
     Every fifth kill has company: a second replica dies at the same point, and every fifth one
     hits a replica that is recovering from the loss of another.
     """
     alive, lives = list(range(replicas)), dict.fromkeys(range(replicas), 0)
-    blows: list[Blow] = []
+    faults: list[LoopFault] = []
     comes_back: list[tuple[int, int]] = []
     gap = (steps - 8) // kills
-    while len(blows) < kills:
-        number = len(blows)
+    while len(faults) < kills:
+        number = len(faults)
         step, at = 2 + number * gap, chosen.choice(POINTS)
         both = number % 5 == 3 and number + 1 < kills
         victims = chosen.sample(alive, 2 if both else 1)
         points = [at, chosen.choice((at, "recovery"))] if at != "after" else [at, at]
         for victim, point in zip(victims, points, strict=False):
-            blows.append(Blow(victim, step, at=point, life=lives[victim]))
-            if len(comes_back) < returns and len(blows) % 2:
+            faults.append(LoopFault(victim, step, at=point, life=lives[victim]))
+            if len(comes_back) < returns and len(faults) % 2:
                 comes_back.append((victim, step + 1))
                 lives[victim] += 1
             else:
                 alive.remove(victim)
-    return tuple(blows), tuple(comes_back)
+    return tuple(faults), tuple(comes_back)
 
 
 def assert_undisturbed(
     folder: Path, *, replicas: int, steps: int, kills: int, returns: int, deterministic: bool
 ) -> None:
     microbatches = 2 * replicas
-    blows, comes_back = campaign(
+    faults, comes_back = campaign(
         random.Random(7), replicas=replicas, steps=steps, kills=kills, returns=returns
     )
-    assert (len(blows), len(comes_back)) == (kills, returns)
+    assert (len(faults), len(comes_back)) == (kills, returns)
     loop = Loop(
         replicas,
         steps=steps,
         microbatches=microbatches,
-        blows=blows,
+        faults=faults,
         returns=comes_back,
         deterministic=deterministic,
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic.blows import Blow
-from tests.elastic.loops import Loop, Trace, play
+from tests.elastic.ddp_faults import LoopFault
+from tests.elastic.ddp_loops import Loop, Trace, play
 
 STEPS, MICROBATCHES = 4, 8
 
@@ -27,43 +27,43 @@ def assert_same_training(trace: Trace, alone: Trace, dead: set[int]) -> None:
             torch.testing.assert_close(tensor, alone.models[0][key], rtol=1e-3, atol=1e-5)
 
 
-CASES: dict[str, tuple[Blow, ...]] = {
+CASES: dict[str, tuple[LoopFault, ...]] = {
     "undisturbed": (),
-    "behind its first microbatch": (Blow(1, 1),),
-    "when it begins to sum": (Blow(1, 1, at="sum"),),
-    "when it votes": (Blow(1, 1, at="vote"),),
-    "when it commits": (Blow(1, 1, at="commit"),),
-    "two at once": (Blow(0, 1, 2), Blow(1, 1, 2)),
-    "one during the recovery of another": (Blow(1, 1), Blow(2, 1, at="recovery")),
-    "one in each of two steps": (Blow(0, 1), Blow(2, 2)),
+    "behind its first microbatch": (LoopFault(1, 1),),
+    "when it begins to sum": (LoopFault(1, 1, at="sum"),),
+    "when it votes": (LoopFault(1, 1, at="vote"),),
+    "when it commits": (LoopFault(1, 1, at="commit"),),
+    "two at once": (LoopFault(0, 1, 2), LoopFault(1, 1, 2)),
+    "one during the recovery of another": (LoopFault(1, 1), LoopFault(2, 1, at="recovery")),
+    "one in each of two steps": (LoopFault(0, 1), LoopFault(2, 2)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_a_replica(case: str, alone: Trace, tmp_path: Path) -> None:
-    blows = CASES[case]
-    trace = play(Loop(3, blows=blows), tmp_path)
-    dead = {blow.rank for blow in blows}
+    faults = CASES[case]
+    trace = play(Loop(3, faults=faults), tmp_path)
+    dead = {fault.rank for fault in faults}
     assert_same_training(trace, alone, dead)
     for step in range(STEPS):
         taken = [trace.taken.get((rank, step), []) for rank in {0, 1, 2} - dead]
         by_survivors = [index for indices in taken for index in indices]
         assert len(by_survivors) == len(set(by_survivors)), "no survivor computes anything again"
-        if step > max((blow.step for blow in blows), default=-1):
+        if step > max((fault.step for fault in faults), default=-1):
             assert sorted(by_survivors) == list(range(MICROBATCHES))
 
 
 @pytest.mark.parametrize("inner", ["fsdp2", "ddp"])
 def test_several_processes_a_replica(inner: str, alone: Trace, tmp_path: Path) -> None:
     """The loss of one process ends its replica; the other replica goes on."""
-    trace = play(Loop(2, members=2, inner=inner, blows=(Blow(3, 1, 2),)), tmp_path)
+    trace = play(Loop(2, members=2, inner=inner, faults=(LoopFault(3, 1, 2),)), tmp_path)
     assert_same_training(trace, alone, {2, 3})
 
 
 @pytest.mark.parametrize("at", ["microbatch", "vote"])
 def test_a_fixed_order_makes_a_loss_change_no_bit(at: str, tmp_path: Path) -> None:
     alone = play(Loop(1, deterministic=True), tmp_path / "alone")
-    trace = play(Loop(3, deterministic=True, blows=(Blow(1, 1, at=at),)), tmp_path)
+    trace = play(Loop(3, deterministic=True, faults=(LoopFault(1, 1, at=at),)), tmp_path)
     assert_same_training(trace, alone, {1})
     assert trace.losses == alone.losses
     for model in trace.models.values():
@@ -84,8 +84,8 @@ def test_a_replica_comes_back_and_gets_a_quota_again(deterministic: bool, tmp_pa
     """
     steps = 10
     alone = play(Loop(1, steps=steps, deterministic=deterministic), tmp_path / "alone")
-    blows = (Blow(1, 1), Blow(0, 7, at="vote"), Blow(2, 8))
-    loop = Loop(3, steps=steps, blows=blows, returns=((1, 1),), deterministic=deterministic)
+    faults = (LoopFault(1, 1), LoopFault(0, 7, at="vote"), LoopFault(2, 8))
+    loop = Loop(3, steps=steps, faults=faults, returns=((1, 1),), deterministic=deterministic)
     trace = play(loop, tmp_path)
     assert_same_training(trace, alone, {0, 2})
     assert_each_sample_once(trace)
@@ -101,8 +101,8 @@ def test_a_replica_comes_back_and_gets_a_quota_again(deterministic: bool, tmp_pa
 def test_several_processes_come_back_as_one_replica(inner: str, tmp_path: Path) -> None:
     steps = 8
     alone = play(Loop(1, steps=steps), tmp_path / "alone")
-    blows = (Blow(3, 1, 2), Blow(0, 6, 1))
-    loop = Loop(2, members=2, inner=inner, steps=steps, blows=blows, returns=((1, 1),))
+    faults = (LoopFault(3, 1, 2), LoopFault(0, 6, 1))
+    loop = Loop(2, members=2, inner=inner, steps=steps, faults=faults, returns=((1, 1),))
     trace = play(loop, tmp_path, timeout_s=300)
     assert_same_training(trace, alone, {0, 1})
     assert_each_sample_once(trace)
@@ -110,7 +110,7 @@ def test_several_processes_come_back_as_one_replica(inner: str, tmp_path: Path) 
 
 
 def test_the_first_replica_is_lost_before_all_have_its_state(alone: Trace, tmp_path: Path) -> None:
-    trace = play(Loop(3, blows=(Blow(0, 0, at="give"),)), tmp_path)
+    trace = play(Loop(3, faults=(LoopFault(0, 0, at="give"),)), tmp_path)
     assert_same_training(trace, alone, {0})
     assert_each_sample_once(trace)
 
@@ -120,8 +120,10 @@ def test_one_is_lost_while_the_state_moves(at: str, tmp_path: Path) -> None:
     """If it is the giver, another one gives; if it is the newcomer, the others go on as before."""
     steps = 8
     alone = play(Loop(1, steps=steps), tmp_path / "alone")
-    second = Blow(0, 0, 2, at=at) if at == "give" else Blow(1, 0, at=at, life=1)
-    trace = play(Loop(3, steps=steps, blows=(Blow(1, 1), second), returns=((1, 1),)), tmp_path)
+    second = LoopFault(0, 0, 2, at=at) if at == "give" else LoopFault(1, 0, at=at, life=1)
+    trace = play(
+        Loop(3, steps=steps, faults=(LoopFault(1, 1), second), returns=((1, 1),)), tmp_path
+    )
     victim = second.rank
     assert_same_training(trace, alone, {victim})
     assert_each_sample_once(trace)

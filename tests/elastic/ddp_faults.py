@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from resihp.elastic.ddp import state_sync as user_state
+from resihp.elastic.ddp import state_sync
 from resihp.elastic.ddp.replicas import Replicas
 
 # Methods that a process enters at certain points of a step.
@@ -18,7 +18,7 @@ INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": 
 
 
 @dataclass(frozen=True)
-class Blow:
+class LoopFault:
     """Process `rank` gets a signal in step `step`.
 
     at        `microbatch` (behind its `count`-th one), those of `INSIDE`, `after` (the update),
@@ -37,46 +37,46 @@ class Blow:
     life: int = 0
 
 
-def strike(blows: list[Blow], folder: Path, at: str, step: int, count: int = 1) -> None:
-    """Deal the first of `blows` that is due here, if any."""
-    for blow in blows:
-        if (blow.at, blow.step) == (at, step) and (at != "microbatch" or blow.count == count):
-            blows.remove(blow)
-            if blow.resume_s:
-                told = folder / f"stops-{blow.rank}"
+def inject(faults: list[LoopFault], folder: Path, at: str, step: int, count: int = 1) -> None:
+    """Inject the first of `faults` that is due here, if any."""
+    for fault in faults:
+        if (fault.at, fault.step) == (at, step) and (at != "microbatch" or fault.count == count):
+            faults.remove(fault)
+            if fault.resume_s:
+                told = folder / f"stops-{fault.rank}"
                 told.with_suffix(".new").write_text(str(os.getpid()))
                 told.with_suffix(".new").rename(told)
-            os.kill(os.getpid(), blow.signal)
+            os.kill(os.getpid(), fault.signal)
             return
 
 
-def strike_inside(replicas: Replicas, blows: list[Blow], folder: Path) -> None:
-    """Deal blows when `replicas` comes to the points that it goes through by itself."""
+def inject_inside(replicas: Replicas, faults: list[LoopFault], folder: Path) -> None:
+    """Inject faults when `replicas` comes to the points that it goes through by itself."""
     for at, name in INSIDE.items():
         original = getattr(replicas, name)
 
         def entered(*arguments: Any, at: str = at, original: Any = original) -> None:
-            strike(blows, folder, at, replicas.completed)
+            inject(faults, folder, at, replicas.completed)
             original(*arguments)
 
         setattr(replicas, name, entered)
-    for blow in blows:
-        if blow.at in ("give", "take"):
-            _strike_at_state(blow)
+    for fault in faults:
+        if fault.at in ("give", "take"):
+            _inject_at_state(fault)
 
 
-def _strike_at_state(blow: Blow) -> None:
+def _inject_at_state(fault: LoopFault) -> None:
     """Kill when state is given, or taken, for the `count`-th time."""
-    place = "StateBroadcast._run" if blow.at == "give" else "empties"
-    original, left = pkgutil.resolve_name(f"{user_state.__name__}:{place}"), [blow.count]
+    place = "StateBroadcast._run" if fault.at == "give" else "empties"
+    original, left = pkgutil.resolve_name(f"{state_sync.__name__}:{place}"), [fault.count]
 
     def entered(*arguments: Any) -> Any:
         left[0] -= 1
         if not left[0]:
-            os.kill(os.getpid(), blow.signal)
+            os.kill(os.getpid(), fault.signal)
         return original(*arguments)
 
-    mock.patch(f"{user_state.__name__}.{place}", entered).start()
+    mock.patch(f"{state_sync.__name__}.{place}", entered).start()
 
 
 def is_stopped(told: Path) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from resihp.contracts import Layout
-from tests.elastic.job import ALONE, MICROBATCHES
-from tests.elastic.strikes import Job, Record, Strike, play
+from tests.elastic.engine_faults import EngineFault, Job, Record, play
+from tests.elastic.engine_job import ALONE, MICROBATCHES
 
 STEPS, AT = 3, 1
 THREE = Layout.grid(dp=3, pp=2, tp=1, layers=4, units=4)  # replica d: ranks d and d + 3
@@ -37,30 +37,30 @@ def assert_same_training(record: Record, alone: Record, dead: set[int]) -> None:
 
 FIRST, LAST = 1, 4  # stages of replica 1
 POINTS = {
-    "before the first pass": Strike(FIRST, "data", AT),
-    "between two forward passes": Strike(FIRST, "forward", AT),
-    "in mid-pipeline": Strike(LAST, "backward", AT),
-    "behind its last pass": Strike(FIRST, "backward", AT, 2),
-    "in the first bucket": Strike(FIRST, "bucket", AT),
-    "in a middle bucket": Strike(LAST, "bucket", AT, 4),
-    "in the last bucket": Strike(FIRST, "bucket", AT, 10),
-    "in the account": Strike(LAST, "account", AT),
-    "in the vote": Strike(FIRST, "vote", AT),
+    "before the first pass": EngineFault(FIRST, "data", AT),
+    "between two forward passes": EngineFault(FIRST, "forward", AT),
+    "in mid-pipeline": EngineFault(LAST, "backward", AT),
+    "behind its last pass": EngineFault(FIRST, "backward", AT, 2),
+    "in the first bucket": EngineFault(FIRST, "bucket", AT),
+    "in a middle bucket": EngineFault(LAST, "bucket", AT, 4),
+    "in the last bucket": EngineFault(FIRST, "bucket", AT, 10),
+    "in the account": EngineFault(LAST, "account", AT),
+    "in the vote": EngineFault(FIRST, "vote", AT),
 }
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_only_the_lost_share_is_redone(point: str, alone: Record, tmp_path: Path) -> None:
-    strike = POINTS[point]
-    record = play(Job(THREE, strikes=(strike,)), tmp_path)
-    assert_same_training(record, alone, {strike.rank})
+    fault = POINTS[point]
+    record = play(Job(THREE, faults=(fault,)), tmp_path)
+    assert_same_training(record, alone, {fault.rank})
     assert record.redone(AT) <= SHARES[1], record.logs
     assert not any(record.redone(step) for step in range(STEPS) if step != AT), record.logs
 
 
 @pytest.mark.parametrize("at", ["clip", "optimizer", "after"])
 def test_a_step_that_is_whole_is_completed(at: str, alone: Record, tmp_path: Path) -> None:
-    record = play(Job(THREE, strikes=(Strike(1, at, AT),)), tmp_path)
+    record = play(Job(THREE, faults=(EngineFault(1, at, AT),)), tmp_path)
     assert_same_training(record, alone, {1})
     assert not any(record.redone(step) for step in range(AT + 1)), record.logs
     assert record.redone(AT + 1) <= SHARES[1], record.logs
@@ -80,18 +80,18 @@ def assert_bit_equal(record: Record, exact: Record) -> None:
 
 EXACT = {
     "undisturbed": (),
-    "in mid-pipeline": (Strike(4, "backward", AT),),
-    "in the reduction": (Strike(2, "reduction", AT),),
-    "in the vote": (Strike(0, "vote", AT),),
-    "down to the last replica": (Strike(4, "backward", AT), Strike(2, "vote", AT)),
+    "in mid-pipeline": (EngineFault(4, "backward", AT),),
+    "in the reduction": (EngineFault(2, "reduction", AT),),
+    "in the vote": (EngineFault(0, "vote", AT),),
+    "down to the last replica": (EngineFault(4, "backward", AT), EngineFault(2, "vote", AT)),
 }
 
 
 @pytest.mark.parametrize("case", EXACT)
 def test_a_fixed_order_makes_a_loss_change_no_bit(case: str, exact: Record, tmp_path: Path) -> None:
-    strikes = EXACT[case]
-    record = play(Job(THREE, strikes=strikes, deterministic=True, quotas=(1, 3, 2)), tmp_path)
-    assert_same_training(record, exact, {strike.rank for strike in strikes})
+    faults = EXACT[case]
+    record = play(Job(THREE, faults=faults, deterministic=True, quotas=(1, 3, 2)), tmp_path)
+    assert_same_training(record, exact, {fault.rank for fault in faults})
     assert_bit_equal(record, exact)
 
 
@@ -100,8 +100,8 @@ def test_a_replica_lives_on_with_a_smaller_group(
     deterministic: bool, alone: Record, tmp_path: Path
 ) -> None:
     """Its shares are cut anew, so its own sum is lost; the other one's is not."""
-    strikes = (Strike(1, "backward", AT, 2),)
-    job = Job(GROUPS, strikes=strikes, shrink=True, deterministic=deterministic)
+    faults = (EngineFault(1, "backward", AT, 2),)
+    job = Job(GROUPS, faults=faults, shrink=True, deterministic=deterministic)
     record = play(job, tmp_path)
     assert_same_training(record, alone, {1})
     assert record.redone(AT) == {0, 1}, record.logs
@@ -112,8 +112,8 @@ def test_whole_replicas_do_not_let_the_rest_of_a_hurt_one_wait(
     deterministic: bool, alone: Record, tmp_path: Path
 ) -> None:
     """They leave off between two microbatches, and all ranks alive share what is left."""
-    strikes = (Strike(1, "backward", AT),)
-    job = Job(GROUPS, strikes=strikes, shrink=True, deterministic=deterministic, wary=(2, 3))
+    faults = (EngineFault(1, "backward", AT),)
+    job = Job(GROUPS, faults=faults, shrink=True, deterministic=deterministic, wary=(2, 3))
     record = play(job, tmp_path)
     assert_same_training(record, alone, {1})
     _, last = record.generations(AT)
@@ -124,7 +124,9 @@ def test_whole_replicas_do_not_let_the_rest_of_a_hurt_one_wait(
 
 
 def test_two_at_once(alone: Record, tmp_path: Path) -> None:
-    record = play(Job(THREE, strikes=(Strike(3, "bucket", AT), Strike(1, "bucket", AT))), tmp_path)
+    record = play(
+        Job(THREE, faults=(EngineFault(3, "bucket", AT), EngineFault(1, "bucket", AT))), tmp_path
+    )
     assert_same_training(record, alone, {1, 3})
     assert record.redone(AT) <= SHARES[0] | SHARES[1]
 
@@ -139,23 +141,23 @@ RECOVERY = {
 
 @pytest.mark.parametrize("point", RECOVERY)
 def test_another_is_lost_during_the_recovery(point: str, alone: Record, tmp_path: Path) -> None:
-    strikes = (Strike(4, "backward", AT, 2), Strike(2, RECOVERY[point], AT))
-    record = play(Job(THREE, strikes=strikes), tmp_path)
+    faults = (EngineFault(4, "backward", AT, 2), EngineFault(2, RECOVERY[point], AT))
+    record = play(Job(THREE, faults=faults), tmp_path)
     assert_same_training(record, alone, {2, 4})
 
 
 def test_another_is_lost_while_the_share_is_redone(alone: Record, tmp_path: Path) -> None:
     """Its own share, what it took over, and what it has redone: all of it is done again."""
-    strikes = (Strike(4, "backward", AT, 2), Strike(2, "backward", AT, 3))
-    record = play(Job(THREE, strikes=strikes), tmp_path)
+    faults = (EngineFault(4, "backward", AT, 2), EngineFault(2, "backward", AT, 3))
+    record = play(Job(THREE, faults=faults), tmp_path)
     assert_same_training(record, alone, {2, 4})
     assert record.redone(AT) <= SHARES[1] | SHARES[2], record.logs
 
 
 def test_a_spare_takes_the_place_of_the_lost_one(alone: Record, tmp_path: Path) -> None:
     """It comes in within the step, and so does its share of what is to be redone."""
-    strikes = (Strike(4, "backward", AT, 2), Strike(6, "bucket", AT + 1))
-    record = play(Job(THREE, strikes=strikes, spares=(6, 7)), tmp_path)
+    faults = (EngineFault(4, "backward", AT, 2), EngineFault(6, "bucket", AT + 1))
+    record = play(Job(THREE, faults=faults, spares=(6, 7)), tmp_path)
     assert_same_training(record, alone, {4, 6})
     assert record.redone(AT) <= SHARES[1]
     assert record.redone(AT + 1) <= SHARES[1]
@@ -164,8 +166,8 @@ def test_a_spare_takes_the_place_of_the_lost_one(alone: Record, tmp_path: Path) 
 def test_a_joiner_gets_a_quota_and_goes_on_alone(tmp_path: Path) -> None:
     """One of two is lost, a third joins the other one, which is then lost in its turn."""
     steps, two = 12, Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
-    strikes = (Strike(1, "backward", 1, 2), Strike(0, "beside a joiner", 0, 2))
-    job = Job(two, steps, strikes, deterministic=True, joiners=(2,))
+    faults = (EngineFault(1, "backward", 1, 2), EngineFault(0, "beside a joiner", 0, 2))
+    job = Job(two, steps, faults, deterministic=True, joiners=(2,))
     record = play(job, tmp_path)
     assert record.exit_codes == {0: -signal.SIGKILL, 1: -signal.SIGKILL, 2: 0}, record.logs
     alone = play(Job(ALONE, steps, deterministic=True), tmp_path / "alone")

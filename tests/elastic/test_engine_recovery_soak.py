@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from resihp.contracts import Layout
-from tests.elastic.job import ALONE, MICROBATCHES
-from tests.elastic.strikes import Job, Strike, play
+from tests.elastic.engine_faults import EngineFault, Job, play
+from tests.elastic.engine_job import ALONE, MICROBATCHES
 
 STEPS, KILLS, REPLICAS = 200, 20, 6
 SPARES = tuple(range(REPLICAS, KILLS + 1))
 POINTS = ("data", "account", "vote", "clip", "optimizer", "after", "accumulating", "reducing")
 
 
-def strikes(chosen: random.Random) -> list[Strike]:
+def faults(chosen: random.Random) -> list[EngineFault]:
     """Losses at random points of random ranks, one every few steps, until one rank is left.
 
     The points are such as every rank comes to in every step, with a quota or without one.
@@ -27,7 +27,7 @@ def strikes(chosen: random.Random) -> list[Strike]:
     for number in range(KILLS):
         victim = chosen.choice(working)
         step = 5 + number * (STEPS - 10) // KILLS + chosen.randrange(5)
-        found.append(Strike(victim, chosen.choice(POINTS), step))
+        found.append(EngineFault(victim, chosen.choice(POINTS), step))
         if spares:
             working[working.index(victim)] = spares.pop(0)
         else:
@@ -40,11 +40,11 @@ def strikes(chosen: random.Random) -> list[Strike]:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_job_that_loses_all_its_first_ranks(deterministic: bool, tmp_path: Path) -> None:
     layout = Layout.grid(dp=REPLICAS, pp=1, tp=1, layers=4, units=4)
-    planned = tuple(strikes(random.Random(3)))
+    planned = tuple(faults(random.Random(3)))
     job = Job(layout, STEPS, planned, deterministic=deterministic, spares=SPARES)
     record = play(job, tmp_path, timeout_s=1500)
     alone = play(Job(ALONE, STEPS, deterministic=deterministic), tmp_path / "alone", timeout_s=600)
-    assert record.dead == {strike.rank for strike in planned}, record.logs
+    assert record.dead == {fault.rank for fault in planned}, record.logs
     for step in range(STEPS):
         assert record.counted(step) == list(range(MICROBATCHES)), record.logs
         if deterministic:

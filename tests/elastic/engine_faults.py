@@ -28,7 +28,7 @@ from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
-from tests.elastic.job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
+from tests.elastic.engine_job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
 from tests.elastic.snapshots import assemble, save
 from tests.elastic.survivors import Survivors
 
@@ -45,7 +45,7 @@ ENTERED = {
 
 
 @dataclass(frozen=True)
-class Strike:
+class EngineFault:
     """`rank` is killed when it comes to a point of step `step` for the `count`-th time.
 
     Points: `data` (before the first pass), `forward` and `backward` (behind such a pass), those of
@@ -66,13 +66,13 @@ class Job:
     shrink  a replica that loses a rank lives on with a smaller group
     spares  idle ranks, the first of which takes the place of the next one that is lost
     joiners processes that come when a rank has been lost; each gets a replica of its own
-    wary    ranks that wait behind each backward pass of the step of the first strike until they
+    wary    ranks that wait behind each backward pass of the step of the first fault until they
             have heard of a loss
     """
 
     layout: Layout
     steps: int = 3
-    strikes: tuple[Strike, ...] = ()
+    faults: tuple[EngineFault, ...] = ()
     deterministic: bool = False
     shrink: bool = False
     quotas: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ def play(
 
     `kills` are ranks to be killed so many seconds after the first step, whatever they do then.
     """
-    with LocalRanks("strikes", folder) as processes:
+    with LocalRanks("faults", folder) as processes:
         processes.start(job.members, run_rank, job, folder)
         _join_later(processes, job, folder)
         _kill_later(processes, kills, folder)
@@ -196,7 +196,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
-    left = {(s.at, s.step): s.count for s in job.strikes if s.rank == rank}
+    left = {(s.at, s.step): s.count for s in job.faults if s.rank == rank}
 
     def come_to(point: str, step: int) -> None:
         if (point, step) in left:
@@ -215,11 +215,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     def on_record(**seen: Any) -> None:
         if seen["op"] is Op.BACKWARD:
             write("pass", seen["step"], microbatch=seen["microbatch"])
-            if (
-                rank in job.wary
-                and seen["step"] == job.strikes[0].step
-                and not trainer.plan.version
-            ):
+            if rank in job.wary and seen["step"] == job.faults[0].step and not trainer.plan.version:
                 _await(lambda: rendezvous.is_broken)
             if job.joiners and set(job.joiners) <= set(trainer.plan.layout.ranks):
                 come_to("beside a joiner", 0)
@@ -244,7 +240,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     hooks = Callbacks(on_phase=on_phase, on_step=on_step, on_layout_change=on_layout_change)
     quotas = job.quotas or even_quotas(MICROBATCHES, job.layout.dp)
     rendezvous = Rendezvous(
-        lambda: connect(host, port, "strikes", TIMEOUTS),
+        lambda: connect(host, port, "faults", TIMEOUTS),
         rank,
         () if rank in job.joiners else job.members,
         TIMEOUTS,

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from resihp.elastic.ddp.replicas import Replicas
-from tests.elastic.blows import Blow
-from tests.elastic.job import BRISK
-from tests.elastic.loops import WIDTH, Loop, Trace, build_model, play
+from tests.elastic.ddp_faults import LoopFault
+from tests.elastic.ddp_loops import WIDTH, Loop, Trace, build_model, play
+from tests.elastic.engine_job import BRISK
 
 STEPS, MICROBATCHES = 4, 8
 POINTS = ("microbatch", "sum", "vote", "commit", "after")
@@ -44,8 +44,8 @@ def assert_same_bits(trace: Trace, exact: Trace) -> None:
 )
 def test_stopped_and_let_go_on_before_it_is_given_up(at: str, exact: Trace, tmp_path: Path) -> None:
     """Slow but alive: the others wait, and nobody is lost."""
-    blow = Blow(1, 1, at=at, signal=signal.SIGSTOP, resume_s=0.5)
-    trace = play(Loop(3, blows=(blow,), deterministic=True), tmp_path)
+    fault = LoopFault(1, 1, at=at, signal=signal.SIGSTOP, resume_s=0.5)
+    trace = play(Loop(3, faults=(fault,), deterministic=True), tmp_path)
     assert set(trace.exit_codes.values()) == {0}, trace.logs
     assert trace.alive[STEPS - 1] == [0, 1, 2]
     assert_same_bits(trace, exact)
@@ -59,8 +59,8 @@ def test_stopped_and_let_go_on_when_it_has_been_given_up(
     at: str, exact: Trace, tmp_path: Path
 ) -> None:
     """It finds that the others have gone on without it, and ends without having touched them."""
-    blow = Blow(1, 1, at=at, signal=signal.SIGSTOP, resume_s=math.inf)
-    trace = play(Loop(3, blows=(blow,), deterministic=True, timeouts=BRISK), tmp_path)
+    fault = LoopFault(1, 1, at=at, signal=signal.SIGSTOP, resume_s=math.inf)
+    trace = play(Loop(3, faults=(fault,), deterministic=True, timeouts=BRISK), tmp_path)
     assert trace.exit_codes == {0: 0, 1: 1, 2: 0}, trace.logs
     assert "rank 1 was given up by the other ranks" in trace.logs
     assert trace.alive[STEPS - 1] == [0, 2]
@@ -70,8 +70,8 @@ def test_stopped_and_let_go_on_when_it_has_been_given_up(
 def test_a_stopped_member_ends_its_replica_and_stops_nobody_else(tmp_path: Path) -> None:
     """The other member is stuck in an exchange with it, and beats: it is not waited for."""
     alone = play(Loop(1, deterministic=True), tmp_path / "alone")
-    blow = Blow(3, 1, signal=signal.SIGSTOP, resume_s=math.inf)
-    loop = Loop(2, members=2, blows=(blow,), deterministic=True, timeouts=BRISK)
+    fault = LoopFault(3, 1, signal=signal.SIGSTOP, resume_s=math.inf)
+    loop = Loop(2, members=2, faults=(fault,), deterministic=True, timeouts=BRISK)
     trace = play(loop, tmp_path, timeout_s=300)
     assert {rank for rank, code in trace.exit_codes.items() if code} == {2, 3}, trace.logs
     assert trace.losses == pytest.approx(alone.losses, rel=1e-6)
@@ -99,8 +99,8 @@ def train_to_nan(model: nn.Module, loop: Loop, begin: Begin, tell: Any) -> None:
 def test_a_loss_that_is_not_a_number_is_one_on_all_replicas(tmp_path: Path) -> None:
     """Also if the replica that has computed it dies, and another one computes it again."""
     alone = play(Loop(1, train=train_to_nan, deterministic=True), tmp_path / "alone")
-    blow = Blow(1, 1, at="sum")
-    trace = play(Loop(3, train=train_to_nan, blows=(blow,), deterministic=True), tmp_path)
+    fault = LoopFault(1, 1, at="sum")
+    trace = play(Loop(3, train=train_to_nan, faults=(fault,), deterministic=True), tmp_path)
     assert [step for step, loss in trace.losses.items() if math.isnan(loss)] == [1]
     assert all(trace.losses[step] == alone.losses[step] for step in (0, 2, 3)), trace.logs
     for model in trace.models.values():
@@ -152,8 +152,8 @@ def by_hand(steps: int) -> list[float]:
 
 @pytest.mark.parametrize("at", ["", "microbatch", "vote", "commit"])
 def test_microbatches_of_unequal_token_counts(at: str, tmp_path: Path) -> None:
-    blows = (Blow(1, 1, at=at),) if at else ()
-    trace = play(Loop(3, train=train_by_token, blows=blows), tmp_path)
+    faults = (LoopFault(1, 1, at=at),) if at else ()
+    trace = play(Loop(3, train=train_by_token, faults=faults), tmp_path)
     assert [trace.losses[step] for step in range(STEPS)] == pytest.approx(by_hand(STEPS), rel=1e-5)
 
 
@@ -183,9 +183,9 @@ def train_in_bf16(model: nn.Module, loop: Loop, begin: Begin, tell: Any) -> None
 def test_mixed_precision_clipping_and_schedules(tmp_path: Path) -> None:
     steps = 8
     alone = play(Loop(1, train=train_in_bf16, steps=steps, deterministic=True), tmp_path / "alone")
-    blows = (Blow(1, 1, at="sum"), Blow(0, 6), Blow(2, 6))
+    faults = (LoopFault(1, 1, at="sum"), LoopFault(0, 6), LoopFault(2, 6))
     loop = Loop(
-        3, train=train_in_bf16, steps=steps, blows=blows, returns=((1, 2),), deterministic=True
+        3, train=train_in_bf16, steps=steps, faults=faults, returns=((1, 2),), deterministic=True
     )
     trace = play(loop, tmp_path)
     assert trace.losses == alone.losses, trace.logs

@@ -28,8 +28,8 @@ from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import Setup
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
+from tests.elastic.checkpoint_helpers import await_kept, await_sent, kept_in, tear
 from tests.elastic.held import held
-from tests.elastic.kept import await_kept, await_sent, kept_in, tear
 from tests.elastic.scripted import Scripted
 from tests.elastic.snapshots import full_state, save
 

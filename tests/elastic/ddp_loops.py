@@ -24,8 +24,8 @@ from resihp.elastic.ddp.step import Step
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.store import Timeouts
 from resihp.testing.local_ranks import LocalRanks
-from tests.elastic.blows import Blow, is_stopped, strike, strike_inside
-from tests.elastic.job import TIMEOUTS
+from tests.elastic.ddp_faults import LoopFault, inject, inject_inside, is_stopped
+from tests.elastic.engine_job import TIMEOUTS
 
 WIDTH = 12
 
@@ -44,7 +44,7 @@ class Loop:
     inner: str = "fsdp2"
     steps: int = 4
     microbatches: int = 8
-    blows: tuple[Blow, ...] = ()
+    faults: tuple[LoopFault, ...] = ()
     kills: tuple[tuple[float, int], ...] = ()
     returns: tuple[tuple[int, int], ...] = ()
     deterministic: bool = False
@@ -119,13 +119,13 @@ def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: floa
                 processes.start(ranks, run, loop, folder, lives[replica])
                 break
         left = {rank // loop.members for rank in running}
-        for blow in loop.blows:
-            if not blow.resume_s or not is_stopped(folder / f"stops-{blow.rank}"):
+        for fault in loop.faults:
+            if not fault.resume_s or not is_stopped(folder / f"stops-{fault.rank}"):
                 continue
-            since = stopped.setdefault(blow.rank, time.monotonic())
-            if time.monotonic() > since + blow.resume_s or left == {blow.rank // loop.members}:
-                (folder / f"stops-{blow.rank}").unlink()
-                processes.kill(blow.rank, signal.SIGCONT)
+            since = stopped.setdefault(fault.rank, time.monotonic())
+            if time.monotonic() > since + fault.resume_s or left == {fault.rank // loop.members}:
+                (folder / f"stops-{fault.rank}").unlink()
+                processes.kill(fault.rank, signal.SIGCONT)
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes did not end in {timeout_s} s\n{processes.logs()}")
 
@@ -174,7 +174,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
         )
         model = DistributedDataParallel(model) if loop.inner == "ddp" else fully_shard(model)
     steps = (folder / f"steps-{rank}.jsonl").open("a", buffering=1)
-    blows = [blow for blow in loop.blows if (blow.rank, blow.life) == (rank, life)]
+    faults = [fault for fault in loop.faults if (fault.rank, fault.life) == (rank, life)]
     made: list[Replicas] = []
 
     def begin(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Replicas:
@@ -188,7 +188,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
             environment=environment,
             **options,
         )
-        strike_inside(replicas, blows, folder)
+        inject_inside(replicas, faults, folder)
         _record_votes(replicas, steps)
         made.append(replicas)
         return replicas
@@ -197,11 +197,11 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
         replicas = made[0]
         if index is not None:
             steps.write(json.dumps({"step": step.number, "microbatch": index}) + "\n")
-            strike(blows, folder, "microbatch", step.number, len(step.done))
+            inject(faults, folder, "microbatch", step.number, len(step.done))
             return
         told = {"step": step.number, "loss": step.loss, "alive": replicas.alive}
         steps.write(json.dumps(told) + "\n")
-        strike(blows, folder, "after", step.number)
+        inject(faults, folder, "after", step.number)
         _await_newcomers(replicas, loop, step.number)
 
     (loop.train or train)(model, loop, begin, tell)
