@@ -19,7 +19,7 @@ from resihp.elastic.rendezvous import exit_status
 from tests.elastic.engine_job import is_running
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 ENDLESS = 10**6
 SCRIPT = """
 import os, sys, time
@@ -32,6 +32,7 @@ from resihp.elastic import Replicas, Timeouts
 
 folder, steps, width, failing = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 rank = int(os.environ["RANK"])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = torch.nn.Linear(width, 4)
@@ -47,7 +48,6 @@ for step in replicas.steps(steps):
         step.report(loss)
     optimizer.step()
     optimizer.zero_grad()
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     (folder / f"alive-{rank}").write_text(str(len(replicas.alive)))
     if not (folder / "hurry").exists():
         time.sleep(0.05)
@@ -80,7 +80,7 @@ class Launcher:
     @property
     def store(self) -> str:
         """Address of the store, once it is there."""
-        self.until(lambda: "store at" in self.err)
+        self.until(lambda: re.search(r"store at \S+,", self.err) is not None)
         return re.findall(r"store at (\S+),", self.err)[0]
 
     def until(self, check: Callable[[], bool]) -> None:
