@@ -16,7 +16,7 @@ from resihp.formatting import (
     ratio,
 )
 
-from .phases import PHASES, pace_changes
+from .findings import pace_changes
 from .record import DemoRecord, LayoutChangeRecord
 
 STATUS_WORDS: Mapping[Status, str] = {
@@ -26,13 +26,6 @@ STATUS_WORDS: Mapping[Status, str] = {
     Status.FAIL_STOP: "dead",
     Status.INCONCLUSIVE: "inconclusive",
 }
-PHASE_WORDS: Mapping[str, str] = dict(
-    zip(
-        PHASES,
-        ("healthy", "one slow device", "after the live resize", "after the loss"),
-        strict=True,
-    )
-)
 
 
 def layer_range(stage: Stage) -> str:

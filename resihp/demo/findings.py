@@ -1,21 +1,114 @@
-"""Findings of a run: detections and their delay, recovered time, periods under one plan.
+"""Findings of a run: its phases and their step times, detections, recovered time, checks.
 
-Pure functions of a `DemoRecord`.
+Pure functions of a `DemoRecord`, shared by the terminal and the report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
-from resihp.contracts import Layout, Status, Verdict, even_quotas
+from resihp.contracts import Plan, Status
 from resihp.formatting import duration, percent, plural, rank_list
 
-from .phases import first_loss, first_resize, loss_difference, scripted, step_times
-from .record import DemoRecord, LayoutChangeRecord, VerdictRecord
+from .record import Check, DemoRecord, LayoutChangeRecord, VerdictRecord
 
+WARM_UP_STEPS = 3
+PHASES: Mapping[str, str] = {
+    "healthy": "healthy",
+    "slow": "one slow device",
+    "resized": "after the live resize",
+    "after_loss": "after the loss",
+}
+"""Phases of a run, in words."""
 _MEASURABLE = 0.03
+_LOSS_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDifference:
+    """Largest distance between the loss of the run and of its undisturbed reference."""
+
+    largest: float
+    at_step: int
+    steps: int
+
+
+def first_resize(record: DemoRecord) -> LayoutChangeRecord | None:
+    """The first plan applied while every rank was alive."""
+    return next((switch for switch in record.switches if not switch.lost), None)
+
+
+def first_loss(record: DemoRecord) -> LayoutChangeRecord | None:
+    """The first plan applied because ranks had died."""
+    return next((switch for switch in record.switches if switch.lost), None)
+
+
+def phase_spans(record: DemoRecord) -> dict[str, tuple[int, int]]:
+    """Half-open range of steps of each phase that the run had.
+
+    The first `WARM_UP_STEPS` steps, the step in which a fault sets in and the step before which a
+    plan is applied belong to no phase: they are partly of both.
+    """
+    end = 1 + max((seen.step for seen in record.steps), default=-1)
+    slow_at, dead_at = scripted(record, "slow_at"), scripted(record, "dead_at")
+    resize, loss = first_resize(record), first_loss(record)
+    death = min(
+        (at for at in (dead_at, loss.step if loss else None) if at is not None), default=end
+    )
+    spans: dict[str, tuple[int, int]] = {}
+    faults = [at for at in (slow_at, resize.step if resize else None) if at is not None]
+    spans["healthy"] = (WARM_UP_STEPS, min([*faults, death]))
+    if slow_at is not None:
+        spans["slow"] = (slow_at + 1, min(resize.step if resize else end, death))
+    if resize is not None:
+        spans["resized"] = (resize.step + 1, death)
+    if loss is not None:
+        spans["after_loss"] = (loss.step + 1, end)
+    return {name: span for name, span in spans.items() if span[0] < span[1]}
+
+
+def step_times(record: DemoRecord) -> dict[str, float | None]:
+    """Median step time in ms, at the pace of the first step, of each of `PHASES`.
+
+    None where no step was completed in it.
+    """
+    times = dict[str, float | None].fromkeys(PHASES)
+    for name, (start, stop) in phase_spans(record).items():
+        measured = [seen.paced_ms for seen in record.steps if start <= seen.step < stop]
+        times[name] = median(measured) if measured else None
+    return times
+
+
+def pace_changes(record: DemoRecord) -> list[tuple[int, float]]:
+    """Steps with another pace than the step before, and the pace over that of the first step."""
+    return [
+        (seen.step, seen.pace)
+        for before, seen in pairwise(record.steps)
+        if seen.pace != before.pace
+    ]
+
+
+def loss_difference(record: DemoRecord) -> LossDifference | None:
+    """The largest difference of the loss from the reference; None without a common step."""
+    pairs = [
+        (abs(seen.loss - record.reference[seen.step]), seen.step)
+        for seen in record.steps
+        if 0 <= seen.step < len(record.reference)
+    ]
+    if not pairs:
+        return None
+    largest, at_step = max(pairs)
+    return LossDifference(largest=largest, at_step=at_step, steps=len(pairs))
+
+
+def scripted(record: DemoRecord, name: str) -> int | None:
+    """`slow_rank`, `slow_at`, `dead_rank` or `dead_at`; None where that fault was left out."""
+    rank = record.script.get(f"{name.split('_', maxsplit=1)[0]}_rank", -1)
+    value = int(record.script.get(name, -1))
+    return value if value >= 0 and rank >= 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +125,11 @@ class Detection:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPeriod:
-    """A span of steps [start, stop) under one plan; `switch` is None for the start layout.
+    """A span of steps [start, stop) under one plan; `switch` is None for the first one."""
 
-    `quotas` empty means not known.
-    """
-
-    version: int
     start: int
     stop: int
-    layout: Layout
-    quotas: tuple[int, ...]
+    plan: Plan
     switch: LayoutChangeRecord | None
 
 
@@ -66,43 +154,18 @@ def plan_periods(record: DemoRecord) -> tuple[PlanPeriod, ...]:
     end = 1 + max((seen.step for seen in record.steps), default=-1)
     starts = [0, *(switch.step for switch in record.switches)]
     stops = [*starts[1:], max(end, starts[-1])]
-    switches: list[LayoutChangeRecord | None] = [None, *record.switches]
+    first = Plan(version=0, layout=record.layout, quotas=record.quotas)
+    plans = [(first, None), *((switch.plan, switch) for switch in record.switches)]
     return tuple(
-        PlanPeriod(
-            version=switch.plan.version if switch else 0,
-            start=start,
-            stop=stop,
-            layout=switch.plan.layout if switch else record.layout,
-            quotas=switch.plan.quotas if switch else _start_quotas(record),
-            switch=switch,
-        )
-        for switch, start, stop in zip(switches, starts, stops, strict=True)
+        PlanPeriod(start=start, stop=stop, plan=plan, switch=switch)
+        for (plan, switch), start, stop in zip(plans, starts, stops, strict=True)
     )
-
-
-def _start_quotas(record: DemoRecord) -> tuple[int, ...]:
-    """The sum of the quotas never changes, so that any plan gives the one at the start."""
-    if record.quotas or not record.switches:
-        return record.quotas
-    return even_quotas(record.switches[0].plan.microbatches, record.layout.dp)
 
 
 def period_ms(record: DemoRecord, period: PlanPeriod) -> float | None:
     """Median step time of a period without its first step; None where there is no such step."""
     times = [seen.paced_ms for seen in record.steps if period.start < seen.step < period.stop]
     return median(times) if times else None
-
-
-def known_at(record: DemoRecord, step: int) -> Mapping[int, Verdict]:
-    """The last verdict on each rank up to and including `step`."""
-    return {seen.verdict.rank: seen.verdict for seen in record.verdicts if seen.at_step <= step}
-
-
-def lost_by(record: DemoRecord, step: int) -> frozenset[int]:
-    """Ranks that had died before `step` was completed."""
-    return frozenset(
-        rank for switch in record.switches if switch.step <= step for rank in switch.lost
-    )
 
 
 def time_recovered(record: DemoRecord) -> float | None:
@@ -190,3 +253,74 @@ def _loss_words(record: DemoRecord) -> str:
             f" The loss never strayed more than {difference.largest:.1g} from the undisturbed run."
         )
     return sentence.strip()
+
+
+def check(record: DemoRecord) -> DemoRecord:
+    """`record` with its checks."""
+    return replace(
+        record,
+        checks=(
+            _only_the_slow_rank_was_named(record),
+            _plan_was_applied_live(record),
+            _kill_was_survived(record),
+            _faster_than_while_slow(record),
+            _loss_falls_and_follows(record),
+        ),
+    )
+
+
+def _only_the_slow_rank_was_named(record: DemoRecord) -> Check:
+    slow = int(record.script["slow_rank"])
+    named = [seen for seen in record.verdicts if seen.verdict.status is Status.FAIL_SLOW]
+    ranks = {seen.verdict.rank for seen in named}
+    passed = ranks == ({slow} if slow >= 0 else set())
+    if not named:
+        return Check(name="slow rank named", passed=passed, detail="no rank was named")
+    first = named[0]
+    detail = (
+        f"named {sorted(ranks)}; first at step {first.at_step}, factor "
+        f"{first.verdict.slowdown:.2f}, since step {first.verdict.since_step}"
+    )
+    return Check(name="slow rank named, and no other", passed=passed, detail=detail)
+
+
+def _plan_was_applied_live(record: DemoRecord) -> Check:
+    live = [switch for switch in record.switches if not switch.lost]
+    passed = bool(live) == (record.script["slow_rank"] >= 0)
+    detail = "; ".join(
+        f"plan {s.plan.version} before step {s.step}, pause {s.pause_ms:.0f} ms" for s in live
+    )
+    return Check(name="plan applied live", passed=passed, detail=detail or "no plan was applied")
+
+
+def _kill_was_survived(record: DemoRecord) -> Check:
+    dead = int(record.script["dead_rank"])
+    if dead < 0:
+        return Check(name="kill survived", passed=True, detail="no rank was killed")
+    after = [switch for switch in record.switches if dead in switch.lost]
+    last = record.steps[-1].step if record.steps else -1
+    passed = bool(after) and last > record.script["dead_at"]
+    pause = f", pause {after[0].pause_ms:.0f} ms" if after else ""
+    detail = f"rank {dead} died in step {record.script['dead_at']:.0f}; went on to {last}{pause}"
+    return Check(name="kill survived", passed=passed, detail=detail)
+
+
+def _faster_than_while_slow(record: DemoRecord) -> Check:
+    times = step_times(record)
+    slow, resized = times["slow"], times["resized"]
+    if slow is None or resized is None:
+        passed = record.script["slow_rank"] < 0
+        return Check(name="faster after the resize", passed=passed, detail="not measured")
+    detail = f"{slow:.0f} ms while slow, {resized:.0f} ms after ({slow / resized:.2f}x)"
+    return Check(name="faster after the resize", passed=resized < slow, detail=detail)
+
+
+def _loss_falls_and_follows(record: DemoRecord) -> Check:
+    """The parallel run is the same training: it differs by the order of fp32 sums only."""
+    if not record.steps:
+        return Check(name="loss follows the undisturbed run", passed=False, detail="no step")
+    apart = max(abs(seen.loss - record.reference[seen.step]) for seen in record.steps)
+    first, last = record.steps[0].loss, record.steps[-1].loss
+    passed = apart < _LOSS_TOLERANCE and last < first
+    detail = f"{first:.2f} -> {last:.2f}, at most {apart:.1e} from the undisturbed run"
+    return Check(name="loss falls, as undisturbed", passed=passed, detail=detail)

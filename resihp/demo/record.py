@@ -72,7 +72,7 @@ class DemoRecord:
     script       what was done to the job: {"slow_rank", "slow_factor", "slow_at", "dead_rank",
                  "dead_at"}; -1 where a fault was left out
     emulated     sentences that say what was not real
-    quotas       microbatches of each replica at the start; empty means spread evenly
+    quotas       microbatches of each replica at the start
     trained      a sentence on the model, the data and the optimizer
     flops_per_ms  pace of a healthy emulated device in the first step; None: not paced
     wanted_flops_per_ms  the pace that the settings asked for
@@ -81,6 +81,7 @@ class DemoRecord:
     machine: str
     seconds: float
     layout: Layout
+    quotas: tuple[int, ...]
     script: dict[str, float]
     steps: tuple[StepRecord, ...]
     reference: tuple[float, ...]
@@ -89,7 +90,6 @@ class DemoRecord:
     health: tuple[SlowdownRecord, ...]
     checks: tuple[Check, ...]
     emulated: tuple[str, ...]
-    quotas: tuple[int, ...] = ()
     trained: str = ""
     flops_per_ms: float | None = None
     wanted_flops_per_ms: float | None = None

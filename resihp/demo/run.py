@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from resihp.client import Client
-from resihp.contracts import Plan, ServiceError, Status, Verdict, from_json
+from resihp.contracts import ServiceError, Status, Verdict, from_json
 from resihp.testing.local_ranks import LocalRanks
 from service import Sidecar
 
-from .checks import check
 from .descriptions import paced
+from .findings import check
 from .live.display import LiveDisplay
 from .record import DemoRecord, LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
 from .training.pacing import LoadTable
-from .training.reference import run_reference
 from .training.settings import DemoSettings
-from .training.worker import run_rank
+from .training.worker import STORE, run_rank, run_reference
 
 _STALLED_S = 300.0
+_REFERENCE_S = 600.0
 
 
 class DemoError(RuntimeError):
@@ -46,15 +46,28 @@ def play(settings: DemoSettings, folder: Path, display: LiveDisplay) -> DemoReco
     with Sidecar(folder / "sidecar") as sidecar:
         display.links(sidecar.url, f"{sidecar.url}/docs", folder / "report.html")
         display.phase("Measuring this machine")
-        with LocalRanks("demo", folder / "logs") as ranks:
+        with LocalRanks(STORE, folder / "logs") as ranks:
             ranks.start(settings.layout.ranks, run_rank, settings, sidecar.url, folder)
             run.follow(ranks, Client(sidecar.url))
     display.phase("Training the undisturbed reference")
-    try:
-        reference = run_reference(settings, folder, display.reference)
-    except (RuntimeError, TimeoutError) as error:
-        raise DemoError(str(error)) from error
+    reference = _reference(settings, folder, display)
     return run.record(reference, time.monotonic() - start)
+
+
+def _reference(settings: DemoSettings, folder: Path, display: LiveDisplay) -> tuple[float, ...]:
+    """Loss of each step of the undisturbed run."""
+    path, losses = folder / "reference.jsonl", list[float]()
+    tail, deadline = _Tail(path), time.monotonic() + _REFERENCE_S
+    with LocalRanks(STORE, folder / "logs" / "reference") as ranks:
+        ranks.start([0], run_reference, settings, path)
+        is_alive = True
+        while is_alive and time.monotonic() < deadline:
+            is_alive = bool(ranks.poll(0.25))
+            losses += [event["loss"] for event in tail.read()]
+            display.reference(len(losses), settings.steps)
+        if len(losses) < settings.steps:
+            raise DemoError(f"the reference did not end\n{ranks.logs()}")
+    return tuple(losses)
 
 
 class _Run:
@@ -117,12 +130,10 @@ class _Run:
     def _read_events(self) -> None:
         for tail in self._tails.values():
             for event in tail.read():
-                if event.pop("kind") == "step":
-                    self._see_step(StepRecord(**event))
+                if "plan" in event:
+                    self._see_switch(from_json(LayoutChangeRecord, event))
                 else:
-                    plan = from_json(Plan, event.pop("plan"))
-                    lost = tuple(event.pop("lost"))
-                    self._see_switch(LayoutChangeRecord(**event, lost=lost, plan=plan))
+                    self._see_step(from_json(StepRecord, event))
 
     def _see_step(self, seen: StepRecord) -> None:
         if seen.step in self._steps:

@@ -14,16 +14,16 @@ from rich.text import Text
 from resihp.contracts import Status
 from resihp.formatting import duration, plural
 
-from .descriptions import (
-    PHASE_WORDS,
-    layout_lines,
-    pace_lines,
-    plan_line,
-    switch_line,
-    verdict_line,
+from .descriptions import layout_lines, pace_lines, plan_line, switch_line, verdict_line
+from .findings import (
+    PHASES,
+    detections,
+    loss_difference,
+    outcome,
+    recovered_sentence,
+    scripted,
+    step_times,
 )
-from .findings import detections, outcome, recovered_sentence
-from .phases import PHASES, loss_difference, scripted, step_times
 from .record import DemoRecord
 
 _WIDTH = 110
@@ -121,10 +121,10 @@ def _times(record: DemoRecord) -> RenderableType:
     table.add_column()
     table.add_column(justify="right", style="bold")
     table.add_column(justify="right", style="dim")
-    for name in PHASES:
+    for name, words in PHASES.items():
         ms = times[name]
         ratio = f"{ms / healthy:.2f}x healthy" if ms is not None and healthy else ""
-        table.add_row(PHASE_WORDS[name], duration(ms), ratio if name != "healthy" else "")
+        table.add_row(words, duration(ms), ratio if name != "healthy" else "")
     notes = [recovered_sentence(record), *pace_lines(record)]
     return Group(table, *(Text(note, "dim") for note in notes if note))
 

@@ -9,7 +9,7 @@ import pytest
 from records import RESIZE_AT, SCRIPT, STEPS, demo_record, plain_record
 
 from resihp.contracts import from_json, to_json
-from resihp.demo.phases import loss_difference, phase_spans, step_times
+from resihp.demo.findings import loss_difference, phase_spans, step_times
 from resihp.demo.record import DemoRecord
 
 

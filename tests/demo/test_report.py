@@ -21,9 +21,9 @@ from resihp.demo.findings import (
     outcome,
     plan_periods,
     recovered_sentence,
+    step_times,
     time_recovered,
 )
-from resihp.demo.phases import step_times
 from resihp.demo.record import Check, VerdictRecord
 from resihp.demo.report import render_report, write_report
 from resihp.demo.report.cards import cards
@@ -173,17 +173,10 @@ def test_recovered_time_is_a_share_of_what_was_lost() -> None:
 
 def test_eras_follow_each_other_without_a_gap() -> None:
     every = plan_periods(demo_record())
-    assert [period.version for period in every] == [0, 1, 2]
+    assert [period.plan.version for period in every] == [0, 1, 2]
     assert every[0].start == 0
     assert all(a.stop == b.start for a, b in pairwise(every))
     assert every[1].start == RESIZE_AT
-
-
-def test_quotas_at_the_start_follow_from_any_plan_or_stay_unknown() -> None:
-    assert plan_periods(demo_record(quotas=()))[0].quotas == (4, 4)
-    unknown = demo_record(quotas=(), switches=())
-    assert [quota for _, quota in diagrams(unknown)[0].rows] == [None, None]
-    assert "None" not in Page(render_report(unknown)).words()
 
 
 def test_diagrams_mark_the_slow_the_dead_and_what_changed() -> None:

@@ -9,7 +9,7 @@ from statistics import median
 
 from resihp.contracts import Layout, Status
 
-from ..phases import WARM_UP_STEPS
+from ..findings import WARM_UP_STEPS
 from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord
 
 RECENT = 5

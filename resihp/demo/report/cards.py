@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from resihp.formatting import byte_size, duration, inclusive_ranges, plural, rank_list, ratio
 from resihp.offline._page import KeyFigure
 
-from ..descriptions import PHASE_WORDS
-from ..findings import detections, recovered_sentence
-from ..phases import (
+from ..findings import (
     PHASES,
+    detections,
     first_loss,
     first_resize,
     loss_difference,
     phase_spans,
+    recovered_sentence,
     scripted,
     step_times,
 )
@@ -110,19 +110,13 @@ def phase_rows(record: DemoRecord) -> list[PhaseRow]:
     """Median step time of each phase that the run had."""
     times, spans = step_times(record), phase_spans(record)
     healthy = times["healthy"]
-    rows = []
-    for name in PHASES:
-        ms = times[name]
-        if ms is None:
-            continue
-        start, stop = spans[name]
-        against = ratio(ms / healthy) if healthy else "–"
-        rows.append(
-            PhaseRow(
-                name=PHASE_WORDS[name],
-                steps=inclusive_ranges([(start, stop)]),
-                median=duration(ms),
-                ratio=against,
-            )
+    return [
+        PhaseRow(
+            name=words,
+            steps=inclusive_ranges([spans[name]]),
+            median=duration(ms),
+            ratio=ratio(ms / healthy) if healthy else "–",
         )
-    return rows
+        for name, words in PHASES.items()
+        if (ms := times[name]) is not None
+    ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from resihp.contracts import Stage, Status
-from resihp.formatting import rank_list
+from resihp.contracts import Stage, Status, Verdict
+from resihp.formatting import rank_list, ratio
 
 from ..descriptions import layer_range
-from ..findings import PlanPeriod, known_at, lost_by, plan_periods
+from ..findings import PlanPeriod, plan_periods
 from ..record import DemoRecord
 
 
@@ -37,11 +37,11 @@ class StageBox:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagram:
-    """The layout of one plan, `rows` a replica each with its microbatches (None: not known)."""
+    """The layout of one plan, `rows` a replica each with its microbatches."""
 
     title: str
     steps: str
-    rows: tuple[tuple[tuple[StageBox, ...], int | None], ...]
+    rows: tuple[tuple[tuple[StageBox, ...], int], ...]
     absent: tuple[tuple[int, str], ...]
 
 
@@ -53,50 +53,44 @@ def diagrams(record: DemoRecord) -> list[Diagram]:
 
 
 def _diagram(record: DemoRecord, period: PlanPeriod, last: PlanPeriod | None) -> Diagram:
+    layout, before = period.plan.layout, last.plan.layout.replicas if last else ()
+    verdicts = {
+        seen.verdict.rank: seen.verdict for seen in record.verdicts if seen.at_step <= period.start
+    }
     rows = []
-    quotas: Sequence[int | None] = period.quotas or [None] * period.layout.dp
-    for index, (replica, quota) in enumerate(zip(period.layout.replicas, quotas, strict=True)):
-        old = _stages(last, index)
+    for index, (replica, quota) in enumerate(zip(layout.replicas, period.plan.quotas, strict=True)):
+        old = before[index].stages if index < len(before) else ()
         boxes = tuple(
-            _stage_box(record, period, stage, at, old[at] if at < len(old) else None)
+            _stage_box(verdicts, stage, at, old[at] if at < len(old) else None)
             for at, stage in enumerate(replica.stages)
         )
         rows.append((boxes, quota))
-    gone = lost_by(record, period.start)
+    gone = {r for switch in record.switches if switch.step <= period.start for r in switch.lost}
     steps = f"steps {period.start}-{period.stop - 1}" if period.stop > period.start else "no step"
-    absent = sorted(set(record.layout.ranks) - set(period.layout.ranks))
+    absent = sorted(set(record.layout.ranks) - set(layout.ranks))
+    title = "At the start"
+    if period.switch is not None:
+        lost = period.switch.lost
+        how = f"without {rank_list(lost)}" if lost else "resized live"
+        title = f"Plan {period.plan.version}, {how}"
     return Diagram(
-        title=_title(period),
+        title=title,
         steps=steps,
         rows=tuple(rows),
         absent=tuple((rank, "dead" if rank in gone else "idle") for rank in absent),
     )
 
 
-def _stages(period: PlanPeriod | None, replica: int) -> Sequence[Stage]:
-    if period is None or replica >= period.layout.dp:
-        return ()
-    return period.layout.replicas[replica].stages
-
-
-def _title(period: PlanPeriod) -> str:
-    if period.switch is None:
-        return "At the start"
-    if period.switch.lost:
-        return f"Plan {period.version}, without {rank_list(period.switch.lost)}"
-    return f"Plan {period.version}, resized live"
-
-
 def _stage_box(
-    record: DemoRecord, period: PlanPeriod, stage: Stage, at: int, old: Stage | None
+    verdicts: Mapping[int, Verdict], stage: Stage, at: int, old: Stage | None
 ) -> StageBox:
     was = layer_range(old).removeprefix("layers ") if old and old.chunks != stage.chunks else ""
-    verdicts = known_at(record, period.start)
     boxes = []
     for rank, share in zip(stage.ranks, stage.shares, strict=True):
         verdict = verdicts.get(rank)
         status = verdict.status if verdict else Status.HEALTHY
-        note = f"{verdict.slowdown:.2f}x" if verdict and _slow(status) else ""
+        is_slow = status in (Status.FAIL_SLOW, Status.SUSPECT)
+        note = ratio(verdict.slowdown) if verdict and is_slow else ""
         boxes.append(
             RankBox(rank=rank, share=share, of=sum(stage.shares), status=status.value, note=note)
         )
@@ -107,7 +101,3 @@ def _stage_box(
         was=was,
         ranks=tuple(boxes),
     )
-
-
-def _slow(status: Status) -> bool:
-    return status in (Status.FAIL_SLOW, Status.SUSPECT)

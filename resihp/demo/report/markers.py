@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from resihp.contracts import Status
 
 from ..descriptions import switch_line, verdict_line
-from ..phases import scripted
+from ..findings import scripted
 from ..record import DemoRecord
 
 

@@ -23,8 +23,7 @@ from resihp.offline._figures import (
     slowdown_map,
 )
 
-from ..findings import plan_periods
-from ..phases import phase_spans, step_times
+from ..findings import phase_spans, plan_periods, step_times
 from ..record import DemoRecord
 from .markers import Marker
 
@@ -115,11 +114,11 @@ def _top(times: Sequence[float]) -> float:
 
 def _draw_periods(axes: Axes, record: DemoRecord) -> None:
     for period in plan_periods(record):
-        if period.version % 2:
+        if period.plan.version % 2:
             axes.axvspan(period.start - 0.5, period.stop - 0.5, color=BAND, linewidth=0, zorder=0)
         if period.stop > period.start:
             axes.annotate(
-                f"plan {period.version}",
+                f"plan {period.plan.version}",
                 (period.start - 0.5, 0),
                 xytext=(5, 6),
                 textcoords="offset points",
@@ -165,8 +164,8 @@ def _medians(axes: Axes, record: DemoRecord) -> None:
 
 def _predictions(axes: Axes, record: DemoRecord) -> None:
     for period in plan_periods(record):
-        plan = period.switch.plan if period.switch else None
-        if plan is None or plan.step_ms <= 0:
+        plan = period.plan
+        if plan.step_ms <= 0:
             continue
         span = (period.start - 0.4, period.stop - 0.6)
         axes.hlines(plan.step_ms, *span, color=SECOND, linewidth=1.6, linestyle="--", zorder=3)

@@ -96,6 +96,10 @@ class DemoSettings:
         """The same run at another pace."""
         return replace(self, flops_per_ms=flops_per_ms)
 
+    def undisturbed(self) -> DemoSettings:
+        """The same training on one rank, without faults and without pacing."""
+        return replace(self, dp=1, pp=1, tp=1, slow_rank=None, dead_rank=None, flops_per_ms=None)
+
     def dies(self, rank: int, step: int, plan_version: int, since_step: int) -> bool:
         """Test if the script kills a rank in a step under a plan in effect since `since_step`."""
         if rank != self.dead_rank or step < self.dead_at:

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from resihp.contracts import COLUMNS, Job, Plan, TelemetryBatch
 from resihp.offline import write_trace
 
-_PATTERN = "records-*.jsonl"
 
-
-class RecordLog:
-    """Records of one rank as JSON lines, complete up to the last one of a killed process."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._rank = rank
-        self._file = (folder / f"records-{rank}.jsonl").open("a", buffering=1)
-
-    def recorder(
-        self, record: Callable[..., None], plan_version: Callable[[], int]
-    ) -> Callable[..., None]:
-        """Wrap `record` to log as well, with the version of the plan in effect."""
-
-        def record_and_log(**fields: Any) -> None:
-            record(**fields)
-            row = {"microbatch": -1, **fields, "op": int(fields["op"]), "rank": self._rank}
-            self._file.write(json.dumps({**row, "plan_version": plan_version()}) + "\n")
-
-        return record_and_log
-
-    def close(self) -> None:
-        """Close the log."""
-        self._file.close()
+def log_record(file: TextIO, rank: int, plan_version: int, fields: Mapping[str, Any]) -> None:
+    """Append a record of one rank to its log, whose lines survive a kill of the process."""
+    row = {"microbatch": -1, **fields, "op": int(fields["op"]), "rank": rank}
+    file.write(json.dumps({**row, "plan_version": plan_version}) + "\n")
 
 
 def write_recording(folder: Path, job: Job, plans: Iterable[Plan], path: Path) -> None:
     """Write the trace of all ranks, whose logs are in `folder`, with the plans that took effect."""
     rows = sorted(
-        (row for file in sorted(folder.glob(_PATTERN)) for row in _rows(file)),
+        (row for file in sorted(folder.glob("records-*.jsonl")) for row in _rows(file)),
         key=lambda row: (row["plan_version"], row["step"]),
     )
     versions = sorted({row["plan_version"] for row in rows})

@@ -7,28 +7,26 @@ import logging
 import os
 import signal
 import time
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from resihp.client import Client
 from resihp.contracts import Op, Plan, to_json
-from resihp.elastic.planning.sources import NoPlans, ServicePlans
-from resihp.elastic.rendezvous.membership import Rendezvous
-from resihp.elastic.rendezvous.store import Timeouts, connect
-from resihp.elastic.state.events import Callbacks, LayoutChange
-from resihp.elastic.step import ReducedStep, Setup
-from resihp.elastic.step.pacing import Pacer
-from resihp.elastic.step.setup import Recorder
-from resihp.elastic.trainer import Trainer
+from resihp.elastic import Callbacks, LayoutChange, Pacer, ReducedStep, Setup, train
+from resihp.elastic.rendezvous.environment import store_prefix
+from resihp.elastic.step.setup import Recorder, record_nothing
 from resihp.hooks import Monitor
 
+from ..record import LayoutChangeRecord, StepRecord
 from .pacing import CALIBRATION_STEPS, LoadTable, MeasuredPacer
 from .settings import DemoSettings
-from .trace_log import RecordLog
+from .trace_log import log_record
+
+RUN = "demo"
+STORE = store_prefix(RUN, "0")
+"""Prefix of the job's keys in the store."""
 
 
 def run_rank(
@@ -36,143 +34,100 @@ def run_rank(
 ) -> None:
     """Train, report to the sidecar, and write what happened to `folder/events-RANK.jsonl`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    torch.set_num_threads(1)
-    timeouts = Timeouts()
-
-    def rendezvous(job: str) -> Rendezvous:
-        ranks = settings.layout.ranks
-        return Rendezvous(lambda: connect(host, port, job, timeouts), rank, ranks, timeouts)
-
-    settings = _calibrated(rank, rendezvous("calibration"), settings, folder)
-    job = settings.job()
-    if rank == 0:
-        Client(url).register(job)
-    events = EventLog(folder / f"events-{rank}.jsonl", settings.flops_per_ms)
-    # The pace is emulated: a probe would time the machine that all ranks share.
-    with Monitor(job=job.name, url=url, rank=rank, probes=False) as monitor:
-        death, log = DeathScript(settings, rank), RecordLog(folder, rank)
+    pacer: MeasuredPacer | None = None
+    if settings.flops_per_ms is not None:
+        # All ranks compute side by side as in the run, and find the same pace.
+        table = LoadTable.calibration(folder, settings.layout)
+        pacer = MeasuredPacer(settings.flops_per_ms, table=table, rank=rank, fixed=True)
+        _train(settings, "calibration", (host, port), CALIBRATION_STEPS, pacer=pacer)
+        settings = settings.at(table.calibrated(settings.flops_per_ms))
         pacer = _pacer(settings, rank, folder)
-        setup = Setup(
-            settings.model(),
-            settings.optimizer,
-            settings.data(),
-            death.recorder(log.recorder(monitor.record, lambda: monitor.plan_version)),
-            pacer,
-        )
+    if rank == 0:
+        Client(url).register(settings.job())
+    since_step = 0
+    with (
+        # The pace is emulated: a probe would time the machine that all ranks share.
+        Monitor(job=settings.job().name, url=url, rank=rank, probes=False) as monitor,
+        (folder / f"records-{rank}.jsonl").open("a", buffering=1) as log,
+        (folder / f"events-{rank}.jsonl").open("a", buffering=1) as events,
+    ):
 
-        def on_layout_change(switch: LayoutChange) -> None:
-            monitor.plan_version = switch.plan.version
-            death.plan_version, death.since_step = switch.plan.version, switch.step
-            events.switch(switch)
+        def record(**fields: Any) -> None:
+            version = monitor.plan_version
+            monitor.record(**fields)
+            log_record(log, rank, version, fields)
+            dies = settings.dies(rank, fields["step"], version, since_step)
+            if fields["op"] is Op.BACKWARD and dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_layout_change(change: LayoutChange) -> None:
+            nonlocal since_step
+            monitor.plan_version, since_step = change.plan.version, change.step
+            names = ("step", "pause_ms", "received_bytes", "lost", "plan")
+            seen = LayoutChangeRecord(**{name: getattr(change, name) for name in names})
+            _log_event(events, seen)
 
         def on_step(reduced: ReducedStep, step_ms: float, plan: Plan) -> None:
-            events.step(reduced, step_ms, plan, pacer.flops_per_ms if pacer else None)
+            first = settings.flops_per_ms
+            pace = pacer.flops_per_ms / first if pacer and first else 1.0
+            _log_step(events, reduced, step_ms, plan, pace)
             if rank == 0:
                 time.sleep(settings.wait_s(reduced.step, plan.version))
 
-        trainer = Trainer(
-            setup,
-            Plan(version=0, layout=job.layout, quotas=job.quotas),
-            rendezvous(job.name),
-            ServicePlans(Client(url), job, patience=timedelta(seconds=8)),
-            callbacks=Callbacks(on_step=on_step, on_layout_change=on_layout_change),
-        )
-        trainer.run(settings.steps)
-        log.close()
-
-
-def _calibrated(
-    rank: int, rendezvous: Rendezvous, settings: DemoSettings, folder: Path
-) -> DemoSettings:
-    """The settings with a pace that this machine can hold, measured on some steps of the job.
-
-    Called on all ranks, which compute side by side as in the run and find the same pace.
-    """
-    if settings.flops_per_ms is None:
-        return settings
-    job = settings.job()
-    table = LoadTable.calibration(folder, job.layout)
-    Trainer(
-        Setup(
-            settings.model(),
-            settings.optimizer,
-            settings.data(),
-            pacer=MeasuredPacer(settings.flops_per_ms, table=table, rank=rank, fixed=True),
-        ),
-        Plan(version=0, layout=job.layout, quotas=job.quotas),
-        rendezvous,
-        NoPlans(),
-    ).run(CALIBRATION_STEPS)
-    return settings.at(table.calibrated(settings.flops_per_ms))
-
-
-class EventLog:
-    """The events of one rank as JSON lines, for the process that displays them.
-
-    pace  of the devices at the start, in FLOP per ms; None where they are not paced
-    """
-
-    def __init__(self, path: Path, pace: float | None = None) -> None:
-        self._file = path.open("a", buffering=1)
-        self._pace = pace
-
-    def step(
-        self, reduced: ReducedStep, step_ms: float, plan: Plan, pace: float | None = None
-    ) -> None:
-        """Log a completed step, which ran at `pace`."""
-        self._write(
-            kind="step",
-            step=reduced.step,
-            loss=reduced.loss,
-            step_ms=step_ms,
-            plan_version=plan.version,
-            pace=pace / self._pace if pace and self._pace else 1.0,
+        callbacks = Callbacks(on_step=on_step, on_layout_change=on_layout_change)
+        _train(
+            settings, RUN, (host, port), settings.steps, record, pacer, callbacks=callbacks, url=url
         )
 
-    def switch(self, switch: LayoutChange) -> None:
-        """Log a change of layout."""
-        self._write(
-            kind="switch",
-            step=switch.step,
-            pause_ms=switch.pause_ms,
-            received_bytes=switch.received_bytes,
-            lost=switch.lost,
-            plan=to_json(switch.plan),
-        )
 
-    def _write(self, **event: Any) -> None:
-        self._file.write(json.dumps(event) + "\n")
+def run_reference(rank: int, host: str, port: int, settings: DemoSettings, path: Path) -> None:
+    """Train undisturbed on one rank: no faults, no pacing; write the steps to `path`."""
+    with path.open("a", buffering=1) as events:
+        callbacks = Callbacks(on_step=lambda *step: _log_step(events, *step))
+        _train(settings.undisturbed(), RUN, (host, port), settings.steps, callbacks=callbacks)
 
 
-class DeathScript:
-    """Kills this process with SIGKILL in the middle of the step that the settings say.
+def _train(
+    settings: DemoSettings,
+    run: str,
+    address: tuple[str, int],
+    steps: int,
+    record: Recorder = record_nothing,
+    pacer: Pacer | None = None,
+    *,
+    callbacks: Callbacks | None = None,
+    url: str | None = None,
+) -> None:
+    """Train as under a launcher that hosts the store at `address`; the plans come from `url`."""
+    torch.set_num_threads(1)
+    os.environ.pop("RESIHP_URL", None)  # of another sidecar
+    os.environ.update(
+        WORLD_SIZE=str(len(settings.layout.ranks)),
+        MASTER_ADDR=address[0],
+        MASTER_PORT=str(address[1]),
+        TORCHELASTIC_USE_AGENT_STORE="1",
+        TORCHELASTIC_RUN_ID=run,
+    )
+    setup = Setup(settings.model(), settings.optimizer, settings.data(), record, pacer)
+    train(setup, settings.job(), steps, url=url, callbacks=callbacks)
 
-    plan_version, since_step  of the plan in effect
-    """
 
-    def __init__(self, settings: DemoSettings, rank: int) -> None:
-        self._settings, self._rank = settings, rank
-        self.plan_version = self.since_step = 0
-
-    def recorder(self, record: Recorder) -> Recorder:
-        """`record`, but the process dies at its first backward pass of the scripted step."""
-        if self._rank != self._settings.dead_rank:
-            return record
-
-        def record_or_die(**fields: Any) -> None:
-            record(**fields)
-            now = self._settings.dies(
-                self._rank, fields["step"], self.plan_version, self.since_step
-            )
-            if fields["op"] is Op.BACKWARD and now:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        return record_or_die
+def _log_step(
+    file: TextIO, reduced: ReducedStep, step_ms: float, plan: Plan, pace: float = 1.0
+) -> None:
+    seen = StepRecord(
+        step=reduced.step, loss=reduced.loss, step_ms=step_ms, plan_version=plan.version, pace=pace
+    )
+    _log_event(file, seen)
 
 
-def _pacer(settings: DemoSettings, rank: int, folder: Path) -> Pacer | None:
-    if settings.flops_per_ms is None:
-        return None
+def _log_event(file: TextIO, seen: StepRecord | LayoutChangeRecord) -> None:
+    file.write(json.dumps(to_json(seen)) + "\n")
+
+
+def _pacer(settings: DemoSettings, rank: int, folder: Path) -> MeasuredPacer:
+    """Pacer of a rank in the run, slow as scripted."""
+    assert settings.flops_per_ms is not None
 
     def speed(step: int) -> float:
         slow = rank == settings.slow_rank and step >= settings.slow_at
@@ -180,8 +135,3 @@ def _pacer(settings: DemoSettings, rank: int, folder: Path) -> Pacer | None:
 
     table = LoadTable.training(folder, settings.layout, settings.steps)
     return MeasuredPacer(settings.flops_per_ms, speed, table=table, rank=rank)
-
-
-def undisturbed(settings: DemoSettings) -> DemoSettings:
-    """The same training on one rank, without faults and without pacing."""
-    return replace(settings, dp=1, pp=1, tp=1, slow_rank=None, dead_rank=None, flops_per_ms=None)
