@@ -212,8 +212,7 @@ class StepAssembler(Persistent):
     @property
     def silent(self) -> Bools:
         """Ranks without a record in the last closed steps."""
-        result: Bools = self.progress.silent >= SILENT_STEPS
-        return result
+        return self.progress.silent >= SILENT_STEPS
 
     def add(self, batch: TelemetryBatch) -> list[TelemetryBatch]:
         """Takes a message; returns the steps that it completes, in order."""

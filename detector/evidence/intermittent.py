@@ -142,8 +142,7 @@ def _gains(series: Floats, levels: _Levels) -> Floats:
     excess = series - levels.healthy - 3.0 * levels.doubt
     ratio = np.exp(log_ratio(excess, levels.scale, GRID[:, None, None]))
     gain = np.log((1.0 - _SLOW_SHARE + _SLOW_SHARE * ratio) / (1.0 - _HICCUPS + _HICCUPS * ratio))
-    result: Floats = np.where(np.isfinite(excess), gain, 0.0)
-    return result
+    return np.where(np.isfinite(excess), gain, 0.0)
 
 
 def _evidence(series: Floats, levels: _Levels) -> Floats:
@@ -203,5 +202,4 @@ def recent_level(tests: RankTests, now: StepEvidence, steps: int) -> Floats:
     for rank in np.flatnonzero(now.intermittent).tolist():
         slow = rows[now.turns[-len(rows) :, rank]]
         level[rank] = np.median(tests.window[slow, rank])
-    result: Floats = level - now.reference
-    return result
+    return level - now.reference

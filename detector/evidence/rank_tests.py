@@ -169,8 +169,7 @@ class RankTests(Persistent):
             return value.copy()
         noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
         change, peers = value - self.mean, self._places.peers
-        result: Floats = value - common_change(change, peers, trusted, self.past, noise)
-        return result
+        return value - common_change(change, peers, trusted, self.past, noise)
 
     def _push(self, step: int, deviation: Floats) -> None:
         row = self.count % WINDOW_STEPS
@@ -200,8 +199,7 @@ class RankTests(Persistent):
         if not noise.any():
             seen = deviation[np.isfinite(deviation)]
             noise = np.full_like(noise, mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0)
-        result: Floats = np.maximum(noise, residual.error)
-        return result
+        return np.maximum(noise, residual.error)
 
     def _update_baseline(self, trusted: Bools, spread: Floats) -> None:
         """Adds the residual of `_LAG` steps ago to the baselines of the trusted ranks."""
@@ -274,8 +272,7 @@ class RankTests(Persistent):
         limited by its peers; -inf where there is neither."""
         most = self._bound * self._offset_spread()
         known = np.where(self.past > 0, self.mean, -np.inf)
-        result: Floats = np.where(self._majority, np.minimum(self.mean, most), known)
-        return result
+        return np.where(self._majority, np.minimum(self.mean, most), known)
 
     def unsettled(self, now: StepEvidence) -> Bools:
         """Ranks with neither enough peers nor a baseline."""

@@ -29,8 +29,7 @@ def log_ratio(excess: Floats, scale: Floats, shift: Floats) -> Floats:
     """
     null = np.log1p((excess / scale) ** 2 / DEGREES)
     other = np.log1p(((excess - shift) / scale) ** 2 / DEGREES)
-    result: Floats = 0.5 * (DEGREES + 1.0) * (null - other)
-    return result
+    return 0.5 * (DEGREES + 1.0) * (null - other)
 
 
 class EDetector(Persistent):

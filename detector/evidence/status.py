@@ -119,8 +119,7 @@ class StatusMachine(Persistent):
         last = tests.window[tests.recent(steps)] - now.reference
         most = last.max(axis=0)
         agree = most - last.min(axis=0) <= _AGREE * now.scale + _AGREE_SHARE * most
-        result: Bools = self.status_table.slow_run >= np.where(agree, steps, steps + 1)
-        return result
+        return self.status_table.slow_run >= np.where(agree, steps, steps + 1)
 
     def _name(self, tests: RankTests, ranks: Bools, intermittent: Bools) -> None:
         """Names ranks slow: continuously, intermittently, or again soon after a recovery."""

@@ -139,8 +139,7 @@ class ReplicaTest(Persistent):
         with the other replicas, most of which may have more work."""
         peers = self._places.peers
         usual = group_median(excess, peers, int(peers.max()) + 1)[peers]
-        result: Bools = (excess > 2.0 * self._noise) & (usual > 0.5 * excess)
-        return result
+        return (excess > 2.0 * self._noise) & (usual > 0.5 * excess)
 
     def _risen(self, run: Ints, now: StepEvidence) -> Floats:
         """Rise of each rank's replica against its own past, over the same steps."""
@@ -171,5 +170,4 @@ def _odds(seen: Floats, error: Floats, needed: Floats) -> Floats:
     no further evidence."""
     inside = np.clip(seen, 0.0, needed)
     ratio = 0.5 * ((needed - inside) ** 2 - inside**2) / error**2
-    result: Floats = np.clip(ratio, -_MOST_ODDS, _MOST_ODDS)
-    return result
+    return np.clip(ratio, -_MOST_ODDS, _MOST_ODDS)

@@ -179,8 +179,7 @@ class Predictor:
         trees = _tree_features(matrix)
         clipped = np.clip(trees, self.low_, self.high_)
         raw = np.asarray(self.booster_.predict(clipped, num_threads=1))
-        faded: Floats = raw * np.exp(-((self.beyond(matrix) / _FADE) ** 2))
-        return faded
+        return raw * np.exp(-((self.beyond(matrix) / _FADE) ** 2))
 
     def beyond(self, features: Floats) -> Floats:
         """Distance (log) of each record from the trained range; 0 inside."""
@@ -245,8 +244,7 @@ def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
     _, part = np.unique(matrix[:, 5:], axis=0, return_inverse=True)
     part = part.reshape(-1)
     own = group_median(ratio, device, int(device.max()) + 1)[device]
-    result: Floats = ratio - own + group_median(ratio, part, int(part.max()) + 1)[part]
-    return result
+    return ratio - own + group_median(ratio, part, int(part.max()) + 1)[part]
 
 
 def _tree_features(matrix: Floats) -> Floats:

@@ -112,8 +112,7 @@ class RankBaselines(Persistent):
         """`own` without the level of the class, as long as that is still learned."""
         if self.steps >= _LEVEL_STEPS:
             return own
-        result: Floats = own - self._common(own, trusted)
-        return result
+        return own - self._common(own, trusted)
 
     def _common(self, own: Floats, trusted: Bools) -> Floats:
         """Level of each class: the median over its trusted ranks of their difference from their
@@ -142,5 +141,4 @@ class RankBaselines(Persistent):
 
 def _by_step(microbatches: Floats) -> Floats:
     """Weight of the level of a step with so many microbatches, 0 to 1."""
-    result: Floats = np.clip((microbatches - 1.0) / (_ENOUGH - 1.0), 0.0, 1.0)
-    return result
+    return np.clip((microbatches - 1.0) / (_ENOUGH - 1.0), 0.0, 1.0)

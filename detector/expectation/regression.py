@@ -98,8 +98,7 @@ class CellRegression(Persistent):
         """
         second = np.maximum(self._gram[:, 1, 1], 1e-12)
         known = np.maximum(self._gram[:, 0, 0] - self._gram[:, 0, 1] ** 2 / second, 0.0)
-        result: Floats = 1.0 / np.sqrt(known / noise**2 + 1.0 / unknown**2)
-        return result
+        return 1.0 / np.sqrt(known / noise**2 + 1.0 / unknown**2)
 
     def forget(self) -> None:
         """Resets the moments; coefficients and their uncertainty stay until the next `learn`."""

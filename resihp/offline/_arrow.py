@@ -69,5 +69,4 @@ def to_numpy(column: Any) -> NDArray[Any]:
 def _part(chunk: Any) -> NDArray[Any]:
     if chunk.null_count:
         chunk = chunk.fill_null(float("nan"))
-    values: NDArray[Any] = np.from_dlpack(chunk)
-    return values
+    return np.from_dlpack(chunk)
