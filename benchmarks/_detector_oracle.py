@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks._detector_cases import Tally, injected, run_trial
 from detector import Detector
-from detector.arrays import column_median
+from detector.arrays import median
 from detector.residuals import noise_of
 from resihp.contracts import Job, TelemetryBatch
 from resihp.testing.scenarios import Fault
@@ -61,7 +61,7 @@ class Healthy:
         """
         before = self.residual[:onset, rank]
         variance = self.noise[rank] ** 2
-        usual = float(column_median(self.residual[:, [rank]])[0])
+        usual = float(median(self.residual[:, [rank]], 0)[0][0])
         open_ = 0.0 if level_known else variance / onset + self.wander**2
         level = usual if level_known else float(np.nanmean(before))
         for steps in range(1, len(self.residual) - onset + 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,20 +74,6 @@ def group_location(
     mean = np.bincount(groups, trust * (values - centre[groups]), size)
     result: Floats = centre + mean / np.maximum(total, 1e-12)
     return result, total.astype(np.float64)
-
-
-def column_median(values: NDArray[np.floating]) -> Floats:
-    """Median of the finite values of each column; NaN where there are none.
-
-    >>> column_median(np.array([[1.0, np.nan], [4.0, np.nan], [2.0, np.nan]])).tolist()
-    [2.0, nan]
-    """
-    ordered = np.sort(values.T, axis=1)  # NaN sorts last; rows are contiguous
-    counts = np.isfinite(ordered).sum(axis=1)
-    row = np.arange(counts.size)
-    low, high = np.maximum(counts - 1, 0) // 2, np.minimum(counts // 2, values.shape[0] - 1)
-    result: Floats = 0.5 * (ordered[row, low] + ordered[row, high]).astype(np.float64)
-    return result
 
 
 def mad_sigma(values: NDArray[np.floating], centre: float | None = None) -> float:
@@ -159,7 +147,8 @@ def _ordered(
     axes = (axis,) if isinstance(axis, int) else axis
     axes = tuple(a % values.ndim for a in axes)
     kept = [a for a in range(values.ndim) if a not in axes]
-    moved = values.transpose(*kept, *axes).reshape(*(values.shape[a] for a in kept), -1)
+    merged = math.prod(values.shape[a] for a in axes)
+    moved = values.transpose(*kept, *axes).reshape(*(values.shape[a] for a in kept), merged)
     ordered = np.sort(np.where(np.isfinite(moved), moved, np.nan), axis=-1)
     shape = tuple(1 if a in axes else size for a, size in enumerate(values.shape))
     return ordered, np.isfinite(ordered).sum(axis=-1), shape

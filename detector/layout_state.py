@@ -33,7 +33,8 @@ class LayoutState(Persistent):
 
     _saved = (
         "assembler", "model", "cross_stage", "_by_lengths", "correlated", "replicas", "hosts",
-        "links", "collectives", "tests", "status_machine", "annotations", "last_step",
+        "links", "tensor_groups", "data_groups", "tests", "status_machine", "annotations",
+        "last_step",
     )  # fmt: skip
 
     def __init__(self, job: Job, settings: DetectorSettings, correction: LearnedCorrection) -> None:
@@ -48,7 +49,8 @@ class LayoutState(Persistent):
         self.replicas = ReplicaTest(self.places, settings)
         self.hosts = HostTest(self.places, settings)
         self.links = LinkTest(self.places, settings)
-        self.collectives = CollectiveTest(self.places, settings)
+        self.tensor_groups = CollectiveTest(self.places, settings, within_microbatches=True)
+        self.data_groups = CollectiveTest(self.places, settings, within_microbatches=False)
         self._by_lengths: bool | None = None
         self.status_machine = StatusMachine(self.places.size, settings)
         self.annotations = Annotations(self.places)
@@ -69,8 +71,8 @@ class LayoutState(Persistent):
             return
         number = self.last_step = int(step.step[0])
         everyone = self.places.index(step.rank)
-        self.links.observe(step, everyone, number)
-        self.collectives.observe(step, everyone, number)
+        for test in (self.links, self.tensor_groups, self.data_groups):
+            test.observe(step, everyone, number)
         slow_hosts = self.hosts.observe(step, everyone, number)
         self.annotations.note_hosts(slow_hosts, self.hosts.test.factor)
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
@@ -144,8 +146,8 @@ class LayoutState(Persistent):
 
     def slow_links(self) -> list[LinkVerdict]:
         """Links and groups whose transfers take longer than those of similar ones."""
-        one = self.links.verdicts() if self.links.any_slow else []
-        return [*one, *(self.collectives.verdicts() if self.collectives.any_slow else [])]
+        kinds = (self.links, self.tensor_groups, self.data_groups)
+        return [verdict for kind in kinds for verdict in kind.verdicts()]
 
     def fail(self, ranks: list[int], step: int | None) -> list[int]:
         """Marks ranks as dead, since `step` or the last one; returns those of the layout."""

@@ -6,12 +6,12 @@ a slow link in the transfer itself. Only collective records that separate the tw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from resihp.contracts import Op, Status, TelemetryBatch
+from resihp.formatting import numbers
 
 from .arrays import Bools, Ints, group_median
 from .evidence.rank_tests import LevelTest
@@ -81,43 +81,30 @@ class LinkTest(Persistent):
         self._test = LevelTest(self._classes, self._settings, least=1.25, error=0.02)
         return self._test
 
-    @property
-    def any_slow(self) -> bool:
-        """True where a link is slow."""
-        return self._test is not None and bool(self._test.slow.any())
-
     def verdicts(self) -> list[LinkVerdict]:
         """The slow links, in the order of their ranks."""
         test = self._test
         if test is None:
             return []
-        found = []
-        for at in np.flatnonzero(test.slow).tolist():
-            rank = int(self._places.ranks[int(self._keys[at]) >> 32])
-            peer = int(self._places.ranks[int(self._keys[at]) & 0xFFFF_FFFF])
-            factor = float(test.factor[at])
-            words = f"transfers with rank {peer} take {factor:.2f} times as long as their like"
-            found.append(
-                LinkVerdict(
-                    rank=rank,
-                    peer=peer,
-                    status=Status.FAIL_SLOW,
-                    slowdown=factor,
-                    since_step=int(test.since[at]),
-                    evidence=(words,),
-                )
-            )
-        return found
+        own, peers = self._ends()
+        return [
+            _slow(test, at, f"transfers with rank {peers[at]}", int(own[at]), int(peers[at]))
+            for at in np.flatnonzero(test.slow).tolist()
+        ]
 
     def healthy_like(self, link: LinkVerdict) -> tuple[int, int] | None:
         """Ends of a healthy link of the same kind; None where there is none."""
-        test, ranks = self._test, self._places.ranks
-        if test is None:
+        own, peer = self._ends()
+        here = np.flatnonzero((own == link.rank) & (peer == link.peer))
+        if self._test is None or not here.size:
             return None
-        own, peer = ranks[self._keys >> 32], ranks[self._keys & 0xFFFF_FFFF]
-        here = np.flatnonzero((own == link.rank) & (peer == link.peer))[0]
-        healthy = np.flatnonzero((self._classes == self._classes[here]) & ~test.slow)
+        healthy = np.flatnonzero((self._classes == self._classes[here[0]]) & ~self._test.slow)
         return (int(own[healthy[0]]), int(peer[healthy[0]])) if healthy.size else None
+
+    def _ends(self) -> tuple[Ints, Ints]:
+        """Ranks at the two ends of each link."""
+        ranks = self._places.ranks
+        return ranks[self._keys >> 32], ranks[self._keys & 0xFFFF_FFFF]
 
     def load(self, state: State) -> None:
         """Restores what `state` returned."""
@@ -126,105 +113,64 @@ class LinkTest(Persistent):
         super().load(state)
 
 
-_LEAST_TENSOR, _LEAST_DATA = 1.25, 1.5
-"""Slowdown below which nothing is reported; the network between replicas is shared with others."""
-_ERROR = 0.02
-
-
-class CollectiveGroupTest(Persistent):
-    """Test of the collectives of groups, given by the group of each rank (-1 for none) and the
-    class of each group."""
+class CollectiveTest(Persistent):
+    """Test of the collectives of tensor-parallel groups, those within microbatches, or of
+    data-parallel ones (the ranks of all replicas that hold the same shard), those of the step."""
 
     _saved = ("test",)
 
     def __init__(
-        self, places: RankTable, groups: tuple[Ints, Ints], settings: DetectorSettings, least: float
+        self, places: RankTable, settings: DetectorSettings, *, within_microbatches: bool
     ) -> None:
-        self._places = places
-        self._member, classes = groups
-        self.test = LevelTest(classes, settings, least=least, error=_ERROR)
+        self._places, self._inner = places, within_microbatches
+        # Groups are comparable that hold the same layers, or data-parallel ones as many of them;
+        # the network between replicas is shared with others.
+        shard = places.group if within_microbatches else np.stack([places.pp, places.slot])
+        alike = places.layers + 1e6 * (places.first + 2 * places.last)
+        _, group, sizes = np.unique(shard, axis=-1, return_inverse=True, return_counts=True)
+        group = group.reshape(-1)
+        kind = np.zeros(sizes.size)
+        kind[group] = places.peers if within_microbatches else alike
+        self._group = np.where(sizes[group] > 1, group, -1)
+        self.test = LevelTest(
+            np.unique(kind, return_inverse=True)[1],
+            settings,
+            least=1.25 if within_microbatches else 1.5,
+            error=0.02,
+        )
 
-    def observe(self, step: TelemetryBatch, index: Ints, rows: Bools, number: int) -> None:
-        """Takes the collectives in `rows` of a step."""
-        group = self._member[index[rows]]
-        some = group >= 0
-        if some.any():
-            logs = np.log(step.compute_ms[rows][some])
-            value = group_median(logs, group[some], self.test.slow.size)
-            self.test.observe(number, value)
+    def observe(self, step: TelemetryBatch, index: Ints, number: int) -> None:
+        """Takes all records of a step; of the collectives those that separate the waiting."""
+        rows = (step.op == Op.COLLECTIVE) & np.isfinite(step.wait_ms) & (step.compute_ms > 0)
+        rows &= ((step.microbatch >= 0) == self._inner) & (self._group[index] >= 0)
+        if rows.any():
+            group = self._group[index[rows]]
+            logs = np.log(step.compute_ms[rows])
+            self.test.observe(number, group_median(logs, group, self.test.slow.size))
 
     def verdicts(self) -> list[LinkVerdict]:
         """The slow groups."""
-        return [self._verdict(group) for group in np.flatnonzero(self.test.slow).tolist()]
-
-    def _verdict(self, group: int) -> LinkVerdict:
-        ranks = tuple(self._places.ranks[self._member == group].tolist())
-        factor = float(self.test.factor[group])
-        listed = ", ".join(str(rank) for rank in ranks[:8]) + (" …" if len(ranks) > 8 else "")
-        return LinkVerdict(
-            rank=ranks[0],
-            peer=-1,
-            group=ranks,
-            status=Status.FAIL_SLOW,
-            slowdown=factor,
-            since_step=int(self.test.since[group]),
-            evidence=(
-                f"collectives within ranks {listed} take {factor:.2f} times as long as their like",
-            ),
-        )
+        found = []
+        for at in np.flatnonzero(self.test.slow).tolist():
+            ranks = tuple(self._places.ranks[self._group == at].tolist())
+            words = f"collectives within ranks {numbers(ranks, most=8)}"
+            found.append(_slow(self.test, at, words, ranks[0], -1, ranks))
+        return found
 
 
-class CollectiveTest(Persistent):
-    """Tests tensor-parallel groups by the collectives within microbatches, and data-parallel ones
-    (the ranks of all replicas that hold the same shard) by those of the step."""
-
-    _saved = ("_tensor", "_data")
-
-    def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
-        self._tensor = CollectiveGroupTest(places, _tensor_groups(places), settings, _LEAST_TENSOR)
-        self._data = CollectiveGroupTest(places, _data_groups(places), settings, _LEAST_DATA)
-
-    def observe(self, step: TelemetryBatch, index: Ints, number: int) -> None:
-        """Takes all records of a step."""
-        rows = (step.op == Op.COLLECTIVE) & np.isfinite(step.wait_ms) & (step.compute_ms > 0)
-        if rows.any():
-            inner = step.microbatch >= 0
-            self._tensor.observe(step, index, rows & inner, number)
-            self._data.observe(step, index, rows & ~inner, number)
-
-    @property
-    def any_slow(self) -> bool:
-        """True where a group is slow."""
-        return bool(self._tensor.test.slow.any() or self._data.test.slow.any())
-
-    def verdicts(self) -> list[LinkVerdict]:
-        """The slow groups, tensor-parallel ones first."""
-        return [*self._tensor.verdicts(), *self._data.verdicts()]
-
-
-def _tensor_groups(places: RankTable) -> tuple[Ints, Ints]:
-    """Tensor-parallel group of each rank, and the class of each group, by its layers."""
-    sizes = np.bincount(places.group)
-    member = np.where(sizes[places.group] > 1, places.group, -1)
-    stage = np.zeros(sizes.size, np.int64)
-    stage[places.group] = places.peers
-    return member.astype(np.int64), stage
-
-
-def _data_groups(places: RankTable) -> tuple[Ints, Ints]:
-    """Data-parallel group of each rank, and the class of each group, by its number of layers."""
-    key = np.stack([places.pp, places.slot], axis=1)
-    _, member, sizes = np.unique(key, axis=0, return_inverse=True, return_counts=True)
-    member = member.reshape(-1)
-    layers = np.zeros(sizes.size)
-    layers[member] = places.layers + 1e6 * (places.first + 2 * places.last)
-    _, classes = np.unique(layers, return_inverse=True)
-    return np.where(sizes[member] > 1, member, -1), classes.reshape(-1).astype(np.int64)
-
-
-def touching(links: Sequence[LinkVerdict], rank: int) -> list[LinkVerdict]:
-    """The verdicts on a rank's own transfers, and on the groups that it is in."""
-    return [link for link in links if link.rank == rank or rank in link.group]
+def _slow(
+    test: LevelTest, at: int, words: str, rank: int, peer: int, group: tuple[int, ...] = ()
+) -> LinkVerdict:
+    factor = float(test.factor[at])
+    return LinkVerdict(
+        rank=rank,
+        peer=peer,
+        group=group,
+        status=Status.FAIL_SLOW,
+        slowdown=factor,
+        since_step=int(test.since[at]),
+        evidence=(f"{words} take {factor:.2f} times as long as their like",),
+    )
 
 
 class HostTest(Persistent):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import MAD_TO_SIGMA, Bools, Floats, Ints, column_median, group_median, mad_sigma
+from .arrays import MAD_TO_SIGMA, Bools, Floats, Ints, group_median, mad_sigma, median
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,6 @@ def _over(window: NDArray[np.float32], gap: int) -> Floats:
     if number < _ENOUGH:
         return np.zeros(window.shape[1])
     pooled = mad_sigma(change, 0.0) * (1.0 + 4.0 / number)
-    own = np.where(counts >= _OWN, MAD_TO_SIGMA * column_median(change), pooled)
+    own = np.where(counts >= _OWN, MAD_TO_SIGMA * median(change, 0)[0], pooled)
     result: Floats = np.sqrt((_POOL * pooled**2 + counts * own**2) / (_POOL + counts))
     return result

@@ -20,7 +20,7 @@ from .evidence.status import (
     SUSPECT_AT,
     StatusTable,
 )
-from .links_and_hosts import LinkVerdict, touching
+from .links_and_hosts import LinkVerdict
 from .persistence import Persistent
 from .probes import ProbeResult
 from .rank_table import RankTable
@@ -166,7 +166,11 @@ class Annotations(Persistent):
     ) -> tuple[str, ...]:
         """All sentences on the rank at a position."""
         rank = int(self._places.ranks[at])
-        links = [f"its {link.evidence[0]}" for link in touching(slow_links, rank)]
+        links = [
+            f"its {link.evidence[0]}"
+            for link in slow_links
+            if link.rank == rank or rank in link.group
+        ]
         observed = [self.observations[at]] if at in self.observations else []
         if table.status[at] == INCONCLUSIVE and self.explained[at] and not self.notes.get(at):
             observed.append(_EXPLAINED)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..arrays import MAD_TO_SIGMA, Bools, Floats, Ints, column_median
+from ..arrays import MAD_TO_SIGMA, Bools, Floats, Ints, median
 from .rank_tests import TURNS, RankTests, StepEvidence
 from .sequential import GRID, log_ratio
 
@@ -112,9 +112,9 @@ def _levels(series: Floats, healthy: Floats, error: Floats, usual: float) -> _Le
     split = _split(np.minimum(ordered, top), count)
     low = np.where(drawn <= split, drawn, np.nan)
     high = np.where(drawn > split, drawn, np.nan)
-    lower, upper = column_median(low), column_median(high)
+    lower, upper = median(low, 0)[0], median(high, 0)[0]
     off = np.where(drawn <= split, drawn - lower, drawn - upper)
-    own = MAD_TO_SIGMA * column_median(np.abs(off))
+    own = MAD_TO_SIGMA * median(np.abs(off), 0)[0]
     square = (_POOL * usual**2 + count * own**2) / (_POOL + count)
     scale = np.maximum(np.sqrt(square), error)
     lows = np.isfinite(low).sum(axis=0)
@@ -198,8 +198,6 @@ def recent_level(tests: RankTests, now: StepEvidence, steps: int) -> Floats:
     slow ranks, in their slow steps."""
     recent = np.nan_to_num(tests.window[tests.recent(steps)])
     level = np.median(recent, axis=0).astype(np.float64)
-    rows = tests.recent(TURNS)
     for rank in np.flatnonzero(now.intermittent).tolist():
-        slow = rows[now.turns[-len(rows) :, rank]]
-        level[rank] = np.median(tests.window[slow, rank])
+        level[rank] = np.median(tests.window[now.slow_rows(tests, rank), rank])
     return level - now.reference

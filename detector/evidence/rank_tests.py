@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints, column_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, mad_sigma, mean, median
 from ..persistence import Persistent, State
 from ..rank_table import RankTable
 from ..residuals import StepResidual, common_change, noise_of
@@ -80,22 +80,19 @@ class StepEvidence:
         result: Bools = np.any(self.turns, axis=0)
         return result
 
+    def slow_rows(self, tests: RankTests, rank: int) -> Ints:
+        """Rows of the window of `tests` with the slow steps of an intermittently slow rank."""
+        rows = tests.recent(TURNS)
+        return rows[self.turns[-rows.size :, rank]]
+
 
 class RankTests(Persistent):
     """Sequential tests of all ranks of one layout, with the window of residuals they use."""
 
     _saved = (
-        "window",
-        "falls",
-        "steps",
-        "count",
-        "mean",
-        "past",
-        "noise",
-        "first",
-        "peer_test",
+        "window", "falls", "steps", "count", "mean", "past", "noise", "first", "peer_test",
         "past_test",
-    )
+    )  # fmt: skip
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         size = places.size
@@ -125,7 +122,9 @@ class RankTests(Persistent):
         named: those that can be separated from others."""
         deviation = self._centre(residual, trusted)
         seen = np.isfinite(deviation)
-        self._push(step, deviation)
+        row = self.count % WINDOW_STEPS
+        self.window[row], self.steps[row] = deviation, step
+        self.count += 1
         self._wider = residual.wider
         offset = self._offset_spread()
         scale = self._scale(residual, deviation)
@@ -136,11 +135,25 @@ class RankTests(Persistent):
         self._track_pairs(deviation - self.mean, trusted)
         by_peers = deviation - self._bound * offset
         by_past = deviation - mean - 3.0 * doubt - _DRIFT
-        settled = seen & (self._has_past(spread) | self._like_peers(spread, offset))
+        settled = seen & self._settled(spread, offset)
         self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self.ceiling)
         self.past_test.update(by_past, spread, settled, self.ceiling)
         self._update_baseline(trusted, spread)
-        return self._standing(deviation, mean, doubt, offset, spread, residual.error, able)
+        peers, past = self.peer_test.evidence(), self.past_test.evidence()
+        from_past = past >= peers
+        reference = np.where(from_past, mean, 0.0)
+        return StepEvidence(
+            evidence=np.maximum(peers, past) - np.log(2.0),
+            excess=deviation - reference,
+            reference=reference,
+            doubt=np.where(from_past, doubt, offset),
+            scale=spread,
+            error=residual.error,
+            by_past=from_past,
+            seen=seen,
+            able=able & (self._majority | (past >= self.name_at)),
+            turns=np.zeros((TURNS, deviation.size), bool),
+        )
 
     def _fallen(self) -> Floats:
         """Recent fall of both ranks of a pair below their baselines (0 or less): a change
@@ -170,11 +183,6 @@ class RankTests(Persistent):
         noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
         change, peers = value - self.mean, self._places.peers
         return value - common_change(change, peers, trusted, self.past, noise)
-
-    def _push(self, step: int, deviation: Floats) -> None:
-        row = self.count % WINDOW_STEPS
-        self.window[row], self.steps[row] = deviation, step
-        self.count += 1
 
     def recent(self, steps: int) -> Ints:
         """Rows of the window for the last `steps` steps, oldest first."""
@@ -210,57 +218,21 @@ class RankTests(Persistent):
         early = use & (self.past < _FIRST)
         self.first[self.past[early].astype(np.int64), early] = old[early]
         self.past = np.where(use, np.minimum(self.past + 1.0, _MEMORY), self.past)
-        self.mean[early] = self._start(early, 3.0 * spread[early])
+        first, limit = self.first[:, early], 3.0 * spread[early]
+        middle = median(first, 0)
+        self.mean[early] = mean(np.clip(first, middle - limit, middle + limit), 0)[0]
         later = use & ~early
         step = np.clip(old - self.mean, -3.0 * spread, 3.0 * spread)
         self.mean[later] += (step / np.maximum(self.past, 1.0))[later]
 
-    def _start(self, ranks: Bools, limit: Floats) -> Floats:
-        """The baseline from its first steps: their mean, clipped to `limit` around the median."""
-        first = self.first[:, ranks]
-        middle = column_median(first)
-        result: Floats = np.nanmean(np.clip(first, middle - limit, middle + limit), axis=0)
-        return result
-
-    def _has_past(self, spread: Floats) -> Bools:
-        """Ranks with a baseline; one of two steps counts only if they agree."""
+    def _settled(self, spread: Floats, offset: float) -> Bools:
+        """Ranks with a baseline (one of two steps counts only if they agree), or with peers among
+        which their first residual is plausible."""
         apart = np.abs(self.first[0] - self.first[1]) <= _ALIKE * spread
-        result: Bools = (self.past > _SETTLED) | ((self.past == _SETTLED) & apart)
-        return result
-
-    def _standing(
-        self,
-        deviation: Floats,
-        mean: Floats,
-        doubt: Floats,
-        offset: float,
-        scale: Floats,
-        error: Floats,
-        able: Bools,
-    ) -> StepEvidence:
-        peers, past = self.peer_test.evidence(), self.past_test.evidence()
-        by_past = past >= peers
-        able = able & (self._majority | (past >= self.name_at))
-        return StepEvidence(
-            evidence=np.maximum(peers, past) - np.log(2.0),
-            excess=deviation - np.where(by_past, mean, 0.0),
-            reference=np.where(by_past, mean, 0.0),
-            doubt=np.where(by_past, doubt, offset),
-            scale=scale,
-            error=error,
-            by_past=by_past,
-            seen=np.isfinite(deviation),
-            able=able,
-            turns=np.zeros((TURNS, deviation.size), bool),
-        )
-
-    def _like_peers(self, spread: Floats, offset: float) -> Bools:
-        """Ranks with peers and too short a past, whose first residual is plausible among the
-        peers."""
-        first = np.nan_to_num(self.first[0])
-        plausible = np.abs(first) <= self._bound * offset + 3.0 * spread
-        result: Bools = self._majority & (self.past <= 1) & plausible
-        return result
+        past = (self.past > _SETTLED) | ((self.past == _SETTLED) & apart)
+        plausible = np.abs(np.nan_to_num(self.first[0])) <= self._bound * offset + 3.0 * spread
+        settled: Bools = past | (self._majority & (self.past <= 1) & plausible)
+        return settled
 
     def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
         """Sets the baseline of a rank (log residual), as if observed for so many steps."""

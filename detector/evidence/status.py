@@ -10,7 +10,7 @@ from ..arrays import Bools, Floats
 from ..persistence import Persistent
 from ..settings import DetectorSettings
 from .intermittent import EDGE, first_slow_step
-from .rank_tests import TURNS, RankTests, StepEvidence
+from .rank_tests import RankTests, StepEvidence
 
 CODES: tuple[Status, ...] = tuple(Status)
 HEALTHY, SUSPECT, FAIL_SLOW, FAIL_STOP, INCONCLUSIVE = range(len(CODES))
@@ -183,8 +183,12 @@ class StatusMachine(Persistent):
         scale = float(now.scale[rank])
         named, intermittent = table.status[rank] == FAIL_SLOW, bool(now.turns[:, rank].any())
         slow = np.ones(rows.size, bool)
-        if intermittent or (named and table.turns[rank]):
-            slow = excess > EDGE * self._slow_level(tests, now, rank)
+        if intermittent:
+            slow = excess > EDGE * float(
+                np.median(tests.window[now.slow_rows(tests, rank), rank]) - now.reference[rank]
+            )
+        elif named and table.turns[rank]:
+            slow = excess > EDGE * float(np.log(table.factor[rank]))
         if not named:
             first = first_slow_step(slow) if intermittent else onset(excess, scale)
             whole = first == 0 and tests.count <= tests.window.shape[0]
@@ -202,14 +206,6 @@ class StatusMachine(Persistent):
         table.factor[rank] = np.exp(max(middle, 0.0))
         table.low[rank] = np.exp(middle - 1.96 * error)
         table.high[rank] = np.exp(middle + 1.96 * error)
-
-    def _slow_level(self, tests: RankTests, now: StepEvidence, rank: int) -> float:
-        """Level (log) of the slow steps of an intermittently slow rank."""
-        rows = tests.recent(TURNS)
-        slow = now.turns[-len(rows) :, rank]
-        if not slow.any():
-            return float(np.log(self.status_table.factor[rank]))
-        return float(np.median(tests.window[rows[slow], rank]) - now.reference[rank])
 
     def _mark_healthy(self, tests: RankTests, ranks: Bools) -> None:
         table = self.status_table
@@ -236,25 +232,17 @@ class StatusMachine(Persistent):
     def _healthy_steps_needed(self, tests: RankTests, now: StepEvidence, rank: int) -> int:
         """Healthy steps before an intermittently slow rank is healthy again: so many that they are
         neither chance nor one of its pauses."""
-        on, of, pause = self._slow_pattern(tests, now, rank)
-        healthy = min(max(1.0 - on / max(of, 1), 0.05), 0.9)
-        lucky = int(np.ceil(np.log(_CHANCE) / np.log(healthy)))
-        return max(
-            self._settings.recover_steps, min(max(_PAUSES * pause, lucky), _MOST_HEALTHY_STEPS)
-        )
-
-    def _slow_pattern(self, tests: RankTests, now: StepEvidence, rank: int) -> tuple[int, int, int]:
-        """Number of slow steps of a rank since its first slow spell, steps from the first of them
-        to the last, and the longest pause between two."""
         rows = tests.recent(tests.count)
         rows = rows[np.isfinite(tests.window[rows, rank])]
         rows = rows[tests.steps[rows] >= self.status_table.began[rank]]
         edge = max(EDGE * float(np.log(self.status_table.factor[rank])), 0.5 * self._least)
         at = np.flatnonzero(tests.window[rows, rank] - now.reference[rank] > edge)
-        if not at.size:
-            return 0, 0, 0
-        pause = int(np.diff(at).max()) - 1 if at.size > 1 else 0
-        return int(at.size), int(at[-1] - at[0]) + 1, pause
+        slow_share = at.size / max(int(np.ptp(at)) + 1, 1) if at.size else 0.0
+        pause = int(np.diff(at).max(initial=1)) - 1
+        lucky = int(np.ceil(np.log(_CHANCE) / np.log(min(max(1.0 - slow_share, 0.05), 0.9))))
+        return max(
+            self._settings.recover_steps, min(max(_PAUSES * pause, lucky), _MOST_HEALTHY_STEPS)
+        )
 
 
 def onset(excess: Floats, scale: float) -> int:

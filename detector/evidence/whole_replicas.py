@@ -124,9 +124,8 @@ class ReplicaTest(Persistent):
             ranks = np.flatnonzero(steps == count)
             rows = tests.window[tests.recent(count)]
             level[ranks], error[ranks] = np.median(rows, axis=0)[places.dp[ranks]], 1.5 / count
-        last = tests.recent(TURNS)
         for rank in np.flatnonzero(now.intermittent).tolist():
-            slow = tests.window[last[now.turns[-last.size :, rank]], places.dp[rank]]
+            slow = tests.window[now.slow_rows(tests, rank), places.dp[rank]]
             level[rank], error[rank] = np.median(slow), 1.5 / slow.size
         usual = np.where(now.by_past, tests.mean[places.dp], 0.0)
         past = np.maximum(tests.past[places.dp], 1.0)
