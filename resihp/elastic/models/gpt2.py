@@ -18,13 +18,14 @@ from resihp.layout import Param, Parameters, Range
 from ..process_groups.abortable import AbortableProcessGroup
 from .attention import attend
 from .base import Packed, Part
+from .decoder import Decoder
 from .randomness import Dropout
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
-from .weights import empty, normal, positions, width
+from .weights import empty, positions, width
 
 
-class Gpt2:
+class Gpt2(Decoder):
     """`resihp.elastic.models.Model` for a `ModelShape` without KV groups and gates.
 
     context  longest document, the number of learned positions
@@ -38,12 +39,8 @@ class Gpt2:
             raise ContractError("shape", "GPT-2 has one KV head per head, no gates, a tied head")
         if not 0.0 <= dropout < 1.0:
             raise ContractError("dropout", f"must be within [0, 1), not {dropout}")
-        self.shape, self.context, self.dropout, self.seed = shape, context, dropout, seed
-
-    @property
-    def width(self) -> int:
-        """Width of the boundary activation."""
-        return self.shape.hidden
+        super().__init__(shape, seed=seed)
+        self.context, self.dropout = context, dropout
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -70,10 +67,7 @@ class Gpt2:
         )
         table = Param("first.table", (s.vocab, D), 0)
         return Parameters(
-            tuple(
-                tuple(Param(f"layers.{i}.{name}", shape, dim, u) for name, shape, dim, u in layer)
-                for i in range(s.layers)
-            ),
+            self.layers(layer),
             (table, Param("first.positions", (self.context, D))),
             (Param("last.norm", (D,)), Param("last.bias", (D,)), table),
         )
@@ -87,26 +81,6 @@ class Gpt2:
         if part == "last":
             return Gpt2Head(ranges["table"], self.shape.hidden, group)
         return Block(self, part, ranges, group)
-
-    def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Ones for norms, zeros for biases, else normal as in the paper's code."""
-        name = key.rsplit(".", 1)[1]
-        if name.startswith("norm"):
-            return torch.ones(shape)
-        if name.startswith("b"):
-            return torch.zeros(shape)
-        scale = 0.02 / (2 * self.shape.layers) ** 0.5 if name in {"wo", "w_out"} else 0.02
-        return normal(key, shape, seed=self.seed, scale=scale)
-
-    def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
-        """Return 2 per weight and token, plus causal attention over each document."""
-        tokens, hidden = len(packed.tokens), self.shape.hidden
-        if part == "first":
-            return 0.0
-        if part == "last":
-            return 2.0 * tokens * hidden * width(ranges["table"])
-        columns = sum(width(span) for name, span in ranges.items() if name.startswith("w"))
-        return 2.0 * tokens * hidden * columns + 2.0 * packed.sum_sq_len * width(ranges["wq"])
 
 
 class Embedding(VocabularyEmbedding):

@@ -19,52 +19,36 @@ from resihp.layout import Param, Parameters, Range
 from ..process_groups.abortable import AbortableProcessGroup
 from .attention import attend
 from .base import Packed, Part
+from .decoder import Decoder, Entry
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
-from .weights import empty, normal, positions, width
-
-Entry = tuple[str, tuple[int, ...], int | None, int]
-"""Name within the layer, unsharded shape, dimension that is split, unit."""
+from .weights import empty, positions, width
 
 
-class Llama:
+class Llama(Decoder):
     """`Model` for a `ModelShape`; embedding and head are tied where the shape says so."""
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
-        self.shape = shape
-        self.seed = seed
-
-    @property
-    def width(self) -> int:
-        """Width of the boundary activation."""
-        return self.shape.hidden
+        super().__init__(shape, seed=seed)
 
     @cached_property
     def parameters(self) -> Parameters:
         """All parameters, sharded by KV group, FFN column or vocabulary row."""
         s = self.shape
-        layer = self.attention_entries() + self.ffn_entries()
-        table = Param("first.table", (s.vocab, s.hidden), 0)
-        head = table if s.tied_embeddings else Param("last.table", (s.vocab, s.hidden), 0)
-        return Parameters(
-            tuple(
-                tuple(Param(f"layers.{i}.{name}", shape, dim, u) for name, shape, dim, u in layer)
-                for i in range(s.layers)
-            ),
-            (table,),
-            (Param("last.norm", (s.hidden,)), head),
-        )
-
-    def attention_entries(self) -> tuple[Entry, ...]:
-        """Parameters of the attention of one layer."""
-        s = self.shape
         group = s.head_dim * s.heads // s.kv_heads
-        return (
+        attention = (
             ("attention_norm", (s.hidden,), None, 1),
             ("wq", (s.heads * s.head_dim, s.hidden), 0, group),
             ("wk", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
             ("wv", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
             ("wo", (s.hidden, s.heads * s.head_dim), 1, group),
+        )
+        table = Param("first.table", (s.vocab, s.hidden), 0)
+        head = table if s.tied_embeddings else Param("last.table", (s.vocab, s.hidden), 0)
+        return Parameters(
+            self.layers(attention + self.ffn_entries()),
+            (table,),
+            (Param("last.norm", (s.hidden,)), head),
         )
 
     def ffn_entries(self) -> tuple[Entry, ...]:
@@ -90,29 +74,6 @@ class Llama:
     def layer(self, ranges: Mapping[str, Range], group: AbortableProcessGroup) -> nn.Module:
         """One decoder layer."""
         return DecoderLayer(self.shape, ranges, group)
-
-    def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Ones for norms, else normal with deviation 0.02 (0.02 / sqrt(2 L) into the residual)."""
-        if key.endswith("norm"):
-            return torch.ones(shape)
-        into_residual = key.endswith(("wo", "w_down"))
-        scale = 0.02 / (2 * self.shape.layers) ** 0.5 if into_residual else 0.02
-        return normal(key, shape, seed=self.seed, scale=scale)
-
-    def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
-        """Return 2 per parameter and token, plus causal attention over each document."""
-        tokens, hidden = len(packed.tokens), self.shape.hidden
-        if part == "first":
-            return 0.0
-        if part == "last":
-            return 2.0 * tokens * hidden * width(ranges["table"])
-        attention = sum(width(ranges[name]) for name in ("wq", "wk", "wv", "wo"))
-        columns = attention + self.ffn_columns(ranges)
-        return 2.0 * tokens * hidden * columns + 2.0 * packed.sum_sq_len * width(ranges["wq"])
-
-    def ffn_columns(self, ranges: Mapping[str, Range]) -> float:
-        """Return the FFN columns that each token passes on this rank."""
-        return sum(width(ranges[name]) for name in ("w_gate", "w_up", "w_down"))
 
 
 class DecoderLayer(nn.Module):

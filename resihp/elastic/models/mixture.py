@@ -19,7 +19,8 @@ from resihp.contracts import ContractError, ModelShape
 from resihp.layout import Range
 
 from ..process_groups.abortable import AbortableProcessGroup
-from .llama import DecoderLayer, Entry, Llama
+from .decoder import Entry
+from .llama import DecoderLayer, Llama
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .weights import empty, width
 
@@ -48,9 +49,10 @@ class Mixture(Llama):
         """One decoder layer."""
         return MixtureLayer(self, ranges, group)
 
-    def ffn_columns(self, ranges: Mapping[str, Range]) -> float:
-        """Return the columns of `top_k` experts and of the router."""
-        return self.top_k * super().ffn_columns(ranges) + self.experts
+    def columns(self, ranges: Mapping[str, Range]) -> float:
+        """Return the columns of attention, of `top_k` experts and of the router."""
+        expert = sum(width(ranges[name]) for name in ("w_gate", "w_up", "w_down"))
+        return super().columns(ranges) + (self.top_k - 1) * expert + self.experts
 
 
 class MixtureLayer(DecoderLayer):

@@ -15,8 +15,8 @@ from .base import Packed
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 
 
-class VocabularyEmbedding(nn.Module):
-    """Rows [start, stop) of an embedding table; the other ranks of the group hold the other rows.
+class _VocabularyTable(nn.Module):
+    """Rows [start, stop) of a table; the other ranks of the group hold the other rows.
 
     A small share of a small vocabulary may be empty.
     """
@@ -25,6 +25,10 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.rows, self.group = rows, group
         self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
+
+
+class VocabularyEmbedding(_VocabularyTable):
+    """Embedding of the tokens."""
 
     def forward(self, packed: Packed) -> torch.Tensor:
         """[T] ids -> [T, D]."""
@@ -41,13 +45,8 @@ class VocabularyEmbedding(nn.Module):
         return reduce_from_tp_region(own_TD, self.group, in_place=True)
 
 
-class VocabularyHead(nn.Module):
-    """Projection on the rows [start, stop) of a vocabulary, and the loss over all of it."""
-
-    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
-        super().__init__()
-        self.rows, self.group = rows, group
-        self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
+class VocabularyHead(_VocabularyTable):
+    """Projection on the rows, and the loss over the whole vocabulary."""
 
     def loss(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets, of normalised activations."""
