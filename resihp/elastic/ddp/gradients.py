@@ -13,7 +13,9 @@ from resihp.contracts import ContractError
 from ..microbatches.assignment import Assignment
 from ..microbatches.ledger import indices
 from ..microbatches.tree_sum import Node, nodes, put
+from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
+from ..process_groups.tree_allreduce import tree_allreduce
 from .groups import ReplicaGroups
 
 
@@ -70,11 +72,7 @@ class LoopGradients:
     def sum_over(self, groups: ReplicaGroups, shares: Sequence[Assignment], index: int) -> None:
         """Compute `total`; `shares` are the assignments of all replicas, `index` is this one's."""
         if self._ordered:
-            leaves = self._microbatches
-            nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
-            own = [held for _, held in sorted(self._held.items(), key=lambda item: item[0])]
-            like = self._local()
-            self.total = groups.sum_nodes(own, like, nodes_of, index, leaves)
+            self.total = self._sum_nodes(groups.data_parallel, shares, index)
             return
         if len(groups.data_parallel) == 1:
             self.total = self._local()
@@ -103,6 +101,20 @@ class LoopGradients:
             self._held = {(0, self._microbatches): self.total}
             self._put_in_place(self.total)
         self.total = None
+
+    def _sum_nodes(
+        self, group: AbortableProcessGroup, shares: Sequence[Assignment], index: int
+    ) -> list[torch.Tensor]:
+        """Return the sums over replicas in the fixed order of the tree, in fp32."""
+        own = [held for _, held in sorted(self._held.items(), key=lambda item: item[0])]
+        if len(group) == 1:
+            return own[0]
+        like, leaves = self._local(), self._microbatches
+        nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
+        sizes = [tensor.numel() for tensor in like]
+        flat = tree_allreduce(group, index, own, sum(sizes), nodes_of, leaves)
+        parts = zip(flat.split(sizes), like, strict=True)
+        return [part.view_as(tensor) for part, tensor in parts]
 
     def _all_reduce(self, groups: ReplicaGroups) -> BucketedAllReduce:
         slices = [GradientSlice(parameter) for parameter in reversed(self.parameters)]

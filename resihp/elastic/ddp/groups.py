@@ -6,14 +6,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from resihp.contracts import PeerLostError
 
-from ..microbatches.tree_sum import Node
 from ..process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory, WaitClock
-from ..process_groups.tree_allreduce import tree_allreduce
 from ..rendezvous.membership import Rendezvous
 
 
@@ -35,29 +32,6 @@ class ReplicaGroups:
         """All groups of this rank."""
         some = (self.everyone, self.data_parallel, self.state)
         return tuple(group for group in some if group is not None)
-
-    def sum_nodes(
-        self,
-        own: Sequence[Sequence[torch.Tensor]],
-        like: Sequence[torch.Tensor],
-        nodes_of: Sequence[Sequence[Node]],
-        index: int,
-        leaves: int,
-    ) -> list[torch.Tensor]:
-        """Return the sums over replicas in the fixed order of the tree, fp32, shaped as `like`.
-
-        own       sums of this replica, one list of tensors for each of its nodes
-        nodes_of  nodes of each replica
-        index     position of this replica in the group
-        leaves    microbatches of the step
-        """
-        if len(self.data_parallel) == 1:
-            return list(own[0])
-        sizes = [tensor.numel() for tensor in like]
-        flats = [torch.cat([tensor.reshape(-1) for tensor in one]) for one in own]
-        flat = tree_allreduce(self.data_parallel, index, flats, sum(sizes), nodes_of, leaves)
-        parts = zip(flat.split(sizes), like, strict=True)
-        return [part.view_as(tensor) for part, tensor in parts]
 
 
 def connect_replica_groups(
@@ -103,9 +77,7 @@ def connect_replica_groups(
     while thread.is_alive():
         thread.join(0.01)
         waited_s += 0.01
-        reason = rendezvous.broken(everyone, 0.0 if is_starting else waited_s)
-        if reason is not None:
-            raise PeerLostError(reason)
+        rendezvous.check(everyone, 0.0 if is_starting else waited_s)
     if failed:
         raise PeerLostError(f"the groups could not be built: {failed[0]}")
     return built[0]

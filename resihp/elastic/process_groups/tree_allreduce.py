@@ -14,7 +14,7 @@ from .abortable import AbortableProcessGroup
 def tree_allreduce(
     group: AbortableProcessGroup,
     index: int,
-    own: Sequence[torch.Tensor],
+    own: Sequence[Sequence[torch.Tensor]],
     size: int,
     nodes_of: Sequence[Sequence[Node]],
     leaves: int,
@@ -22,7 +22,7 @@ def tree_allreduce(
     """Return the sum [size] of all leaves, equal to the bit on every rank; collective over `group`.
 
     index     position of this rank in the group
-    own       this rank's sums [size], one for each of its nodes
+    own       this rank's sums, one for each of its nodes: tensors with `size` elements together
     nodes_of  the nodes of each rank of the group, in its order; all ranks know them
 
     Every rank sums one slice of all nodes, then slices are all-gathered: as many bytes as in a ring
@@ -30,7 +30,8 @@ def tree_allreduce(
     """
     width = -(-size // len(group))
     slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
-    sent = [flat[part.start : part.stop] for part in slices for flat in own]
+    flats = [torch.cat([tensor.reshape(-1) for tensor in one]) for one in own]
+    sent = [flat[part.start : part.stop] for part in slices for flat in flats]
     mine = len(slices[index])
     received = torch.empty(mine * sum(map(len, nodes_of)), device=group.device)
     group.all_to_all(

@@ -26,7 +26,7 @@ from .gradient_accumulation import (
     Parts,
     StepRemainder,
 )
-from .gradient_allreduce import DeterministicAllReduce, GradientAllReduce, OverlappedAllReduce
+from .gradient_allreduce import DeterministicAllReduce, GradientAllReduce
 from .gradient_norm import clip, norm_of, squared_norms
 from .schedule import check_schedule, order_of
 from .setup import Setup
@@ -243,8 +243,8 @@ class Engine:
                 self.shard, self.groups, self._sums, held, self.plan.microbatches
             )
         else:
-            self._reduction = OverlappedAllReduce(
-                self.shard, self.groups, self._sums, bucket_bytes=self.setup.bucket_bytes
+            self._reduction = GradientAllReduce(
+                self.shard, self.groups, self._sums, self.setup.bucket_bytes
             )
 
     def _load(self, step: int) -> list[Packed]:

@@ -5,9 +5,8 @@ The local sums stay as they are until the step is complete everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -25,26 +24,14 @@ from .shard import Shard, rows
 Piece = tuple[Param, Range]
 
 
-class GradientAllReduce(Protocol):
-    """One attempt to sum the gradients of one step over the replicas."""
+class GradientAllReduce:
+    """One attempt to sum the gradients of one step over the replicas.
 
-    def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
-        """Overlap the exchange with the enclosed pass, the last of the step.
-
-        It adds to `params`; all other gradients are complete.
-        """
-        ...
-
-    def finish(self) -> Gradients:
-        """Return the whole gradients. Raises `PeerLostError`; the local sums stay as they were."""
-        ...
-
-
-class OverlappedAllReduce:
-    """All-reduce of buckets in the order in which backward completes them."""
+    Buckets are exchanged in the order in which backward completes them.
+    """
 
     def __init__(
-        self, shard: Shard, groups: LayoutGroups, sums: GradientSum, *, bucket_bytes: int
+        self, shard: Shard, groups: LayoutGroups, sums: GradientSum, bucket_bytes: int
     ) -> None:
         self._shard, self._groups, self._sums = shard, groups, sums
         self._pieces: dict[GradientSlice, Piece] = {}
@@ -53,15 +40,27 @@ class OverlappedAllReduce:
         )
 
     def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
-        """Start each bucket when backward has completed its last gradient."""
+        """Overlap the exchange with the enclosed pass, the last of the step.
+
+        It adds to `params`; all other gradients are complete.
+        """
         return self._buckets.overlapped([self._shard.tensors[param] for param in params])
 
     def finish(self) -> Gradients:
-        """Return the whole gradients."""
-        local, total = self._sums.whole(), Gradients()
+        """Return the whole gradients. Raises `PeerLostError`; the local sums stay as they were."""
+        total = Gradients()
+        for pieces, flat in self._exchange():
+            self._unpack(pieces, flat, total)
+        tensors = self._shard.tensors
+        if self._groups.layout.dp > 1:
+            self._share_unsplit(total)
+            return {p: torch.zeros_like(t) for p, t in tensors.items() if not t.numel()} | total
+        return self._sums.whole() | total  # in a single replica, only tied parameters are summed
+
+    def _exchange(self) -> Iterator[tuple[Sequence[Piece], torch.Tensor]]:
+        """Yield pieces with their flat sums over the replicas."""
         for one, summed in self._buckets.finish():
-            unpack(self._shard, [self._pieces[one]], summed.reshape(-1), total)
-        return completed(self._shard, self._groups, total, local)
+            yield [self._pieces[one]], summed.reshape(-1)
 
     def _slices(self, reduction: GradientReduction) -> list[GradientSlice]:
         """Slices of the shard's gradients, in the order of the model backward."""
@@ -73,8 +72,37 @@ class OverlappedAllReduce:
             self._pieces[slices[-1]] = (param, (start, stop))
         return slices
 
+    def _unpack(self, pieces: Sequence[Piece], flat: torch.Tensor, total: Gradients) -> None:
+        """Put the pieces in `flat` into `total`; a piece that is all of a shard becomes a view."""
+        shard, offset = self._shard, 0
+        for param, span in pieces:
+            shape = list(shard.tensors[param].shape)
+            shape[param.dim or 0] = span[1] - span[0]
+            count = (span[1] - span[0]) * param.row_numel
+            part = flat[offset : offset + count].view(shape)
+            offset += count
+            if span == shard.ranges[param]:
+                total[param] = part
+                continue
+            if param not in total:
+                total[param] = torch.empty_like(shard.tensors[param])
+            rows(total[param], param, span, origin=shard.ranges[param][0]).copy_(part)
 
-class DeterministicAllReduce:
+    def _share_unsplit(self, total: Gradients) -> None:
+        """Broadcast the sums of unsplit parameters from the first rank: equal to the bit."""
+        groups = self._groups
+        unsplit = {param: t for param, t in self._shard.tensors.items() if param.dim is None}
+        if len(groups.tp) == 1 or not unsplit:
+            return
+        held = [total.get(param, torch.zeros_like(tensor)) for param, tensor in unsplit.items()]
+        flat = torch.cat([tensor.reshape(-1) for tensor in held])
+        groups.tp.broadcast(flat, groups.stage.ranks[0])
+        parts = flat.split([tensor.numel() for tensor in held])
+        for (param, tensor), part in zip(unsplit.items(), parts, strict=True):
+            total[param] = part.view_as(tensor)
+
+
+class DeterministicAllReduce(GradientAllReduce):
     """Sum in the fixed order of `tree_sum`, started when backward has ended.
 
     finished  by replica: the microbatches in its sums
@@ -95,65 +123,19 @@ class DeterministicAllReduce:
         """Overlap nothing: a node is complete only when its last microbatch is."""
         return nullcontext()
 
-    def finish(self) -> Gradients:
-        """Return the whole gradients."""
-        total = Gradients()
+    def _exchange(self) -> Iterator[tuple[Sequence[Piece], torch.Tensor]]:
         for reduction, group in self._groups.sums:
-            unpack(self._shard, reduction.pieces, self._sum(reduction, group), total)
-        local = self._sums.whole() if self._groups.layout.dp == 1 else {}
-        return completed(self._shard, self._groups, total, local)
+            yield reduction.pieces, self._sum(reduction, group)
 
     def _sum(self, reduction: GradientReduction, group: AbortableProcessGroup) -> torch.Tensor:
         """Return the sum of the pieces of one group, flat."""
-        pieces = reduction.pieces
-        flats = [
-            torch.cat([view.reshape(-1) for view in self._views(pieces, gradients)])
+        pieces, ranges = reduction.pieces, self._shard.ranges
+        own = [
+            [rows(gradients[param], param, span, ranges[param][0]) for param, span in pieces]
             for _, gradients in self._sums.parts()
         ]
         size = sum((stop - start) * param.row_numel for param, (start, stop) in pieces)
         places = [self._groups.layout.place_of(rank) for rank in group.ranks]
         nodes_of = [self._nodes[place.dp] for place in places if place is not None]
         index = group.ranks.index(self._groups.place.rank)
-        return tree_allreduce(group, index, flats, size, nodes_of, self._leaves)
-
-    def _views(self, pieces: Iterable[Piece], gradients: Gradients) -> Iterator[torch.Tensor]:
-        for param, span in pieces:
-            yield rows(gradients[param], param, span, origin=self._shard.ranges[param][0])
-
-
-def unpack(shard: Shard, pieces: Iterable[Piece], flat: torch.Tensor, total: Gradients) -> None:
-    """Put the pieces in `flat` into `total`; a piece that is all of a shard becomes a view."""
-    offset = 0
-    for param, span in pieces:
-        shape = list(shard.tensors[param].shape)
-        shape[param.dim or 0] = span[1] - span[0]
-        count = (span[1] - span[0]) * param.row_numel
-        part = flat[offset : offset + count].view(shape)
-        offset += count
-        if span == shard.ranges[param]:
-            total[param] = part
-            continue
-        if param not in total:
-            total[param] = torch.empty_like(shard.tensors[param])
-        rows(total[param], param, span, origin=shard.ranges[param][0]).copy_(part)
-
-
-def completed(shard: Shard, groups: LayoutGroups, total: Gradients, local: Gradients) -> Gradients:
-    """Return `total` with what needs no sum: in a single replica, all but tied parameters."""
-    if groups.layout.dp > 1:
-        _share_unsplit(shard, groups, total)
-    empty = {p: torch.zeros_like(t) for p, t in shard.tensors.items() if t.numel() == 0}
-    return empty | local | total
-
-
-def _share_unsplit(shard: Shard, groups: LayoutGroups, total: Gradients) -> None:
-    """Broadcast the sums of unsplit parameters from the stage's first rank: equal to the bit."""
-    unsplit = {param: tensor for param, tensor in shard.tensors.items() if param.dim is None}
-    if len(groups.tp) == 1 or not unsplit:
-        return
-    held = [total.get(param, torch.zeros_like(tensor)) for param, tensor in unsplit.items()]
-    flat = torch.cat([tensor.reshape(-1) for tensor in held])
-    groups.tp.broadcast(flat, groups.stage.ranks[0])
-    parts = flat.split([tensor.numel() for tensor in held])
-    for (param, tensor), part in zip(unsplit.items(), parts, strict=True):
-        total[param] = part.view_as(tensor)
+        return tree_allreduce(group, index, own, size, nodes_of, self._leaves)
