@@ -9,29 +9,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpointing.settings import Checkpoints
-    from .ddp.init import init_replica_group
-    from .ddp.replicas import Replicas
-    from .models.base import Model, Packed
-    from .models.gpt2 import Gpt2
-    from .models.llama import Llama
-    from .models.mixture import Mixture
-    from .models.randomness import random_bits
-    from .optim.optimizer import Optimizer, no_decay_on_vectors
-    from .optim.rates import constant, warmup, warmup_cosine
-    from .planning.sources import LocalPlans, NoPlans, PlanSource, ServicePlans
-    from .rendezvous.environment import Environment
-    from .rendezvous.membership import Rendezvous
-    from .rendezvous.store import Timeouts
-    from .reshard.buffers import ReshardBudget
-    from .state.events import Callbacks, LayoutChange
-    from .state.phases import Phase
-    from .step.data import Cursor, DataSource, IteratorData
-    from .step.engine import ReducedStep
-    from .step.pacing import Pacer
-    from .step.setup import Setup
-    from .trainer import Trainer
-    from .training import train
+    from .checkpointing.settings import Checkpoints as Checkpoints
+    from .ddp.init import init_replica_group as init_replica_group
+    from .ddp.replicas import Replicas as Replicas
+    from .models.base import Model as Model
+    from .models.base import Packed as Packed
+    from .models.gpt2 import Gpt2 as Gpt2
+    from .models.llama import Llama as Llama
+    from .models.mixture import Mixture as Mixture
+    from .models.randomness import random_bits as random_bits
+    from .optim.optimizer import Optimizer as Optimizer
+    from .optim.optimizer import no_decay_on_vectors as no_decay_on_vectors
+    from .optim.rates import constant as constant
+    from .optim.rates import warmup as warmup
+    from .optim.rates import warmup_cosine as warmup_cosine
+    from .planning.sources import LocalPlans as LocalPlans
+    from .planning.sources import NoPlans as NoPlans
+    from .planning.sources import PlanSource as PlanSource
+    from .planning.sources import ServicePlans as ServicePlans
+    from .rendezvous.environment import Environment as Environment
+    from .rendezvous.membership import Rendezvous as Rendezvous
+    from .rendezvous.store import Timeouts as Timeouts
+    from .reshard.buffers import ReshardBudget as ReshardBudget
+    from .state.events import Callbacks as Callbacks
+    from .state.events import LayoutChange as LayoutChange
+    from .state.phases import Phase as Phase
+    from .step.data import Cursor as Cursor
+    from .step.data import DataSource as DataSource
+    from .step.data import IteratorData as IteratorData
+    from .step.engine import ReducedStep as ReducedStep
+    from .step.pacing import Pacer as Pacer
+    from .step.setup import Setup as Setup
+    from .trainer import Trainer as Trainer
+    from .training import train as train
 
 _HOMES = {
     "Callbacks": ".state.events",
@@ -69,41 +79,7 @@ _HOMES = {
     "warmup_cosine": ".optim.rates",
 }
 
-__all__ = [
-    "Callbacks",
-    "Checkpoints",
-    "Cursor",
-    "DataSource",
-    "Environment",
-    "Gpt2",
-    "IteratorData",
-    "LayoutChange",
-    "Llama",
-    "LocalPlans",
-    "Mixture",
-    "Model",
-    "NoPlans",
-    "Optimizer",
-    "Pacer",
-    "Packed",
-    "Phase",
-    "PlanSource",
-    "ReducedStep",
-    "Rendezvous",
-    "Replicas",
-    "ReshardBudget",
-    "ServicePlans",
-    "Setup",
-    "Timeouts",
-    "Trainer",
-    "constant",
-    "init_replica_group",
-    "no_decay_on_vectors",
-    "random_bits",
-    "train",
-    "warmup",
-    "warmup_cosine",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

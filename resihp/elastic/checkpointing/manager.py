@@ -22,6 +22,7 @@ from ..rendezvous import keys
 from ..step import Cursor, Setup
 from ..step.shard import Shard, scalar_table
 from .memory_replicas import MemoryReplicas
+from .protocol import StateManager
 from .restore_group import RestoreGroup
 from .settings import Checkpoints
 from .shards import all_pieces, pieces_of, scalars_piece
@@ -105,8 +106,8 @@ _UNTIL_WRITTEN_S = 600.0
 _UNTIL_GIVEN_UP_S = 10.0
 
 
-class CheckpointManager:
-    """`StateManager` on the levels of `Checkpoints`.
+class CheckpointManager(StateManager):
+    """Manager on the levels of `Checkpoints`.
 
     Each layout has a `Writer` of its own, as other ranks write other ranges, and begins a lineage
     of checkpoints. `store` gives all ranks the same time of the job's start: it names the job, so

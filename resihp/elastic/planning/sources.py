@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Protocol
 
 from resihp import _own_packages
 from resihp.client import Client
-from resihp.contracts import InfeasibleError, Job, Layout, Plan, ServiceError
+from resihp.contracts import InfeasibleError, Job, Plan, ServiceError
 
 _log = logging.getLogger("resihp.elastic")
 
@@ -74,21 +74,7 @@ class NoPlans:
         """Do nothing."""
 
 
-class _MakePlan(Protocol):
-    """`scheduler.make_plan`, as far as it is used here."""
-
-    def __call__(
-        self,
-        job: Job,
-        speeds: Mapping[int, float],
-        layout: Layout,
-        *,
-        version: int,
-        from_step: int = 0,
-    ) -> Plan: ...
-
-
-class LocalPlans:
+class LocalPlans(NoPlans):
     """Plans of ResiHP's scheduler in this process: for lost, leaving and joining ranks only.
 
     Slow devices are found by the sidecar alone. The scheduler is loaded here, not at the first
@@ -97,12 +83,7 @@ class LocalPlans:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._make_plan: _MakePlan = _own_packages.load("scheduler").make_plan
-
-    def wait(self, after: int, seconds: float) -> Plan | None:
-        """None, after `seconds`."""
-        time.sleep(seconds)
-        return None
+        self._make_plan: Callable[..., Plan] = _own_packages.load("scheduler").make_plan
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
         """A plan for the survivors. Raises `InfeasibleError` if there is none."""
@@ -123,12 +104,6 @@ class LocalPlans:
             _log.warning("no plan uses the joiners %s: %s", sorted(joiners), error)
             return None
         return plan if set(plan.layout.ranks) & set(joiners) else None
-
-    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
-        """Do nothing."""
-
-    def refused(self, plan: Plan, rank: int, why: str) -> None:
-        """Do nothing."""
 
 
 class ServicePlans:

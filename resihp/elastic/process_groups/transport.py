@@ -30,7 +30,7 @@ class Transport(Protocol):
     2. Both start the transfer and return without waiting. Each side then iterates over its own.
     3. The tensors given to `send` stay unchanged until all peers have confirmed their receipt:
        with `is_zero_copy` the peers read them in place.
-    4. To abort, stop iterating and `close`.
+    4. To abort, stop iterating and close the group.
 
     is_zero_copy  tensors may have any strides and are copied once; otherwise they are contiguous
     """
@@ -44,10 +44,6 @@ class Transport(Protocol):
 
     def recv(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Start to fill `tensors` with those of the source; called by each peer."""
-        ...
-
-    def close(self) -> None:
-        """Release the connection; an aborted transfer may block this until it times out."""
         ...
 
 
@@ -66,10 +62,6 @@ class ProcessGroupTransport:
     def recv(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Start to receive into `tensors`."""
         return self._finish([(self._start(tensor), tensor.nbytes) for tensor in tensors])
-
-    def close(self) -> None:
-        """Close the group."""
-        self._group.close()
 
     def _start(self, tensor: torch.Tensor) -> dist.Work:
         return self._group.start_broadcast(tensor, self.source)

@@ -71,11 +71,9 @@ class Joiners:
             if not self._await_key(key, is_leaving):
                 announce_death(self._store, rank)  # an invitation at this moment finds it dead
                 return None
-            document = json.loads(self._store.get(key))
+            return from_json(Invitation, json.loads(self._store.get(key)))
         except dist.DistError as error:
             raise JobStoppedError("no place in the job: the store is gone") from error
-        plan, alive = from_json(Plan, document["plan"]), tuple(document["alive"])
-        return Invitation(document["recovery"], document["generation"], plan, alive)
 
     def _await_key(self, key: str, is_leaving: Callable[[], bool]) -> bool:
         """Wait until `key` is set; False if the job ends first, or once `is_leaving()`."""
@@ -111,8 +109,7 @@ class Joiners:
 
     def invite(self, rank: int, number: int, invitation: Invitation) -> None:
         """Answer announcement `number` of `rank`."""
-        document = json.dumps({**vars(invitation), "plan": to_json(invitation.plan)})
-        self._store.set(keys.invitation(rank, number), document)
+        self._store.set(keys.invitation(rank, number), json.dumps(to_json(invitation)))
 
     # Ranks that leave.
 

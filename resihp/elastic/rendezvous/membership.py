@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from resihp.contracts import JobStoppedError
+from resihp.contracts import JobStoppedError, PeerLostError
 
 from . import keys
 from .heartbeats import HeartbeatReader
@@ -133,6 +133,12 @@ class Rendezvous:
                         self._broken_in_scope = reason
                     self.request_recovery(reason)
             return self._reason(scope)
+
+    def check(self, ranks: Sequence[int], waited_s: float) -> None:
+        """Raise `PeerLostError` with the reason to give up waiting for `ranks`, if there is one."""
+        reason = self.broken(ranks, waited_s)
+        if reason is not None:
+            raise PeerLostError(reason)
 
     @contextmanager
     def failure_scope(self, work: str, ranks: Sequence[int]) -> Iterator[None]:

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from resihp.contracts import JobStoppedError, PeerLostError, Plan, from_json, to_json
+from resihp.contracts import JobStoppedError, Plan, from_json, to_json
 
 from . import keys
 from .membership import Rendezvous
@@ -42,7 +42,8 @@ class ProposalBoard:
     def publish(self, generation: int, proposal: Proposal | str) -> None:
         """Publish the proposal of `generation`, or a reason to stop. The first writer wins."""
         key = keys.proposal(self._rendezvous.recovery, generation)
-        self._stores.store.compare_set(key, "", write_proposal(proposal))
+        document = {"stop": proposal} if isinstance(proposal, str) else to_json(proposal)
+        self._stores.store.compare_set(key, "", json.dumps(document))
         self._stores.store.add(keys.SIGNAL, 1)
 
     def read(self, generation: int, *, recoveries_ago: int = 0) -> Proposal | None:
@@ -50,19 +51,16 @@ class ProposalBoard:
         key = keys.proposal(self._rendezvous.recovery - recoveries_ago, generation)
         if not self._stores.ask(lambda: self._stores.store.check([key]), False):
             return None
-        proposal = read_proposal(self._stores.store.get(key))
-        if isinstance(proposal, str):
-            raise JobStoppedError(proposal)
-        return proposal
+        document = json.loads(self._stores.store.get(key))
+        if "stop" in document:
+            raise JobStoppedError(document["stop"])
+        return from_json(Proposal, document)
 
     def wait(self, generation: int) -> Proposal:
         """Wait for the proposal of `generation`. Raises `PeerLostError` if a rank is lost."""
         start = time.monotonic()
         while (proposal := self.read(generation)) is None:
-            waited_s = time.monotonic() - start
-            reason = self._rendezvous.broken(self._rendezvous.alive[:1], waited_s)
-            if reason is not None:
-                raise PeerLostError(reason)
+            self._rendezvous.check(self._rendezvous.alive[:1], time.monotonic() - start)
             time.sleep(0.01)
         return proposal
 
@@ -75,23 +73,3 @@ class ProposalBoard:
         """True once `start_reshard(generation)` has been called by a rank."""
         key = keys.reshard_started(self._rendezvous.recovery, generation)
         return bool(self._stores.store.check([key]))
-
-
-def write_proposal(proposal: Proposal | str) -> str:
-    """The proposal as JSON; a string is a reason to stop the job."""
-    if isinstance(proposal, str):
-        return json.dumps({"stop": proposal})
-    return json.dumps({**vars(proposal), "plan": to_json(proposal.plan)})
-
-
-def read_proposal(raw: bytes) -> Proposal | str:
-    """Inverse of `write_proposal`."""
-    document = json.loads(raw)
-    if "stop" in document:
-        return str(document["stop"])
-    return Proposal(
-        from_json(Plan, document["plan"]),
-        tuple(document["members"]),
-        tuple(document["leaving"]),
-        document["missing_state"],
-    )

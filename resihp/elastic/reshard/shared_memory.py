@@ -189,10 +189,6 @@ class SharedMemoryTransport:
         table = _empty_table(tensors)
         return self._read(tensors, table, self._group.start_broadcast(table, self.source))
 
-    def close(self) -> None:
-        """Close the group."""
-        self._group.close()
-
     def _told(self, work: dist.Work) -> Transfer:
         self._group.wait(work)
         yield from ()
