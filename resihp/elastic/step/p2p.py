@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from resihp.contracts import Op
+
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.layout_groups import P2PLink, StageBoundary
 
@@ -18,11 +20,13 @@ class P2PQueue:
     def __init__(self) -> None:
         self._in_flight: deque[tuple[AbortableProcessGroup, dist.Work, torch.Tensor]] = deque()
 
-    def post(self, group: AbortableProcessGroup, chunk: torch.Tensor, source: int) -> None:
-        """Send `chunk` from this rank (`source`) to the other end of `group`."""
-        while self._in_flight and self._in_flight[0][1].is_completed():
-            self._finish_oldest()
-        self._in_flight.append((group, group.start_broadcast(chunk, source), chunk))
+    def send(self, op: Op, boundary: StageBoundary, tensor_TD: torch.Tensor) -> None:
+        """Send this rank's chunks of what a pass `op` returned to the neighbour stage."""
+        for link, (group, source) in zip(boundary.links, _channels(op, boundary), strict=True):
+            while self._in_flight and self._in_flight[0][1].is_completed():
+                self._finish_oldest()
+            chunk = _chunk(tensor_TD, link, boundary)
+            self._in_flight.append((group, group.start_broadcast(chunk, source), chunk))
 
     def drain(self) -> None:
         """Wait until all sends have arrived."""
@@ -34,53 +38,32 @@ class P2PQueue:
         group.wait(work)
 
 
-def send_forward(box: P2PQueue, boundary: StageBoundary, hidden_TD: torch.Tensor) -> None:
-    """Send this rank's chunks of an activation to the next stage."""
-    for link in boundary.links:
-        chunk = _chunk(hidden_TD, link, boundary)
-        box.post(link.forward, chunk, link.transfer.source)
-
-
-def send_backward(box: P2PQueue, boundary: StageBoundary, grad_TD: torch.Tensor) -> None:
-    """Send this rank's chunks of an activation's gradient to the previous stage."""
-    for link in boundary.links:
-        box.post(link.backward, _chunk(grad_TD, link, boundary), link.transfer.target)
-
-
-def receive_forward(
-    boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
+def receive(
+    op: Op, boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
 ) -> torch.Tensor:
-    """Return the activation [tokens, width] of the previous stage, gathered over the TP group."""
-    works = [(link.forward, link.transfer.source) for link in boundary.links]
-    return _receive(works, boundary, tp, tokens, width)
+    """Return what a pass `op` of the neighbour sent, [tokens, width], gathered over the TP group.
 
-
-def receive_backward(
-    boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
-) -> torch.Tensor:
-    """Return the gradient [tokens, width] of the next stage, gathered over the TP group."""
-    works = [(link.backward, link.transfer.target) for link in boundary.links]
-    return _receive(works, boundary, tp, tokens, width)
-
-
-def _receive(
-    works: list[tuple[AbortableProcessGroup, int]],
-    boundary: StageBoundary,
-    tp: AbortableProcessGroup,
-    tokens: int,
-    width: int,
-) -> torch.Tensor:
+    The activation of the previous stage before a forward pass, its gradient from the next stage
+    before a backward pass.
+    """
     rows = _rows_per_chunk(tokens, boundary)
     held = [_chunks_of(index, len(tp), boundary.chunks) for index in range(len(tp))]
     own_CD = torch.empty(max(held) * rows, width, device=tp.device)
     parts = own_CD.split(rows)
-    for (group, source), part in zip(works, parts, strict=False):
+    for (group, source), part in zip(_channels(op, boundary), parts, strict=False):
         group.broadcast(part, source)
     if len(tp) == 1:
         return own_CD[:tokens]
     gathered = tp.all_gather(own_CD)
     kept = [part[: count * rows] for part, count in zip(gathered, held, strict=True)]
     return torch.cat(kept)[:tokens]
+
+
+def _channels(op: Op, boundary: StageBoundary) -> list[tuple[AbortableProcessGroup, int]]:
+    """Return the group of each link for what passes `op` exchange, and the rank that sends."""
+    if op is Op.FORWARD:
+        return [(link.forward, link.transfer.source) for link in boundary.links]
+    return [(link.backward, link.transfer.target) for link in boundary.links]
 
 
 def _chunks_of(index: int, degree: int, chunks: int) -> int:

@@ -12,7 +12,7 @@ from resihp.pipeline.orders import Part, Pass
 
 from ..models import Model, Packed
 from ..process_groups.layout_groups import LayoutGroups
-from . import p2p as exchange
+from .p2p import P2PQueue, receive
 from .shard import Shard, part_ranges
 from .split_backward import SplitBackward
 
@@ -63,7 +63,7 @@ class StageRunner:
         self._split = split and (groups.before is not None or groups.after is not None)
         self._compute_dtype = compute_dtype
         self._running: dict[tuple[int, int], _Running] = {}
-        self._box = exchange.P2PQueue()
+        self._box = P2PQueue()
 
     @property
     def in_flight(self) -> int:
@@ -97,11 +97,9 @@ class StageRunner:
     def send(self, item: Pass, outgoing: torch.Tensor) -> None:
         """Send what `run` returned to the neighbour that needs it, without waiting."""
         source, target = self._groups.source(item.chunk), self._groups.target(item.chunk)
-        if item.op is Op.FORWARD and target is not None:
-            exchange.send_forward(self._box, target, outgoing)
-        is_input = item.op is Op.BACKWARD and item.part is not Part.WEIGHT
-        if is_input and source is not None:
-            exchange.send_backward(self._box, source, outgoing)
+        neighbour = target if item.op is Op.FORWARD else source
+        if neighbour is not None and item.part is not Part.WEIGHT:
+            self._box.send(item.op, neighbour, outgoing)
 
     def drain(self) -> None:
         """Wait until all sends have arrived."""
@@ -122,7 +120,7 @@ class StageRunner:
         source, tokens = self._groups.source(chunk), len(packed.tokens)
         embedded, entry = None, torch.empty(0, device=self._groups.device)
         if source is not None:
-            entry = exchange.receive_forward(source, self._groups.tp, tokens, self._model.width)
+            entry = receive(Op.FORWARD, source, self._groups.tp, tokens, self._model.width)
             entry.requires_grad_()
         hidden = entry
         with torch.autocast(
@@ -153,4 +151,4 @@ class StageRunner:
         target, tokens = self._groups.target(item.chunk), len(packed.tokens)
         if target is None:
             return torch.full_like(running.output, loss_weight)
-        return exchange.receive_backward(target, self._groups.tp, tokens, self._model.width)
+        return receive(Op.BACKWARD, target, self._groups.tp, tokens, self._model.width)
