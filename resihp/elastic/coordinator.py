@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
-from resihp.contracts import PeerLostError, Plan
+from resihp.contracts import Plan
 
 from .checkpointing.protocol import StateManager
 from .microbatches.ledger import SurvivingSum, indices, spans
 from .process_groups.abortable import close_groups
 from .rendezvous.proposals import Proposal, ProposalBoard
-from .reshard.build import Generation, GenerationBuild, ReshardContext
+from .reshard.build import Generation, ReshardContext
 from .reshard.transfer import StateTransfer
 from .reshard.warmup import warm_up
 from .state.events import Callbacks, LayoutChange
@@ -59,9 +59,9 @@ class ReshardCoordinator:
     def start_job(self) -> None:
         """Build and commit the first generation, with the initial values of the model."""
         rendezvous, plan = self._context.rendezvous, self._state.plan
-        build = GenerationBuild(self._context, 0, Proposal(plan, rendezvous.alive), before=None)
-        # Processes start at their own pace, so silence is no failure yet; connecting times out.
-        self.commit(build.wait(lambda ranks, _: rendezvous.broken(ranks, 0.0)))
+        first = Generation(self._context, 0, Proposal(plan, rendezvous.alive), before=None)
+        first.wait()
+        self.commit(first)
 
     def poll_proposal(self) -> None:
         """Start to build the next generation if it has been proposed.
@@ -72,20 +72,29 @@ class ReshardCoordinator:
         if state.preparing is None:
             proposal = self._proposals.read(state.generation + 1)
             if proposal is not None:
-                self._prepare(state.generation + 1, proposal)
-        elif state.preparing.error is not None:
-            # A rank is missing. The others agree on it like after any other failure.
-            error = state.preparing.error
-            raise PeerLostError(f"the next generation could not be built: {error}")
+                self.prepare(state.generation + 1, proposal)
+        else:
+            state.preparing.check_error()
 
-    def repair(
-        self, number: int, proposal: Proposal, lost: tuple[int, ...], kept: Sequence[SurvivingSum]
+    def prepare(
+        self,
+        number: int,
+        proposal: Proposal,
+        lost: tuple[int, ...] | None = None,
+        kept: Sequence[SurvivingSum] = (),
     ) -> None:
-        """After a failure, start to build a generation without the `lost` ranks.
+        """Start to build a generation.
 
-        kept  gradient sums of the step that survive
+        lost  after a failure: ranks that it does without
+        kept  gradient sums of the step that survive the failure
         """
-        self._prepare(number, proposal, lost, kept)
+        state, context = self._state, self._context
+        before, engine = state.plan, state.engine
+        state.prepare(
+            Generation(
+                context, number, proposal, before=before, engine=engine, lost=lost, kept=kept
+            )
+        )
 
     def refusal(self, plan: Plan) -> str | None:
         """Reason for which `plan` exceeds the memory budget, or None."""
@@ -102,7 +111,7 @@ class ReshardCoordinator:
     def is_ending(self) -> bool:
         """True when the next generation is built and has no members: the job ends."""
         prepared = self._state.prepared
-        return prepared is not None and not prepared.staying
+        return prepared is not None and not prepared.proposal.staying
 
     @property
     def can_update_in_doubt(self) -> bool:
@@ -185,21 +194,22 @@ class ReshardCoordinator:
         then agree on the committed generation), and `StateLostError` on all ranks if state is
         missing and no checkpoint is usable.
         """
-        state, rendezvous, build = self._state, self._context.rendezvous, self._state.preparing
-        assert build is not None
-        generation = build.wait(rendezvous.broken)
+        state, rendezvous, generation = self._state, self._context.rendezvous, self._state.preparing
+        assert generation is not None
+        generation.wait()
+        proposal = generation.proposal
         start = state.paused_at or time.perf_counter()
         was_training = state.engine is not None
         state.enter(Phase.STREAMING)
         transfer = self._transfer or self._new_transfer(generation)
-        if build.proposal.missing_state:
-            transfer.restore(self._checkpoints, build.proposal.missing_state)
+        if proposal.missing_state:
+            transfer.restore(self._checkpoints, proposal.missing_state)
         else:
             transfer.finish(kept)
             state.resume(transfer.completed)
         state.enter(Phase.VOTING)
         state.vote(generation)
-        rendezvous.change_members(build.proposal.members)  # whichever generation is committed
+        rendezvous.change_members(proposal.members)  # whichever generation is committed
         norm = _vote(generation, norm)
         received_bytes, gradient_bytes = transfer.received_bytes, transfer.gradient_bytes
         extra_bytes = transfer.buffer_bytes + transfer.held_twice_bytes
@@ -212,7 +222,7 @@ class ReshardCoordinator:
             plan=generation.plan,
             step=state.completed + (norm is not None),
             pause_ms=pause_ms,
-            prepare_ms=build.took_s * 1e3,
+            prepare_ms=generation.took_s * 1e3,
             received_bytes=received_bytes,
             gradient_bytes=gradient_bytes,
             extra_bytes=extra_bytes,
@@ -237,7 +247,9 @@ class ReshardCoordinator:
             close_groups(unused)
         state.commit(generation, self._engine(generation))
         alive = rendezvous.alive
-        rendezvous.change_members(tuple(rank for rank in generation.staying if rank in alive))
+        rendezvous.change_members(
+            tuple(rank for rank in generation.proposal.staying if rank in alive)
+        )
         self._transfer = None
 
     def update(self, step: int, norm: float) -> None:
@@ -253,25 +265,6 @@ class ReshardCoordinator:
         self._state.abort()
 
     # Parts of the above.
-
-    def _prepare(
-        self,
-        number: int,
-        proposal: Proposal,
-        lost: tuple[int, ...] | None = None,
-        kept: Sequence[SurvivingSum] = (),
-    ) -> None:
-        state = self._state
-        build = GenerationBuild(
-            self._context,
-            number,
-            proposal,
-            before=state.plan,
-            engine=state.engine,
-            lost=lost,
-            kept=kept,
-        )
-        state.prepare(build)
 
     def _new_transfer(self, generation: Generation) -> StateTransfer:
         state = self._state

@@ -56,7 +56,7 @@ class Recovery:
             self._publish(decision)
         proposal = self._proposals.wait(decision.next_generation)
         kept = () if proposal.missing_state else decision.kept
-        self._coordinator.repair(decision.next_generation, proposal, lost, kept)
+        self._coordinator.prepare(decision.next_generation, proposal, lost, kept)
         self._coordinator.reshard(lost, kept)
 
     def _abandoned(self) -> list[str]:

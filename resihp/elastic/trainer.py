@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from resihp.contracts import ContractError, FencedOutError, PeerLostError, Plan
 
-from .checkpointing.protocol import NoCheckpoints, StateManager
+from .checkpointing.protocol import StateManager
 from .checkpointing.settings import Checkpoints
 from .coordinator import ReshardCoordinator
 from .planning.publisher import PlanPublisher
@@ -243,9 +243,7 @@ class Trainer:
             state.enter(Phase.IDLE)
         self._rendezvous.wait_for_change()
         self._callbacks.on_idle()
-        reason = self._rendezvous.broken((), 0.0)
-        if reason is not None:
-            raise PeerLostError(reason)
+        self._rendezvous.check((), 0.0)
         if self._coordinator.poll_idle():
             norm = self._coordinator.reshard()
             if norm is not None and self.engine is not None:
@@ -274,7 +272,7 @@ def _state_manager(
     settings: Checkpoints | None, setup: Setup, rendezvous: Rendezvous
 ) -> StateManager:
     if settings is None:
-        return NoCheckpoints()
+        return StateManager()
     from .checkpointing.manager import CheckpointManager  # needs the extra `checkpoint`
 
     store = rendezvous.stores.store

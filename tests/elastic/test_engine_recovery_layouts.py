@@ -98,7 +98,7 @@ def play(setup: Setup, acts: list[Act]) -> list[Part]:
                 before = acts[number - 1].plan
                 sums = moves_of_sums(setup.model.parameters, before, act.plan, act.kept)
                 exchange = exchange_of(factory, sums, f"sums{number}")
-                migration = GradientMigration(setup, transit, exchange, rank, before, act.plan)
+                migration = GradientMigration(setup, transit, exchange, before, act.plan)
                 rest = migration.run(act.kept, engine, shard)
             engine = None
             if groups is not None and shard is not None:

@@ -23,10 +23,9 @@ def generation(**more: Any) -> Any:
 
 
 class Build:
-    """Takes the place of a build."""
+    """Takes the place of a generation that is being built."""
 
-    result = None
-    is_cancelled = False
+    is_built = is_cancelled = False
 
     def cancel(self) -> None:
         self.is_cancelled = True

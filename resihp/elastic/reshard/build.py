@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -46,7 +45,7 @@ from .gradient_migration import moves_of_sums
 from .shared_memory import PeerLink, probe_peer_memory
 
 _log = logging.getLogger("resihp.elastic")
-_POLL = timedelta(milliseconds=20)
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,23 @@ class ReshardContext:
         rendezvous.stores.give_back(store)
 
 
-@dataclass(kw_only=True)
 class Generation:
-    """One generation of the layout, connected but not yet committed.
+    """One generation of the layout, from its proposal to its commit.
+
+    A thread of its own builds it: groups and memory of all ranks are connected when it `is_built`.
+
+    number    of the generation
+    proposal  its plan and ranks
+    before    plan of the old generation; None at the start of the job
+    engine    of the old generation; None if this rank has no place in it
+    lost      after a failure: ranks of the old generation that can send nothing, whose groups may
+              be broken and are not used again. None without one
+    kept      gradient sums that survive the failure and move as well
+
+    error     reason for which it will not be built
+    fault     the exception, where the reason is on this rank: the model or the disk refuses
+
+    Set by the build:
 
     transit    all ranks of the old and the new layout, for the vote. None if the layout stays the
                same: the old groups and shard then serve the new generation
@@ -100,7 +113,6 @@ class Generation:
     source     a rank that holds what is equal on all ranks of the old layout
     groups     None for a rank that has no place in the new layout
     pending    the new shard, with its memory in place
-    cancelled  set when the generation is aborted
 
     Set by the transfer of state, in the pause:
 
@@ -108,21 +120,45 @@ class Generation:
     total      summed gradients of a step whose update the new generation is to make
     rewound    steps completed in the checkpoint from which it starts; None: it starts from the
                state of the old generation
+
+    The thread of a cancelled build ends by itself and does not delay the next build. At the barrier
+    it ends at once; if a rank is lost after the barrier, it ends when connecting times out.
     """
 
-    number: int
-    plan: Plan
-    transit: AbortableProcessGroup | None
-    links: dict[Pair, PeerLink]
-    planned: tuple[Move, ...]
-    staying: tuple[int, ...]
-    source: int
-    groups: LayoutGroups | None
-    pending: PendingShard | None
-    cancelled: threading.Event
-    rest: StepRemainder | None = None
-    total: Gradients | None = None
-    rewound: int | None = None
+    def __init__(
+        self,
+        context: ReshardContext,
+        number: int,
+        proposal: Proposal,
+        *,
+        before: Plan | None,
+        engine: Engine | None = None,
+        lost: tuple[int, ...] | None = None,
+        kept: Sequence[SurvivingSum] = (),
+    ) -> None:
+        self.number, self.proposal, self.plan = number, proposal, proposal.plan
+        self.is_built = False
+        self.error: str | None = None
+        self.fault: Exception | None = None
+        self.took_s = 0.0
+        self.cancelled = threading.Event()
+        self.transit: AbortableProcessGroup | None = None
+        self.links: dict[Pair, PeerLink] = {}
+        self.planned: tuple[Move, ...] = ()
+        self.groups: LayoutGroups | None = None
+        self.pending: PendingShard | None = None
+        self.rest: StepRemainder | None = None
+        self.total: Gradients | None = None
+        self.rewound: int | None = None
+        is_new = before is None or proposal.missing_state
+        holders = (proposal.plan if is_new or before is None else before).layout.ranks
+        self.source = min(set(holders) - set(lost or ()))
+        self._context, self._before, self._engine = context, before, engine
+        self._lost, self._kept = lost, kept
+        self._name = f"generation{context.rendezvous.recovery}.{number}"
+        self._factory: ProcessGroupFactory | None = None
+        self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
+        start_thread(self._thread)
 
     @property
     def keeps_layout(self) -> bool:
@@ -141,63 +177,22 @@ class Generation:
             return ()
         return (self.transit, *(link.group for link in self.links.values()))
 
-
-class GenerationBuild:
-    """Builds one generation in a thread of its own; `result` is set once all ranks are connected.
-
-    number    of the generation
-    proposal  its plan and ranks
-    before    plan of the old generation; None at the start of the job
-    engine    of the old generation; None if this rank has no place in it
-    lost      after a failure: ranks of the old generation that can send nothing, whose groups may
-              be broken and are not used again. None without one
-    kept      gradient sums that survive the failure and move as well
-
-    error     reason for which there will be no result
-    fault     the exception, where the reason is on this rank: the model or the disk refuses
-
-    The thread of a cancelled build ends by itself and does not delay the next build. At the barrier
-    it ends at once; if a rank is lost after the barrier, it ends when connecting times out.
-    """
-
-    def __init__(
-        self,
-        context: ReshardContext,
-        number: int,
-        proposal: Proposal,
-        *,
-        before: Plan | None,
-        engine: Engine | None = None,
-        lost: tuple[int, ...] | None = None,
-        kept: Sequence[SurvivingSum] = (),
-    ) -> None:
-        self.number, self.proposal = number, proposal
-        self.result: Generation | None = None
-        self.error: str | None = None
-        self.fault: Exception | None = None
-        self.took_s = 0.0
-        self.cancelled = threading.Event()
-        self._context, self._before, self._engine = context, before, engine
-        self._lost, self._kept = lost, kept
-        self._name = f"generation{context.rendezvous.recovery}.{number}"
-        self._factory: ProcessGroupFactory | None = None
-        self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
-        start_thread(self._thread)
-
-    def wait(self, broken: Callable[[Sequence[int], float], str | None]) -> Generation:
-        """The generation. Raises `fault`, or `PeerLostError` if it cannot be completed."""
-        waited = timedelta(0)
+    def wait(self) -> None:
+        """Wait for the build. Raises `fault`, or `PeerLostError` if it cannot be completed."""
+        waited_s = 0.0
         while self._thread.is_alive():
-            self._thread.join(_POLL.total_seconds())
-            waited += _POLL
-            reason = broken(self.proposal.members, waited.total_seconds())
-            if reason is not None:
-                raise PeerLostError(reason)
+            self._thread.join(_POLL_S)
+            # Processes start at their own pace, so silence is no failure yet; connecting times out.
+            waited_s += 0.0 if self._before is None else _POLL_S
+            self._context.rendezvous.check(self.proposal.members, waited_s)
         if self.fault is not None:
             raise self.fault
-        if self.result is None:
+        self.check_error()
+
+    def check_error(self) -> None:
+        """Raise `PeerLostError` if the build has failed: the ranks agree on who is missing."""
+        if self.error is not None:
             raise PeerLostError(f"the next generation could not be built: {self.error}")
-        return self.result
 
     def cancel(self) -> None:
         """Abort the build and close its groups."""
@@ -213,7 +208,8 @@ class GenerationBuild:
     def _run(self) -> None:
         start = time.perf_counter()
         try:
-            self.result = self._build()
+            self._build()
+            self.is_built = True
         except (RuntimeError, dist.DistError, OSError) as error:
             self.error = str(error)  # the traceback would keep what was built
         except Exception as error:  # noqa: BLE001 - reported by `wait`
@@ -225,28 +221,24 @@ class GenerationBuild:
     def _report_fault(self, error: Exception) -> None:
         """Log an error of this rank with its traceback, which is not kept."""
         if self.fault is None:
-            _log.exception(
-                "the generation of plan %d cannot be built here", self.proposal.plan.version
-            )
+            _log.exception("the generation of plan %d cannot be built here", self.plan.version)
             self.fault = error.with_traceback(None)
 
-    def _build(self) -> Generation:
-        context, proposal = self._context, self.proposal
-        plan, parameters = proposal.plan, context.setup.model.parameters
-        old = None if self._before is None or proposal.missing_state else self._before.layout
+    def _build(self) -> None:
+        context, before, plan = self._context, self._before, self.plan
+        old = None if before is None or self.proposal.missing_state else before.layout
         if old == plan.layout and self._lost is None:
-            engine = self._engine
-            shard = PendingShard(engine.shard) if engine is not None else None
-            return self._generation(groups=engine.groups if engine else None, pending=shard)
-        planned = sums = tuple[Move, ...]()
+            if self._engine is not None:
+                self.groups, self.pending = self._engine.groups, PendingShard(self._engine.shard)
+            return
+        parameters, planned = context.setup.model.parameters, tuple[Move, ...]()
         if old is not None:
             planned = moves(old, plan.layout, parameters, lost=self._lost or ())
-        if self._before is not None:
-            sums = moves_of_sums(parameters, self._before, plan, self._kept)
+        sums = moves_of_sums(parameters, before, plan, self._kept) if before is not None else ()
         with context.group_factory(self.cancelled) as factory:
             self._factory = factory
             self._await_members()
-            return self._connect(factory, planned, sums)
+            self._connect(factory, planned, sums)
 
     def _await_members(self) -> None:
         """Wait at the barrier until all ranks have come: building a group cannot be aborted."""
@@ -265,12 +257,12 @@ class GenerationBuild:
 
     def _connect(
         self, factory: ProcessGroupFactory, planned: tuple[Move, ...], sums: tuple[Move, ...]
-    ) -> Generation:
+    ) -> None:
         """Build and warm up the groups, on every rank in one global order to exclude a deadlock.
 
         A group connects when it is first used, which would otherwise delay the first step.
         """
-        context, plan, name = self._context, self.proposal.plan, self._name
+        context, plan, name = self._context, self.plan, self._name
         background = factory.uncounted()
         transit = background.group(f"{name}/transit", self.proposal.members)
         pairs = [
@@ -293,7 +285,8 @@ class GenerationBuild:
             for group in pairs
             for low, high in [group.ranks]
         }
-        return self._generation(transit, links, planned, groups, pending)
+        self.transit, self.links, self.planned = transit, links, planned
+        self.groups, self.pending = groups, pending
 
     def _allocate(self, groups: LayoutGroups) -> PendingShard:
         """The new shard. Runs code of the model and writes files: errors are this rank's own."""
@@ -328,27 +321,3 @@ class GenerationBuild:
         shards = [self._engine.shard] if self._engine is not None else []
         shards += [pending.shard] if pending is not None else []
         return all(t.device.type == "cpu" for shard in shards for t in shard.tensors.values())
-
-    def _generation(
-        self,
-        transit: AbortableProcessGroup | None = None,
-        links: dict[Pair, PeerLink] | None = None,
-        planned: tuple[Move, ...] = (),
-        groups: LayoutGroups | None = None,
-        pending: PendingShard | None = None,
-    ) -> Generation:
-        plan, before = self.proposal.plan, self._before
-        is_new = before is None or self.proposal.missing_state
-        holders = (plan if is_new or before is None else before).layout.ranks
-        return Generation(
-            number=self.number,
-            plan=plan,
-            transit=transit,
-            links=links or {},
-            planned=planned,
-            staying=self.proposal.staying,
-            source=min(set(holders) - set(self._lost or ())),
-            groups=groups,
-            pending=pending,
-            cancelled=self.cancelled,
-        )

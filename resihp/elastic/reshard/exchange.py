@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, cycle
-from typing import Protocol
 
 import torch
 
 from resihp.layout import Move, Param, Range
 
-from ..process_groups.transport import Transfer
+from ..process_groups.transport import Transfer, Transport
 from ..step.gradient_accumulation import Gradients
-from ..step.shard import STATE_DTYPE, rows
-from .buffers import WINDOW
+from ..step.shard import STATE_DTYPE, Shard, rows
+from .buffers import WINDOW, PendingShard
 from .shared_memory import PeerLink
 
 UNPACKED_NUMEL = 1 << 14
@@ -134,8 +133,7 @@ class TensorExchange:
         through_buffers: list[Move] = []
         for move in planned:
             if self._rank in (move.source, move.target):
-                is_zero_copy = self._link(move).transport(move).is_zero_copy
-                (in_place if is_zero_copy else through_buffers).append(move)
+                (in_place if self._transport(move).is_zero_copy else through_buffers).append(move)
         buckets = transfer_buckets(through_buffers, copies, self._max_numel)
         reads = list(self._start_in_place(in_place, copies, source, target))
         numbers, received = count(), 0
@@ -151,8 +149,9 @@ class TensorExchange:
             received += next(local, 0)
         return received + sum(local) + sum(map(sum, in_progress))
 
-    def _link(self, one: TransferBucket | Move) -> PeerLink:
-        return self._links[min(one.source, one.target), max(one.source, one.target)]
+    def _transport(self, move: Move) -> Transport:
+        pair = (min(move.source, move.target), max(move.source, move.target))
+        return self._links[pair].transport(move)
 
     def _start_in_place(
         self, moves: Sequence[Move], copies: int, source: View, target: View
@@ -161,7 +160,7 @@ class TensorExchange:
         directions = {(move.source, move.target) for move in moves}
         for ends in sorted(directions, key=lambda ends: (min(ends), max(ends), ends)):
             some = [move for move in moves if (move.source, move.target) == ends]
-            transport = self._link(some[0]).transport(some[0])
+            transport = self._transport(some[0])
             pieces = [Piece(move, copy) for move in some for copy in range(copies)]
             if transport.source == self._rank:
                 yield transport.send([source(piece) for piece in pieces])
@@ -180,11 +179,9 @@ class TensorExchange:
         Zeroed, because first touching the pages costs more than a copy.
         """
         if not self._buffers and any(bucket.is_packed for bucket in buckets):
-            device = self._link(buckets[0]).group.device
-            self._buffers = [
-                torch.zeros(self._max_numel, dtype=STATE_DTYPE, device=device)
-                for _ in range(WINDOW)
-            ]
+            device = next(iter(self._links.values())).group.device
+            flat = torch.zeros(WINDOW, self._max_numel, dtype=STATE_DTYPE, device=device)
+            self._buffers = list(flat)
         return self._buffers or [torch.zeros(0)]
 
     def _send(self, bucket: TransferBucket, buffer: torch.Tensor, view: View) -> Transfer:
@@ -194,40 +191,25 @@ class TensorExchange:
             for piece, part in _split(bucket, flat):
                 rows_ = view(piece)
                 part.view_as(rows_).copy_(rows_)
-        transport = self._link(bucket).transport(bucket.pieces[0].move)
-        return transport.send([flat])
+        return self._transport(bucket.pieces[0].move).send([flat])
 
     def _recv(self, bucket: TransferBucket, buffer: torch.Tensor, view: View) -> Transfer:
         flat = _room(buffer, bucket.numel) if bucket.is_packed else view(bucket.pieces[0])
-        transport = self._link(bucket).transport(bucket.pieces[0].move)
-        return self._unpacked(transport.recv([flat]), bucket, flat, view)
+        transfer = self._transport(bucket.pieces[0].move).recv([flat])
 
-    def _unpacked(
-        self, transfer: Transfer, bucket: TransferBucket, flat: torch.Tensor, view: View
-    ) -> Transfer:
-        yield from transfer
-        for piece, part in _split(bucket, flat) if bucket.is_packed else ():
-            rows_ = view(piece)
-            rows_.copy_(part.view_as(rows_))
+        def unpacked() -> Transfer:
+            yield from transfer
+            for piece, part in _split(bucket, flat) if bucket.is_packed else ():
+                rows_ = view(piece)
+                rows_.copy_(part.view_as(rows_))
+
+        return unpacked()
 
 
 def pairs_of(planned: Sequence[Move], rank: int) -> list[Pair]:
     """The pairs of ranks that exchange state, `rank` one of them; in one global order."""
     every = {(min(m.source, m.target), max(m.source, m.target)) for m in planned}
     return sorted(pair for pair in every if rank in pair)
-
-
-class TensorHolder(Protocol):
-    """Holds ranges of tensors that move; `Shard` is one."""
-
-    @property
-    def ranges(self) -> Mapping[Param, Range]:
-        """Range of each parameter held."""
-        ...
-
-    def state(self, param: Param) -> Sequence[torch.Tensor]:
-        """The tensors that move for a parameter, each cut to its range."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -242,7 +224,7 @@ class GradientParts:
         return [gradients[param] for gradients in self.parts]
 
 
-def view_of(holder: TensorHolder | None) -> View:
+def view_of(holder: Shard | PendingShard | GradientParts | None) -> View:
     """The view of pieces in `holder`; None for a rank that sends or receives nothing."""
 
     def view(piece: Piece) -> torch.Tensor:

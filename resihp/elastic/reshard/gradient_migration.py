@@ -21,7 +21,7 @@ from ..microbatches.tree_sum import Node, nodes
 from ..process_groups.abortable import AbortableProcessGroup
 from ..step import Engine, Setup
 from ..step.gradient_accumulation import Gradients, Parts, StepRemainder
-from ..step.shard import STATE_DTYPE, Shard, rows
+from ..step.shard import STATE_DTYPE, Shard, copy_shared_rows
 from .exchange import GradientParts, TensorExchange, view_of
 
 
@@ -50,7 +50,6 @@ class GradientMigration:
     setup: Setup
     group: AbortableProcessGroup
     exchange: TensorExchange
-    rank: int
     before: Plan
     after: Plan
 
@@ -76,7 +75,7 @@ class GradientMigration:
             self._move(one, source, target, some, engine)
             for some in _separate_copies(one, source, parameters)
         )
-        if self.rank not in target.ranks:
+        if self.group.rank not in target.ranks:
             return []
         assert shard is not None
         for second in others:
@@ -96,14 +95,14 @@ class GradientMigration:
     ) -> list[Gradients]:
         """Move the ranges of `parameters` between two replicas; returns this rank's ranges."""
         layouts, keys = (Layout((source,)), Layout((target,))), self._nodes(one)
-        held, due = (holdings(layout, parameters).get(self.rank, {}) for layout in layouts)
-        old = None
-        if self.rank in source.ranks:
+        held, due = (holdings(layout, parameters).get(self.group.rank, {}) for layout in layouts)
+        parts: Parts = [(node, {}) for node in keys]
+        if self.group.rank in source.ranks:
             assert engine is not None, "a sum survives only if all of its ranks are alive"
             parts = engine.parts_of(one)
             assert tuple(node for node, _ in parts) == keys, "counts and sums differ"
-            old = GradientParts(held, [gradients for _, gradients in parts])
-        new = GradientParts(due, [self._local(old, index, due) for index in range(len(keys))])
+        old = GradientParts(held, [gradients for _, gradients in parts])
+        new = GradientParts(due, [self._local(gradients, held, due) for gradients in old.parts])
         planned = moves(*layouts, parameters)
         self.exchange.run(planned, len(keys), view_of(old), view_of(new))
         return [*new.parts]
@@ -115,7 +114,7 @@ class GradientMigration:
         return nodes(indices(one.finished), leaves)
 
     def _local(
-        self, old: GradientParts | None, index: int, due: Mapping[Param, Range]
+        self, old: Gradients, held: Mapping[Param, Range], due: Mapping[Param, Range]
     ) -> Gradients:
         """Gradients of the ranges `due`, filled where this rank holds them already.
 
@@ -123,19 +122,14 @@ class GradientMigration:
         """
         local: Gradients = {}
         for param, span in due.items():
-            held = old.ranges.get(param) if old is not None else None
-            if old is not None and held == span:
-                local[param] = old.parts[index][param]
+            if held.get(param) == span:
+                local[param] = old[param]
                 continue
             shape = list(param.shape)
             shape[param.dim or 0] = span[1] - span[0]
             local[param] = torch.zeros(shape, dtype=STATE_DTYPE, device=self.group.device)
-            if old is None or held is None:
-                continue
-            shared = (max(held[0], span[0]), min(held[1], span[1]))
-            if shared[0] < shared[1]:
-                source = rows(old.parts[index][param], param, shared, held[0])
-                rows(local[param], param, shared, span[0]).copy_(source)
+            if param in held:
+                copy_shared_rows(param, old[param], held[param], local[param], span)
         return local
 
     def _losses(self, kept: Sequence[SurvivingSum], engine: Engine | None) -> Mapping[int, float]:

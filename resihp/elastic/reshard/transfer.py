@@ -6,8 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
 from resihp.layout import Param, Range
 
@@ -16,7 +14,7 @@ from ..microbatches.ledger import SurvivingSum
 from ..step import Engine
 from ..step.gradient_accumulation import Gradients
 from ..step.replicated_state import distribute_replicated_state
-from ..step.shard import rows
+from ..step.shard import copy_shared_rows
 from .buffers import held_twice, unshared
 from .build import Generation, ReshardContext
 from .exchange import GradientParts, TensorExchange, view_of
@@ -119,7 +117,6 @@ class StateTransfer:
                 self._setup,
                 self._generation.transit,
                 self._exchange,
-                self._context.rank,
                 self._before,
                 self._generation.plan,
             )
@@ -160,11 +157,11 @@ class StateTransfer:
             new=new.shard if new is not None else None,
             source=self._generation.source,
         )
-        for param, span, origins in self._overlaps():
+        for param, held, due in self._held_apart():
             assert old is not None
             assert new is not None
             for source, target in zip(old.state(param), new.state(param), strict=True):
-                _copy(source, target, param, span, origins)
+                copy_shared_rows(param, source, held, target, due)
         # Most optimizers allocate their moments at the first update.
         is_new = self.completed == 0 and not self._setup.optimizer.form.eager
         copies = 1 if is_new else self._setup.optimizer.copies
@@ -181,9 +178,9 @@ class StateTransfer:
         gradients = new.gradients if new is not None else {}
 
         def local() -> Iterator[None]:
-            for param, span, origins in self._overlaps():
+            for param, held, due in self._held_apart():
                 assert total is not None
-                _copy(total[param], gradients[param], param, span, origins)
+                copy_shared_rows(param, total[param], held, gradients[param], due)
                 yield
 
         source = GradientParts(old.ranges, [total]) if old is not None and total else None
@@ -196,25 +193,10 @@ class StateTransfer:
         whole = {**(total or {}), **gradients}
         return {param: whole[param] for param in new.shard.tensors}
 
-    def _overlaps(self) -> list[tuple[Param, Range, tuple[int, int]]]:
-        """Rows that this rank holds in both layouts, in tensors that are not shared.
-
-        Each with the parameter and the first row of the old and of the new tensor.
-        """
+    def _held_apart(self) -> Iterator[tuple[Param, Range, Range]]:
+        """Parameters of both layouts in tensors that are not shared, with both ranges."""
         old, new = self._old, self._new
-        if old is None or new is None:
-            return []
-        overlaps = []
-        for param in unshared(new.shard, old):
-            if param in old.ranges:
-                before, after = old.ranges[param], new.ranges[param]
-                span = (max(before[0], after[0]), min(before[1], after[1]))
-                if span[0] < span[1]:
-                    overlaps.append((param, span, (before[0], after[0])))
-        return overlaps
-
-
-def _copy(
-    source: torch.Tensor, target: torch.Tensor, param: Param, span: Range, origins: tuple[int, int]
-) -> None:
-    rows(target, param, span, origins[1]).copy_(rows(source, param, span, origins[0]))
+        if old is not None and new is not None:
+            for param in unshared(new.shard, old):
+                if param in old.ranges:
+                    yield param, old.ranges[param], new.ranges[param]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from resihp.contracts import Plan
 
-from ..reshard.build import Generation, GenerationBuild
+from ..reshard.build import Generation
 from ..step import Engine
 from .phases import ALLOWED, Phase
 
@@ -24,7 +24,7 @@ class RuntimeState:
     norm        last known gradient norm, with its step
     engine      None while this rank has no place in the layout
     phase       activity of this rank
-    preparing   build of the next generation
+    preparing   the next generation, built or not
     in_doubt    generation that other ranks may have committed already
     paused_at   `time.perf_counter` when a failure stopped training; None without one
 
@@ -39,7 +39,7 @@ class RuntimeState:
         self.norm: tuple[int, float] | None = None
         self.engine: Engine | None = None
         self.phase = Phase.STARTING
-        self.preparing: GenerationBuild | None = None
+        self.preparing: Generation | None = None
         self.in_doubt: Generation | None = None
         self.paused_at: float | None = None
         self._on_phase = on_phase
@@ -47,7 +47,7 @@ class RuntimeState:
     @property
     def prepared(self) -> Generation | None:
         """The next generation, once it is built."""
-        return self.preparing.result if self.preparing is not None else None
+        return self.preparing if self.preparing is not None and self.preparing.is_built else None
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; a transition that the table does not allow is a bug."""
@@ -57,9 +57,9 @@ class RuntimeState:
 
     # The generation.
 
-    def prepare(self, build: GenerationBuild) -> None:
+    def prepare(self, generation: Generation) -> None:
         """Note that the next generation is being built."""
-        self.preparing = build
+        self.preparing = generation
 
     def vote(self, generation: Generation | None) -> None:
         """Note that other ranks may commit `generation` from now on; None: none has."""

@@ -213,3 +213,12 @@ def part_ranges(params: tuple[Param, ...], ranges: Mapping[Param, Range]) -> dic
 def rows(tensor: torch.Tensor, param: Param, span: Range, origin: int = 0) -> torch.Tensor:
     """Return the view on rows `span` of `param`; `tensor` begins at row `origin`."""
     return tensor.narrow(param.dim or 0, span[0] - origin, span[1] - span[0])
+
+
+def copy_shared_rows(
+    param: Param, source: torch.Tensor, held: Range, target: torch.Tensor, due: Range
+) -> None:
+    """Copy the rows in both ranges of `param`: `held` in `source`, `due` in `target`."""
+    span = (max(held[0], due[0]), min(held[1], due[1]))
+    if span[0] < span[1]:
+        rows(target, param, span, due[0]).copy_(rows(source, param, span, held[0]))
