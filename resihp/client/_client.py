@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode, urlsplit
 
 import urllib3
 
@@ -23,9 +24,10 @@ from resihp.contracts import (
 )
 from resihp.contracts.codec import WireFormat
 
-from ._http import HttpSession
-
 T = TypeVar("T")
+
+_JSON = {"Content-Type": "application/json"}
+_MAX_DETAIL = 500
 
 
 class Client:
@@ -34,15 +36,21 @@ class Client:
     Thread-safe, and usable on both sides of a fork. No method retries: the caller knows whether
     its request may be repeated. Every method raises `ServiceError` with the title and the detail
     of the sidecar's problem document and its HTTP status; status None means no valid answer.
+
+    url  base address of the sidecar
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 5.0) -> None:
-        self._http = HttpSession(url, token, timeout)
-
-    @property
-    def url(self) -> str:
-        """Base address of the sidecar."""
-        return self._http.url
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ContractError("url", f"must be http://HOST[:PORT] or https://…, not {url!r}")
+        if not timeout > 0:
+            raise ContractError("timeout", f"must be above 0 seconds, not {timeout}")
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._pool: urllib3.PoolManager | None = None
+        self._pid = -1
 
     def register(self, job: Job) -> None:
         """Register a job, or replace its description."""
@@ -58,10 +66,9 @@ class Client:
         headers = {"Content-Type": form.value}
         if key is not None:
             headers["Idempotency-Key"] = key
-        path = _path(job, "telemetry")
-        answer = self._http.request("POST", path, body=message, headers=headers)
+        answer = self._request("POST", _path(job, "telemetry"), body=message, headers=headers)
         try:
-            document = json.loads(answer.data)
+            document = answer.json()
         except ValueError:  # the batch was accepted nevertheless
             return {}
         return document if isinstance(document, dict) else {}
@@ -118,9 +125,8 @@ class Client:
     def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
         """The newest plan, or, with `after`, one of a higher version, awaited for up to `wait`
         seconds; None if there is none."""
-        answer = self._http.request(
-            "GET", _path(job, "plan"), query={"after": after, "wait": wait}, patience=wait
-        )
+        query = urlencode({"wait": wait} if after is None else {"after": after, "wait": wait})
+        answer = self._request("GET", f"{_path(job, 'plan')}?{query}", patience=wait)
         return None if answer.status == 204 else _read(Plan, _parse(answer))
 
     def acknowledge(
@@ -162,14 +168,47 @@ class Client:
 
     def close(self) -> None:
         """Close the idle connections."""
-        self._http.close()
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.clear()
 
     def _get(self, path: str) -> Any:
-        return _parse(self._http.request("GET", path))
+        return _parse(self._request("GET", path))
 
     def _send(self, method: str, path: str, document: Any) -> None:
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        self._http.request(method, path, body=body, headers={"Content-Type": "application/json"})
+        self._request(method, path, body=body, headers=_JSON)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience: float = 0.0,
+    ) -> urllib3.BaseHTTPResponse:
+        """The answer, of status below 300, which the sidecar may hold back for `patience` seconds.
+
+        Connections are pooled per process: a forked child opens its own, because two processes that
+        write to one socket corrupt both conversations.
+        """
+        if self._pool is None or self._pid != os.getpid():
+            self._pool, self._pid = urllib3.PoolManager(num_pools=1, maxsize=4), os.getpid()
+        try:
+            answer = self._pool.request(
+                method,
+                self.url + path,
+                body=body,
+                headers={**self._headers, **(headers or {})},
+                timeout=urllib3.Timeout(connect=self._timeout, read=self._timeout + patience),
+                retries=False,
+                redirect=False,
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ServiceError(f"no answer from {self.url}: {error}") from error
+        if answer.status >= 300:
+            raise ServiceError(_problem(answer), status=answer.status)
+        return answer
 
 
 def _path(job: str, *parts: str) -> str:
@@ -178,9 +217,21 @@ def _path(job: str, *parts: str) -> str:
 
 def _parse(answer: urllib3.BaseHTTPResponse) -> Any:
     try:
-        return json.loads(answer.data)
+        return answer.json()
     except ValueError as error:
         raise ServiceError(f"the answer is not JSON: {error}") from None
+
+
+def _problem(answer: urllib3.BaseHTTPResponse) -> str:
+    """Title and detail of an RFC 9457 problem document; the bare status where there is none."""
+    try:
+        document = answer.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, Mapping) or "title" not in document:
+        return f"status {answer.status} {answer.reason or ''}".strip()
+    words = [str(document[key]) for key in ("title", "detail") if document.get(key)]
+    return ": ".join(words)[:_MAX_DETAIL]
 
 
 def _read(cls: type[T], document: Any) -> T:

@@ -122,9 +122,9 @@ def wire_format(request: Request) -> WireFormat:
     raise MediaTypeError(given, (WireFormat.MSGPACK.value, WireFormat.JSON.value))
 
 
-def documented(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI schema of a body that the route validates itself."""
-    return _json_body(model.model_json_schema())
+def accepts(model: type[BaseModel]) -> dict[str, Any]:
+    """Options of a route that answers 202 and validates its body of this model itself."""
+    return {"status_code": 202, "openapi_extra": _json_body(model.model_json_schema())}
 
 
 def documented_job() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from resihp.contracts import ContractError, Job, Plan, TelemetryBatch, from_json, to_json
@@ -17,6 +17,15 @@ from . import bodies
 from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+def _retry_key(
+    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
+) -> str | None:
+    return hashlib.sha256(idempotency_key.encode()).hexdigest()[:32] if idempotency_key else None
+
+
+RetryKey = Annotated[str | None, Depends(_retry_key)]
 
 
 @router.put("/{job}", openapi_extra=bodies.documented_job())
@@ -82,12 +91,7 @@ async def delete_job(job: str, ctx: Ctx) -> Response:
 
 
 @router.post("/{job}/telemetry", status_code=202, openapi_extra=bodies.documented_telemetry())
-async def post_telemetry(
-    job: str,
-    request: Request,
-    ctx: Ctx,
-    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
-) -> dict[str, Any]:
+async def post_telemetry(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
     `Idempotency-Key` is applied once. The answer lists the `probes` that the sending rank should
     run, if any: `{"id", "kind", "peer"}`."""
@@ -99,7 +103,7 @@ async def post_telemetry(
         body = await run_in_threadpool(encode, batch)
     new = await ctx.store.put(
         job, MessageKind.TELEMETRY, body,
-        records=len(batch), dropped=batch.dropped, retry_key=_retry_key(idempotency_key),
+        records=len(batch), dropped=batch.dropped, retry_key=key,
     )  # fmt: skip
     sender = _only_rank(batch)
     probes = [] if sender is None else (await ctx.store.probes(job)).get(str(sender), [])
@@ -114,13 +118,7 @@ def _only_rank(batch: TelemetryBatch) -> int | None:
     return int(batch.rank[0])
 
 
-def _retry_key(given: str | None) -> str | None:
-    return hashlib.sha256(given.encode()).hexdigest()[:32] if given else None
-
-
-@router.post(
-    "/{job}/heartbeats", status_code=202, openapi_extra=bodies.documented(bodies.HeartbeatBody)
-)
+@router.post("/{job}/heartbeats", **bodies.accepts(bodies.HeartbeatBody))
 async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Report that these ranks are alive, or with `left` that their process ends. A rank that has
     sent heartbeats and falls silent has stopped; its telemetry counts as heartbeats too."""
@@ -129,45 +127,25 @@ async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]
     return {"accepted": len(heartbeat.ranks)}
 
 
-@router.post(
-    "/{job}/failures", status_code=202, openapi_extra=bodies.documented(bodies.FailureBody)
-)
-async def post_failure(
-    job: str,
-    request: Request,
-    ctx: Ctx,
-    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
-) -> dict[str, Any]:
+@router.post("/{job}/failures", **bodies.accepts(bodies.FailureBody))
+async def post_failure(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
     """Stopped ranks, reported by a survivor. A plan without them follows at once."""
     failure = await bodies.read(request, bodies.FailureBody)
-    await ctx.store.put(
-        job, MessageKind.FAILURE, failure.model_dump_json().encode(),
-        retry_key=_retry_key(idempotency_key),
-    )  # fmt: skip
+    body = failure.model_dump_json().encode()
+    await ctx.store.put(job, MessageKind.FAILURE, body, retry_key=key)
     return {"accepted": len(failure.ranks)}
 
 
-@router.post("/{job}/joiners", status_code=202, openapi_extra=bodies.documented(bodies.JoinersBody))
-async def post_joiners(
-    job: str,
-    request: Request,
-    ctx: Ctx,
-    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
-) -> dict[str, Any]:
+@router.post("/{job}/joiners", **bodies.accepts(bodies.JoinersBody))
+async def post_joiners(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
     """Ranks that are ready to work. A plan with them follows if it is worth its migration."""
     joiners = await bodies.read(request, bodies.JoinersBody)
-    await ctx.store.put(
-        job, MessageKind.JOINER, joiners.model_dump_json().encode(),
-        retry_key=_retry_key(idempotency_key),
-    )  # fmt: skip
+    body = joiners.model_dump_json().encode()
+    await ctx.store.put(job, MessageKind.JOINER, body, retry_key=key)
     return {"accepted": len(joiners.ranks)}
 
 
-@router.post(
-    "/{job}/probes/{probe}",
-    status_code=202,
-    openapi_extra=bodies.documented(bodies.ProbeAnswerBody),
-)
+@router.post("/{job}/probes/{probe}", **bodies.accepts(bodies.ProbeAnswerBody))
 async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Result of a probe that an answer to telemetry requested. Unknown probes are ignored."""
     answer = await bodies.read(request, bodies.ProbeAnswerBody)

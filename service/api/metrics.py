@@ -28,6 +28,12 @@ _COUNTERS = {
     "plans": "plans published",
     "errors": "messages skipped after an error",
 }
+_GAUGES = {
+    "backlog": "messages not yet contained in a saved state",
+    "lag_seconds": "age of the oldest message in the backlog",
+    "last_step": "newest step reported by any rank",
+    "plan_version": "plan that the ranks work under",
+}
 
 
 class HttpMetrics:
@@ -52,9 +58,8 @@ class HttpMetrics:
 
 async def exposition(store: HttpStore, http: HttpMetrics) -> bytes:
     """All metrics in the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(_Jobs({name: await _of_job(store, name) for name in await store.names()}))
-    return generate_latest(http.registry) + generate_latest(registry)
+    jobs = _Jobs({name: await _of_job(store, name) for name in await store.names()})
+    return generate_latest(http.registry) + generate_latest(jobs)
 
 
 async def _of_job(store: HttpStore, name: str) -> dict[str, Any]:
@@ -62,11 +67,11 @@ async def _of_job(store: HttpStore, name: str) -> dict[str, Any]:
     oldest_s = await store.oldest(name)
     return {
         "counts": await store.counts(name),
-        "backlog": await store.backlog(name),
-        "lag": max(time.time() - oldest_s, 0.0) if oldest_s is not None else 0.0,
-        "last_step": status.get("last_step", -1),
         "devices": Counter(verdict["status"] for verdict in status.get("verdicts", ())),
-        "plan": status.get("rollout", {}).get("active", 0),
+        "backlog": await store.backlog(name),
+        "lag_seconds": max(time.time() - oldest_s, 0.0) if oldest_s is not None else 0.0,
+        "last_step": status.get("last_step", -1),
+        "plan_version": status.get("rollout", {}).get("active", 0),
     }
 
 
@@ -80,10 +85,11 @@ class _Jobs(Collector):
             for job, values in self._jobs.items():
                 counter.add_metric([job], values["counts"].get(name, 0))
             yield counter
-        yield self._gauge("backlog", "messages not yet contained in a saved state", "backlog")
-        yield self._gauge("lag_seconds", "age of the oldest message in the backlog", "lag")
-        yield self._gauge("last_step", "newest step reported by any rank", "last_step")
-        yield self._gauge("plan_version", "plan that the ranks work under", "plan")
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"resihp_{name}", text, labels=["job"])
+            for job, values in self._jobs.items():
+                gauge.add_metric([job], values[name])
+            yield gauge
         devices = GaugeMetricFamily(
             "resihp_devices", "devices by verdict", labels=["job", "status"]
         )
@@ -91,9 +97,3 @@ class _Jobs(Collector):
             for status, count in values["devices"].items():
                 devices.add_metric([job, status], count)
         yield devices
-
-    def _gauge(self, name: str, text: str, key: str) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(f"resihp_{name}", text, labels=["job"])
-        for job, values in self._jobs.items():
-            gauge.add_metric([job], values[key])
-        return gauge

@@ -56,7 +56,7 @@ async def get_version(job: str, version: int, ctx: Ctx) -> dict[str, Any]:
     return await ctx.store.plan(job, version)
 
 
-@router.post("/{version}/ack", status_code=202, openapi_extra=bodies.documented(bodies.AckBody))
+@router.post("/{version}/ack", **bodies.accepts(bodies.AckBody))
 async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Answer of one rank to a plan: applied or refused."""
     ack = await bodies.read(request, bodies.AckBody)
@@ -69,7 +69,7 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
     return {"accepted": True}
 
 
-@router.put("/{version}", status_code=202, openapi_extra=bodies.documented(bodies.OwnPlanBody))
+@router.put("/{version}", **bodies.accepts(bodies.OwnPlanBody))
 async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Register a plan that the job made while the sidecar was unavailable and that all ranks work
     under."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from resihp.contracts import Plan, TelemetryBatch, from_json, to_json
+from resihp.contracts import Job, Plan, TelemetryBatch, from_json, to_json
 from resihp.contracts.codec import decode
 
 
@@ -108,6 +109,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def plan_from_json(document: dict[str, Any]) -> Plan:
     """The plan in a document of `plan_json`. Raises `ContractError`."""
     return from_json(Plan, {name: v for name, v in document.items() if name != "gap"})
+
+
+def predictor_key(job: Job) -> str:
+    """Key of the jobs that share a predictor: equal model, device type and recomputation."""
+    kind = to_json(job.model) if job.model is not None else None, job.device, job.recompute
+    return hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def dumps(document: Any) -> str:

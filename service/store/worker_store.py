@@ -20,6 +20,7 @@ from .documents import (
     message_of,
     plan_from_json,
     plan_json,
+    predictor_key,
     stream_order,
 )
 from .schema import ACQUIRE, FENCES, GROUP, JOBS, NEWS, PREDICTORS, RENEW, WORKERS, JobKeys
@@ -93,14 +94,15 @@ class WorkerStore:
         saved = {name.decode(): value for name, value in state.items()}
         return from_json(Job, json.loads(document)), plan_from_json(loads(plan)), saved
 
-    def predictor(self, kind: str) -> bytes | None:
-        """The predictor stored for jobs of a kind; None if there is none yet."""
-        stored: bytes | None = self._redis.hget(PREDICTORS, kind)
+    def predictor(self, job: Job) -> bytes | None:
+        """The predictor stored for jobs of this kind; None if there is none yet."""
+        stored: bytes | None = self._redis.hget(PREDICTORS, predictor_key(job))
         return stored
 
-    def keep_predictor(self, kind: str, predictor: bytes) -> None:
-        """Store a predictor for the next job of that kind."""
-        self._redis.hset(PREDICTORS, kind, predictor)
+    def keep_predictor(self, job: Job, predictor: bytes) -> None:
+        """Store a predictor for the next job of this kind; none without a model description."""
+        if job.model is not None:
+            self._redis.hset(PREDICTORS, predictor_key(job), predictor)
 
     def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
         """Messages after `applied` that a worker has read and no saved state contains, in order."""

@@ -66,7 +66,7 @@ class Forecast:
         self._registered = job
         self._expected = compute_ms(job)
         self._collectives = CollectiveLatency(job, self.state.least_waits)
-        self._fitted = False
+        self._fit: HealthyStep | None = None
         self._fit_if_enough()
 
     def add(self, batch: TelemetryBatch) -> None:
@@ -109,42 +109,38 @@ class Forecast:
     def _baseline(self) -> tuple[HealthyStep, ...]:
         return self.state.steps[_WARM_UP_STEPS:]
 
-    def _median(self) -> HealthyStep:
+    def _fit_if_enough(self) -> None:
         steps = self._baseline()
+        if len(steps) < _ENOUGH_STEPS:
+            return
         known = [step.collective_ms for step in steps if step.collective_ms is not None]
-        return HealthyStep(
+        fit = HealthyStep(
             median(step.step_ms for step in steps),
             median(step.forward for step in steps),
             median(step.backward for step in steps),
             median(step.besides_ms for step in steps),
             median(known) if known else None,
         )
-
-    def _fit_if_enough(self) -> None:
-        if len(self._baseline()) < _ENOUGH_STEPS:
-            return
-        fit = self._median()
         if min(fit.step_ms, fit.forward, fit.backward) > 0.0:
             self.job = calibrated(self._registered, **asdict(fit))
-            self._fitted = True
+            self._fit = fit
 
     def for_new_plan(self, plan: Plan) -> float | None:
         """Expected step time of a plan made just now; None before the costs are fitted."""
-        if not self._fitted:
+        if self._fit is None:
             self.state.last_unfitted = plan.version
         return self.predict(plan)
 
     def predict(self, plan: Plan) -> float | None:
         """Expected step time; None for a plan made before the costs were fitted."""
-        if not self._fitted or 0 < plan.version <= self.state.last_unfitted:
+        if self._fit is None or 0 < plan.version <= self.state.last_unfitted:
             return None
-        return plan.step_ms if plan.version else self._median().step_ms
+        return plan.step_ms if plan.version else self._fit.step_ms
 
     def basis(self) -> str | None:
         """The basis of the predictions in a sentence; None before the costs are fitted."""
-        if not self._fitted:
+        if self._fit is None:
             return None
-        median_ms = self._median().step_ms
-        spread = median(abs(step.step_ms / median_ms - 1.0) for step in self._baseline())
-        count = len(self._baseline())
-        return f"times are fitted to {count} healthy steps, half of them within {spread:.1%}"
+        steps, fit_ms = self._baseline(), self._fit.step_ms
+        spread = median(abs(step.step_ms / fit_ms - 1.0) for step in steps)
+        return f"times are fitted to {len(steps)} healthy steps, half of them within {spread:.1%}"

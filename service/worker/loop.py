@@ -20,7 +20,6 @@ from ..store.documents import Commit, PendingChanges
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import Adapters
 from .planner import Planner
-from .predictor_cache import cache_key
 from .session import JobSession
 
 log = logger("resihp.worker")
@@ -167,7 +166,7 @@ class Worker:
             del self._owned[job]
             return
         if (fitted := owned.session.new_predictor()) is not None:
-            self._store.keep_predictor(*fitted)
+            self._store.keep_predictor(owned.session.job, fitted)
         owned.committed_s = owned.published_s = time.monotonic()
         owned.save_cost_s = owned.committed_s - begun_s
 
@@ -215,8 +214,7 @@ class Worker:
         if loaded is None:
             return
         description, plan, saved = loaded
-        kind = cache_key(description)
-        predictor = self._store.predictor(kind) if kind is not None else None
+        predictor = self._store.predictor(description)
         session = JobSession(description, plan, self._adapters, self._planner, predictor)
         if saved:
             session.resume(saved)

@@ -29,13 +29,11 @@ from resihp.contracts import (
 
 from ..logs import logger
 from ..store.documents import JobMessage, MessageKind, PendingChanges, plan_from_json, plan_json
-from .adapters import Adapters, DetectorLike
+from .adapters import Adapters
 from .forecast import Forecast, ForecastState
 from .planner import Planner
 from .planning_state import PlanningState
-from .predictor_cache import PredictorCache
 from .probes import OpenProbes
-from .replanning import next_plan
 from .step_times import StepTime, StepTimes
 
 log = logger("resihp.session")
@@ -78,8 +76,14 @@ class JobSession:
         self.changes = PendingChanges()
         self._adapters = adapters
         self._planner = planner
-        self._predictors = PredictorCache(adapters, job)
-        self._detector: DetectorLike = self._predictors.detector(predictor)
+        try:
+            self._detector = adapters.detector(job, predictor)
+        except ContractError as error:
+            if predictor is None:
+                raise
+            log.warning("stored predictor ignored", job=job.name, error=str(error))
+            self._detector = adapters.detector(job, None)
+        self._known_predictor = self._detector.predictor
         self._state = SessionState(PlanningState({plan.version: plan}, plan.version))
         self._steps = StepTimes(plan.layout.ranks)
         self._forecast = Forecast(job, self._state.forecast)
@@ -256,9 +260,8 @@ class JobSession:
 
     def _plan_if_needed(self) -> None:
         before = self.planning.outcome
-        plan = next_plan(
+        plan = self._planner.next_plan(
             self.planning,
-            self._planner,
             self._forecast.job,
             self._detector.verdicts(),
             step=self.last_step + 1,
@@ -302,9 +305,11 @@ class JobSession:
         """Merge the detector's verdicts; a rank that left the layout keeps its last one."""
         self._state.verdicts.update({v.rank: v for v in self._detector.verdicts()})
 
-    def new_predictor(self) -> tuple[str, bytes] | None:
-        """Cache key and stored form of a predictor fitted since the last call; None otherwise."""
-        return self._predictors.new_fit(self._detector)
+    def new_predictor(self) -> bytes | None:
+        """A predictor fitted since the last call, for the next job; None otherwise."""
+        fitted, known = self._detector.predictor, self._known_predictor
+        self._known_predictor = fitted
+        return None if fitted is None or fitted is known else fitted.to_bytes()
 
     def diagnosis(self) -> dict[str, Any] | None:
         """The diagnosis as of the last message; None before there is enough data."""

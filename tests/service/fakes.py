@@ -39,8 +39,9 @@ class FakeDetector:
     """Slow is 20 ms or more; every record counts."""
 
     padding = 0  # bytes by which a saved state is larger than it need be
+    predictor = None
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, predictor: bytes | None = None) -> None:
         if job.device == "refused":
             raise ValueError("this device is refused")
         self.job = job

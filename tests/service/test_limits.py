@@ -133,7 +133,7 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments, words):
 def test_thresholds_of_the_detector_are_settings(monkeypatch):
     monkeypatch.setenv("RESIHP_MIN_SLOWDOWN", "1.2")
     monkeypatch.setenv("RESIHP_FALSE_ALARM_STEPS", "9000")
-    detector = load_adapters(Settings()).detector(job_of())
+    detector = load_adapters(Settings()).detector(job_of(), None)
     assert isinstance(detector, Detector)
     assert (detector.settings.min_slowdown, detector.settings.false_alarm_steps) == (1.2, 9000)
     assert detector.settings.confirm_steps == DetectorSettings().confirm_steps

@@ -25,8 +25,8 @@ from service.worker.probes import OpenProbes
 class Doubting(FakeDetector):
     """Asks once for one probe of rank 3, and keeps the answer as evidence."""
 
-    def __init__(self, job) -> None:
-        super().__init__(job)
+    def __init__(self, job, predictor=None) -> None:
+        super().__init__(job, predictor)
         self.asked = False
         self.results: list[ProbeResult] = []
 

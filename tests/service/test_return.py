@@ -32,7 +32,9 @@ class Hurried(Detector):
 
 
 def hurried_adapters(settings: Settings) -> Adapters:
-    return replace(load_adapters(settings), detector=Hurried, restore=Hurried.restore)
+    return replace(
+        load_adapters(settings), detector=lambda job, _: Hurried(job), restore=Hurried.restore
+    )
 
 
 class Ranks:
