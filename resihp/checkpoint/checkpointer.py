@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from resihp._shutdown import cancel_close_at_exit, close_at_exit
 from resihp.contracts import CheckpointError, ContractError, FaultRate, Protection
 
-from .counters import Counters, ProblemLog, seconds_since
+from .counters import Counters, ProblemLog
 from .history import RunHistory, valid_step
 from .level_pipeline import LevelPipeline
 from .levels import HostMemory, Level, PeerMemory
@@ -194,7 +194,7 @@ class Checkpointer:
         self.close()
 
     def _is_due(self, step: int) -> bool:
-        since_s = None if self._begun_s is None else seconds_since(self._begun_s)
+        since_s = None if self._begun_s is None else time.monotonic() - self._begun_s
         return self.policy.is_due(SaveTiming(step, since_s, self._cost_s, self._pipeline.durable_s))
 
     def _fence(self, tensors: Sequence[Tensor] | None = None, deadline_s: float = 0.0) -> None:
@@ -206,7 +206,7 @@ class Checkpointer:
             self._begun_s = None  # due again
         elif tensors is not None:
             return
-        self._window_s = seconds_since(checkpoint.begun_s)
+        self._window_s = time.monotonic() - checkpoint.begun_s
         self._current = None
 
     def _drain(self, deadline_s: float) -> bool:

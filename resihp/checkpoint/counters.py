@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from threading import Lock
@@ -73,8 +72,3 @@ class ProblemLog:
             was_open = self._open.pop(where, None) is not None
         if was_open:
             log.warning("%s: works again", where)
-
-
-def seconds_since(begun_s: float) -> float:
-    """Seconds since `begun_s` of the monotonic clock."""
-    return time.monotonic() - begun_s

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 
-from .counters import LevelCounters, ProblemLog, seconds_since
+from .counters import LevelCounters, ProblemLog
 from .history import best_first
 from .levels import Level, LocalDisk
 from .staging.in_flight import (
@@ -126,7 +126,7 @@ class LevelWorker:
         self._problems.resolve(self.level.name)
         self.counters.saved += 1
         self.counters.newest_step = checkpoint.identity.step
-        self.counters.durable_s = seconds_since(checkpoint.begun_s)
+        self.counters.durable_s = time.monotonic() - checkpoint.begun_s
         return True
 
     def _report(self, step: int, problem: BaseException) -> None:

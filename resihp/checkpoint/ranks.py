@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,7 @@ from resihp.contracts import ContractError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class SaveItem:
+class SaveItem(NamedTuple):
     """A tensor shard, or (without shape) another object, that a rank holds and could write."""
 
     key: str
@@ -129,7 +127,13 @@ def assign_writers(items: Sequence[Sequence[SaveItem]]) -> list[set[tuple[str, t
             holders[place].append(number)
             if known.setdefault(place, item) != item:
                 raise ContractError(item.key, "its shape or type differs between ranks")
-    _check_complete(known)
+    volume: dict[str, int] = defaultdict(int)
+    for item in known.values():
+        volume[item.key] += math.prod(item.sizes)
+    for item in known.values():
+        if volume[item.key] != (whole := math.prod(item.shape)):
+            reason = f"its shards have {volume[item.key]} elements, the whole has {whole}"
+            raise ContractError(item.key, reason)
     assigned: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in items]
     load = [0] * len(items)
     for place, able in holders.items():
@@ -137,16 +141,3 @@ def assign_writers(items: Sequence[Sequence[SaveItem]]) -> list[set[tuple[str, t
         load[chosen] += known[place].nbytes
         assigned[chosen].add(place)
     return assigned
-
-
-def _check_complete(known: Mapping[tuple[str, tuple[int, ...]], SaveItem]) -> None:
-    volume: dict[str, int] = defaultdict(int)
-    whole: dict[str, int] = {}
-    for item in known.values():
-        volume[item.key] += math.prod(item.sizes)
-        whole[item.key] = math.prod(item.shape)
-    for key, size in whole.items():
-        if volume[key] != size:
-            raise ContractError(
-                key, f"its shards have {volume[key]} elements, the whole has {size}"
-            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -84,6 +84,11 @@ class ObjectEntry:
     value: object
 
 
+def extra_entry(extra: Mapping[str, object], rank: int) -> ObjectEntry:
+    """Entry of the `extra` that the user gave on a rank."""
+    return ObjectEntry(f"resihp.extra.{rank}", ("resihp", "extra", str(rank)), extra)
+
+
 class CollectedState(NamedTuple):
     """All entries of a state, in its order."""
 
@@ -104,11 +109,12 @@ def collect(state: State) -> CollectedState:
             objects.append(ObjectEntry(name(path), path, value))
         else:
             tensors += found
-    boxes = [(entry.key, entry.offsets) for entry in tensors]
-    names = [entry.key for entry in objects]
+    boxes: list[object] = [(entry.key, entry.offsets) for entry in tensors]
+    names: list[object] = [entry.key for entry in objects]
     for seen in (boxes, names):
         if len(set(seen)) < len(seen):
-            raise ContractError(str(_duplicate(seen)), "occurs twice in the state")
+            first = next(each for each in seen if seen.count(each) > 1)
+            raise ContractError(str(first), "occurs twice in the state")
     return CollectedState(tensors, objects)
 
 
@@ -220,15 +226,3 @@ def _dtensor(path: Path, value: DTensor) -> list[TensorEntry]:
         return []
     (chunk,) = value.__create_chunk_list__()
     return [TensorEntry(name(path), path, tuple(value.shape), tuple(chunk.offsets), local)]
-
-
-_T = TypeVar("_T")
-
-
-def _duplicate(values: Iterable[_T]) -> _T | None:
-    seen: set[_T] = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None

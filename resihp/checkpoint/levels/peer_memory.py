@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from threading import Lock
 
@@ -100,7 +100,7 @@ class PeerMemory(Level):
             raise CheckpointError("no peer to send to")
         try:
             if self._connection is None:
-                self._connection = Connection.to(self._target, self.token, self._timeout_s)
+                self._connection = self._connect(self._target)
             self._send(checkpoint, self._connection)
         except BaseException:
             self._disconnect()
@@ -135,13 +135,16 @@ class PeerMemory(Level):
         for index, address in held:
             if index.run == best[0].lineage.run:
                 holders.setdefault(index.rank, []).append((index, address))
-        return PeerReader(holders, self.token, self._timeout_s)
+        return PeerReader(holders, self._connect)
 
     def close(self) -> None:
         """Stop sending; also end the server unless it was passed in."""
         self._disconnect()
         if self._owns_server:
             self._server.close()
+
+    def _connect(self, address: Address) -> Connection:
+        return Connection.to(address, self.token, self._timeout_s)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -153,7 +156,7 @@ class PeerMemory(Level):
         for address in self._addresses.values():
             with (
                 contextlib.suppress(OSError, CheckpointError),
-                _connected(address, self.token, self._timeout_s) as connection,
+                contextlib.closing(self._connect(address)) as connection,
             ):
                 connection.send(do="list")
                 texts = connection.receive()["indexes"]
@@ -165,13 +168,14 @@ class PeerReader(CheckpointReader):
     """Reads a checkpoint from the memory of several processes.
 
     holders  for each rank, its index and every server with an image of its file
+    connect  connects to a server
     """
 
     def __init__(
-        self, holders: Mapping[int, Sequence[Holder]], token: str, timeout_s: float
+        self, holders: Mapping[int, Sequence[Holder]], connect: Callable[[Address], Connection]
     ) -> None:
         self.indexes = {rank: each[0][0] for rank, each in holders.items()}
-        self._holders, self._token, self._timeout_s = holders, token, timeout_s
+        self._holders, self._connect = holders, connect
         self._idle: dict[Address, list[Connection]] = {}
         self._lock = Lock()
 
@@ -201,7 +205,7 @@ class PeerReader(CheckpointReader):
         with self._lock:
             idle = self._idle.setdefault(address, [])
             connection = idle.pop() if idle else None
-        connection = connection or Connection.to(address, self._token, self._timeout_s)
+        connection = connection or self._connect(address)
         try:
             connection.send(
                 do="get", rank=index.rank, step=index.step, start=start, count=len(into)
@@ -225,12 +229,3 @@ def _complete(inventory: Iterable[Holder]) -> list[StoredCheckpoint]:
         for (step, _), indexes in held.items()
         if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
     ]
-
-
-@contextlib.contextmanager
-def _connected(address: Address, token: str, timeout_s: float) -> Iterator[Connection]:
-    connection = Connection.to(address, token, timeout_s)
-    try:
-        yield connection
-    finally:
-        connection.close()

@@ -16,10 +16,9 @@ from ..history import Lineage, StoredCheckpoint, best_first
 from ..levels.level import CheckpointReader, Level
 from ..levels.local_disk import LocalDisk
 from ..ranks import Ranks
-from ..staging.write_plan import extra_key
-from ..state_dict import State, TensorEntry, collect, opened
+from ..state_dict import State, TensorEntry, collect, extra_entry, opened
 from .load_state import absent_objects, absent_tensors, load_into, set_at
-from .shard_reader import Located, TensorRequest, missing_of, read_object, read_tensors
+from .shard_reader import Located, missing_of, read_object, read_tensors
 
 log = logging.getLogger("resihp.checkpoint")
 
@@ -144,17 +143,17 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     state = opened(into)
     tensors, objects = collect(state)
     entries = [(index, entry) for index in reader.indexes.values() for entry in index.entries]
-    created = absent_tensors(into, entries, {wanted.key for wanted in tensors})
-    requests = [TensorRequest(e.key, e.box, e.tensor) for e in (*tensors, *created)]
-    paths = {wanted.key: wanted.path for wanted in objects}
+    created = absent_tensors(into, entries, {entry.key for entry in tensors})
+    wanted = [*tensors, *created]
+    paths = {entry.key: entry.path for entry in objects}
     differing = _different_shapes(tensors, entries)
     if differing:
         raise CheckpointError(f"shapes differ: {'; '.join(differing[:6])}")
     there = {e.key for _, e in entries if e.dtype is None} | {made.key for made in created}
-    missing = sorted(set(paths) - there) + missing_of(requests, entries)
+    missing = sorted(set(paths) - there) + missing_of(wanted, entries)
     if missing:
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
-    read_tensors(reader, requests, entries)
+    read_tensors(reader, wanted, entries)
     for made in created:
         set_at(state, made.path, made.tensor)
     paths |= absent_objects(into, entries)
@@ -177,7 +176,8 @@ def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]
 
 def _extra(reader: CheckpointReader, rank: int) -> Mapping[str, object]:
     chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
-    entry = next((e for e in chosen.objects if e.key == extra_key(chosen.rank)), None)
+    key = extra_entry({}, chosen.rank).key
+    entry = next((e for e in chosen.objects if e.key == key), None)
     extra = {} if entry is None else read_object(reader, chosen, entry)
     assert isinstance(extra, dict)
     return extra

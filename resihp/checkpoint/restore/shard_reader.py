@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from ..format.index import CHUNK_BYTES, FileIndex, IndexEntry
 from ..format.shard_file import flat_bytes
 from ..levels.level import CheckpointReader
 from ..staging.host_buffer import HostBuffer
-from ..state_dict import Box, overlap
+from ..state_dict import Box, TensorEntry, overlap
 
 READERS = 4
 _BATCH_BYTES = 32 << 20
@@ -28,19 +30,10 @@ Located = tuple[FileIndex, IndexEntry]
 
 
 @dataclass(frozen=True, eq=False)
-class TensorRequest:
-    """A tensor shard to fill."""
-
-    key: str
-    box: Box
-    tensor: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class _ReadJob:
-    """Bytes [start, stop) of a file, which hold the intersection of a request and an entry."""
+    """Bytes [start, stop) of a file, which hold the intersection of a wanted shard and an entry."""
 
-    request: TensorRequest
+    wanted: TensorEntry
     index: FileIndex
     entry: IndexEntry
     shared: Box
@@ -48,23 +41,23 @@ class _ReadJob:
     stop: int
 
 
-def missing_of(requests: Sequence[TensorRequest], entries: Sequence[Located]) -> list[str]:
-    """Describe the requested shards that the checkpoint does not cover, by name and range."""
+def missing_of(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
+    """Describe the wanted shards that the checkpoint does not cover, by name and range."""
     have: dict[int, int] = defaultdict(int)
-    for job in _jobs(requests, entries):
-        have[id(job.request)] += math.prod(job.shared[1])
+    for job in _jobs(wanted, entries):
+        have[id(job.wanted)] += math.prod(job.shared[1])
     return [
-        f"{request.key}{[f'{a}:{a + n}' for a, n in zip(*request.box, strict=True)]}"
-        for request in requests
-        if have[id(request)] < request.tensor.numel()
+        f"{shard.key}{[f'{a}:{a + n}' for a, n in zip(*shard.box, strict=True)]}"
+        for shard in wanted
+        if have[id(shard)] < shard.tensor.numel()
     ]
 
 
 def read_tensors(
-    reader: CheckpointReader, requests: Sequence[TensorRequest], entries: Sequence[Located]
+    reader: CheckpointReader, wanted: Sequence[TensorEntry], entries: Sequence[Located]
 ) -> None:
-    """Fill all requests. Raises `CheckpointDamagedError` with all damaged shards found."""
-    jobs = sorted(_jobs(requests, entries), key=lambda job: (job.index.rank, job.start))
+    """Fill the wanted shards. Raises `CheckpointDamagedError` with all damaged ones found."""
+    jobs = sorted(_jobs(wanted, entries), key=lambda job: (job.index.rank, job.start))
     with ThreadPoolExecutor(READERS, "resihp-checkpoint-read") as pool:
         batches = [pool.submit(_read_batch, reader, batch) for batch in _batches(jobs)]
     damaged = []
@@ -96,7 +89,7 @@ class _ChunkReader:
     def copy(self, index: FileIndex, start: int, goal: Tensor) -> None:
         """Fill `goal` (uint8, on the host) from offset `start` of the file."""
         stop = start + goal.numel()
-        number = _chunk_at(index, start)
+        number = bisect(index.chunks, start, key=itemgetter(0)) - 1
         while start < stop:
             first, last = index.chunks[number]
             self._load(index, number)
@@ -132,28 +125,21 @@ def _damaged(index: FileIndex, number: int, problem: str) -> CheckpointDamagedEr
     return CheckpointDamagedError(f"bytes {start}:{stop}", shards, problem)
 
 
-def _chunk_at(index: FileIndex, at: int) -> int:
-    if at < index.tensor_bytes:
-        return at // CHUNK_BYTES
-    before = -(-index.tensor_bytes // CHUNK_BYTES)
-    return before + (at - index.tensor_bytes) // CHUNK_BYTES
-
-
-def _jobs(requests: Sequence[TensorRequest], entries: Sequence[Located]) -> Iterator[_ReadJob]:
+def _jobs(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> Iterator[_ReadJob]:
     by_key: dict[str, dict[Box, Located]] = defaultdict(dict)
     for index, entry in entries:
         if entry.dtype is not None:
             by_key[entry.key].setdefault(entry.box, (index, entry))
-    for request in requests:
-        for index, entry in by_key[request.key].values():
-            if len(request.box[0]) != len(entry.shape):
+    for shard in wanted:
+        for index, entry in by_key[shard.key].values():
+            if len(shard.shape) != len(entry.shape):
                 continue
-            shared = overlap(request.box, entry.box)
+            shared = overlap(shard.box, entry.box)
             if shared is not None:
-                yield _job(request, index, entry, shared)
+                yield _job(shard, index, entry, shared)
 
 
-def _job(request: TensorRequest, index: FileIndex, entry: IndexEntry, shared: Box) -> _ReadJob:
+def _job(wanted: TensorEntry, index: FileIndex, entry: IndexEntry, shared: Box) -> _ReadJob:
     """Build the job for the shortest range of bytes that holds the shared box."""
     assert entry.dtype is not None
     width = getattr(torch, entry.dtype).itemsize
@@ -162,7 +148,7 @@ def _job(request: TensorRequest, index: FileIndex, entry: IndexEntry, shared: Bo
     low = sum(at * stride for at, stride in zip(inside, strides, strict=True))
     high = low + sum((n - 1) * stride for n, stride in zip(shared[1], strides, strict=True)) + 1
     start, stop = entry.data + low * width, entry.data + high * width
-    return _ReadJob(request, index, entry, shared, start, stop)
+    return _ReadJob(wanted, index, entry, shared, start, stop)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -191,7 +177,9 @@ def _read_batch(reader: CheckpointReader, batch: Sequence[_ReadJob]) -> None:
 
 def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     dtype: torch.dtype = getattr(torch, job.entry.dtype or "uint8")
-    goal = _within(job.request, job.shared)
+    goal = job.wanted.tensor.detach()
+    for dim, (start, size) in enumerate(zip(*job.shared, strict=True)):
+        goal = goal.narrow(dim, start - job.wanted.offsets[dim], size)
     is_dense = job.stop - job.start == goal.numel() * dtype.itemsize
     if is_dense and goal.is_contiguous() and goal.dtype == dtype and not goal.is_cuda:
         chunks.copy(job.index, job.start, flat_bytes(goal))
@@ -200,10 +188,3 @@ def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     chunks.copy(job.index, job.start, content)
     typed = content.view(dtype).as_strided(job.shared[1], _strides(job.entry.sizes))
     goal.copy_(typed)
-
-
-def _within(request: TensorRequest, shared: Box) -> Tensor:
-    goal = request.tensor.detach()
-    for dim, (start, size) in enumerate(zip(*shared, strict=True)):
-        goal = goal.narrow(dim, start - request.box[0][dim], size)
-    return goal

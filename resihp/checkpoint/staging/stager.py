@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,10 @@ from threading import Condition
 import torch
 from torch import Tensor, nn
 
-from ..format.shard_file import ShardFile
+from ..format.shard_file import ShardFile, encode_objects
 from ..history import Lineage
 from ..ranks import Ranks, SaveItem
-from ..state_dict import CollectedState, State, collect
+from ..state_dict import CollectedState, ObjectEntry, State, collect, extra_entry
 from .buffer_pool import BufferPool
 from .copier import Copier, chunks_of, write_order
 from .host_buffer import begin, collapse
@@ -25,16 +26,7 @@ from .in_flight import (
     Pace,
     ShardIdentity,
 )
-from .write_plan import (
-    WritePlan,
-    buffer_addresses,
-    copied_objects,
-    extra_entry,
-    make_plan,
-    save_items_of,
-    signature_of,
-    stable,
-)
+from .write_plan import WritePlan, make_plan, save_items_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +77,7 @@ class Stager:
 
     def has_plan(self, state: CollectedState) -> bool:
         """Return True if the plan is for a state of these shapes."""
-        return self._plan is not None and self._plan.signature == signature_of(state)
+        return self._plan is not None and self._plan.held == save_items_of(state)
 
     def plan(self, state: CollectedState, everyones: Sequence[Sequence[SaveItem]]) -> None:
         """Plan for a state, given the items of all ranks."""
@@ -117,16 +109,23 @@ class Stager:
     ) -> CapturedState:
         """Capture a state that the plan is for; copies objects and buffers of modules."""
         assert self._plan is not None
-        modules = state.values() if isinstance(state, Mapping) else ()
-        volatile = buffer_addresses([*self._modules, *modules])
-        objects = [entry for entry in collected.objects if entry.key in self._plan.objects]
-        objects.append(extra_entry(extra, self._ranks.rank))
-        sources = [stable(collected.tensors[pick].tensor, volatile) for pick in self._plan.picks]
+        modules = [*self._modules, *(state.values() if isinstance(state, Mapping) else ())]
+        volatile = {
+            buffer.data_ptr()
+            for module in modules
+            if isinstance(module, nn.Module)
+            for buffer in module.buffers()  # running statistics, which the forward pass may change
+        }
+        tensors = [collected.tensors[pick].tensor for pick in self._plan.picks]
+        sources = [t.clone() if volatile and t.data_ptr() in volatile else t for t in tensors]
+        entries = [entry for entry in collected.objects if entry.key in self._plan.objects]
+        entries.append(extra_entry(extra, self._ranks.rank))
+        objects = [ObjectEntry(one.key, one.path, copy.deepcopy(one.value)) for one in entries]
         return CapturedState(
             ShardIdentity(step, self._ranks.rank, lineage, self._ranks.all),
             self._plan.file,
             sources,
-            copied_objects(objects),
+            lambda start: encode_objects(objects, start),
             [_version(source) for source in sources],
         )
 
@@ -146,11 +145,6 @@ class Stager:
             self._changed,
             previous=previous,
         )
-
-    @property
-    def picks(self) -> tuple[int, ...]:
-        """Positions of the tensors that are copied, in the order of the buffer."""
-        return self._plan.picks if self._plan is not None else ()
 
     def start(self, checkpoint: InFlightCheckpoint, pace: Pace | None = None) -> None:
         """Begin to copy; with a pace, only what the level will not write from the tensors."""

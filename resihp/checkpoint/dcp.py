@@ -10,16 +10,18 @@ DCP plans and coordinates; the files are the same as those of the levels.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as PythonFuture
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Condition
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +30,33 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ..format.checksum import ROW_BYTES
-from ..format.index import IndexEntry
-from ..format.metadata import data_name
-from ..format.shard_file import ShardFile, ShardSpec
-from ..history import Lineage
-from ..levels.checkpoint_folder import part_folder, publish_folder, step_of, write_index
-from ..levels.local_disk import write_file
-from ..staging.host_buffer import HostBuffer
-from ..staging.in_flight import (
+from resihp.contracts import CheckpointError
+
+from .format.checksum import ROW_BYTES
+from .format.index import IndexEntry
+from .format.metadata import data_name
+from .format.shard_file import ShardFile, ShardSpec
+from .history import Lineage
+from .levels.checkpoint_folder import part_folder, publish_folder, step_of, write_index
+from .levels.local_disk import write_file
+from .ranks import IndependentRank
+from .staging.host_buffer import HostBuffer
+from .staging.in_flight import (
     NO_FENCE_EXPECTED,
     BufferSlot,
     InFlightCheckpoint,
     ShardIdentity,
 )
-from ..state_dict import Path as StatePath
-from .stager import DcpStager, StateDict
+from .staging.stager import Stager
+from .state_dict import Path as StatePath
+
+StateDict: TypeAlias = dict[str, Any]
+
+_READER = "dcp"
+_RELEASE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,11 @@ class LazyWriter(StorageWriter, AsyncStager):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self._path = Path(path)
-        self._stager = DcpStager()
         self._save = _CurrentSave()
+        one_of_several = IndependentRank(0, (0, 1), "dcp")  # DCP assigns the writers itself
+        self._stager = Stager(one_of_several, buffers=1)
+        self._threads = ThreadPoolExecutor(1, "resihp-checkpoint-stage")
+        self._staged: InFlightCheckpoint | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
         """Call `fence` before each step of the optimizer; see `Checkpointer.attach`."""
@@ -89,19 +103,37 @@ class LazyWriter(StorageWriter, AsyncStager):
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Wait until these tensors (None: all) are copied; call it right before they change."""
-        self._stager.fence(tensors)
+        if self._staged is not None:
+            self._stager.fence(self._staged, tensors)
 
     def stage(self, state_dict: StateDict) -> PythonFuture[StateDict]:
-        """Begin to copy; the future returns the state on the host."""
-        return self._stager.stage(state_dict)
+        """Begin to copy, once the save before is written; the future returns the state on the host.
+
+        The only buffer is in use until then.
+        """
+        before = self._staged
+        if before is not None:
+            with before.changed:
+                if not before.changed.wait_for(lambda: before.is_idle, _RELEASE_TIMEOUT_S):
+                    raise CheckpointError("the save before has not ended")
+        collected = self._stager.fit(state_dict)
+        captured = self._stager.capture(0, Lineage(""), collected, state_dict, {})
+        checkpoint = self._staged = self._stager.lend(captured, 0.0)
+        assert checkpoint is not None, "the only buffer is free"
+        checkpoint.taken[_READER] = 0
+        numbers = {spec.path: number for number, spec in enumerate(checkpoint.file.specs)}
+        copied = _on_host(state_dict, checkpoint, numbers, ())
+        self._stager.start(checkpoint)
+        return self._threads.submit(_once_copied, checkpoint, copied)
 
     def synchronize_staging(self) -> None:
         """Call `fence`, by torch's name."""
         self.fence()
 
     def close(self) -> None:
-        """End the copying thread."""
+        """End the copying threads."""
         self._stager.close()
+        self._threads.shutdown()
 
     @property
     def checkpoint_id(self) -> Path:
@@ -137,7 +169,9 @@ class LazyWriter(StorageWriter, AsyncStager):
         try:
             return self._write(plan, planner)
         finally:
-            self._stager.release()
+            if self._staged is not None:
+                self._staged.done_with(_READER)
+                self._stager.move_to_huge_pages()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the folder, in place of one of the same name; on the coordinator."""
@@ -168,7 +202,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         )
         part = part_folder(self.checkpoint_id, assigned.run)
         part.mkdir(parents=True, exist_ok=True)
-        write_file(checkpoint, part / data_name(assigned.rank), "dcp")
+        write_file(checkpoint, part / data_name(assigned.rank), _READER)
         index = checkpoint.index()
         write_index(part, index)
         written: Future[list[WriteResult]] = Future()
@@ -214,3 +248,39 @@ def _object_section(
 def _result(item: WriteItem, entry: IndexEntry, file: str) -> WriteResult:
     where = _StorageInfo(file, entry.start, entry.length)
     return WriteResult(index=item.index, size_in_bytes=entry.length, storage_data=where)
+
+
+def _once_copied(checkpoint: InFlightCheckpoint, copied: StateDict) -> StateDict:
+    if checkpoint.count:
+        checkpoint.take(checkpoint.count - 1)
+    return copied
+
+
+def _on_host(
+    value: Any, checkpoint: InFlightCheckpoint, numbers: dict[Any, int], path: tuple[Any, ...]
+) -> Any:
+    """Rebuild a state with each tensor replaced by its view of the buffer."""
+    if isinstance(value, dict):
+        steps = {key: (key,) if isinstance(key, int) else str(key) for key in value}
+        return {
+            key: _on_host(inner, checkpoint, numbers, (*path, steps[key]))
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_on_host(one, checkpoint, numbers, (*path, i)) for i, one in enumerate(value)]
+    if not isinstance(value, Tensor) or path not in numbers:
+        return copy.deepcopy(value)
+    host = _view(checkpoint, numbers[path])
+    if isinstance(value, DTensor):
+        shape, stride = value.shape, value.stride()
+        mesh, placements = value.device_mesh, value.placements
+        return DTensor.from_local(
+            host, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    return host
+
+
+def _view(checkpoint: InFlightCheckpoint, number: int) -> Tensor:
+    spec, entry = checkpoint.file.specs[number], checkpoint.file.entries[number]
+    content = checkpoint.slot.buffer.tensor[entry.data : entry.data + spec.nbytes]
+    return content.view(spec.dtype).view(spec.sizes)
