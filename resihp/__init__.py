@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .client import Client
     from .hooks import Monitor, hook
+    from .instrumentation import instrument
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Monitor", "__version__", "hook"]
+__all__ = ["Client", "Monitor", "__version__", "hook", "instrument"]
 
-_HOMES = {"Client": ".client", "Monitor": ".hooks", "hook": ".hooks"}
+_HOMES = {
+    "Client": ".client",
+    "Monitor": ".hooks",
+    "hook": ".hooks",
+    "instrument": ".instrumentation",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,8 +21,23 @@ class Registry(Protocol):
         ...
 
 
+class DeferredJob(Protocol):
+    """A job that can be described only after it has run for a while."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        ...
+
+    def describe(self, *, now: bool) -> Job | None:
+        """Return the job; None while it is not known yet, but with `now` the best guess."""
+        ...
+
+
 class Registration:
     """One rank's part in the registration of its job; none where only the name is given.
+
+    Nothing is sent before a deferred job is known.
 
     The first rank of the layout registers before its first message, so that a job that was
     restarted in another layout begins anew. The others leave it to that rank, so that thousands of
@@ -30,16 +45,23 @@ class Registration:
     then that rank is late, or the sidecar has lost the job.
     """
 
-    def __init__(self, job: str | Job, rank: int, failures: FailureLog) -> None:
-        self.name = job.name if isinstance(job, Job) else job
+    def __init__(self, job: str | Job | DeferredJob, rank: int, failures: FailureLog) -> None:
+        self.name = job if isinstance(job, str) else job.name
         self._job = job if isinstance(job, Job) else None
-        self._is_first = self._job is not None and rank == min(self._job.layout.ranks)
-        self._failures = failures
+        self._deferred = None if isinstance(job, str | Job) else job
+        self._rank, self._failures = rank, failures
         self.reset()
 
     def reset(self) -> None:
         """Return to the initial state, as in a forked child."""
-        self._is_due, self._unknown_since_s = self._is_first, float("inf")
+        self._is_due, self._unknown_since_s = self._is_first(), float("inf")
+
+    def is_ready(self, *, now: bool) -> bool:
+        """Return whether messages may be sent; with `now` they must be."""
+        if self._job is None and self._deferred is not None:
+            self._job = self._deferred.describe(now=now)
+            self._is_due = self._is_first()
+        return self._deferred is None or self._job is not None
 
     def register_if_due(self, registry: Registry) -> None:
         """Register if it is this rank's turn; called before each message."""
@@ -54,7 +76,7 @@ class Registration:
     def unknown(self) -> None:
         """Note that the sidecar does not know the job (yet): its messages are to be repeated."""
         now_s = monotonic()
-        self._is_due = self._is_first or self._unknown_since_s < float("inf")
+        self._is_due = self._is_first() or self._unknown_since_s < float("inf")
         self._unknown_since_s = min(self._unknown_since_s, now_s)
         if now_s - self._unknown_since_s >= _PATIENCE_S:
             self._warn()
@@ -65,7 +87,11 @@ class Registration:
             self._warn()
 
     def _warn(self) -> None:
-        hint = "" if self._job else "; register it with Client.register, or use Monitor(job=Job(…))"
+        given = self._job or self._deferred
+        hint = "" if given else "; register it with Client.register, or use Monitor(job=Job(…))"
         self._failures.warn_once(
             "unregistered", f"the sidecar has no job named {self.name!r}: telemetry waits{hint}"
         )
+
+    def _is_first(self) -> bool:
+        return self._job is not None and self._rank == min(self._job.layout.ranks)

@@ -197,6 +197,8 @@ class Sender:
         device = self._recording.device
         if device is not None:
             device.adopt_thread()
+        if not self._registration.is_ready(now=self._closing.is_set()):
+            return
         self._answer_probes()
         while entries := self._take():
             self.in_flight, accepted = len(entries), 0

@@ -5,9 +5,9 @@ A callable is loaded from its attribute before the call, which the interpreter t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import nan
-from typing import Any
+from typing import Any, Self
 
 from ._clocks import CudaClock, running_cuda
 from ._record import Record, RecordFields
@@ -83,7 +83,35 @@ class Recording:
         self.open = None
 
 
-class Span:
+class TimedBlock:
+    """A `with` block that may also be entered by `start` and left by `stop`, as callbacks do.
+
+    A block whose code raised is left by `cancel` instead, and makes no record.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> Any:
+        raise NotImplementedError
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        raise NotImplementedError
+
+    def start(self) -> Self:
+        """Enter the block; return it."""
+        self.__enter__()
+        return self
+
+    def stop(self) -> None:
+        """Leave the block."""
+        self.__exit__(None, None, None)
+
+    def cancel(self) -> None:
+        """Leave the block without a record, as by an exception."""
+        self.__exit__(Exception, None, None)
+
+
+class Span(TimedBlock):
     """A block that becomes one record when it ends without an exception.
 
     While it is the innermost open block, `Waiting` blocks are credited to it. Once ended it is
@@ -118,6 +146,10 @@ class Span:
     def leave(self) -> None:
         """End without a record."""
         self._recording.open = self._outer
+
+    def measure_waiting(self) -> None:
+        """Count no `Waiting` block as no waiting, instead of as waiting that is not measured."""
+        raise NotImplementedError
 
     def stamp(self) -> Any:
         """Return the present time of the clock that times this span."""
@@ -170,6 +202,9 @@ class HostSpan(Span):
             put = recording.put
             put(self)
 
+    def measure_waiting(self) -> None:
+        self._wait_ns = max(0, self._wait_ns)
+
     def stamp(self) -> int:
         return self._recording.now_ns()
 
@@ -189,7 +224,7 @@ class HostSpan(Span):
 class DeviceSpan(Span):
     """A block timed by events in the current CUDA stream; the sender reads them later."""
 
-    __slots__ = ("_clock", "_waits")
+    __slots__ = ("_clock", "_is_measured", "_waits")
     _clock: CudaClock
 
     def __enter__(self) -> DeviceSpan:
@@ -199,6 +234,7 @@ class DeviceSpan(Span):
         self._outer = recording.open
         recording.open = self
         self._waits: list[tuple[Any, Any]] = []
+        self._is_measured = False
         self._start = self.stamp()
         return self
 
@@ -214,6 +250,9 @@ class DeviceSpan(Span):
             recording.recorded = True
             put = recording.put
             put(self)
+
+    def measure_waiting(self) -> None:
+        self._is_measured = True
 
     def stamp(self) -> Any:
         try:
@@ -235,12 +274,33 @@ class DeviceSpan(Span):
         self._clock.recycle(self._start, self._stop)
         for pair in self._waits:
             self._clock.recycle(*pair)
-        if not waits:
+        if not waits and not self._is_measured:
             return elapsed_ms, nan
         return max(0.0, elapsed_ms - sum(waits)), sum(waits)
 
 
-class Waiting:
+class JoinedSpan(Span):
+    """Finished spans that are parts of one pass, as the two halves of a split backward pass."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Span]) -> None:
+        last = parts[-1]
+        super().__init__(
+            last._recording, last.op, last.microbatch, last.chunk, last.peer, parts[0].work
+        )
+        self.step, self.plan_version = last.step, last.plan_version
+        self._parts = parts
+
+    def ready(self) -> bool:
+        return all(part.ready() for part in self._parts)
+
+    def times(self) -> tuple[float, float]:
+        own, waits = zip(*(part.times() for part in self._parts), strict=True)
+        return sum(own), sum(waits)
+
+
+class Waiting(TimedBlock):
     """A block in which the innermost open span waits for other ranks."""
 
     __slots__ = ("_recording", "_span", "_start")
@@ -264,7 +324,7 @@ class Waiting:
             span.waiting = False
 
 
-class Exchange:
+class Exchange(TimedBlock):
     """A P2P or collective block: a record of its own, and waiting of the span around it."""
 
     __slots__ = ("_span", "_waiting")
@@ -284,7 +344,7 @@ class Exchange:
         self._waiting.__exit__(kind, error, trace)
 
 
-class StepSpan:
+class StepSpan(TimedBlock):
     """A training step. It becomes a record only if none was made within it.
 
     `after` is called once the step has ended without an exception.

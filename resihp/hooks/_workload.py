@@ -23,6 +23,7 @@ class Form(Enum):
     SEQ_LENS = "seq_lens"
     CU_SEQLENS = "cu_seqlens"
     ATTENTION_MASK = "attention_mask"
+    POSITION_IDS = "position_ids"
 
 
 class Features(NamedTuple):
@@ -61,13 +62,17 @@ def snapshot(seq_lens: Any, cu_seqlens: Any, attention_mask: Any) -> Work | None
         return tuple(seq_lens)  # the common case, and the cheap one
     given = [
         (form, value)
-        for form, value in zip(Form, (seq_lens, cu_seqlens, attention_mask), strict=True)
+        for form, value in zip(Form, (seq_lens, cu_seqlens, attention_mask), strict=False)
         if value is not None
     ]
     if len(given) > 1:
         names = ", ".join(form.value for form, _ in given)
         raise ContractError(names, "only one of them may be given")
-    form, value = given[0]
+    return snapshot_of(*given[0])
+
+
+def snapshot_of(form: Form, value: Any) -> Work | None:
+    """Copy lengths given in one form, as `snapshot` does."""
     if form is Form.SEQ_LENS and isinstance(value, (list, tuple, range)):
         return tuple(value)
     if hasattr(value, "is_cuda"):
@@ -123,11 +128,26 @@ def _lengths(form: Form, values: NDArray[Any]) -> tuple[int, ...]:
         lengths = values.ravel()
     elif form is Form.CU_SEQLENS:
         lengths = np.diff(values.ravel())
+    elif form is Form.POSITION_IDS:
+        lengths = _between_restarts(values)
     elif values.ndim == 1:
         lengths = values
     else:
         return tuple(length for row in values.tolist() for length in _runs(row))
     return tuple(lengths.tolist())
+
+
+def _between_restarts(positions: NDArray[Any]) -> NDArray[Any]:
+    """Lengths of packed sequences from positions that count up within each and restart with the
+    next, and with each row.
+
+    >>> _between_restarts(np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])).tolist()
+    [3, 2, 5]
+    """
+    rows = np.atleast_2d(positions[0] if positions.ndim == 3 else positions)
+    begins = np.ones(rows.shape, bool)
+    begins[:, 1:] = np.diff(rows, axis=-1) != 1
+    return np.diff(np.flatnonzero(begins), append=rows.size)
 
 
 def _runs(attended: list[int]) -> list[int]:

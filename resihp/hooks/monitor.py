@@ -16,7 +16,7 @@ from resihp.contracts import ContractError, Job, Op
 from ._clocks import CudaClock, HostClock
 from ._heartbeat import size_of_job, spread_interval
 from ._probes import LinkProbe, Probes, allowed_by_environment
-from ._registration import Registration
+from ._registration import DeferredJob, Registration
 from ._sender import Sender, TelemetryReceiver, fatal_error
 from ._spans import DeviceSpan, Exchange, HostSpan, Recording, StepSpan, Waiting
 from ._stats import FailureLog, Stats
@@ -61,7 +61,7 @@ class Monitor:
     def __init__(
         self,
         *,
-        job: str | Job,
+        job: str | Job | DeferredJob,
         url: str | None = None,
         token: str | None = None,
         rank: int | None = None,
@@ -341,7 +341,11 @@ def _rank_of_process(given: int | None) -> int:
 
 
 def _check(
-    job: str | Job, capacity: int, batch_records: int, interval_s: float, heartbeat_s: float
+    job: str | Job | DeferredJob,
+    capacity: int,
+    batch_records: int,
+    interval_s: float,
+    heartbeat_s: float,
 ) -> None:
     if not job:
         raise ContractError("job", "must be the job, or its name")

@@ -1,0 +1,69 @@
+"""Work in a forward pass, from the arguments of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from resihp.hooks._workload import Form, Work, snapshot_of
+
+Lengths = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Function of a call's arguments that returns the lengths of its sequences."""
+
+_NAMES = {
+    "cu_seqlens": Form.CU_SEQLENS,
+    "cu_seq_lens_q": Form.CU_SEQLENS,
+    "cu_seqlens_q": Form.CU_SEQLENS,
+    "cu_seq_lens": Form.CU_SEQLENS,
+    "cu_seq_q": Form.CU_SEQLENS,
+    "seq_lens": Form.SEQ_LENS,
+    "seqlens": Form.SEQ_LENS,
+    "lengths": Form.SEQ_LENS,
+    "attention_mask": Form.ATTENTION_MASK,
+    "position_ids": Form.POSITION_IDS,
+    "positions": Form.POSITION_IDS,
+}
+_INPUTS = ("input_ids", "inputs_embeds", "tokens", "inputs", "x")
+
+
+def work_of_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], lengths: Lengths | None
+) -> Work | None:
+    """Return the work that the arguments of a forward pass tell; None if they tell none.
+
+    In this order: `lengths`; cumulative lengths; lengths; a mask; positions that restart; the
+    shape of the input: rows of tokens if it holds whole numbers, otherwise rows, positions and
+    features. A mask or positions of other than two to four dimensions count as absent.
+    """
+    if lengths is not None:
+        return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
+    if len(args) == 1 and isinstance(args[0], Mapping):  # a batch as one dictionary
+        kwargs = {**args[0], **kwargs}
+    for name, form in _NAMES.items():
+        value = kwargs.get(name)
+        if value is not None and _is_usable(form, value):
+            return snapshot_of(form, value)
+    for value in (*(kwargs.get(name) for name in _INPUTS), *args):
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return _work_of_shape(value)
+    return None
+
+
+def _is_usable(form: Form, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return form in (Form.SEQ_LENS, Form.CU_SEQLENS)
+    if form is Form.ATTENTION_MASK:
+        return 2 <= value.ndim <= 4
+    return not value.is_floating_point() and value.ndim <= 2
+
+
+def _work_of_shape(tensor: torch.Tensor) -> Work:
+    shape = tensor.shape
+    if tensor.is_floating_point():
+        positions = shape[1:-1] if len(shape) < 4 else shape[2:]
+        return (positions.numel(),) * shape[0]
+    if len(shape) == 1:
+        return (shape[0],)
+    return (shape[1],) * shape[0]

@@ -1,0 +1,72 @@
+"""Waiting for other ranks in collectives and transfers of torch.distributed.
+
+Every wait that Python code makes goes through `Work.wait`: collectives that a loop calls, the
+unsharding and reduction of FSDP2, transfers of pipelines. Functional collectives, which DTensor
+uses, go through `wait_tensor`. DDP waits in C++: see `_modules`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._pass_timer import PassTimer
+from ._patches import Patches
+
+_timers: list[PassTimer] = []
+_patches = Patches()
+_lock = threading.Lock()
+
+
+def listen(timer: PassTimer) -> bool:
+    """Credit waits of this process to the passes of `timer` until `forget`.
+
+    Return False if this torch cannot tell them; a process without torch.distributed never waits.
+    """
+    if not torch.distributed.is_available():
+        return True
+    with _lock:
+        if not _timers and not _install():
+            _patches.remove()
+            return False
+        _timers.append(timer)
+    return True
+
+
+def forget(timer: PassTimer) -> None:
+    """Undo `listen`; the last one restores torch as it was."""
+    with _lock:
+        if timer in _timers:
+            _timers.remove(timer)
+        if not _timers:
+            _patches.remove()
+
+
+def _install() -> bool:
+    import torch.distributed._functional_collectives as functional
+
+    work = getattr(torch.distributed, "Work", None)
+    return (
+        work is not None
+        and _patches.wrap(work, "wait", _timed)
+        and _patches.wrap(functional, "wait_tensor", _timed)
+    )
+
+
+def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a constant for the compiler, which sees no more
+            return original(*args, **kwargs)
+        for timer in _timers:
+            begun = timer.begin_wait()
+            if begun is not None:
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    timer.end_wait(begun)
+        return original(*args, **kwargs)
+
+    return wait

@@ -1,0 +1,111 @@
+"""`resihp.instrument`: one line for a training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from resihp.contracts import ContractError, Layout, Schedule
+from resihp.hooks import Monitor
+
+from . import _collectives
+from ._call_arguments import Lengths
+from ._inferred_job import InferredJob, job_name
+from ._modules import ModulePasses, queue_callback
+from ._optimizers import OptimizerSteps
+from ._parallelism import describe_module, describe_stages, own_rank
+from ._pass_timer import PassTimer
+from ._patches import Patches
+from ._pipelines import StagePasses, microbatches_of, schedule_of, stages_of
+
+
+class InstrumentedMonitor(Monitor):
+    """Monitor of a loop that `instrument` observes."""
+
+    _patches: Patches
+    _timer: PassTimer
+
+    def remove(self) -> None:
+        """Leave the loop, and torch, as they were before `instrument`; what is buffered is sent
+        by `close`."""
+        self._patches.remove()
+        _collectives.forget(self._timer)
+        self._timer.end_step()
+
+
+def instrument(
+    target: Any,
+    optimizer: Any = None,
+    *,
+    job: str | None = None,
+    layout: Layout | None = None,
+    microbatches: int | None = None,
+    url: str | None = None,
+    token: str | None = None,
+    lengths: Lengths | None = None,
+    **options: Any,
+) -> InstrumentedMonitor:
+    """Observe a training loop, without another line in it, and return its monitor.
+
+    Every rank calls it once, when the model is wrapped and before the first step. Forward passes of
+    `target` with gradients, and their backward passes, are the microbatches; a step ends with the
+    optimizer's update, or where the loop uses `monitor.step()`. Time in which a pass waits for
+    other ranks is told from its own. Nothing here fails or stops training.
+
+    target        a module (plain, DDP, FSDP2, tensor parallel by DTensor, combined, compiled), or a
+                  schedule or stage of `torch.distributed.pipelining`
+    optimizer     whose update ends a step, or several; None: any that holds parameters of `target`
+    job           name; default RESIHP_JOB, else the launcher's run id and the script's name
+    layout        of all ranks; default from process groups, device meshes and stages
+    microbatches  in a step, over all replicas; default those of the first step
+    url, token    of the sidecar, as in `Monitor`
+    lengths       function of a call's `args` and `kwargs` that returns the lengths of its
+                  sequences; default from masks, cumulative lengths and positions among the
+                  arguments, else from the input's shape
+    options       of `Monitor`
+
+    Raises `ContractError` if `target` or `optimizer` is something else.
+    """
+    stages = stages_of(target)
+    modules = [target] if isinstance(target, torch.nn.Module) else []
+    if not stages and not modules:
+        raise ContractError(
+            "target",
+            "must be a module, or a schedule or stage of torch.distributed.pipelining, "
+            f"not {type(target).__name__}",
+        )
+    rank = options.pop("rank", None)
+    if rank is None:
+        rank = own_rank()
+    if stages:
+        own = describe_stages(stages, rank or 0)
+        modules = [stage.submod for stage in stages]
+        schedule = schedule_of(target)
+    else:
+        own, schedule = describe_module(modules, rank or 0), Schedule.ONE_F_ONE_B
+    inferred = InferredJob(
+        job or job_name(), own, schedule, layout=layout, microbatches=microbatches
+    )
+    monitor = InstrumentedMonitor(job=inferred, url=url, token=token, rank=rank, **options)
+    failures = monitor._recording.failures
+    can_wait = queue_callback() is not None
+    timer = PassTimer(monitor._recording, monitor.between_steps, measures_waiting=can_wait)
+    timer.on_step_end = inferred.count
+    monitor._timer, monitor._patches = timer, Patches()
+    if not _collectives.listen(timer) or not can_wait:
+        timer.measures_waiting = False
+        failures.warn_once(
+            "waiting",
+            "this torch does not tell waiting for other ranks from a rank's own time: "
+            "slow devices may not be found",
+        )
+    OptimizerSteps(timer, modules, optimizer, monitor._patches)
+    if stages:
+        for chunk, stage in enumerate(stages):
+            StagePasses(stage, chunk, timer, lengths, monitor._patches)
+        if microbatches is None and (count := microbatches_of(target)):
+            inferred.count(count * len(stages))
+    else:
+        ModulePasses(target, timer, lengths, monitor._patches)
+    return monitor

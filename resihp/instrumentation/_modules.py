@@ -1,0 +1,167 @@
+"""Passes of a module: plain, or wrapped by DDP, FSDP2, tensor parallelism and their combinations.
+
+A backward pass begins when a gradient arrives at an output of the module and ends with the graph's
+execution. The engine of autograd runs callbacks at its end in the order of their registration. The
+one made here as the pass begins comes before that of DDP, which is registered with its last bucket
+and waits for the other ranks: what follows it is waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ._call_arguments import Lengths, work_of_call
+from ._pass_timer import BACKWARD, FORWARD, PassTimer
+from ._patches import Patches
+
+_MOST_OUTPUTS = 8
+"""Tensors of an output that are observed; the first comes first, as the loss does."""
+_DEPTH = 3
+
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def backward_under_way() -> int:
+    """Return the number of the backward pass that this thread runs; -1 outside of any."""
+    return -1 if _graph_task is None else int(_graph_task())
+
+
+def queue_callback() -> Callable[[Callable[[], None]], None] | None:
+    """Return torch's function that has a callback run at the end of the present backward pass."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    return getattr(engine, "queue_callback", None)
+
+
+class ModulePasses:
+    """Times the forward and backward passes of a module whose inputs are one microbatch.
+
+    Forward passes without gradients (evaluation) are not recorded. A module that is called again
+    inside its own backward pass (activation checkpointing) adds to that pass. Backward passes are
+    not recorded where this torch has no `queue_callback`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        timer: PassTimer,
+        lengths: Lengths | None,
+        patches: Patches,
+    ) -> None:
+        self._timer, self._lengths = timer, lengths
+        self._index = -1
+        self._gradients = FinalWait(timer)
+        before, after = timer.safely(self._before), timer.safely(self._after)
+        if getattr(module, "_compiled_call_impl", None) is not None:  # its hooks are compiled too
+            patches.wrap(module, "_compiled_call_impl", self._called)
+        else:
+            handle = module.register_forward_pre_hook(
+                lambda _, args, kwargs: before(args, kwargs), prepend=True, with_kwargs=True
+            )
+            patches.add(handle.remove)
+            patches.add(module.register_forward_hook(lambda _, __, out: after(out)).remove)
+        if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
+            patches.wrap(module, "_sync_buffers", self._waited)
+
+    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        before, after = self._timer.safely(self._before), self._timer.safely(self._after)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before(args, kwargs)
+            output = original(*args, **kwargs)
+            after(output)
+            return output
+
+        return call
+
+    def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            with self._timer.waiting():
+                return original(*args, **kwargs)
+
+        return wait
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._index = -1
+        timer = self._timer
+        if torch.compiler.is_compiling() or backward_under_way() >= 0:
+            return
+        if torch.is_grad_enabled():
+            work = timer.safely(work_of_call)(args, kwargs, self._lengths)
+            self._index = timer.begin(FORWARD, work=work)
+
+    def _after(self, output: Any) -> None:
+        index, self._index = self._index, -1
+        if index < 0:
+            return
+        self._timer.end()
+        if self._gradients.is_possible:
+            begin = self._timer.safely(partial(self._begin_backward, index))
+            for tensor in gradient_tensors(output):
+                tensor.register_hook(begin)
+
+    def _begin_backward(self, index: int, gradient: torch.Tensor) -> None:
+        timer = self._timer
+        if not self._gradients.is_expected() and timer.begin(BACKWARD, index=index) >= 0:
+            self._gradients.expect(timer.end)
+
+
+class FinalWait:
+    """Waiting of a backward pass after its last gradient, which is DDP's."""
+
+    def __init__(self, timer: PassTimer) -> None:
+        self._timer = timer
+        self._queue = queue_callback()
+        self.is_possible = self._queue is not None
+        self._expected = -2
+
+    def is_expected(self) -> bool:
+        """Return whether the backward pass that runs now is timed already."""
+        return self._expected == backward_under_way()
+
+    def expect(self, then: Callable[[], None]) -> None:
+        """Time the waiting of the backward pass that runs now, and call `then` at its end."""
+        assert self._queue is not None
+        self._expected = backward_under_way()
+        self._queue(self._timer.safely(partial(self._gradients_ready, then)))
+
+    def _gradients_ready(self, then: Callable[[], None]) -> None:
+        assert self._queue is not None
+        begun = self._timer.begin_wait()
+        self._queue(self._timer.safely(partial(self._all_done, begun, then)))
+
+    def _all_done(self, begun: Any, then: Callable[[], None]) -> None:
+        self._timer.end_wait(begun)
+        self._expected = -2
+        then()
+
+
+def gradient_tensors(output: Any) -> list[torch.Tensor]:
+    """Return tensors in `output` through which gradients will come, the first few."""
+    found: list[torch.Tensor] = []
+    for value in _tensors(output, _DEPTH):
+        if value.requires_grad and not value.is_leaf:
+            found.append(value)
+            if len(found) == _MOST_OUTPUTS:
+                break
+    return found
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        inner: Any = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, list | tuple):
+            inner = value
+        elif is_dataclass(value):
+            inner = (getattr(value, field.name) for field in fields(value))
+        for each in inner:
+            yield from _tensors(each, depth - 1)

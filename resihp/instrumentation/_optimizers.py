@@ -1,0 +1,94 @@
+"""End of a training step: the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from resihp.contracts import ContractError
+
+from ._pass_timer import PassTimer
+from ._patches import Patches
+
+
+class OptimizerSteps:
+    """Times updates and ends steps with them.
+
+    Several optimizers: a step ends with the first update after its passes, and later ones belong
+    to no step. A step whose update a gradient scaler skips ends as well.
+
+    optimizer   whose updates count, or several; None: every optimizer that holds a parameter of
+                `models`
+    """
+
+    def __init__(
+        self,
+        timer: PassTimer,
+        models: Sequence[torch.nn.Module],
+        optimizer: Any,
+        patches: Patches,
+    ) -> None:
+        self._timer = timer
+        self._optimizers = {id(one) for one in _unwrapped(optimizer)}
+        self._models = models
+        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        patches.add(register_optimizer_step_pre_hook(timer.safely(self._before)).remove)
+        patches.add(register_optimizer_step_post_hook(timer.safely(self._after)).remove)
+        scaler = getattr(torch.amp, "GradScaler", None)
+        patches.wrap(scaler, "step", self._with_skipped_updates)
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._counts(optimizer):
+            self._timer.begin_update()
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._counts(optimizer):
+            self._timer.end_update()
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        if self._optimizers:
+            return id(optimizer) in self._optimizers
+        if optimizer not in self._known:
+            held = {id(parameter) for model in self._models for parameter in model.parameters()}
+            self._known[optimizer] = any(
+                id(parameter) in held
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            )
+        return self._known[optimizer]
+
+    def _with_skipped_updates(self, step: Any) -> Any:
+        @self._timer.safely
+        def end_skipped(optimizer: Any) -> None:
+            if any(self._counts(one) for one in _unwrapped(optimizer)):
+                self._timer.end_step()
+
+        def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = step(scaler, optimizer, *args, **kwargs)
+            end_skipped(optimizer)
+            return result
+
+        return step_or_skip
+
+
+def _unwrapped(optimizer: Any) -> list[Optimizer]:
+    """Optimizers of torch in one, in a list of them, or in a wrapper's attribute `optimizer`."""
+    if optimizer is None:
+        return []
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) or (inner is not None and not isinstance(optimizer, Optimizer)):
+        return _unwrapped(inner)
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    many = getattr(optimizer, "optimizers", optimizer)
+    if isinstance(many, list | tuple) and many:
+        return [one for each in many for one in _unwrapped(each)]
+    raise ContractError("optimizer", f"must be an optimizer of torch, not {type(optimizer)}")

@@ -1,0 +1,186 @@
+"""Passes and steps of one rank, opened and closed by callbacks of the training framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, ParamSpec, TypeVar
+
+from resihp.contracts import Op
+from resihp.hooks._spans import JoinedSpan, Recording, Span, StepSpan
+from resihp.hooks._workload import Work
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
+
+
+class PassTimer:
+    """Times the passes of the steps of one rank.
+
+    A step begins with its first pass and ends with `end_update`, unless the user's code encloses
+    steps in `monitor.step()` blocks of its own. A pass that an exception ended leaves no record: it
+    is dropped when the next one begins. Passes inside a block of the user's are left to that block.
+
+    measures_waiting  whether all waiting for other ranks is seen; where it is not, the waiting of
+                      passes is unknown instead of 0
+    passes            forward passes of the present step
+    on_step_end       called with `passes` at the end of each step
+    """
+
+    def __init__(
+        self, recording: Recording, between_steps: Callable[[], None], *, measures_waiting: bool
+    ) -> None:
+        self.recording = recording
+        self.measures_waiting = measures_waiting
+        self.passes = 0
+        self.on_step_end: Callable[[int], None] | None = None
+        self._between_steps = between_steps
+        self._thread = 0
+        self._open: Span | None = None
+        self._step: StepSpan | None = None
+        self._ends_with_backward = False
+        self._halves: dict[tuple[int, int], Span] = {}
+
+    @property
+    def op(self) -> int:
+        """Kind of the pass under way; -1 if none."""
+        return -1 if self._open is None else self._open.op
+
+    def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
+        """Begin a pass; return its microbatch. `index` -1: the number of earlier forward passes of
+        this step; -1 is returned for a pass that is left to the user's block."""
+        recording = self.recording
+        if self._open is not None:
+            self._drop()
+        outer = recording.open
+        if outer is None:
+            self._step = StepSpan(recording, self._between_steps)
+            self._step.__enter__()
+            self.passes = 0
+        elif outer.microbatch >= 0:
+            return -1
+        if index < 0:
+            index = self.passes
+        self.passes += op == FORWARD
+        span = recording.kind(recording, op, index, chunk, -1, work)
+        self._enter(span)
+        return index
+
+    def end(self) -> None:
+        """End the pass under way."""
+        span = self._open
+        if span is None:
+            return
+        self._open = None
+        span.__exit__(None, None, None)
+        if self._ends_with_backward and span.op == BACKWARD:
+            self._end_step()
+
+    def end_half(self, *, is_last: bool) -> None:
+        """End one half of a split backward pass, which becomes a record with the other half."""
+        span = self._open
+        if span is None:
+            return
+        recording = self.recording
+        key = (span.chunk, span.microbatch)
+        first = self._halves.pop(key, None)
+        finished: list[Any] = []
+        put, recording.put = recording.put, finished.append
+        try:
+            self.end()
+        finally:
+            recording.put = put
+        whole: list[Any] = [first, *finished] if first is not None else finished
+        if is_last:
+            put(JoinedSpan(whole))
+        else:
+            self._halves[key] = whole[0] if first is None else JoinedSpan(whole)
+
+    def begin_update(self) -> None:
+        """Begin the optimizer's update; that of a parameter inside its backward pass is part of
+        the pass, after which the step ends."""
+        if self.op == BACKWARD:
+            self._ends_with_backward = True
+            return
+        recording = self.recording
+        if self._open is not None:
+            self._drop()
+        if recording.open is not None and recording.open.microbatch < 0:
+            self._enter(recording.kind(recording, OPTIMIZER, -1, 0, -1, None))
+
+    def end_update(self) -> None:
+        """End the optimizer's update, and the step with it."""
+        if self.op == OPTIMIZER:
+            self.end()
+            self._end_step()
+
+    def end_step(self) -> None:
+        """End the step where no update ends it, as one that a gradient scaler skipped."""
+        if self._open is not None:
+            self._drop()
+        self._end_step()
+
+    def safely(self, callback: Callable[P, R]) -> Callable[P, R | None]:
+        """Return `callback` for use in training code: its failure is counted, not raised."""
+        failures = self.recording.failures
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            try:
+                return callback(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 the boundary: training goes on
+                failures.add("instrumentation", error)
+                return None
+
+        return call
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting of the pass under way."""
+        stamp = self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait(stamp)
+
+    def begin_wait(self) -> tuple[Span, Any] | None:
+        """Begin to wait for other ranks; None outside of passes, in other threads, and within
+        waiting that is counted already."""
+        span = self.recording.open
+        if span is None or span.waiting or not self.measures_waiting or get_ident() != self._thread:
+            return None
+        span.waiting = True
+        return span, span.stamp()
+
+    def end_wait(self, begun: tuple[Span, Any] | None) -> None:
+        """End the waiting that `begin_wait` began."""
+        if begun is not None:
+            span, stamp = begun
+            span.add_wait(stamp, span.stamp())
+            span.waiting = False
+
+    def _enter(self, span: Any) -> None:
+        self._thread = get_ident()  # autograd runs the passes of a device in a thread of its own
+        span.__enter__()
+        if self.measures_waiting:
+            span.measure_waiting()
+        self._open = span
+
+    def _drop(self) -> None:
+        assert self._open is not None
+        self._open.leave()
+        self._open = None
+
+    def _end_step(self) -> None:
+        self._ends_with_backward = False
+        for half in self._halves.values():
+            self.recording.put(half)
+        self._halves.clear()
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        if self.on_step_end is not None:
+            self.on_step_end(self.passes)
+        step.__exit__(None, None, None)

@@ -1,0 +1,310 @@
+"""Training loops as people write them, on several processes, with one device that turns slow.
+
+Nothing in a loop knows of ResiHP but one call of `resihp.instrument`. The devices are emulated:
+each layer sleeps in its forward and backward pass for what its microbatch's work would take, longer
+on the slow device. Lengths of documents differ by rank, step and microbatch.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH, LAYERS, TOKENS = 32, 4, 256
+_MS_PER_TOKEN, _MS_PER_SQUARE = 0.005, 0.00002
+_kept: list[object] = []
+"""Until the process has ended: torch's destructors may wait for its threads with the GIL held."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """The device of `rank` is slower by `factor` in the passes `ops` from step `since` on."""
+
+    rank: int = -1
+    factor: float = 1.0
+    ops: tuple[str, ...] = ("forward", "backward")
+    since: int = 0
+
+
+@dataclass
+class EmulatedDevice:
+    """Emulated device of one rank. `work_ms` is the time of the present microbatch's forward pass
+    in one layer; `doubled_steps` have twice the work on this rank."""
+
+    rank: int
+    slow: SlowRank
+    step: int = 0
+    works_ms: list[float] = field(default_factory=lambda: [1.0])
+
+    def run(self, op: str, microbatch: int) -> None:
+        """Sleep for one layer's pass; a backward pass takes twice as long."""
+        ms = self.works_ms[microbatch % len(self.works_ms)] * (2.0 if op == "backward" else 1.0)
+        slow = self.slow
+        if self.rank == slow.rank and op in slow.ops and self.step >= slow.since:
+            ms *= slow.factor
+        time.sleep(ms * 1e-3)
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: EmulatedDevice, microbatch: int) -> torch.Tensor:
+        ctx.device, ctx.microbatch = device, microbatch
+        device.run("forward", microbatch)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.device.run("backward", ctx.microbatch)
+        return gradients[0], None, None
+
+
+class PacedBlock(nn.Module):
+    """Two linear layers of a device."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.device = device
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` after the layers, paced as on the device."""
+        microbatch = self.calls
+        self.calls += 1
+        paced: torch.Tensor = _Run.apply(self.up(x), self.device, microbatch)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = x + self.down(torch.relu(paced))
+        return result
+
+
+class PacedBlocks(nn.Module):
+    """A model of several blocks. DocumentLengths are packed: `cu_seqlens` tells where they begin."""
+
+    def __init__(self, device: EmulatedDevice, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PacedBlock(device) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `x` after all blocks."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """Lengths of the packed documents of each microbatch, drawn like those of web text."""
+
+    seed: int
+    doubled: tuple[int, int, int] = (-1, 0, 0)
+    """A rank, and the half-open range of steps in which its microbatches hold twice the tokens."""
+
+    def lengths(self, rank: int, step: int, microbatch: int) -> list[int]:
+        """Return the lengths of one microbatch."""
+        draw = random.Random(f"{self.seed}/{rank}/{step}/{microbatch}")
+        room = TOKENS
+        if rank == self.doubled[0] and self.doubled[1] <= step < self.doubled[2]:
+            room *= 2
+        lengths: list[int] = []
+        while room > 0:
+            length = min(room, max(4, int(draw.lognormvariate(3.5, 1.0))))
+            lengths.append(length)
+            room -= length
+        return lengths
+
+
+def forward_ms(lengths: list[int]) -> float:
+    """Time of one layer's forward pass on a healthy device."""
+    squares = sum(length * length for length in lengths)
+    return _MS_PER_TOKEN * sum(lengths) + _MS_PER_SQUARE * squares
+
+
+@dataclass(frozen=True)
+class OrdinaryLoop:
+    """A loop to run: `kind` is a key of `LOOPS`."""
+
+    kind: str
+    steps: int
+    slow: SlowRank = SlowRank()
+    documents: DocumentLengths = DocumentLengths(0)
+    microbatches: int = 1
+    url: str = ""
+    job: str = "loop"
+    ranks: int = 4
+
+
+def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop) -> None:
+    """Train as one of `loop.ranks` ranks. For `resihp.testing.local_ranks`."""
+    import resihp
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
+    device = EmulatedDevice(rank, loop.slow)
+    target, steps = LOOPS[loop.kind](loop, rank, device)
+    _kept.append((target, store))
+    parts = getattr(target, "_stages", None) or [getattr(target, "_stage", target)]
+    modules: list[nn.Module] = [getattr(part, "submod", part) for part in parts]
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=1e-3)
+    monitor = resihp.instrument(
+        target, optimizer, job=loop.job, url=loop.url or None, probes=False
+    )  # a probe would find the real device, which is healthy
+    for step, run in enumerate(steps):
+        device.step = step
+        for module in modules:
+            for block in module.modules():
+                if isinstance(block, PacedBlock):
+                    block.calls = 0
+        run()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.close(10.0)
+    print(f"stats: {monitor.stats}", flush=True)  # noqa: T201 the log of a test
+    dist.barrier()
+
+
+Steps = Iterator[Callable[[], None]]
+
+
+def _plain_steps(loop: OrdinaryLoop, rank: int, device: EmulatedDevice, model: Any) -> Steps:
+    """Forward and backward passes of a model that is called directly."""
+    for step in range(loop.steps):
+        lengths = [loop.documents.lengths(rank, step, m) for m in range(loop.microbatches)]
+        device.works_ms = [forward_ms(each) for each in lengths]
+
+        def run(lengths: list[list[int]] = lengths) -> None:
+            for index, each in enumerate(lengths):
+                is_last = index == len(lengths) - 1
+                no_sync = getattr(model, "no_sync", nullcontext)
+                with nullcontext() if is_last else no_sync():
+                    edges = torch.tensor([0, *each]).cumsum(0)
+                    loss = model(torch.randn(1, 8, WIDTH), cu_seqlens=edges).square().mean()
+                    loss.backward()
+
+        yield run
+
+
+def _ddp(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> tuple[Any, Steps]:
+    model = DistributedDataParallel(PacedBlocks(device))
+    return model, _plain_steps(loop, rank, device, model)
+
+
+def _fsdp(
+    loop: OrdinaryLoop, rank: int, device: EmulatedDevice, shape: tuple[int, ...] = ()
+) -> tuple[Any, Steps]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("replicate", "shard")[-max(1, len(shape)) :]
+    mesh = init_device_mesh("cpu", shape or (loop.ranks,), mesh_dim_names=names)
+    model = PacedBlocks(device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, _plain_steps(loop, rank, device, model)
+
+
+def _hsdp(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> tuple[Any, Steps]:
+    return _fsdp(loop, rank, device, (2, loop.ranks // 2))
+
+
+def _tensor_parallel(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> tuple[Any, Steps]:
+    """Tensor parallel over two ranks, FSDP2 over the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (loop.ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = PacedBlocks(device)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model, _plain_steps(loop, rank // 2, device, model)
+
+
+def _pipeline(
+    loop: OrdinaryLoop, rank: int, device: EmulatedDevice, name: str = "1F1B", chunks: int = 1
+) -> tuple[Any, Steps]:
+    """Pipeline over two ranks, data parallel over the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    depth, replicas = 2, loop.ranks // 2
+    mesh = init_device_mesh("cpu", (depth, replicas), mesh_dim_names=("pp", "dp"))
+    at, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    group = mesh["pp"].get_group()
+    stages = []
+    for chunk in range(chunks):
+        part: Any = _PacedStage(device, LAYERS // chunks)
+        if chunks == 1:
+            part = DistributedDataParallel(part, process_group=mesh["dp"].get_group())
+        else:
+            fully_shard(part, mesh=mesh["dp"])
+        number = at + chunk * depth
+        stages.append(PipelineStage(part, number, depth * chunks, torch.device("cpu"), group=group))
+    kind = get_schedule_class(name)
+    held: Any = stages if chunks > 1 else stages[0]
+    count = loop.microbatches
+    schedule = kind(held, count, loss_fn=lambda out, aim: (out - aim).square().mean())
+    last = any(stage.is_last for stage in stages)
+
+    def steps() -> Steps:
+        for step in range(loop.steps):
+            lengths = [loop.documents.lengths(replica, step, m) for m in range(count)]
+            device.works_ms = [forward_ms(each) for each in lengths]
+
+            width = max(map(len, lengths))
+            rows = torch.tensor([each + [0] * (width - len(each)) for each in lengths])
+
+            def run(rows: torch.Tensor = rows) -> None:
+                inputs = [torch.randn(count, 8, WIDTH)] if stages[0].is_first else []
+                aims = {"target": torch.zeros(count, 8, WIDTH)} if last else {}
+                schedule.step(*inputs, seq_lens=rows, **aims)
+
+            yield run
+
+    return schedule, steps()
+
+
+class _PacedStage(PacedBlocks):
+    """Blocks of one stage; every stage is given the lengths in all rows of the microbatch."""
+
+    def forward(self, x: torch.Tensor, seq_lens: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def _interleaved(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> tuple[Any, Steps]:
+    return _pipeline(loop, rank, device, "Interleaved1F1B", 2)
+
+
+def _zero_bubble(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> tuple[Any, Steps]:
+    return _pipeline(loop, rank, device, "InterleavedZeroBubble", 2)
+
+
+LOOPS: dict[str, Callable[[OrdinaryLoop, int, EmulatedDevice], tuple[Any, Steps]]] = {
+    "ddp": _ddp,
+    "fsdp2": _fsdp,
+    "hsdp": _hsdp,
+    "tensor_parallel": _tensor_parallel,
+    "1f1b": _pipeline,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+}
+"""Loops by their kind; each makes what is instrumented, and the steps' bodies."""
