@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resihp.contracts import Job, LayerCost
 
@@ -37,33 +37,21 @@ def layer_cost(job: Job) -> LayerCost:
     the microbatch, a backward of twice the forward (Narayanan et al., 2021, appendix), at the rate
     commonly achieved by the named device type. `recompute` adds a forward to every backward.
     """
-    cost = job.cost or _analytic(job)
-    if not job.recompute or job.cost is not None:
-        return cost
-    return LayerCost(
-        forward_ms=cost.forward_ms,
-        backward_ms=cost.backward_ms + cost.forward_ms,
-        fixed_ms=cost.fixed_ms,
-        embedding_ms=cost.embedding_ms,
-        head_ms=cost.head_ms,
-        step_ms=cost.step_ms,
-    )
-
-
-def _analytic(job: Job) -> LayerCost:
-    model, tokens = job.model, job.tokens_per_microbatch
+    model = job.model
+    if job.cost is not None:
+        return job.cost
     if model is None:
-        return LayerCost(forward_ms=1.0, backward_ms=2.0)
-    tokens = tokens or 4096
-    names = (tflops for name, tflops in _TFLOPS.items() if name in job.device.upper())
-    flops_per_ms = next(names, 100.0) * 1e9
-    layer = tokens * (2.0 * model.layer_params + 2.0 * tokens * model.hidden)
-    head = 2.0 * tokens * model.embedding_params
-    return LayerCost(
-        forward_ms=layer / flops_per_ms,
-        backward_ms=2.0 * layer / flops_per_ms,
-        head_ms=head / flops_per_ms,
-    )
+        cost = LayerCost(forward_ms=1.0, backward_ms=2.0)
+    else:
+        tokens = job.tokens_per_microbatch or 4096
+        names = (tflops for name, tflops in _TFLOPS.items() if name in job.device.upper())
+        flops_per_ms = next(names, 100.0) * 1e9
+        layer_ms = tokens * (2.0 * model.layer_params + 2.0 * tokens * model.hidden) / flops_per_ms
+        head_ms = 2.0 * tokens * model.embedding_params / flops_per_ms
+        cost = LayerCost(forward_ms=layer_ms, backward_ms=2.0 * layer_ms, head_ms=head_ms)
+    if job.recompute:
+        cost = replace(cost, backward_ms=cost.backward_ms + cost.forward_ms)
+    return cost
 
 
 def group_cost(

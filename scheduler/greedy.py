@@ -1,9 +1,10 @@
-"""Greedy allocation of equal units, optimal for separable convex bottleneck objectives."""
+"""Division of equal units over entries so that the last entry to finish is as early as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
+from math import isfinite
 from typing import Any
 
 
@@ -26,3 +27,52 @@ def greedy_allocation(
         allocated[index] += 1
         heapreplace(heap, (finish(index, allocated[index] + 1), index))
     return allocated
+
+
+def allocation_by_rate(
+    ends: Sequence[float], rates: Sequence[float], counts: Sequence[int]
+) -> list[int]:
+    """Counts of the same sum, at least 1 each, by greedy allocation.
+
+    An entry ends at `ends` with its present count; every unit more takes its rate longer.
+    """
+    if not all(map(isfinite, ends)):
+        return list(counts)
+    offsets = [end - rate * count for end, rate, count in zip(ends, rates, counts, strict=True)]
+    total = sum(counts)
+    pairs = list(zip(offsets, rates, strict=True))
+    level = (total + sum(o / r for o, r in pairs)) / sum(1.0 / r for r in rates)
+    fresh = [max(1, int((level - o) / r) - 1) if level > o else 1 for o, r in pairs]
+    fresh = greedy_allocation(
+        fresh, total - sum(fresh), lambda index, count: offsets[index] + rates[index] * count
+    )
+    return fresh if sum(fresh) == total else list(counts)
+
+
+def exchange_units(
+    counts: list[int],
+    finish: Callable[[Sequence[tuple[int, int]]], Sequence[float]],
+    expired: Callable[[], bool] = lambda: False,
+) -> None:
+    """Move single units, in place, from the last entry to finish to the best other one.
+
+    finish  times at which entries finish, of pairs of an index and a count
+
+    Ends when the entry that would finish first with one unit more would not end before the last
+    one. An entry keeps at least one unit.
+    """
+    indices = range(len(counts))
+    both = finish([(index, counts[index] + more) for more in (0, 1) for index in indices])
+    ends, later = list(both[: len(counts)]), list(both[len(counts) :])
+    for _ in range(4 * len(counts) + 16):
+        worst = max(indices, key=lambda i: (ends[i], -i))
+        taker = min(indices, key=lambda i: (i == worst, later[i], i))
+        if taker == worst or counts[worst] <= 1 or expired():
+            return
+        if later[taker] >= ends[worst] * (1 - 1e-9):
+            return
+        counts[worst] -= 1
+        counts[taker] += 1
+        moved = worst, taker
+        both = finish([(i, counts[i] + more) for more in (0, 1) for i in moved])
+        ends[worst], ends[taker], later[worst], later[taker] = both

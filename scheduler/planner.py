@@ -122,8 +122,8 @@ def _chosen(
 ) -> _Chosen:
     """Best result of the search, with interleaved stages where the job has them."""
     found = search(job, current, speeds, expired)
-    division, schedule = found.division, found.evaluator.setting.schedule
-    plain = _Chosen(found.layout, division.quotas, schedule, division.makespan_ms, found.bound_ms)
+    schedule = found.evaluator.setting.schedule
+    plain = _Chosen(found.layout, found.quotas, schedule, found.makespan_ms, found.bound_ms)
     if job.schedule is not Schedule.INTERLEAVED or job.chunks == 1 or job.schedules:
         return plain
     option = interleaved(job, found, current, speeds, expired)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from resihp.contracts import ContractError, Job, Layout, Replica, Schedule
 
 from .cost_model import layer_cost, transfer_ms
-from .greedy import greedy_allocation
+from .greedy import allocation_by_rate, exchange_units
 from .makespan import pipeline_makespans
 from .simulator import play_replica, replica_makespan, stage_times
 
@@ -35,81 +35,57 @@ class ReplicaTimes:
         schedule: Schedule,
         speeds: Mapping[int, float],
     ) -> None:
-        times = [stage_times(job, replica, speeds) for replica in replicas]
-        by_stages: dict[int, list[int]] = defaultdict(list)
-        self._interleaved: dict[int, Replica] = {}
-        for index, replica in enumerate(replicas):
-            if replica.chunks > 1:
-                self._interleaved[index] = replica
-            else:
-                by_stages[len(replica.stages)].append(index)
-        self._batches = [
-            (rows, np.array([times[i][0] for i in rows]), np.array([times[i][1] for i in rows]))
-            for rows in by_stages.values()
-        ]
-        self._job, self._schedule, self._speeds = job, schedule, speeds
+        self._job, self._replicas, self._schedule, self._speeds = job, replicas, schedule, speeds
+        self._times = [stage_times(job, replica, speeds) for replica in replicas]
         self._replayed: dict[tuple[int, int], float] = {}
-        self._slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in times]
 
-    def makespans(self, quotas: Sequence[int]) -> Floats:
-        """Makespan of each replica in milliseconds, [replica]."""
-        ends = np.zeros(len(quotas))
-        for rows, forward, backward in self._batches:
+    def makespans(self, quotas: Sequence[int]) -> list[float]:
+        """Makespan of each replica in milliseconds."""
+        return self._makespans(list(enumerate(quotas)))
+
+    def _makespans(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Makespans of replicas, given by index, with these numbers of microbatches."""
+        ends = np.zeros(len(pairs))
+        by_stages: dict[int, list[int]] = defaultdict(list)
+        for row, (index, quota) in enumerate(pairs):
+            replica = self._replicas[index]
+            if replica.chunks == 1:
+                by_stages[len(replica.stages)].append(row)
+                continue
+            if (index, quota) not in self._replayed:
+                self._replayed[index, quota] = replica_makespan(
+                    self._job, replica, quota, self._speeds, Schedule.INTERLEAVED
+                )
+            ends[row] = self._replayed[index, quota]
+        for rows in by_stages.values():
             ends[rows] = pipeline_makespans(
-                forward,
-                backward,
-                [quotas[i] for i in rows],
+                [self._times[pairs[row][0]][0] for row in rows],
+                [self._times[pairs[row][0]][1] for row in rows],
+                [pairs[row][1] for row in rows],
                 p2p=transfer_ms(self._job),
                 max_in_flight=self._job.max_in_flight,
                 schedule=self._schedule,
             )
-        for index in self._interleaved:
-            ends[index] = self._replay(index, quotas[index])
-        return ends
-
-    def _replay(self, index: int, quota: int) -> float:
-        """Makespan of an interleaved replica."""
-        if (index, quota) not in self._replayed:
-            self._replayed[index, quota] = replica_makespan(
-                self._job, self._interleaved[index], quota, self._speeds, Schedule.INTERLEAVED
-            )
-        return self._replayed[index, quota]
+        return list(ends.tolist())
 
     def step_ms(self, quotas: Sequence[int]) -> float:
         """Step time with these quotas."""
-        return float(self.makespans(quotas).max()) + layer_cost(self._job).step_ms
+        return max(self.makespans(quotas)) + layer_cost(self._job).step_ms
 
     def best_quotas(self, quotas: Sequence[int]) -> tuple[int, ...]:
         """Quotas of the same sum, at least 1 each, with the shortest step found.
 
-        Greedy allocation by the time of the slowest stage, then exchange of single microbatches
-        between the last replica to finish and the one that would finish first with one more.
+        Greedy allocation by the time of the slowest stage, then exchange of single microbatches.
         """
         best = list(quotas)
+        slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in self._times]
         for _ in range(3):
-            fresh = self._greedy_quotas(best)
+            fresh = allocation_by_rate(self.makespans(best), slowest, best)
             if self.step_ms(fresh) >= self.step_ms(best):
                 break
             best = fresh
-        for _ in range(2 * len(best) + 8):
-            ends, later = self.makespans(best), self.makespans([quota + 1 for quota in best])
-            worst, taker = int(ends.argmax()), int(later.argmin())
-            if best[worst] <= 1 or later[taker] >= ends[worst]:
-                break
-            best[worst] -= 1
-            best[taker] += 1
+        exchange_units(best, self._makespans)
         return tuple(best)
-
-    def _greedy_quotas(self, quotas: Sequence[int]) -> list[int]:
-        """Quotas by greedy allocation; each microbatch takes as long as the slowest stage."""
-        slowest = self._slowest
-        first = self.makespans(quotas) - np.array(slowest) * (np.array(quotas) - 1)
-        offsets = first.tolist()
-        return greedy_allocation(
-            [1] * len(quotas),
-            sum(quotas) - len(quotas),
-            lambda index, count: offsets[index] + slowest[index] * (count - 1),
-        )
 
 
 def expected_step_ms(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -57,6 +57,11 @@ def speed_of(speeds: Speeds, stage: Stage) -> float:
     return min(speeds.get(rank, 1.0) for rank in stage.ranks)
 
 
+def replica_speed(speeds: Speeds, replica: Replica) -> float:
+    """Speed of the slowest stage of a replica."""
+    return min(speed_of(speeds, stage) for stage in replica.stages)
+
+
 def replica_makespans(
     job: Job,
     replicas: Sequence[Replica],
@@ -70,7 +75,7 @@ def replica_makespans(
     chunks are interleaved.
     """
     times = ReplicaTimes(job, replicas, schedule or plan_schedules(job)[0], speeds)
-    return list(times.makespans(quotas).tolist())
+    return times.makespans(quotas)
 
 
 def timed(
@@ -97,10 +102,23 @@ def timed(
     )
 
 
-def quotas_by_rate(rates: Sequence[float], total: int) -> tuple[int, ...]:
-    """Quotas that minimise the largest `quota / rate`; at least 1 each, as far as `total` goes."""
-    quotas = [1 if index < total else 0 for index in range(len(rates))]
-    return tuple(greedy_allocation(quotas, total - sum(quotas), lambda i, count: count / rates[i]))
+def counts_by_rate(rates: Sequence[float], total: int) -> list[int]:
+    """Counts that minimise the largest `count / rate`; at least 1 each, as far as `total` goes."""
+    counts = [1 if index < total else 0 for index in range(len(rates))]
+    return greedy_allocation(counts, total - sum(counts), lambda i, count: count / rates[i])
+
+
+def timed_by_rate(
+    job: Job,
+    replicas: Iterable[tuple[float, Replica]],
+    speeds: Speeds,
+    *,
+    transition: Transition = Transition.LIVE,
+) -> PolicyOutcome:
+    """Outcome of the fastest replicas, given with their rates, with quotas in proportion."""
+    kept = sorted(replicas, key=lambda pair: -pair[0])[: job.microbatches]
+    quotas = counts_by_rate([rate for rate, _ in kept], job.microbatches)
+    return timed(job, [replica for _, replica in kept], quotas, speeds, transition=transition)
 
 
 def with_layers(stages: Sequence[Stage], counts: Sequence[int]) -> Replica:
@@ -110,9 +128,3 @@ def with_layers(stages: Sequence[Stage], counts: Sequence[int]) -> Replica:
         placed.append(Stage(stage.ranks, (start, start + count), stage.shares))
         start += count
     return Replica(tuple(placed))
-
-
-def layers_by_rate(rates: Sequence[float], total: int) -> list[int]:
-    """Layers that minimise the largest `layers / rate`; at least 1 in every stage."""
-    least = [1] * len(rates)
-    return greedy_allocation(least, total - len(rates), lambda i, count: count / rates[i])

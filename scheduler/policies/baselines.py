@@ -16,11 +16,12 @@ from .base import (
     PolicyOutcome,
     Speeds,
     Transition,
-    layers_by_rate,
-    quotas_by_rate,
+    counts_by_rate,
     replica_makespans,
+    replica_speed,
     speed_of,
     timed,
+    timed_by_rate,
     with_layers,
 )
 
@@ -29,7 +30,7 @@ _STRAGGLER = 0.75  # default threshold of NVRx's relative performance scores
 
 def nothing(job: Job, speeds: Speeds) -> PolicyOutcome:
     """No change: the initial layout and quotas; the job stops once a rank has died."""
-    if any(speed_of(speeds, s) <= 0.0 for r in job.layout.replicas for s in r.stages):
+    if any(replica_speed(speeds, replica) <= 0.0 for replica in job.layout.replicas):
         return PolicyOutcome(STOPPED.step_ms, detail="a rank of the layout is dead")
     return timed(job, job.layout.replicas, job.quotas, speeds, transition=Transition.NONE)
 
@@ -41,8 +42,8 @@ def drop_replica(job: Job, speeds: Speeds) -> PolicyOutcome:
     left out as a whole. A straggler scores below 0.75. Stragglers stay if no replica would be left.
     """
     replicas = job.layout.replicas
-    living = [r for r in replicas if min(speed_of(speeds, s) for s in r.stages) > 0.0]
-    quick = [r for r in living if min(speed_of(speeds, s) for s in r.stages) >= _STRAGGLER]
+    living = [r for r in replicas if replica_speed(speeds, r) > 0.0]
+    quick = [r for r in living if replica_speed(speeds, r) >= _STRAGGLER]
     kept = (quick or living)[: job.microbatches]
     if not kept:
         return STOPPED
@@ -56,14 +57,9 @@ def greyhound(job: Job, speeds: Speeds) -> PolicyOutcome:
     Its S3 (node swaps) relieves congested links, which are healthy here. It does not cover
     fail-stop faults: replicas with a dead rank are left out by a restart.
     """
-    rates = [min(speed_of(speeds, s) for s in r.stages) for r in job.layout.replicas]
-    kept = [(r, rate) for r, rate in zip(job.layout.replicas, rates, strict=True) if rate > 0.0]
-    kept = sorted(kept, key=lambda pair: -pair[1])[: job.microbatches]
-    if not kept:
-        return STOPPED
-    quotas = quotas_by_rate([rate for _, rate in kept], job.microbatches)
+    kept = [(rate, r) for r in job.layout.replicas if (rate := replica_speed(speeds, r)) > 0.0]
     transition = Transition.LIVE if len(kept) == job.layout.dp else Transition.RESTART
-    return timed(job, [r for r, _ in kept], quotas, speeds, transition=transition)
+    return timed_by_rate(job, kept, speeds, transition=transition)
 
 
 def restart(job: Job, speeds: Speeds) -> PolicyOutcome:
@@ -133,13 +129,7 @@ def oobleck(job: Job, speeds: Speeds) -> PolicyOutcome:
             makespans = replica_makespans(job, options, [job.microbatches] * len(options), speeds)
             best = min(range(len(options)), key=lambda i: (makespans[i], i))
             chosen.append((job.microbatches / makespans[best], options[best]))
-    chosen = sorted(chosen, key=lambda pair: -pair[0])[: job.microbatches]
-    if not chosen:
-        return STOPPED
-    quotas = quotas_by_rate([rate for rate, _ in chosen], job.microbatches)
-    return timed(
-        job, [replica for _, replica in chosen], quotas, speeds, transition=Transition.LIVE
-    )
+    return timed_by_rate(job, chosen, speeds)
 
 
 def _templates(job: Job, replica: Replica, speeds: Speeds) -> list[Replica]:
@@ -147,16 +137,13 @@ def _templates(job: Job, replica: Replica, speeds: Speeds) -> list[Replica]:
     living = [stage for stage in replica.stages if speed_of(speeds, stage) > 0.0]
     options = []
     while living:
-        options.append(_evenly(living, job.layout.layers))
+        even = counts_by_rate([1.0] * len(living), job.layout.layers)
+        options.append(with_layers(living, even))
         slowest = min(living, key=lambda stage: speed_of(speeds, stage))
         if speed_of(speeds, slowest) >= 1.0:
             break
         living = [stage for stage in living if stage is not slowest]
     return options
-
-
-def _evenly(stages: Sequence[Stage], layers: int) -> Replica:
-    return with_layers(stages, layers_by_rate([1.0] * len(stages), layers))
 
 
 def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
@@ -181,10 +168,8 @@ def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
     if not replicas:
         return STOPPED
     makespans = replica_makespans(job, replicas, [job.microbatches] * len(replicas), speeds)
-    order = sorted(range(len(replicas)), key=lambda i: (makespans[i], i))[: job.microbatches]
-    rates = [job.microbatches / makespans[i] for i in order]
-    quotas = quotas_by_rate(rates, job.microbatches)
-    return timed(job, [replicas[i] for i in order], quotas, speeds, transition=Transition.LIVE)
+    rates = [job.microbatches / makespan for makespan in makespans]
+    return timed_by_rate(job, zip(rates, replicas, strict=True), speeds)
 
 
 def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | None:

@@ -15,8 +15,7 @@ from .base import (
     PolicyOutcome,
     Speeds,
     Transition,
-    layers_by_rate,
-    quotas_by_rate,
+    counts_by_rate,
     timed,
     with_layers,
 )
@@ -45,10 +44,9 @@ def malleus(job: Job, speeds: Speeds) -> PolicyOutcome:
         return STOPPED
     layers = job.layout.layers
     shaped = [_pipeline(row, layers) for row in _divided(pieces, layers, job.microbatches)]
-    quotas = quotas_by_rate([1.0 / slowest for slowest, _ in shaped], job.microbatches)
-    return timed(
-        job, [replica for _, replica in shaped], quotas, speeds, transition=Transition.LIVE
-    )
+    quotas = counts_by_rate([rate for rate, _ in shaped], job.microbatches)
+    replicas = [replica for _, replica in shaped]
+    return timed(job, replicas, quotas, speeds, transition=Transition.LIVE)
 
 
 def _divided(pipelines: list[Pieces], layers: int, microbatches: int) -> list[Pieces]:
@@ -113,14 +111,14 @@ def least_largest(rates: Sequence[float], total: int) -> float:
 
 
 def _pipeline(row: Pieces, layers: int) -> tuple[float, Replica]:
-    """Least bottleneck of a pipeline and its stages; the slowest groups may be left out."""
+    """Rate of a pipeline and its stages; the slowest groups may be left out."""
     fastest = sorted(row, key=lambda piece: -piece[0])[:layers]
     rates = _rates(fastest)
     count = min(range(1, len(rates) + 1), key=lambda n: least_largest(rates[:n], layers))
     kept = sorted(fastest[:count])
-    counts = layers_by_rate([rate for rate, _ in kept], layers)
+    counts = counts_by_rate([rate for rate, _ in kept], layers)
     stages = [Stage(ranks, (0, 0)) for _, ranks in kept]
-    return least_largest(rates[:count], layers), with_layers(stages, counts)
+    return 1.0 / least_largest(rates[:count], layers), with_layers(stages, counts)
 
 
 def split(ranks: Sequence[int], speeds: Speeds) -> list[tuple[float, Members]]:

@@ -5,8 +5,10 @@ A chain is a tuple of group indices: the stages of one replica in pipeline order
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +28,25 @@ Chain = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """Inputs that all chains of a search share."""
+    """Inputs that all chains of a search share; `microbatches` of all replicas together."""
 
     table: GroupTable
     footprint: MemoryFootprint
     layers: int
+    microbatches: int
     p2p_ms: float
     max_in_flight: int | None
     schedule: Schedule
+    expired: Callable[[], bool] = lambda: False
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Arguments of all bounds and makespans."""
+        return {
+            "p2p": self.p2p_ms,
+            "max_in_flight": self.max_in_flight,
+            "schedule": self.schedule,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +118,7 @@ class ChainBatch:
 
     def bounds(self, layers: Ints) -> Floats:
         """Lower bounds of the makespans with these layers, [..., chain]."""
-        return in_flight_bound(
-            *self.times(layers),
-            self.microbatches,
-            p2p=self.setting.p2p_ms,
-            max_in_flight=self.setting.max_in_flight,
-            schedule=self.setting.schedule,
-        )
+        return in_flight_bound(*self.times(layers), self.microbatches, **self.setting.limits)
 
     def whole_layers(self, within_ms: float, *, tight: bool = False) -> tuple[Floats, Ints]:
         """Bounds over all whole layers (inf beyond `within_ms`) and layers that attain them."""
@@ -121,17 +128,9 @@ class ChainBatch:
             self.setting.layers,
             self.microbatches,
             within_ms,
-            p2p=self.setting.p2p_ms,
-            max_in_flight=self.setting.max_in_flight,
-            schedule=self.setting.schedule,
+            **self.setting.limits,
         )
 
     def makespans(self, layers: Ints) -> Floats:
         """Exact makespans [chain] with these layers [chain, stage]."""
-        return pipeline_makespans(
-            *self.times(layers),
-            self.microbatches,
-            p2p=self.setting.p2p_ms,
-            max_in_flight=self.setting.max_in_flight,
-            schedule=self.setting.schedule,
-        )
+        return pipeline_makespans(*self.times(layers), self.microbatches, **self.setting.limits)

@@ -10,11 +10,12 @@ from operator import itemgetter
 
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, even_quotas
 
+from ..greedy import exchange_units
 from ..memory import replica_fits
 from ..simulator import replica_makespan
-from .arrangements import Arrangement
 from .chains import Chain
 from .plan_bounds import quick_bound
+from .quotas import Arrangement
 from .tp_groups import TPGroup
 
 _LEAST_GAIN = 1e-3  # current layers are kept unless others are faster by this fraction
@@ -45,18 +46,23 @@ def interleaved(
     partitions of every chain are timed by replay, and quotas are exchanged as under the other
     schedules. The bound allows fractional layers.
     """
-    chains, quotas = found.chains, list(found.division.quotas)
+    chains, quotas = found.chains, list(found.quotas)
     if all(len(chain) == 1 for chain in chains):
         return "no replica has several stages"
     shapes = _Shapes(job, found, current, speeds)
-    ends = [shapes.best(*pair)[0] for pair in zip(chains, quotas, strict=True)]
-    if inf in ends:
+
+    def finish(pairs: Sequence[tuple[int, int]]) -> list[float]:
+        return [shapes.best(chains[index], quota)[0] for index, quota in pairs]
+
+    if inf in finish(list(enumerate(quotas))):
         return "memory or max_in_flight is too small for several model chunks per stage"
-    _exchange(shapes, chains, quotas, ends, expired)
-    layout = Layout(tuple(shapes.best(*pair)[1] for pair in zip(chains, quotas, strict=True)))
+    exchange_units(quotas, finish, expired)
+    best = [shapes.best(*pair) for pair in zip(chains, quotas, strict=True)]
+    makespan_ms = max(end for end, _ in best)
+    layout = Layout(tuple(replica for _, replica in best))
     setting = replace(found.evaluator.setting, schedule=Schedule.INTERLEAVED)
     bound_ms = quick_bound(setting, chains, quotas, job.chunks)
-    return InterleavedLayout(layout, tuple(quotas), max(ends), min(max(ends), bound_ms))
+    return InterleavedLayout(layout, tuple(quotas), makespan_ms, min(makespan_ms, bound_ms))
 
 
 class _Shapes:
@@ -94,28 +100,22 @@ class _Shapes:
         present = self._present.get(fresh.ranks)
         if present is None or present.chunks != fresh.chunks:
             return None
-        return present if _groups(present) == _groups(fresh) else None
+        groups, own = ([(s.ranks, s.shares) for s in r.stages] for r in (present, fresh))
+        return present if groups == own else None
 
     def _makespan(self, chain: Chain, quota: int, replica: Replica) -> float:
         """Makespan by replay; inf if memory or the in-flight limit forbids the replica."""
         ranges = tuple(stage.chunks for stage in replica.stages)
         key = (self._evaluator.signature(chain), ranges, quota)
         if key not in self._makespans:
-            self._makespans[key] = self._replay(quota, replica)
+            footprint = self._evaluator.setting.footprint
+            end = replica_makespan(self._job, replica, quota, self._speeds, Schedule.INTERLEAVED)
+            if end < inf and not replica_fits(
+                self._job, footprint, replica, quota, Schedule.INTERLEAVED
+            ):
+                end = inf
+            self._makespans[key] = end
         return self._makespans[key]
-
-    def _replay(self, quota: int, replica: Replica) -> float:
-        job, footprint = self._job, self._evaluator.setting.footprint
-        makespan = replica_makespan(job, replica, quota, self._speeds, Schedule.INTERLEAVED)
-        if makespan < inf and not replica_fits(
-            job, footprint, replica, quota, Schedule.INTERLEAVED
-        ):
-            return inf
-        return makespan
-
-
-def _groups(replica: Replica) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(stage.ranks, stage.shares) for stage in replica.stages]
 
 
 def _replica(groups: Sequence[TPGroup], layers: Sequence[int], chunks: int) -> Replica:
@@ -130,25 +130,3 @@ def _replica(groups: Sequence[TPGroup], layers: Sequence[int], chunks: int) -> R
             for s, group in enumerate(groups)
         )
     )
-
-
-def _exchange(
-    shapes: _Shapes,
-    chains: Sequence[Chain],
-    quotas: list[int],
-    ends: list[float],
-    expired: Callable[[], bool],
-) -> None:
-    """Move single microbatches from the last replica to finish to the best other one."""
-    for _ in range(2 * len(chains) + 8):
-        worst = ends.index(max(ends))
-        others = [i for i in range(len(chains)) if i != worst]
-        if quotas[worst] <= 1 or not others or expired():
-            return
-        taker = min(others, key=lambda i: (shapes.best(chains[i], quotas[i] + 1)[0], i))
-        if shapes.best(chains[taker], quotas[taker] + 1)[0] >= ends[worst] * (1 - 1e-9):
-            return
-        quotas[worst] -= 1
-        quotas[taker] += 1
-        for index in (worst, taker):
-            ends[index] = shapes.best(chains[index], quotas[index])[0]

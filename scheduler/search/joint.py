@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isinf
@@ -11,7 +11,7 @@ from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from ..cost_model import transfer_ms
 from ..memory import MemoryFootprint, plan_schedules
-from .arrangements import Arrangement, exhaustive, feasible_chains, initial_chains, out_of_memory
+from .arrangements import exhaustive, feasible_chains, initial_chains, out_of_memory
 from .chains import Chain, SearchSetting
 from .placement import (
     drop_slow_stages,
@@ -20,7 +20,7 @@ from .placement import (
     restore_positions,
     sort_by_speed,
 )
-from .quotas import ChainEvaluator, divide
+from .quotas import Arrangement, ChainEvaluator, divide
 from .tp_groups import GroupTable
 
 _CLOSE = 2e-3  # gap up to which the search stops
@@ -43,6 +43,7 @@ class _Request:
     speeds: Mapping[int, float]
     schedules: tuple[Schedule, ...]
     expired: Callable[[], bool]
+    even: bool
 
 
 def search(
@@ -59,27 +60,27 @@ def search(
     tails = [schedules[index:] for index in range(len(schedules))]
     failure: InfeasibleError | None = None
     for folds, tail, even in product(range(layout.dp.bit_length()), tails, (False, True)):
-        request = _Request(job, speeds, tail, expired)
+        request = _Request(job, speeds, tail, expired, even)
         best: Arrangement | None = None
         for start in layouts:
             if best is None or not expired():
                 try:
-                    best = _better(best, _search(request, start, even=even, folds=folds))
+                    best = _better(best, _search(request, start, folds))
                 except InfeasibleError as error:
                     failure = error
         if best is not None:
-            return _repeated(best, request, even=even)
+            return _repeated(best, request)
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
     raise failure
 
 
-def _repeated(best: Arrangement, request: _Request, *, even: bool) -> Arrangement:
+def _repeated(best: Arrangement, request: _Request) -> Arrangement:
     """Result of repeated searches of a small job from its own result while that improves it."""
     while len(best.evaluator.setting.table.groups) <= _FEW_GROUPS and not request.expired():
         try:
-            found = _search(request, best.layout, even=even, folds=0)
+            found = _search(request, best.layout)
         except InfeasibleError:
             break
         if not _is_less(found, best):
@@ -90,28 +91,36 @@ def _repeated(best: Arrangement, request: _Request, *, even: bool) -> Arrangemen
 
 def _better(best: Arrangement | None, found: Arrangement) -> Arrangement:
     """The first arrangement, which moves less, unless the second is clearly better."""
-    if best is None or found.division.makespan_ms < best.division.makespan_ms * (1 - _LEAST_GAIN):
+    if best is None or found.makespan_ms < best.makespan_ms * (1 - _LEAST_GAIN):
         return found
     return best
 
 
-def _search(request: _Request, layout: Layout, *, even: bool, folds: int) -> Arrangement:
+def _is_less(one: Arrangement, other: Arrangement) -> bool:
+    return one.makespan_ms < other.makespan_ms * (1 - 1e-9)
+
+
+def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
     """Best arrangement found from `layout`.
 
     With sharded optimizer state, dropped replicas leave theirs to the others: the search is then
     repeated with the memory that is left.
     """
     job = request.job
-    groups, chains, spare = initial_chains(job, layout, request.speeds, even=even, folds=folds)
+    groups, chains, spare = initial_chains(
+        job, layout, request.speeds, even=request.even, folds=folds
+    )
     owners = len(chains)
     while True:
         setting = SearchSetting(
             GroupTable.of(groups),
             MemoryFootprint.of(job, owners),
             job.layout.layers,
+            job.microbatches,
             transfer_ms(job),
             job.max_in_flight,
             request.schedules[0],
+            request.expired,
         )
         found = _arranged(request, setting, chains, spare)
         if len(found.chains) >= owners or not job.memory.sharded_optimizer:
@@ -122,43 +131,37 @@ def _search(request: _Request, layout: Layout, *, even: bool, folds: int) -> Arr
 def _arranged(
     request: _Request, setting: SearchSetting, chains: Sequence[Chain], spare: Sequence[int]
 ) -> Arrangement:
-    job, expired = request.job, request.expired
-    evaluator = ChainEvaluator(setting)
+    job, evaluator = request.job, ChainEvaluator(setting)
     starts: list[_Start] = [(chains, spare), (sort_by_speed(evaluator, chains), spare)]
     if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
-    best = _best_start(evaluator, starts, job.microbatches, expired)
-    best = _exchanged(best, job.microbatches, expired)
-    best = _without_slow_replicas(best, job.microbatches, expired)
-    first = best
-    for other in _other_schedules(request, best):
-        best = _better(best, other)
-    if best is not first and len(chains) <= _FEW_REPLICAS and _may_gain(best, job.microbatches):
-        best = _exchanged(best, job.microbatches, expired)
-    best = _with_refined_layers(best, job.microbatches, expired)
+    first = best = _without_slow_replicas(_exchanged(_best_start(evaluator, starts)))
+    for schedule in request.schedules[1:]:
+        # The placement of groups hardly depends on the schedule, so it is searched once.
+        other = ChainEvaluator(replace(setting, schedule=schedule))
+        typical = max(1, job.microbatches // len(first.chains))
+        if not request.expired() and all(other.fits(first.chains, typical)):
+            best = _better(best, divide(other, first.chains, near=first.quotas))
+    if best is not first and len(chains) <= _FEW_REPLICAS and _may_gain(best):
+        best = _exchanged(best)
+    best = _with_refined_layers(best)
     exact = _exact(request, setting, len(chains))
-    if exact and (_schedule(exact) is not _schedule(best) or _is_less(exact, best)):
-        best = exact
+    if exact:
+        is_same = exact.evaluator.setting.schedule is best.evaluator.setting.schedule
+        best = best if is_same and not _is_less(exact, best) else exact
     return replace(best, chains=tuple(restore_positions(evaluator, chains, best.chains)))
 
 
-def _best_start(
-    evaluator: ChainEvaluator,
-    starts: Sequence[_Start],
-    microbatches: int,
-    expired: Callable[[], bool],
-) -> Arrangement:
+def _best_start(evaluator: ChainEvaluator, starts: Sequence[_Start]) -> Arrangement:
     best: Arrangement | None = None
     failure: InfeasibleError | None = None
     for chains, spare in starts:
-        if best is not None and (expired() or best.slack < _CLOSE):
+        if best is not None and (evaluator.setting.expired() or best.slack < _CLOSE):
             break
         try:
-            found = _started(evaluator, chains, spare, microbatches, expired)
+            best = _better(best, _started(evaluator, chains, spare))
         except InfeasibleError as error:
             failure = failure or error
-            continue
-        best = _better(best, found)
     if best is None:
         assert failure is not None
         raise failure
@@ -166,129 +169,82 @@ def _best_start(
 
 
 def _started(
-    evaluator: ChainEvaluator,
-    chains: Sequence[Chain],
-    spare: Sequence[int],
-    microbatches: int,
-    expired: Callable[[], bool],
+    evaluator: ChainEvaluator, chains: Sequence[Chain], spare: Sequence[int]
 ) -> Arrangement:
     """Arrangement without replicas that do not fit and stages that slow it down."""
-    chains, left = feasible_chains(evaluator, chains, microbatches)
-    chains = drop_slow_stages(evaluator, chains, microbatches)
-    division = divide(evaluator, chains, microbatches, expired)
-    for chain, quota in zip(chains, division.quotas, strict=True):
+    chains, left = feasible_chains(evaluator, chains)
+    chains = drop_slow_stages(evaluator, chains)
+    found = divide(evaluator, chains)
+    for chain, quota in zip(chains, found.quotas, strict=True):
         if isinf(evaluator.best(chain, quota)[1]):
             raise out_of_memory(evaluator, chain, quota)
     if spare or left:
-        chains = insert_spare(
-            evaluator, chains, [*spare, *left], microbatches, division.makespan_ms
-        )
-        division = divide(evaluator, chains, microbatches, expired)
-    return Arrangement(evaluator, tuple(chains), division)
+        chains = insert_spare(evaluator, chains, [*spare, *left], found.makespan_ms)
+        found = divide(evaluator, chains)
+    return found
 
 
-def _other_schedules(request: _Request, found: Arrangement) -> Iterator[Arrangement]:
-    """The same arrangement under the other schedules that fit into memory.
-
-    The placement of groups hardly depends on the schedule, so it is searched once.
-    """
-    microbatches = request.job.microbatches
-    typical = max(1, microbatches // len(found.chains))
-    for schedule in request.schedules[1:]:
-        evaluator = _evaluator(found.evaluator.setting, schedule)
-        if not request.expired() and all(evaluator.fits(found.chains, typical)):
-            near = found.division.quotas
-            division = divide(evaluator, found.chains, microbatches, request.expired, near=near)
-            yield Arrangement(evaluator, found.chains, division)
-
-
-def _evaluator(setting: SearchSetting, schedule: Schedule) -> ChainEvaluator:
-    return ChainEvaluator(replace(setting, schedule=schedule))
-
-
-def _with_refined_layers(
-    found: Arrangement, microbatches: int, expired: Callable[[], bool]
-) -> Arrangement:
+def _with_refined_layers(found: Arrangement) -> Arrangement:
     """Arrangement with better layers for the quotas and their neighbours, and quotas for them."""
-    cells = sum(len(chain) ** 2 for chain in found.chains)
-    if expired() or cells > _REFINE_CELLS or found.slack < _FAR or found.gap < _FAR:
+    evaluator, cells = found.evaluator, sum(len(chain) ** 2 for chain in found.chains)
+    if evaluator.setting.expired() or cells > _REFINE_CELLS:
         return found
-    evaluator, division = found.evaluator, found.division
-    pairs = list(zip(found.chains, division.quotas, strict=True))
+    if found.slack < _FAR or found.gap < _FAR:
+        return found
+    pairs = list(zip(found.chains, found.quotas, strict=True))
     near = [(chain, quota + more) for chain, quota in pairs for more in (-1, 0, 1) if quota + more]
-    evaluator.refine_layers(near, 1.1 * division.makespan_ms)
-    division = divide(evaluator, found.chains, microbatches, expired, near=division.quotas)
-    better = Arrangement(evaluator, found.chains, division)
+    evaluator.refine_layers(near, 1.1 * found.makespan_ms)
+    better = divide(evaluator, found.chains, near=found.quotas)
     return better if _is_less(better, found) else found
 
 
-def _may_gain(found: Arrangement, microbatches: int) -> bool:
+def _may_gain(found: Arrangement) -> bool:
     """True if exchanges may gain: a large share of warm-up and drain, or a wide gap."""
-    placed = sum(map(len, found.chains))
-    return microbatches < 2 * placed or (found.slack > _WIDE and found.gap > _WIDE)
+    few = found.evaluator.setting.microbatches < 2 * sum(map(len, found.chains))
+    return few or (found.slack > _WIDE and found.gap > _WIDE)
 
 
 def _exact(request: _Request, setting: SearchSetting, replicas: int) -> Arrangement | None:
     """Optimum over all arrangements and schedules; None if the job is too large."""
     best: Arrangement | None = None
     for schedule in request.schedules:
-        evaluator = _evaluator(setting, schedule)
-        optimum = exhaustive(evaluator, replicas, request.job.microbatches)
+        optimum = exhaustive(ChainEvaluator(replace(setting, schedule=schedule)), replicas)
         if optimum is None:
             return None
         best = _better(best, optimum)
     return best
 
 
-def _schedule(found: Arrangement) -> Schedule:
-    return found.evaluator.setting.schedule
-
-
-def _is_less(one: Arrangement, other: Arrangement) -> bool:
-    return one.division.makespan_ms < other.division.makespan_ms * (1 - 1e-9)
-
-
-def _exchanged(found: Arrangement, microbatches: int, expired: Callable[[], bool]) -> Arrangement:
+def _exchanged(found: Arrangement) -> Arrangement:
     """Arrangement after exchanges of groups that target a shorter makespan.
 
     Nothing is tried if the bound for the groups in place is close.
     """
-    few = len(found.chains) <= _FEW_REPLICAS
+    few, evaluator = len(found.chains) <= _FEW_REPLICAS, found.evaluator
     for target in _TARGETS:
-        if expired() or len(found.chains) == 1 or (not few and found.slack < _CLOSE):
+        expired = evaluator.setting.expired()
+        if expired or len(found.chains) == 1 or (not few and found.slack < _CLOSE):
             break
-        evaluator, target_ms = found.evaluator, target * found.division.makespan_ms
-        chains = exchange_groups(evaluator, found.chains, microbatches, target_ms, expired)
-        if chains == list(found.chains):
-            continue
-        division = divide(evaluator, chains, microbatches, expired, near=found.division.quotas)
-        if division.makespan_ms < found.division.makespan_ms:
-            found = Arrangement(evaluator, tuple(chains), division)
+        chains = exchange_groups(evaluator, found.chains, target * found.makespan_ms)
+        if chains != list(found.chains):
+            option = divide(evaluator, chains, near=found.quotas)
+            found = min(found, option, key=lambda one: one.makespan_ms)
     return found
 
 
-def _without_slow_replicas(
-    found: Arrangement, microbatches: int, expired: Callable[[], bool]
-) -> Arrangement:
+def _without_slow_replicas(found: Arrangement) -> Arrangement:
     """Arrangement without replicas that finish last although they run a single microbatch."""
-    while len(found.chains) > 1 and not expired():
-        evaluator = found.evaluator
-        quotas = found.division.quotas
-        single = [i for i, quota in enumerate(quotas) if quota == 1]
+    evaluator = found.evaluator
+    while len(found.chains) > 1 and not evaluator.setting.expired():
+        single = [i for i, quota in enumerate(found.quotas) if quota == 1]
         if not single:
             break
-        ends = {i: evaluator.best(found.chains[i], 1)[1] for i in single}
-        worst = max(single, key=lambda i: (ends[i], -i))
+        worst = max(single, key=lambda i: (evaluator.best(found.chains[i], 1)[1], -i))
         rest = [chain for i, chain in enumerate(found.chains) if i != worst]
-        spare = list(found.chains[worst])
-        smaller = divide(evaluator, rest, microbatches, expired)
-        longer = insert_spare(evaluator, rest, spare, microbatches, smaller.makespan_ms)
-        options = [
-            Arrangement(evaluator, tuple(rest), smaller),
-            Arrangement(evaluator, tuple(longer), divide(evaluator, longer, microbatches, expired)),
-            found,
-        ]
-        best = min(options, key=lambda option: option.division.makespan_ms)
+        smaller = divide(evaluator, rest)
+        longer = insert_spare(evaluator, rest, found.chains[worst], smaller.makespan_ms)
+        options = (smaller, divide(evaluator, longer), found)
+        best = min(options, key=lambda option: option.makespan_ms)
         if best is found:
             break
         found = best

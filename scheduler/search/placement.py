@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .chains import Chain
 from .quotas import ChainEvaluator
@@ -41,11 +41,7 @@ def sort_by_speed(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Ch
 
 
 def exchange_groups(
-    evaluator: ChainEvaluator,
-    chains: Sequence[Chain],
-    microbatches: int,
-    makespan_ms: float,
-    expired: Callable[[], bool],
+    evaluator: ChainEvaluator, chains: Sequence[Chain], makespan_ms: float
 ) -> list[Chain]:
     """Chains after exchanges of groups while the total capacity within `makespan_ms` grows.
 
@@ -54,13 +50,12 @@ def exchange_groups(
     replicas. Complete microbatches count more than fractions of one.
     """
     current = list(chains)
-    typical = max(1, round(microbatches / len(current)))
+    typical = max(1, round(evaluator.setting.microbatches / len(current)))
     known: dict[Chain, float] = {}
     capacity = evaluator.capacities(current, typical, makespan_ms, whole=True, known=known)
-    columns = {group.column for group in evaluator.setting.table.groups}
-    least = min(len(columns) - 1, *map(len, chains))
+    least = min(len(set(evaluator.columns)) - 1, *map(len, chains))
     looked_at = 0
-    while looked_at < _BUDGET and not expired():
+    while looked_at < _BUDGET and not evaluator.setting.expired():
         options = _exchanges(evaluator, current, least)
         looked_at += len(options)
         if not options:
@@ -153,16 +148,14 @@ def insert_spare(
     evaluator: ChainEvaluator,
     chains: Sequence[Chain],
     spare: Sequence[int],
-    microbatches: int,
     makespan_ms: float,
 ) -> list[Chain]:
     """Chains with each spare group inserted where it adds most capacity, or left idle."""
-    columns = [group.column for group in evaluator.setting.table.groups]
     current = list(chains)
-    typical = max(1, round(microbatches / len(current)))
+    typical = max(1, round(evaluator.setting.microbatches / len(current)))
     for group in spare:
         before = evaluator.capacities(current, typical, makespan_ms)
-        options = [_replaced(chain, None, group, columns) for chain in current]
+        options = [_replaced(chain, None, group, evaluator.columns) for chain in current]
         after = evaluator.capacities(options, typical, makespan_ms)
         gain, index = max((after[i] - before[i], -i) for i in range(len(current)))
         if gain > _LEAST_GAIN:
@@ -170,11 +163,9 @@ def insert_spare(
     return current
 
 
-def drop_slow_stages(
-    evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
-) -> list[Chain]:
+def drop_slow_stages(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
     """Chains without stages that are so slow that their replica is faster without them."""
-    typical = max(1, round(microbatches / len(chains)))
+    typical = max(1, round(evaluator.setting.microbatches / len(chains)))
     speed = 1.0 / (evaluator.setting.table.forward_ms + evaluator.setting.table.backward_ms)
     current = list(chains)
     active = list(range(len(current)))

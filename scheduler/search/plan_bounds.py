@@ -194,6 +194,7 @@ def layout_bound(
         GroupTable.of(groups),
         MemoryFootprint.of(job, layout.dp),
         layout.layers,
+        sum(quotas),
         transfer_ms(job),
         job.max_in_flight,
         schedule,

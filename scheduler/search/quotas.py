@@ -1,15 +1,19 @@
-"""Quotas of replicas: microbatches of each chain, with the best layers for that many."""
+"""Arrangements of chains: microbatches of each chain, with the best layers for that many."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
 
-from ..greedy import greedy_allocation
+from resihp.contracts import Layout, Replica, Stage
+
+from ..greedy import allocation_by_rate, exchange_units
 from .chains import Chain, ChainBatch, SearchSetting
 from .layer_partition import (
     best_candidate,
@@ -19,22 +23,12 @@ from .layer_partition import (
     local_search,
     multi_start_search,
 )
-from .plan_bounds import ChainBounds
+from .plan_bounds import ChainBounds, chains_bound, quick_bound
 
 _LOCAL_SEARCH_CELLS = 12_000  # chains x stages^2 beyond which layer moves are not timed
-_Estimate = Callable[[Sequence[Chain], Sequence[int]], tuple[list[float], list[float]]]
 _AROUND = (-2, -1, 0, 1, 2, 3)  # offsets from a requested quota
 _NEAR_CELLS = 4_000  # chains x stages^2 up to which they are evaluated together
 _COMPLETE_WEIGHT = 0.7  # weight of complete microbatches in a capacity
-
-
-@dataclass(frozen=True)
-class WorkDivision:
-    """Layers and microbatches of every chain, and the makespan of the last one."""
-
-    makespan_ms: float
-    layers: tuple[tuple[int, ...], ...]
-    quotas: tuple[int, ...]
 
 
 class ChainEvaluator:
@@ -204,32 +198,81 @@ class ChainEvaluator:
         return [known[signature] for signature in signatures]
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """Chains of groups with their quotas, layers and makespan."""
+
+    evaluator: ChainEvaluator
+    chains: tuple[Chain, ...]
+    quotas: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
+    makespan_ms: float
+
+    @classmethod
+    def of(
+        cls, evaluator: ChainEvaluator, chains: Sequence[Chain], quotas: Sequence[int]
+    ) -> Arrangement:
+        """Arrangement with the best layers for these quotas."""
+        pairs = zip(chains, quotas, strict=True)
+        layers, ends = zip(*(evaluator.best(*pair) for pair in pairs), strict=True)
+        return cls(evaluator, tuple(chains), tuple(quotas), layers, max(ends))
+
+    @property
+    def layout(self) -> Layout:
+        """Layout with the ranks, layers and shares of every stage."""
+        groups = self.evaluator.setting.table.groups
+        replicas = []
+        for chain, layers in zip(self.chains, self.layers, strict=True):
+            spans = pairwise(accumulate(layers, initial=0))
+            held = zip((groups[group] for group in chain), spans, strict=True)
+            stages = (Stage(group.ranks, span, group.shares) for group, span in held)
+            replicas.append(Replica(tuple(stages)))
+        return Layout(tuple(replicas))
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """Certified lower bound; see `chains_bound`."""
+        return chains_bound(self.evaluator.proven, self.chains, self.quotas, self.makespan_ms)
+
+    @property
+    def gap(self) -> float:
+        """Distance of the makespan from its bound, as a fraction of the bound."""
+        return self.makespan_ms / self.bound_ms - 1.0
+
+    @cached_property
+    def slack(self) -> float:
+        """Largest possible gain with fractional layers, as a fraction of the step."""
+        quick = quick_bound(self.evaluator.setting, self.chains, self.quotas)
+        return self.makespan_ms / quick - 1.0
+
+
 def divide(
-    evaluator: ChainEvaluator,
-    chains: Sequence[Chain],
-    microbatches: int,
-    expired: Callable[[], bool] = lambda: False,
-    near: Sequence[int] | None = None,
-) -> WorkDivision:
-    """Quotas (at least 1 each) that minimise the makespan of the last chain.
+    evaluator: ChainEvaluator, chains: Sequence[Chain], near: Sequence[int] | None = None
+) -> Arrangement:
+    """Chains with quotas (at least 1 each) that minimise the makespan of the last one.
 
     Starts in proportion to speed, or from the quotas `near` of the same sum; allocates greedily by
     estimated and exact makespans; then moves single microbatches from the last chain to the one
     that would finish first with one more, until that does not help.
     """
-    quotas = list(near or _in_proportion(evaluator, chains, microbatches))
+    setting = evaluator.setting
+    quotas = list(near or _in_proportion(evaluator, chains, setting.microbatches))
     for estimate in (
         (evaluator.estimates, evaluator.makespans) if near is None else (evaluator.makespans,)
     ):
         for _ in range(2):
-            again = _by_rate(estimate, chains, quotas)
-            if expired() or again == quotas:
+            again = allocation_by_rate(*estimate(chains, quotas), quotas)
+            if setting.expired() or again == quotas:
                 break
             quotas = again
-    _exchange(evaluator, chains, quotas, expired)
-    parts = [evaluator.best(chain, quota) for chain, quota in zip(chains, quotas, strict=True)]
-    makespan = max(end for _, end in parts)
-    return WorkDivision(makespan, tuple(layers for layers, _ in parts), tuple(quotas))
+
+    def finish(counts: Sequence[tuple[int, int]]) -> list[float]:
+        pairs = [(chains[index], count) for index, count in counts]
+        evaluator.prepare_near(pairs)
+        return [evaluator.best(*pair)[1] for pair in pairs]
+
+    exchange_units(quotas, finish, setting.expired)
+    return Arrangement.of(evaluator, chains, quotas)
 
 
 def _in_proportion(evaluator: ChainEvaluator, chains: Sequence[Chain], total: int) -> list[int]:
@@ -239,52 +282,3 @@ def _in_proportion(evaluator: ChainEvaluator, chains: Sequence[Chain], total: in
     for index in range(total - sum(quotas)):
         quotas[index % len(quotas)] += 1
     return quotas
-
-
-def _by_rate(estimate: _Estimate, chains: Sequence[Chain], quotas: Sequence[int]) -> list[int]:
-    """Quotas by greedy allocation, extrapolating from the makespans of `quotas`."""
-    makespans, rates = estimate(chains, quotas)
-    if not np.isfinite(makespans).all():
-        return list(quotas)
-    offsets = [s - r * q for s, r, q in zip(makespans, rates, quotas, strict=True)]
-    total = sum(quotas)
-    level = (total + sum(o / r for o, r in zip(offsets, rates, strict=True))) / sum(
-        1.0 / r for r in rates
-    )
-    fresh = [
-        max(1, int((level - o) / r) - 1) if level > o else 1
-        for o, r in zip(offsets, rates, strict=True)
-    ]
-    fresh = greedy_allocation(
-        fresh, total - sum(fresh), lambda i, count: offsets[i] + rates[i] * count
-    )
-    return fresh if sum(fresh) == total else list(quotas)
-
-
-def _exchange(
-    evaluator: ChainEvaluator,
-    chains: Sequence[Chain],
-    quotas: list[int],
-    expired: Callable[[], bool],
-) -> None:
-    """Improve `quotas` in place by exchange of single microbatches."""
-    pairs = list(zip(chains, quotas, strict=True))
-    evaluator.prepare_near([*pairs, *((c, q + 1) for c, q in pairs)])
-    ends = [evaluator.best(c, q)[1] for c, q in zip(chains, quotas, strict=True)]
-    later = [evaluator.best(c, q + 1)[1] for c, q in zip(chains, quotas, strict=True)]
-    for _ in range(4 * len(chains) + 16):
-        worst = max(range(len(ends)), key=lambda i: (ends[i], -i))
-        others = [i for i in range(len(ends)) if i != worst]
-        if quotas[worst] <= 1 or not others or expired():
-            return
-        taker = min(others, key=lambda i: (later[i], i))
-        if later[taker] >= ends[worst] * (1 - 1e-9):
-            return
-        quotas[worst] -= 1
-        quotas[taker] += 1
-        moved = [(chains[i], quotas[i]) for i in (worst, taker)]
-        evaluator.prepare_near([*moved, *((chain, quota + 1) for chain, quota in moved)])
-        for index in (worst, taker):
-            chain, quota = chains[index], quotas[index]
-            ends[index] = evaluator.best(chain, quota)[1]
-            later[index] = evaluator.best(chain, quota + 1)[1]

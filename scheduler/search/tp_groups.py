@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, LayerCost, Layout
+from resihp.contracts import Job, Layout
 
 from ..cost_model import GroupCost, group_cost, layer_cost
 from ..greedy import greedy_allocation
@@ -131,63 +132,29 @@ class GroupBuilder:
         self, speeds: tuple[float, ...], ranks: Sequence[int]
     ) -> tuple[tuple[int, ...], GroupCost]:
         """Shares over all members, or without the slowest ones where that is faster."""
+        cost, best_ms = self._cost, math.inf
+        fixed = 2.0 * cost.fixed_ms / (cost.forward_ms + cost.backward_ms) * self._units
         slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
-        best: tuple[tuple[int, ...], GroupCost] | None = None
-        dropped = [0.0] * len(speeds)
         for count in range(len(speeds)):
-            left = list(speeds)
-            for index in slowest[:count]:
-                left[index] = 0.0
-            if left != dropped and (count == 0 or speeds[slowest[count - 1]] < max(speeds)):
-                option = self._option(left, ranks)
-                if best is None or _layer_ms(option[1]) < _layer_ms(best[1]) * (1 - 1e-9):
-                    best = option
-        assert best is not None
+            if count and speeds[slowest[count - 1]] >= max(speeds):
+                break
+            left = [0.0 if i in slowest[:count] else speed for i, speed in enumerate(speeds)]
+            shares = balanced_shares(left, self._units, fixed=fixed, even=self._even)
+            kept = [(q, p, r) for q, p, r in zip(shares, left, ranks, strict=True) if q]
+            option = group_cost(self._job, cost, *zip(*kept, strict=True))
+            layer_ms = option.forward_ms + option.backward_ms
+            if layer_ms < best_ms * (1 - 1e-9):
+                best, best_ms = (shares, option), layer_ms
         return best
 
-    def _option(
-        self, speeds: Sequence[float], ranks: Sequence[int]
-    ) -> tuple[tuple[int, ...], GroupCost]:
-        cost = self._cost
-        fixed = 2.0 * cost.fixed_ms / (cost.forward_ms + cost.backward_ms) * self._units
-        shares = balanced_shares(speeds, self._units, fixed=fixed, even=self._even)
-        kept = [i for i, share in enumerate(shares) if share]
-        return shares, self._group_cost(cost, shares, speeds, ranks, kept)
 
-    def _group_cost(
-        self,
-        cost: LayerCost,
-        shares: Sequence[int],
-        speeds: Sequence[float],
-        ranks: Sequence[int],
-        kept: Sequence[int],
-    ) -> GroupCost:
-        return group_cost(
-            self._job,
-            cost,
-            [shares[i] for i in kept],
-            [speeds[i] for i in kept],
-            [ranks[i] for i in kept],
-        )
+Place = tuple[int, list[int]]  # column and ranks of a stage, all of which may be dead
 
 
-def _layer_ms(cost: GroupCost) -> float:
-    return cost.forward_ms + cost.backward_ms
-
-
-@dataclass(frozen=True)
-class RankAssignment:
-    """Ranks of every stage of every replica, and groups of ranks without a replica.
-
-    Stages are (column, ranks); all ranks of a stage may be dead.
-    """
-
-    replicas: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
-    spare: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-def assign_ranks(job: Job, layout: Layout, speeds: Mapping[int, float]) -> RankAssignment:
-    """Groups of `layout`, with living ranks outside it added to the groups of their old peers.
+def assign_ranks(
+    job: Job, layout: Layout, speeds: Mapping[int, float]
+) -> tuple[list[list[Place]], list[Place]]:
+    """Stages of every replica of `layout`, joined by living ranks outside it, and spare groups.
 
     Such joiners are ranks of the job's initial layout or of `speeds` that are not in `layout`. A
     joiner goes to the group with most of its initial peers; joiners whose whole group is gone form
@@ -201,11 +168,7 @@ def assign_ranks(job: Job, layout: Layout, speeds: Mapping[int, float]) -> RankA
     working = set(layout.ranks)
     joiners = [r for r in sorted({*home, *speeds} - working) if speeds.get(r, 1.0) > 0.0]
     gone = {rank for rank, speed in speeds.items() if speed == 0.0}
-    spare = _join(joiners, home, stages, job.layout.tp, gone) if joiners else []
-    return RankAssignment(
-        tuple(tuple((column, tuple(ranks)) for column, ranks in row) for row in stages),
-        tuple((column, tuple(ranks)) for column, ranks in spare),
-    )
+    return stages, _join(joiners, home, stages, job.layout.tp, gone) if joiners else []
 
 
 def _column(ranks: Iterable[int], home: Mapping[int, tuple[int, int]], index: int) -> int:
@@ -216,10 +179,10 @@ def _column(ranks: Iterable[int], home: Mapping[int, tuple[int, int]], index: in
 def _join(
     joiners: Sequence[int],
     home: Mapping[int, tuple[int, int]],
-    stages: list[list[tuple[int, list[int]]]],
+    stages: list[list[Place]],
     tp: int,
     gone: Collection[int],
-) -> list[tuple[int, list[int]]]:
+) -> list[Place]:
     """Add joiners to `stages`, which still contain the ranks in `gone`.
 
     Returns the groups without a replica as (column, ranks).

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout
 from scheduler.policies import POLICIES, policy_outcome
-from scheduler.policies.base import layers_by_rate
+from scheduler.policies.base import counts_by_rate
 from scheduler.policies.malleus import least_largest
 
 PEERS = sorted(name for name in POLICIES if not name.startswith("joint"))
@@ -68,7 +68,7 @@ def test_malleus_gives_the_layers_that_its_own_planner_gives():
     total=st.integers(6, 80),
 )
 def test_the_least_largest_part_is_that_of_the_exact_greedy_rule(rates, total):
-    counts = layers_by_rate(rates, total)
+    counts = counts_by_rate(rates, total)
     exact = max(count / rate for count, rate in zip(counts, rates, strict=True))
     assert least_largest(rates, total) == pytest.approx(exact)
 
