@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ._app import app
+from ._app import app, readable
 
 _HELP = """
 Explain a **recorded job**: which devices are slow, and what else costs time.
@@ -38,10 +39,9 @@ def analyze_command(
     ] = None,
 ) -> None:
     """Reads, analyzes, writes what was asked for."""
-    from resihp.contracts import TraceError
     from resihp.offline import analyze, read_trace
 
-    try:
+    with readable("analyze"):
         analysis = analyze(read_trace(trace))
         if html is not None:
             from resihp.offline.report import write_html
@@ -51,13 +51,7 @@ def analyze_command(
             from resihp.offline.perfetto import write_perfetto
 
             write_perfetto(analysis, perfetto)
-    except (TraceError, OSError) as error:
-        line = " ".join(str(error).split())
-        typer.echo(f"resihp analyze: {line}", err=True)
-        raise typer.Exit(2) from None
     if json:
-        from json import dumps
-
         typer.echo(dumps(analysis.to_json()))
     else:
         from resihp.offline.summary import print_summary

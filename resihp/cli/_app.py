@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -32,3 +34,23 @@ def options(
     ] = False,
 ) -> None:
     """Declare the options of the command itself."""
+
+
+@contextmanager
+def readable(command: str) -> Iterator[None]:
+    """Report errors of ResiHP and of reading files, and exit with status 2."""
+    from resihp.contracts import ResiHPError
+
+    try:
+        yield
+    except (ResiHPError, OSError, UnicodeDecodeError) as error:
+        words = str(error)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            words = f"{error.filename}: {error.strerror.lower()}"
+        fail(words, f"resihp {command}")
+
+
+def fail(problem: str, source: str = "resihp") -> NoReturn:
+    """Print one line on standard error and exit with status 2."""
+    typer.echo(f"{source}: {' '.join(problem.split())}", err=True)
+    raise typer.Exit(2)

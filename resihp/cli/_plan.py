@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from json import dumps, loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._app import app
+from ._app import app, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,79 +44,43 @@ def plan_command(
     ] = None,
 ) -> None:
     """Read the job, plan it and print the plan."""
-    from resihp.contracts import ContractError, InfeasibleError
+    from resihp.contracts import InfeasibleError
     from scheduler import make_plan, parse_job
 
-    try:
+    with readable("plan"):
         job = parse_job(job_file.read_text(encoding="utf-8"))
         known = read_speeds(speeds)
-    except (ContractError, OSError, UnicodeDecodeError) as error:
-        fail("plan", error)
     try:
         plan = make_plan(job, known, time_limit_s=time_limit)
     except InfeasibleError as error:
-        _infeasible(error, json=json)
-    if json:
-        _print_json(job, plan, known)
-    else:
-        _print_plan(job, plan, known)
-
-
-def fail(command: str, error: Exception) -> NoReturn:
-    """Print one line on standard error and exit with status 2."""
-    words = str(error)
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        words = f"{error.filename}: {error.strerror.lower()}"
-    typer.echo(f"resihp {command}: {' '.join(words.split())}", err=True)
-    raise typer.Exit(2)
+        found = {"feasible": False, "constraint": error.constraint, "detail": error.detail}
+        words = f"Binding constraint: {error.constraint}; {error.detail}."
+        typer.echo(dumps(found) if json else f"No plan is feasible. {words}")
+        raise typer.Exit(1) from None
+    (_print_json if json else _print_plan)(job, plan, known)
 
 
 def read_speeds(given: str) -> dict[int, float]:
     """Speeds by rank from JSON text or from the file of that name. Raises `ContractError`."""
-    import json
-
     from resihp.contracts import ContractError
 
     text = given
     if not given.lstrip().startswith(("{", "[")):
         text = Path(given).read_text(encoding="utf-8")
     try:
-        document = json.loads(text)
+        document = loads(text)
     except ValueError as error:
         raise ContractError("speeds", f"not valid JSON: {error}") from None
     if isinstance(document, list):
         document = dict(enumerate(document))
     if not isinstance(document, dict):
         raise ContractError("speeds", "must be an object or a list")
-    return {_rank(rank): _speed(rank, speed) for rank, speed in document.items()}
-
-
-def _rank(key: Any) -> int:
-    from resihp.contracts import ContractError
-
-    if not str(key).isdecimal():
-        raise ContractError(f"speeds.{key}", "the key must be a rank")
-    return int(key)
-
-
-def _speed(rank: Any, value: Any) -> float:
-    from resihp.contracts import ContractError
-
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 100:
-        raise ContractError(f"speeds.{rank}", "must be a speed, 0 or more")
-    return float(value)
-
-
-def _infeasible(error: Any, *, json: bool) -> NoReturn:
-    if json:
-        from json import dumps
-
-        typer.echo(
-            dumps({"feasible": False, "constraint": error.constraint, "detail": error.detail})
-        )
-    else:
-        typer.echo(f"No plan is feasible. Binding constraint: {error.constraint}; {error.detail}.")
-    raise typer.Exit(1)
+    for rank, speed in document.items():
+        if not str(rank).isdecimal():
+            raise ContractError(f"speeds.{rank}", "the key must be a rank")
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 <= speed < 100:
+            raise ContractError(f"speeds.{rank}", "must be a speed, 0 or more")
+    return {int(rank): float(speed) for rank, speed in document.items()}
 
 
 def _compare(job: Job, plan: Plan, speeds: Mapping[int, float]) -> tuple[float, Any] | None:
@@ -132,8 +97,6 @@ def _compare(job: Job, plan: Plan, speeds: Mapping[int, float]) -> tuple[float, 
 
 
 def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
-    from json import dumps
-
     from resihp.contracts import to_json
 
     present_ms, decision = _compare(job, plan, speeds) or (None, None)
@@ -185,16 +148,20 @@ def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
 def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
     from rich.table import Table
 
-    from resihp.formatting import inclusive_ranges
+    from resihp.formatting import inclusive_ranges, ratio
+
+    def named(rank: int) -> str:
+        speed = speeds.get(rank, 1.0)
+        return str(rank) if speed == 1.0 else f"{rank}({ratio(speed)})"
 
     table = Table(title=f"{job.name}, plan {plan.version}", title_justify="left")
     for column in ("replica", "microbatches", "stage", "layers", "ranks", "shares", "was"):
         table.add_column(column, justify="left" if column in ("ranks", "was") else "right")
-    before = {stage.ranks[0]: stage for replica in job.layout.replicas for stage in replica.stages}
+    before = [stage for replica in job.layout.replicas for stage in replica.stages]
     hidden = 0
     for dp, replica in enumerate(plan.layout.replicas):
         for pp, stage in enumerate(replica.stages):
-            old = _old(before, stage)
+            old = next((old for old in before if set(old.ranks) & set(stage.ranks)), None)
             changed = _changed(stage, old)
             if table.row_count >= _ROWS or (not changed and len(plan.layout.ranks) > 2 * _ROWS):
                 hidden += 1
@@ -205,7 +172,7 @@ def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
                 quota,
                 str(pp),
                 inclusive_ranges(stage.chunks),
-                " ".join(_named(rank, speeds) for rank in stage.ranks),
+                " ".join(map(named, stage.ranks)),
                 ":".join(map(str, stage.shares)) if len(set(stage.shares)) > 1 else "even",
                 changed,
                 style="yellow" if changed else None,
@@ -213,11 +180,6 @@ def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
     if hidden:
         table.caption = f"{hidden} more stages, unchanged or beyond the first {_ROWS}"
     return table
-
-
-def _old(before: Mapping[int, Stage], stage: Stage) -> Stage | None:
-    found = (old for old in before.values() if set(old.ranks) & set(stage.ranks))
-    return next(found, None)
 
 
 def _changed(stage: Stage, old: Stage | None) -> str:
@@ -232,13 +194,6 @@ def _changed(stage: Stage, old: Stage | None) -> str:
     gone = sorted(set(old.ranks) - set(stage.ranks))
     if gone:
         changes.append(f"with {' '.join(map(str, gone))}")
-    if not gone and old.shares != stage.shares:
+    elif old.shares != stage.shares:
         changes.append(f"shares {':'.join(map(str, old.shares))}")
     return ", ".join(changes)
-
-
-def _named(rank: int, speeds: Mapping[int, float]) -> str:
-    from resihp.formatting import ratio
-
-    speed = speeds.get(rank, 1.0)
-    return str(rank) if speed == 1.0 else f"{rank}({ratio(speed)})"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from resihp.formatting import listed, plural, rank_list, ratio
 
-from ._app import app
+from ._app import app, readable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,18 +52,15 @@ def replay_command(
     """Replay a trace and print a summary of the final verdicts."""
     from rich.console import Console
 
-    from resihp.contracts import ServiceError, TraceError
     from resihp.offline import read_trace
 
     console = Console(soft_wrap=True)
-    try:
+    with readable("replay"):
         recorded = read_trace(trace)
         if url is None:
             final = _local(recorded, console, rate)
         else:
             final = _remote(recorded, console, rate, url, token)
-    except (TraceError, ServiceError, OSError) as error:
-        _fail(" ".join(str(error).split()))
     steps = plural(len(recorded.steps), "step")
     console.print(f"\n{steps} replayed: {summary(final)}", highlight=False)
 
@@ -72,21 +69,18 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     """The ranks of each status except healthy, the most serious first, with their slowdowns."""
     from resihp.contracts import Status
 
-    by_status: dict[Status, list[Verdict]] = {}
-    for verdict in verdicts:
-        by_status.setdefault(verdict.status, []).append(verdict)
-    healthy = by_status.pop(Status.HEALTHY, [])
-    if not by_status:
-        return "all ranks are healthy"
+    ordered = sorted(verdicts, key=lambda verdict: verdict.rank)
     parts = []
     for status in (Status.FAIL_STOP, Status.FAIL_SLOW, Status.SUSPECT, Status.INCONCLUSIVE):
-        if found := by_status.get(status):
+        if found := [verdict for verdict in ordered if verdict.status is status]:
             verb = "is" if len(found) == 1 else "are"
-            slowdowns = listed(ratio(v.slowdown) for v in sorted(found, key=lambda v: v.rank))
+            slowdowns = listed(ratio(verdict.slowdown) for verdict in found)
             factors = f" ({slowdowns})" if status is Status.FAIL_SLOW else ""
             parts.append(f"{rank_list(v.rank for v in found)} {verb} {status.value}{factors}")
-    if healthy:
-        parts.append(f"{plural(len(healthy), 'rank')} healthy")
+    if not parts:
+        return "all ranks are healthy"
+    if healthy := sum(verdict.status is Status.HEALTHY for verdict in ordered):
+        parts.append(f"{plural(healthy, 'rank')} healthy")
     return "; ".join(parts)
 
 
@@ -129,7 +123,10 @@ def _remote(
             client.send_telemetry(job.name, encode(batch), WireFormat.MSGPACK)
             if rate > 0:
                 final_verdicts()
-        final = _wait(final_verdicts) or client.verdicts(job.name)
+        deadline = time.monotonic() + _PATIENCE_S
+        while (final := final_verdicts()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        final = final or client.verdicts(job.name)
         if all(verdict.step is None for verdict in final):
             raise ServiceError(
                 f"{url} accepted all steps and has no verdicts; is a worker running?"
@@ -137,17 +134,6 @@ def _remote(
         return final
     finally:
         client.close()
-
-
-def _wait(done: Callable[[], list[Verdict] | None]) -> list[Verdict] | None:
-    """The first result of `done` that is not None; None after a time-out."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        found = done()
-        if found is not None:
-            return found
-        time.sleep(_POLL_S)
-    return None
 
 
 def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBatch]:
@@ -178,8 +164,3 @@ def _show(console: Console, verdicts: Iterable[Verdict]) -> None:
         )
         for sentence in verdict.evidence:
             console.print(f"  {sentence}", highlight=False, style="dim")
-
-
-def _fail(line: str) -> NoReturn:
-    typer.echo(f"resihp replay: {line}", err=True)
-    raise typer.Exit(2)

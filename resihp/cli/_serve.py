@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._app import app
+from ._app import app, fail
 
 if TYPE_CHECKING:
     from service.settings import Settings
@@ -95,9 +95,3 @@ def settings_from(**given: Any) -> Settings:
         fail(f"{where}: {problem}" if where else problem)
     configure_logs(settings)
     return settings
-
-
-def fail(problem: str) -> NoReturn:
-    """Print one line on stderr and exit with status 2."""
-    typer.echo(f"resihp: {problem}", err=True)
-    raise typer.Exit(2)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._app import app
-from ._plan import fail
+from ._app import app, readable
 
 if TYPE_CHECKING:
     from resihp.contracts import Job
@@ -47,7 +49,7 @@ def simulate_command(
     from scheduler import POLICIES, parse_job, parse_scenario
 
     names = policy or list(POLICIES)
-    try:
+    with readable("simulate"):
         unknown = [name for name in names if name not in POLICIES]
         if unknown:
             raise ContractError("policy", f"must be one of {', '.join(POLICIES)}, not {unknown[0]}")
@@ -56,8 +58,6 @@ def simulate_command(
         results = _play(job, scenario, names, quiet=json)
         if plot is not None:
             _draw(job, results, plot)
-    except (ContractError, OSError, UnicodeDecodeError) as error:
-        fail("simulate", error)
     if json:
         _print_json(results)
     else:
@@ -79,40 +79,24 @@ def _play(job: Job, scenario: Scenario, names: Sequence[str], *, quiet: bool) ->
         )
 
 
-def _worst(played: PolicyRun) -> float:
-    return max(segment.step_ms for segment in played.segments)
-
-
 def _print_json(results: Sequence[PolicyRun]) -> None:
-    from json import dumps
-    from math import isfinite
-
-    def finite(value: float) -> float | None:
-        return value if isfinite(value) else None
-
-    rows: list[dict[str, Any]] = [
-        {
-            "policy": played.policy,
-            "goodput": played.goodput,
-            "paused_s": played.paused_s,
-            "segments": [
-                {
-                    "start_s": s.start_s,
-                    "end_s": s.end_s,
-                    "pause_s": s.pause_s,
-                    "step_ms": finite(s.step_ms),
-                }
-                for s in played.segments
-            ],
-        }
-        for played in results
-    ]
+    rows = []
+    for played in results:
+        segments = [asdict(segment) for segment in played.segments]
+        for segment in segments:
+            segment["step_ms"] = segment["step_ms"] if isfinite(segment["step_ms"]) else None
+        rows.append(
+            {
+                "policy": played.policy,
+                "goodput": played.goodput,
+                "paused_s": played.paused_s,
+                "segments": segments,
+            }
+        )
     typer.echo(dumps({"fault_free_step_ms": results[0].fault_free_ms, "policies": rows}))
 
 
 def _print_table(job: Job, results: Sequence[PolicyRun]) -> None:
-    from math import isfinite
-
     from rich.console import Console
     from rich.table import Table
 
@@ -126,7 +110,7 @@ def _print_table(job: Job, results: Sequence[PolicyRun]) -> None:
     table.add_column("source")
     best = max(played.goodput for played in results)
     for played in sorted(results, key=lambda p: -p.goodput):
-        worst = _worst(played)
+        worst = max(segment.step_ms for segment in played.segments)
         table.add_row(
             played.policy,
             f"{played.goodput:.1%}",

@@ -7,8 +7,8 @@ import threading
 
 import typer
 
-from ._app import app
-from ._serve import Data, LogFormat, LogLevel, Redis, fail, settings_from
+from ._app import app, fail
+from ._serve import Data, LogFormat, LogLevel, Redis, settings_from
 
 _HELP = """
 Start one more **worker** for a sidecar.
