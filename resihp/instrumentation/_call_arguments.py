@@ -35,7 +35,8 @@ def work_of_call(
 
     In this order: `lengths`; cumulative lengths; lengths; a mask; positions that restart; the
     shape of the input: rows of tokens if it holds whole numbers, otherwise rows, positions and
-    features. A mask or positions of other than two to four dimensions count as absent.
+    features. A mask of other than two to four
+    dimensions counts as absent.
     """
     if lengths is not None:
         return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
@@ -56,7 +57,7 @@ def _is_usable(form: Form, value: Any) -> bool:
         return form in (Form.SEQ_LENS, Form.CU_SEQLENS)
     if form is Form.ATTENTION_MASK:
         return 2 <= value.ndim <= 4
-    return not value.is_floating_point() and value.ndim <= 2
+    return not value.is_floating_point() and value.ndim <= 3
 
 
 def _work_of_shape(tensor: torch.Tensor) -> Work:

@@ -61,6 +61,7 @@ class InferredJob:
     """A job whose microbatches are counted in its first step.
 
     name         of the job
+    job          once it is known
     layout       given by the user; None: inferred from the ranks' descriptions
     microbatches of all replicas in a step, given by the user; None: those of this rank's first
                  step times the number of replicas
@@ -76,6 +77,7 @@ class InferredJob:
         microbatches: int | None,
     ) -> None:
         self.name = name
+        self.job: Job | None = None
         self._own, self._schedule = own, schedule
         self._layout, self._microbatches = layout, microbatches
         self._passes = 0
@@ -104,7 +106,7 @@ class InferredJob:
             layout = layout_of(ranks)
         each = max(self._passes, 1)
         chunks = layout.replicas[0].chunks
-        return Job(
+        self.job = Job(
             name=self.name,
             layout=layout,
             microbatches=self._microbatches or each * layout.dp,
@@ -112,6 +114,7 @@ class InferredJob:
             chunks=chunks,
             device=_device(),
         )
+        return self.job
 
 
 def layout_of(ranks: Sequence[RankDescription]) -> Layout:

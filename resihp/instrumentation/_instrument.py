@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import ContractError, Layout, Schedule
+from resihp.contracts import ContractError, Job, Layout, Schedule
 from resihp.hooks import Monitor
 
 from . import _collectives
@@ -23,8 +23,14 @@ from ._pipelines import StagePasses, microbatches_of, schedule_of, stages_of
 class InstrumentedMonitor(Monitor):
     """Monitor of a loop that `instrument` observes."""
 
+    _inferred: InferredJob
     _patches: Patches
     _timer: PassTimer
+
+    @property
+    def job(self) -> Job | None:
+        """Job as it is registered at the sidecar; None before its first records are sent."""
+        return self._inferred.job
 
     def remove(self) -> None:
         """Leave the loop, and torch, as they were before `instrument`; what is buffered is sent
@@ -92,7 +98,7 @@ def instrument(
     can_wait = queue_callback() is not None
     timer = PassTimer(monitor._recording, monitor.between_steps, measures_waiting=can_wait)
     timer.on_step_end = inferred.count
-    monitor._timer, monitor._patches = timer, Patches()
+    monitor._inferred, monitor._timer, monitor._patches = inferred, timer, Patches()
     if not _collectives.listen(timer) or not can_wait:
         timer.measures_waiting = False
         failures.warn_once(

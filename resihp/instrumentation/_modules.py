@@ -60,11 +60,19 @@ class ModulePasses:
         if getattr(module, "_compiled_call_impl", None) is not None:  # its hooks are compiled too
             patches.wrap(module, "_compiled_call_impl", self._called)
         else:
-            handle = module.register_forward_pre_hook(
-                lambda _, args, kwargs: before(args, kwargs), prepend=True, with_kwargs=True
-            )
+            compiling = torch.compiler.is_compiling  # a constant for the compiler
+
+            def pre_hook(_: Any, args: Any, kwargs: Any) -> None:
+                if not compiling():
+                    before(args, kwargs)
+
+            def hook(_: Any, __: Any, output: Any) -> None:
+                if not compiling():
+                    after(output)
+
+            handle = module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
             patches.add(handle.remove)
-            patches.add(module.register_forward_hook(lambda _, __, out: after(out)).remove)
+            patches.add(module.register_forward_hook(hook).remove)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
 
@@ -89,9 +97,7 @@ class ModulePasses:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._index = -1
         timer = self._timer
-        if torch.compiler.is_compiling() or backward_under_way() >= 0:
-            return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and backward_under_way() < 0:
             work = timer.safely(work_of_call)(args, kwargs, self._lengths)
             self._index = timer.begin(FORWARD, work=work)
 

@@ -26,8 +26,7 @@ class PassTimer:
 
     measures_waiting  whether all waiting for other ranks is seen; where it is not, the waiting of
                       passes is unknown instead of 0
-    passes            forward passes of the present step
-    on_step_end       called with `passes` at the end of each step
+    on_step_end       called at the end of each step with the number of its forward passes
     """
 
     def __init__(
@@ -35,8 +34,9 @@ class PassTimer:
     ) -> None:
         self.recording = recording
         self.measures_waiting = measures_waiting
-        self.passes = 0
         self.on_step_end: Callable[[int], None] | None = None
+        self._passes = self._counted_step = 0
+        self._has_begun = False
         self._between_steps = between_steps
         self._thread = 0
         self._open: Span | None = None
@@ -59,12 +59,13 @@ class PassTimer:
         if outer is None:
             self._step = StepSpan(recording, self._between_steps)
             self._step.__enter__()
-            self.passes = 0
-        elif outer.microbatch >= 0:
+        elif not _is_step(outer):
             return -1
+        if recording.step != self._counted_step:
+            self._report_passes()
         if index < 0:
-            index = self.passes
-        self.passes += op == FORWARD
+            index = self._passes
+        self._passes += op == FORWARD
         span = recording.kind(recording, op, index, chunk, -1, work)
         self._enter(span)
         return index
@@ -108,8 +109,14 @@ class PassTimer:
         recording = self.recording
         if self._open is not None:
             self._drop()
-        if recording.open is not None and recording.open.microbatch < 0:
+        if recording.open is not None and _is_step(recording.open):
             self._enter(recording.kind(recording, OPTIMIZER, -1, 0, -1, None))
+        elif not self._has_begun:
+            recording.failures.warn_once(
+                "passes",
+                "the optimizer of an instrumented model was stepped before any forward pass was "
+                "seen: give `instrument` what the loop calls, the wrapped or compiled model",
+            )
 
     def end_update(self) -> None:
         """End the optimizer's update, and the step with it."""
@@ -162,6 +169,7 @@ class PassTimer:
             span.waiting = False
 
     def _enter(self, span: Any) -> None:
+        self._has_begun = True
         self._thread = get_ident()  # autograd runs the passes of a device in a thread of its own
         span.__enter__()
         if self.measures_waiting:
@@ -170,8 +178,14 @@ class PassTimer:
 
     def _drop(self) -> None:
         assert self._open is not None
+        self._passes -= self._open.op == FORWARD
         self._open.leave()
         self._open = None
+
+    def _report_passes(self) -> None:
+        if self._passes and self.on_step_end is not None:
+            self.on_step_end(self._passes)
+        self._passes, self._counted_step = 0, self.recording.step
 
     def _end_step(self) -> None:
         self._ends_with_backward = False
@@ -181,6 +195,9 @@ class PassTimer:
         if self._step is None:
             return
         step, self._step = self._step, None
-        if self.on_step_end is not None:
-            self.on_step_end(self.passes)
         step.__exit__(None, None, None)
+        self._report_passes()
+
+
+def _is_step(span: Span) -> bool:
+    return span.op == FORWARD and span.microbatch < 0

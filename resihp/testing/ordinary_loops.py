@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,13 +82,14 @@ class PacedBlock(nn.Module):
         """Return `x` after the layers, paced as on the device."""
         microbatch = self.calls
         self.calls += 1
-        paced: torch.Tensor = _Run.apply(self.up(x), self.device, microbatch)  # type: ignore[no-untyped-call]
+        run: Callable[..., torch.Tensor] = _Run.apply
+        paced = run(self.up(x), self.device, microbatch)
         result: torch.Tensor = x + self.down(torch.relu(paced))
         return result
 
 
 class PacedBlocks(nn.Module):
-    """A model of several blocks. DocumentLengths are packed: `cu_seqlens` tells where they begin."""
+    """A model of several blocks. Documents are packed: `cu_seqlens` tells where they begin."""
 
     def __init__(self, device: EmulatedDevice, layers: int = LAYERS) -> None:
         super().__init__()
@@ -142,8 +144,11 @@ class OrdinaryLoop:
     ranks: int = 4
 
 
-def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop) -> None:
-    """Train as one of `loop.ranks` ranks. For `resihp.testing.local_ranks`."""
+def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | None = None) -> None:
+    """Train as one of `loop.ranks` ranks, until the file `stop` is there or the steps are done.
+
+    For `resihp.testing.local_ranks`.
+    """
     import resihp
 
     torch.set_num_threads(1)
@@ -168,8 +173,13 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop) -> None:
         run()
         optimizer.step()
         optimizer.zero_grad()
+        if stop is not None:
+            stopped = torch.tensor(float(stop.exists()))
+            dist.all_reduce(stopped)
+            if stopped:
+                break
+    print(f"{monitor.job}\n{monitor.stats}", flush=True)  # noqa: T201 the log of a test
     monitor.close(10.0)
-    print(f"stats: {monitor.stats}", flush=True)  # noqa: T201 the log of a test
     dist.barrier()
 
 

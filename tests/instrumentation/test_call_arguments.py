@@ -1,0 +1,66 @@
+"""Work of a forward pass, from the arguments of its call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from resihp.hooks._workload import features
+from resihp.instrumentation._call_arguments import work_of_call
+
+IDS = torch.zeros(2, 8, dtype=torch.long)
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "lengths"),
+    [
+        ((IDS,), {}, [8, 8]),
+        ((), {"input_ids": IDS, "labels": IDS}, [8, 8]),
+        (({"input_ids": IDS, "attention_mask": PADDED},), {}, [6, 4]),
+        ((), {"input_ids": IDS, "attention_mask": PADDED}, [6, 4]),
+        ((), {"input_ids": IDS[:1], "position_ids": PACKED}, [3, 5]),
+        ((), {"input_ids": IDS[:1], "position_ids": PACKED[0]}, [3, 5]),
+        ((), {"input_ids": IDS[:1], "position_ids": PACKED.expand(3, 1, 8)}, [3, 5]),
+        ((IDS,), {"cu_seqlens": torch.tensor([0, 3, 8])}, [3, 5]),
+        ((IDS,), {"cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": None}, [3, 5]),
+        ((IDS,), {"seq_lens": [3, 5]}, [3, 5]),
+        ((torch.zeros(2, 8, 16),), {}, [8, 8]),
+        ((torch.zeros(2, 3, 4, 5),), {}, [20, 20]),
+        ((torch.zeros(2, 16),), {}, [1, 1]),
+        ((torch.zeros(6, dtype=torch.long),), {}, [6]),
+        (("not a tensor", IDS), {}, [8, 8]),
+    ],
+)
+def test_work(args, kwargs, lengths):
+    work = work_of_call(args, kwargs, None)
+    assert work is not None
+    found = features(work)
+    assert found.tokens == sum(lengths)
+    assert found.sequences == len(lengths)
+    assert found.sum_sq_len == sum(length * length for length in lengths)
+    assert found.max_len == max(lengths)
+
+
+def test_calls_that_tell_nothing():
+    assert work_of_call((), {}, None) is None
+    assert work_of_call((torch.tensor(1.0), "text"), {}, None) is None
+
+
+def test_the_users_function_comes_first():
+    def lengths(args, kwargs):
+        return np.array([len(args), len(kwargs)])
+
+    work = work_of_call((IDS, IDS), {"attention_mask": PADDED}, lengths)
+    assert work is not None
+    assert features(work)[:2] == (3, 2)
+
+
+def test_buffers_may_be_reused_after_the_call():
+    mask = PADDED.clone()
+    work = work_of_call((), {"attention_mask": mask}, None)
+    mask.zero_()
+    assert work is not None
+    assert features(work).tokens == 10

@@ -1,0 +1,113 @@
+"""Layout and name of an instrumented job."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.contracts import Layout, Schedule
+from resihp.instrumentation._inferred_job import (
+    InferredJob,
+    RankDescription,
+    job_name,
+    layout_of,
+)
+
+
+def described(layout: Layout, chunks: int) -> list[RankDescription]:
+    """What each rank of `layout` says of itself."""
+    return [
+        RankDescription(
+            place.rank,
+            layout.stage_at(place).ranks,
+            tuple(stage.ranks[place.tp] for stage in layout.replicas[place.dp].stages)
+            if layout.pp > 1
+            else (),
+            layout.pp * chunks,
+            chunks,
+        )
+        for place in layout.places()
+    ]
+
+
+@given(
+    dp=st.integers(1, 4),
+    pp=st.integers(1, 4),
+    tp=st.integers(1, 3),
+    chunks=st.integers(1, 3),
+    random=st.randoms(use_true_random=False),
+)
+def test_layout_is_that_of_the_ranks(dp, pp, tp, chunks, random):
+    chunks = chunks if pp > 1 else 1
+    layout = Layout.grid(dp=dp, pp=pp, tp=tp, layers=pp * chunks, chunks=chunks)
+    ranks = described(layout, chunks)
+    random.shuffle(ranks)
+    assert layout_of(ranks) == layout
+
+
+def alone(ranks: list[RankDescription], *missing: int) -> list[RankDescription]:
+    """The descriptions without what `missing` say of themselves."""
+    return [RankDescription(one.rank, (one.rank,)) if one.rank in missing else one for one in ranks]
+
+
+def test_ranks_that_did_not_describe_themselves_are_placed_by_their_peers():
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=2)
+    assert layout_of(alone(described(layout, 1), 3)) == layout
+
+
+def test_ranks_of_which_nothing_is_known_are_replicas_of_their_own():
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=2)
+    replica = layout.replicas[1].ranks
+    found = layout_of(alone(described(layout, 1), *replica))
+    assert found.replicas[0] == layout.replicas[0]
+    assert [one.ranks for one in found.replicas[1:]] == [(rank,) for rank in replica]
+
+
+def test_job_is_known_after_its_first_step():
+    own = RankDescription(0, (0,))
+    job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=None)
+    assert job.describe(now=False) is None
+    job.count(3)
+    job.count(7)
+    described = job.describe(now=False)
+    assert described is not None
+    assert (described.name, described.microbatches) == ("j", 3)
+
+
+def test_what_is_given_is_not_inferred():
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=8)
+    own = RankDescription(0, (0,))
+    job = InferredJob("j", own, Schedule.INTERLEAVED, layout=layout, microbatches=6)
+    described = job.describe(now=False)
+    assert described is not None
+    assert (described.layout, described.microbatches) == (layout, 6)
+
+
+def test_job_that_ends_in_its_first_step_is_described_as_far_as_known():
+    own = RankDescription(0, (0,))
+    job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=None)
+    described = job.describe(now=True)
+    assert described is not None
+    assert described.microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "script", "name"),
+    [
+        ({"RESIHP_JOB": "llama", "TORCHELASTIC_RUN_ID": "7"}, "train.py", "llama"),
+        ({"TORCHELASTIC_RUN_ID": "7"}, "/home/me/train.py", "train-7"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "train.py", "train"),
+        ({}, "", "job"),
+        ({"RESIHP_JOB": "team/llama\n" + "x" * 200}, "train.py", "team-llama-" + "x" * 117),
+    ],
+)
+def test_job_name(monkeypatch, environment, script, name):
+    for key in ("RESIHP_JOB", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", [script])
+    assert job_name() == name

@@ -1,0 +1,410 @@
+"""`resihp.instrument` in one process: passes, steps, work and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import resihp
+from resihp.contracts import ContractError, Op, TelemetryBatch
+from tests.hooks.conftest import Sidecar
+
+FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
+
+
+class Model(nn.Module):
+    """Two layers, whose output takes the form `form`."""
+
+    def __init__(self, form=lambda y: y) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.form = form
+        self.broken = False
+
+    def forward(self, x=None, **kwargs):
+        if self.broken:
+            raise ValueError("broken batch")
+        if x is None:
+            x = kwargs["inputs_embeds"]
+        return self.form(self.second(torch.relu(self.first(x))))
+
+
+class Observed:
+    """A loop under `instrument`, with the records that reach the sidecar."""
+
+    def __init__(self, target=None, optimizer=True, **options) -> None:
+        self.sidecar = Sidecar()
+        self.model = target if target is not None else Model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.monitor = resihp.instrument(
+            self.model,
+            self.optimizer if optimizer else None,
+            job="loop",
+            client=self.sidecar,
+            rank=0,
+            **options,
+        )
+
+    def step(self, microbatches: int = 1) -> None:
+        for _ in range(microbatches):
+            self.model(torch.ones(2, 3, 4)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def records(self) -> TelemetryBatch:
+        self.monitor.close(300.0)
+        return self.sidecar.records
+
+    def passes(self) -> list[tuple[int, int, int]]:
+        """(step, op, microbatch) of each record, in order."""
+        records = self.records()
+        return list(
+            zip(
+                records.step.tolist(),
+                records.op.tolist(),
+                records.microbatch.tolist(),
+                strict=True,
+            )
+        )
+
+
+@pytest.fixture
+def observe():
+    made = []
+
+    def make(*args, **options):
+        made.append(Observed(*args, **options))
+        return made[-1]
+
+    yield make
+    for observed in made:
+        observed.monitor.remove()
+        observed.monitor.close()
+
+
+def one_step(step: int, microbatches: int = 1) -> list[tuple[int, int, int]]:
+    passes = [(step, op, m) for m in range(microbatches) for op in (FORWARD, BACKWARD)]
+    return [*passes, (step, OPTIMIZER, -1)]
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_steps_are_passes_and_an_update(observe, optimizer):
+    loop = observe(optimizer=optimizer)
+    loop.step(microbatches=3)
+    loop.step(microbatches=3)
+    assert loop.passes() == one_step(0, 3) + one_step(1, 3)
+    assert loop.monitor.stats.failures == 0
+    records = loop.records()
+    assert (records.wait_ms[records.op != BACKWARD] == 0).all()
+    assert (records.wait_ms >= 0).all()
+    assert records.tokens.tolist()[:2] == [6, 6]
+    assert records.sequences.tolist()[:2] == [2, 2]
+    (job,) = loop.sidecar.jobs
+    assert (job.name, job.microbatches, job.layout.ranks) == ("loop", 3, (0,))
+
+
+def test_evaluation_is_not_recorded(observe):
+    loop = observe()
+    loop.step()
+    with torch.no_grad():
+        loop.model(torch.ones(1, 1, 4))
+    with torch.inference_mode():
+        loop.model(torch.ones(1, 1, 4))
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+
+
+def test_failed_forward_pass_leaves_no_record(observe):
+    loop = observe()
+    loop.model.broken = True
+    with pytest.raises(ValueError, match="broken batch"):
+        loop.step()
+    loop.model.broken = False
+    loop.step()
+    assert loop.passes() == one_step(0)
+
+
+def test_failed_backward_pass_leaves_no_record(observe):
+    loop = observe()
+
+    def fail(gradient):
+        raise ValueError("broken gradient")
+
+    handle = loop.model.first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="broken gradient"):
+        loop.step()
+    handle.remove()
+    loop.step()
+    loop.step()
+    assert loop.passes() == [
+        (0, FORWARD, 0),
+        (0, FORWARD, 1),
+        (0, BACKWARD, 1),
+        (0, OPTIMIZER, -1),
+        *one_step(1),
+    ]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_belongs_to_the_backward_pass(observe, reentrant):
+    class Recomputing(Model):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    loop = observe(Recomputing())
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    for _ in range(2):
+        loop.model(x).sum().backward()
+        loop.optimizer.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+
+
+def test_model_that_is_recomputed_as_a_whole(observe):
+    loop = observe()
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    checkpoint(loop.model, x, use_reentrant=False).sum().backward()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    more: list
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda y: (y, y.detach()),
+        lambda y: {"logits": y},
+        lambda y: OrderedDict(loss=y, logits=y * 2),
+        lambda y: Output(y, [y, {"z": y}]),
+        lambda y: [{"deep": (y,)}],
+    ],
+)
+def test_outputs_of_any_form(observe, form):
+    loop = observe(Model(form))
+    output = loop.model(torch.ones(2, 3, 4))
+    while not isinstance(output, torch.Tensor):
+        if isinstance(output, Output):
+            output = output.loss
+        output = next(iter(output.values())) if isinstance(output, dict) else output
+        output = output[0] if isinstance(output, list | tuple) else output
+    output.sum().backward()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+
+
+def test_two_forward_passes_before_one_backward_pass(observe):
+    loop = observe()
+    first, second = loop.model(torch.ones(2, 3, 4)), loop.model(torch.ones(2, 3, 4))
+    (first.sum() + second.sum()).backward()
+    loop.optimizer.step()
+    passes = loop.passes()
+    assert passes[:2] == [(0, FORWARD, 0), (0, FORWARD, 1)]
+    assert [op for _, op, _ in passes[2:]] == [BACKWARD, OPTIMIZER]
+
+
+def test_scaler_that_skips_an_update_ends_the_step(observe):
+    loop = observe()
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (float("inf"), 1.0):
+        scaler.scale(factor * loop.model(torch.ones(2, 3, 4)).sum()).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+    assert loop.passes() == [(0, FORWARD, 0), (0, BACKWARD, 0), *one_step(1)]
+
+
+def test_update_inside_the_backward_pass_ends_the_step_after_it(observe):
+    loop = observe()
+    weight = loop.model.first.weight
+    weight.register_post_accumulate_grad_hook(lambda _: loop.optimizer.step())
+    for _ in range(2):
+        loop.model(torch.ones(2, 3, 4)).sum().backward()
+    assert loop.passes() == one_step(0)[:2] + one_step(1)[:2]
+
+
+def test_other_models_and_optimizers_are_left_alone(observe):
+    loop = observe(optimizer=False)
+    critic = Model()
+    critics_optimizer = torch.optim.SGD(critic.parameters(), lr=1e-3)
+    critic(loop.model(torch.ones(2, 3, 4))).sum().backward()
+    critics_optimizer.step()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+
+
+def test_several_optimizers_of_one_model(observe):
+    loop = observe(optimizer=False)
+    halves = [
+        torch.optim.SGD(half.parameters(), lr=1e-3)
+        for half in (loop.model.first, loop.model.second)
+    ]
+    for _ in range(2):
+        loop.model(torch.ones(2, 3, 4)).sum().backward()
+        for half in halves:
+            half.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+
+
+def test_steps_by_hand(observe):
+    loop = observe()
+    for _ in range(2):
+        with loop.monitor.step():
+            loop.model(torch.ones(2, 3, 4)).sum().backward()
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter.sub_(1e-3 * parameter.grad)
+    assert loop.passes() == one_step(0)[:2] + one_step(1)[:2]
+
+
+def test_blocks_of_the_users_are_not_timed_twice(observe):
+    loop = observe()
+    with loop.monitor.step():
+        with loop.monitor.forward(seq_lens=[3, 3]):
+            output = loop.model(torch.ones(2, 3, 4))
+        with loop.monitor.backward():
+            output.sum().backward()
+        with loop.monitor.optimizer():
+            loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_models(observe, in_place):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Model()
+    if in_place:
+        model.compile(backend="aot_eager", fullgraph=True)
+        loop = observe(model)
+    else:
+        loop = observe(torch.compile(model, backend="aot_eager", fullgraph=True))
+    for _ in range(3):
+        loop.step()
+    assert loop.passes() == one_step(0) + one_step(1) + one_step(2)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_model_that_is_compiled_afterwards_trains_on(observe, caplog):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    loop = observe()
+    compiled = torch.compile(loop.model, backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(2, 3, 4)).sum().backward()
+    loop.optimizer.step()
+    assert not loop.passes()
+    assert "give `instrument` what the loop calls" in caplog.text
+    assert loop.monitor.stats.failures == 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_remove_leaves_everything_as_it_was(observe):
+    wait, scaler_step = torch.distributed.Work.wait, torch.amp.GradScaler.step
+    functional = torch.distributed._functional_collectives
+    wait_tensor = functional.wait_tensor
+    loop = observe()
+    assert torch.amp.GradScaler.step is not scaler_step
+    loop.step()
+    loop.monitor.remove()
+    loop.monitor.remove()
+    loop.step()
+    assert loop.passes() == one_step(0)
+    assert not loop.model._forward_hooks
+    assert not loop.model._forward_pre_hooks
+    assert torch.distributed.Work.wait is wait
+    assert functional.wait_tensor is wait_tensor
+    assert torch.amp.GradScaler.step is scaler_step
+
+
+def test_torch_without_engine_callbacks(observe, monkeypatch, caplog):
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", object())
+    loop = observe()
+    for _ in range(2):
+        output = loop.model(torch.ones(2, 3, 4))
+        gradients = torch.ones_like(output)
+        monkeypatch.undo()
+        output.backward(gradients)
+        monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", object())
+        loop.optimizer.step()
+    records = loop.records()
+    assert records.op.tolist() == 2 * [FORWARD, OPTIMIZER]
+    assert np.isnan(records.wait_ms).all()  # unknown
+    assert caplog.text.count("does not tell waiting") == 1
+
+
+def test_torch_without_a_wait_to_observe(observe, monkeypatch):
+    monkeypatch.delattr(torch.distributed, "Work")
+    wait_tensor = torch.distributed._functional_collectives.wait_tensor
+    loop = observe()
+    loop.step()
+    records = loop.records()
+    assert records.op.tolist() == [op for _, op, _ in one_step(0)]
+    assert np.isnan(records.wait_ms).all()
+    assert torch.distributed._functional_collectives.wait_tensor is wait_tensor
+
+
+def test_failures_are_counted_and_training_goes_on(observe):
+    def lengths(args, kwargs):
+        raise KeyError("lengths")
+
+    loop = observe(lengths=lengths)
+    loop.step()
+    assert loop.passes() == one_step(0)
+    assert loop.monitor.stats.failures == 1
+
+
+@pytest.mark.parametrize("target", [None, 3, torch.ones(1), torch.optim.SGD])
+def test_other_targets_are_refused(target):
+    with pytest.raises(ContractError, match="target"):
+        resihp.instrument(target)
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(ContractError, match="optimizer"):
+        resihp.instrument(Model(), "adam", client=Sidecar())
+
+
+def test_wrapped_optimizers_count(observe):
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sidecar = Sidecar()
+    monitor = resihp.instrument(model, [Wrapper(optimizer)], job="loop", client=sidecar, rank=0)
+    with contextlib.closing(monitor):
+        model(torch.ones(2, 3, 4)).sum().backward()
+        optimizer.step()
+        monitor.close(300.0)
+        monitor.remove()
+    assert sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
+
+
+def test_blocks_have_start_and_stop(observe):
+    loop = observe()
+    monitor = loop.monitor
+    monitor.remove()
+    step = monitor.step().start()
+    block = monitor.forward(seq_lens=[4]).start()
+    waiting = monitor.waiting().start()
+    waiting.stop()
+    block.stop()
+    broken = monitor.backward().start()
+    broken.cancel()
+    transfer = monitor.p2p(peer=1).start()
+    transfer.stop()
+    step.stop()
+    assert loop.passes() == [(0, FORWARD, 0), (0, int(Op.P2P), -1)]
+    assert monitor.current_step == 1

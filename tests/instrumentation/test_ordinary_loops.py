@@ -1,0 +1,79 @@
+"""Ordinary loops of four processes under `resihp.instrument`, with a rank that turns slow."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resihp.client import Client
+from resihp.contracts import ServiceError, Status
+from resihp.testing.local_ranks import LocalRanks
+from resihp.testing.ordinary_loops import (
+    LOOPS,
+    DocumentLengths,
+    OrdinaryLoop,
+    SlowRank,
+    run_loop,
+)
+from service.launch import Sidecar
+
+PATIENCE_S = 250.0
+LAYOUTS = {
+    "ddp": [[[0]], [[1]], [[2]], [[3]]],
+    "fsdp2": [[[0]], [[1]], [[2]], [[3]]],
+    "hsdp": [[[0]], [[1]], [[2]], [[3]]],
+    "tensor_parallel": [[[0, 1]], [[2, 3]]],
+    "1f1b": [[[0], [2]], [[1], [3]]],
+    "interleaved": [[[0], [2]], [[1], [3]]],
+    "zero_bubble": [[[0], [2]], [[1], [3]]],
+}
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path_factory.mktemp("sidecar")) as sidecar:
+        yield sidecar
+
+
+def train_until_named(sidecar: Sidecar, folder: Path, loop: OrdinaryLoop) -> str:
+    """Train until the slow rank is named, and nobody else ever was; return the log of rank 0."""
+    client, stop = Client(sidecar.url), folder / "stop"
+    with LocalRanks(loop.job, folder / "ranks") as ranks:
+        ranks.start(range(loop.ranks), run_loop, loop, stop)
+        deadline = time.monotonic() + PATIENCE_S
+        named: set[int] = set()
+        while named != {loop.slow.rank}:
+            ranks.poll(0.2)
+            assert not any(ranks.exit_codes.values()), ranks.logs()
+            assert time.monotonic() < deadline, ranks.logs()
+            with contextlib.suppress(ServiceError):  # the job is registered after its first step
+                verdicts = client.verdicts(loop.job)
+                named |= {each.rank for each in verdicts if each.status is Status.FAIL_SLOW}
+            assert named <= {loop.slow.rank}
+        stop.touch()
+        assert set(ranks.wait(PATIENCE_S).values()) == {0}, ranks.logs()
+        return ranks.log(0).read_text()
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_slow_rank_is_named(sidecar, tmp_path, kind):
+    count = 4 if len(LAYOUTS[kind][0]) > 1 else 1
+    loop = OrdinaryLoop(
+        kind,
+        steps=10_000,
+        slow=SlowRank(1, 3.0, since=15),
+        documents=DocumentLengths(3),
+        microbatches=count,
+        url=sidecar.url,
+        job=f"loop-{kind}",
+    )
+    log = train_until_named(sidecar, tmp_path, loop)
+    replicas = [[str(tuple(stage)) for stage in replica] for replica in LAYOUTS[kind]]
+    assert re.findall(r"ranks=(\([^)]*\))", log) == [one for many in replicas for one in many]
+    assert f"microbatches={count * len(replicas)}," in log
+    assert "failures=0" in log
