@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from resihp.contracts import Schedule
-from resihp.pipeline.orders import most_ahead, most_in_flight
-from resihp.pipeline.replay import WEIGHT_PART
+
+from .bounds.in_flight import InFlightLimits, PassTimes
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer]
@@ -42,48 +40,12 @@ def pipeline_makespans(
     counts = np.asarray(microbatches)
     order = np.argsort(-counts, kind="stable")
     f, b = np.asarray(forward, float)[order].T, np.asarray(backward, float)[order].T
-    lead = _Lead.of(schedule, len(f), max_in_flight)
-    if work is None:
-        rounds = _Rounds(f, b, counts[order], p2p, lead)
-    else:
-        rounds = _UnevenRounds(f, b, counts[order], p2p, lead, work[order].T)
+    limits = InFlightLimits.of(schedule, len(f), max_in_flight)
+    uneven = None if work is None else work[order].T
+    rounds = _Rounds(PassTimes.of(f, b, schedule), counts[order], p2p, limits, uneven)
     ends = np.empty(len(counts))
     ends[order] = rounds.makespans()
     return ends
-
-
-class _Lead(NamedTuple):
-    """Lead of each stage under a schedule, in rounds; arrays are [stage, 1]."""
-
-    ahead: Counts  # forwards before the first backward
-    put_off: Counts  # backwards before the first weight half
-    weight_part: float
-    lag: Counts  # rounds since the next stage ran the same backward
-
-    @classmethod
-    def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> _Lead:
-        owed = np.array(most_ahead(schedule, stages, max_in_flight))[:, None]
-        held = np.array(most_in_flight(schedule, stages, max_in_flight))[:, None]
-        part = WEIGHT_PART if schedule is Schedule.ZERO_BUBBLE else 0.0
-        return cls(owed - 1, held - owed, part, owed[:-1] - owed[1:])
-
-
-class _Times(NamedTuple):
-    """Times of the passes of one microbatch, [stage, pipeline]."""
-
-    forward: Floats
-    inputs: Floats
-    weight: Floats
-    reach: Floats  # end of a forward without any waiting; `before` is its start
-    before: Floats
-    arrive: Floats  # from the end of a backward to its end in the previous stage
-
-    @classmethod
-    def of(cls, forward: Floats, backward: Floats, p2p: float, weight_part: float) -> _Times:
-        weight = backward * weight_part
-        inputs = backward - weight
-        reach = np.cumsum(forward, axis=0) + p2p * np.arange(len(forward))[:, None]
-        return cls(forward, inputs, weight, reach, reach - forward, inputs[:-1] + p2p)
 
 
 class _Rounds:
@@ -92,59 +54,79 @@ class _Rounds:
     Pipelines with remaining forwards are all in the same round, in which their last stages run a
     backward as well; afterwards all pipelines together run the remaining backwards of the first
     stages. An inactive stage runs a backward of zero length that waits for nothing.
+
+    work  relative work of each microbatch, [microbatch, pipeline]; None: all alike
     """
 
     def __init__(
-        self, forward: Floats, backward: Floats, counts: Counts, p2p: float, lead: _Lead
+        self,
+        passes: PassTimes,
+        counts: Counts,
+        p2p: float,
+        limits: InFlightLimits,
+        work: Floats | None,
     ) -> None:
-        self._lead, self._counts, self._p2p = lead, counts, p2p
-        self._all = _Times.of(forward, backward, p2p, lead.weight_part)
-        self._times = self._all
-        self._free = np.zeros(forward.shape)  # end of the last pass of each stage
+        self._counts, self._p2p, self._split = counts, p2p, limits.split
+        self._ahead = limits.owed[:, None] - 1  # forwards before the first backward
+        self._put_off = (limits.held - limits.owed)[:, None]  # backwards before a weight half
+        self._all = self._passes = passes
+        self._work = None
+        if work is not None:
+            self._work = np.where(np.arange(len(work))[:, None] < counts, work, 0.0)
+        self._transfers = p2p * np.arange(len(passes.forward))[:, None]
+        self._free = np.zeros(passes.forward.shape)  # end of the last pass of each stage
         self._returned = self._free  # end of its last backward
         self._earlier = self._free  # end of the backward before that
-        self._same = np.flatnonzero(lead.lag == 0)[::-1].tolist()
-        self._long_ago = lead.lag == 2
+        lag = limits.owed[:-1] - limits.owed[1:]  # rounds since the next stage ran a backward
+        self._same = np.flatnonzero(lag == 0)[::-1].tolist()
+        self._long_ago = (lag == 2)[:, None]
         self._looks_back = bool(self._long_ago.any()), bool(self._long_ago.all())
+        self._reach = self._reached(passes.forward)
 
     def makespans(self) -> Floats:
         """End of every pipeline, including its remaining weight halves."""
-        ahead, counts = self._lead.ahead, self._counts.tolist()
+        ahead, counts = self._ahead, self._counts.tolist()
         full = int(ahead[0, 0])
         ended = np.zeros((3, *self._free.shape))
         number, width = 0, len(counts)
         while width:
-            self._keep(width)
+            self._passes = PassTimes(*(times[:, :width] for times in self._all))
+            self._free, self._returned = self._free[:, :width], self._returned[:, :width]
+            self._earlier, self._reach = self._earlier[:, :width], self._reach[:, :width]
             stop = counts[width - 1]
             for index in range(number, stop):
                 self._run_forwards(index)
                 self._run_backwards(index, index >= ahead if index < full else None)
             ended[:, :, :width] = self._free, self._returned, self._earlier
             number, width = stop, counts.index(stop)
-        self._times = self._all
+        self._passes = self._all
         self._free, self._returned, self._earlier = ended[0], ended[1], ended[2]
         short = bool(counts) and counts[-1] < full
         for more in range(full):
             turns, runs = self._counts + more, more < ahead
             self._run_backwards(turns, runs & (turns >= ahead) if short else runs)
-        return np.asarray((self._free + self._left()).max(axis=0))
+        return np.asarray((self._free + self._weight_left()).max(axis=0))
 
-    def _keep(self, width: int) -> None:
-        """Restrict the state to the first pipelines."""
-        self._times = _Times(*(times[:, :width] for times in self._all))
-        self._free, self._returned = self._free[:, :width], self._returned[:, :width]
-        self._earlier = self._earlier[:, :width]
+    def _reached(self, forward: Floats) -> Floats:
+        """Ends of a microbatch's forwards without any waiting."""
+        return np.cumsum(forward, axis=0) + self._transfers
 
     def _run_forwards(self, number: int) -> None:
-        reach, before = self._forwards(number)
-        self._free = np.maximum.accumulate(self._free - before, axis=0) + reach
+        forward, reach = self._passes.forward, self._reach
+        if self._work is not None:
+            forward = forward * self._work_at(np.asarray(number))
+            reach = self._reached(forward)
+        self._free = np.maximum.accumulate(self._free - (reach - forward), axis=0) + reach
 
     def _run_backwards(self, number: int | Counts, runs: Mask | None) -> None:
         """Run the backwards of a round, in all stages or in those of the mask `runs`.
 
         Weight halves follow from the round on in which the first stage runs a backward.
         """
-        inputs, arrive = self._backwards(number)
+        inputs = self._passes.inputs
+        if self._work is not None:
+            inputs = inputs * self._work_at(number - self._ahead)
+        arrive = inputs[:-1] + self._p2p  # from the end of a backward to that in the stage before
         if runs is not None:
             inputs, arrive = inputs * runs, np.where(runs[:-1], arrive, -np.inf)
         ends = self._free + inputs
@@ -152,8 +134,11 @@ class _Rounds:
         for stage in self._same:
             ends[stage] = np.maximum(ends[stage], ends[stage + 1] + arrive[stage])
         self._free, self._returned, self._earlier = ends, ends, self._returned
-        if self._lead.weight_part and (runs is None or isinstance(number, np.ndarray)):
-            self._free = ends + self._weight_halves(number - self._lead.ahead[0], runs)
+        if self._split and (runs is None or isinstance(number, np.ndarray)):
+            turn = number - self._ahead[0]
+            weight = self._passes.weight
+            weight = weight if runs is None else weight * (runs & (turn >= 0))
+            self._free = ends + (weight if self._work is None else weight * self._work_at(turn))
 
     def _source(self) -> Floats:
         """Ends of the backwards that the previous stages wait for."""
@@ -164,56 +149,18 @@ class _Rounds:
         np.copyto(source[1:], self._earlier[1:], where=self._long_ago)
         return source
 
-    def _forwards(self, number: int) -> tuple[Floats, Floats]:
-        """Ends and starts of a microbatch's forwards without any waiting."""
-        return self._times.reach, self._times.before
-
-    def _backwards(self, number: int | Counts) -> tuple[Floats, Floats]:
-        """Durations of the input halves of a round, and `arrive` for them."""
-        return self._times.inputs, self._times.arrive
-
-    def _weight_halves(self, turn: Counts, runs: Mask | None) -> Floats:
-        """Weight halves of the microbatch of that index in all stages; 0 for negative indices."""
-        return self._times.weight if runs is None else self._times.weight * (runs & (turn >= 0))
-
-    def _left(self) -> Floats:
-        return np.asarray(self._all.weight * np.minimum(self._lead.put_off, self._counts))
-
-
-class _UnevenRounds(_Rounds):
-    """Rounds with microbatches of unequal work."""
-
-    def __init__(
-        self,
-        forward: Floats,
-        backward: Floats,
-        counts: Counts,
-        p2p: float,
-        lead: _Lead,
-        work: Floats,
-    ) -> None:
-        super().__init__(forward, backward, counts, p2p, lead)
-        self._work = np.where(np.arange(len(work))[:, None] < counts, work, 0.0)
-        self._transfers = p2p * np.arange(len(forward))[:, None]
-
-    def _forwards(self, number: int) -> tuple[Floats, Floats]:
-        forward = self._times.forward * self._at(np.asarray(number))
-        reach = np.cumsum(forward, axis=0) + self._transfers
-        return reach, reach - forward
-
-    def _backwards(self, number: int | Counts) -> tuple[Floats, Floats]:
-        inputs = self._times.inputs * self._at(number - self._lead.ahead)
-        return inputs, inputs[:-1] + self._p2p
-
-    def _weight_halves(self, turn: Counts, runs: Mask | None) -> Floats:
-        return super()._weight_halves(turn, runs) * self._at(turn)
-
-    def _at(self, turn: Counts) -> Floats:
+    def _work_at(self, turn: Counts) -> Floats:
         """Relative work of the microbatches of these indices."""
+        assert self._work is not None
         columns = np.arange(len(self._free.T))
         return np.asarray(self._work[np.clip(turn, 0, len(self._work) - 1), columns])
 
-    def _left(self) -> Floats:
+    def _weight_left(self) -> Floats:
+        """Weight halves that are still to run after the last input half."""
+        if not self._split:
+            return np.zeros(1)
+        if self._work is None:
+            return np.asarray(self._all.weight * np.minimum(self._put_off, self._counts))
         upto = np.cumsum(np.pad(self._work, ((1, 0), (0, 0))), axis=0)
-        first = np.maximum(self._counts - self._lead.put_off, 0)
+        first = np.maximum(self._counts - self._put_off, 0)
         return np.asarray(self._all.weight * (upto[-1] - np.take_along_axis(upto, first, axis=0)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,8 @@ def whole_layers(
     table = np.zeros((3, len(microbatches), 1))  # forwards before a stage, trips, largest line
     choices = []
     for stage in range(bands.stages):
-        passes, reach, trip = options.of_stage(stage)
+        passes = PassTimes(*(times[:, stage] for times in options.passes))
+        trip = passes.trip + (passes.weight if stage == 0 else 0.0)
         reached, before, worst = ahead = bands.before(table, stage)
         line = stage_line(
             passes,
@@ -89,7 +90,7 @@ def whole_layers(
             before=before,
             behind=behind[stage + 1][:, None, :],
         )
-        fresh = ahead + np.array([reach, trip, np.zeros_like(trip)])
+        fresh = ahead + np.array([passes.forward, trip, np.zeros_like(trip)])
         np.maximum(worst, line, out=fresh[2])
         fresh = np.where(options.fits[:, stage], fresh, np.inf)
         choices.append(fresh[2].argmin(axis=1))
@@ -121,17 +122,11 @@ class _Options(NamedTuple):
         each = (stages.forward, stages.backward, stages.extra, stages.most)
         forward, backward, extra, fitting = (array[:, :, None, None] for array in each)
         passes = PassTimes.of(forward * counts + extra, backward * counts + 2.0 * extra, schedule)
+        passes = passes._replace(weight=np.broadcast_to(passes.weight, passes.forward.shape))
         fits = counts <= fitting
         if stages.least is not None:
             fits &= counts >= stages.least[:, :, None, None]
         return cls(passes, fits)
-
-    def of_stage(self, stage: int) -> tuple[PassTimes, Floats, Floats]:
-        """Pass times of a stage, its forward, and its trip (with the weight half for stage 0)."""
-        forward, inputs, weight = self.passes
-        weight = weight[:, stage] if weight.shape == forward.shape else weight
-        passes = PassTimes(forward[:, stage], inputs[:, stage], weight)
-        return passes, passes.forward, passes.trip + (weight if stage == 0 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -215,10 +210,7 @@ def heterogeneous_layers(
     layers: int,
     microbatches: Ints,
     within_ms: float,
-    *,
-    p2p: float = 0.0,
-    max_in_flight: int | None = None,
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    **limits: Any,
 ) -> tuple[Floats, Ints]:
     """Bound like `whole_layers`, never lower, and the layers that attain it.
 
@@ -239,9 +231,7 @@ def heterogeneous_layers(
             layers,
             microbatches[source[part]],
             within_ms,
-            p2p=p2p,
-            max_in_flight=max_in_flight,
-            schedule=schedule,
+            **limits,
         )
     order = np.lexsort((ends, source))
     first = order[np.unique(source[order], return_index=True)[1]]

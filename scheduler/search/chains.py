@@ -5,7 +5,8 @@ A chain is a tuple of group indices: the stages of one replica in pipeline order
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,14 @@ from .tp_groups import GroupTable
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Chain = tuple[int, ...]
+
+
+def by_length(chains: Iterable[Sequence[int]]) -> Iterator[list[int]]:
+    """Indices of the chains of each length."""
+    indices: dict[int, list[int]] = defaultdict(list)
+    for index, chain in enumerate(chains):
+        indices[len(chain)].append(index)
+    yield from indices.values()
 
 
 @dataclass(frozen=True)
@@ -67,49 +76,37 @@ class ChainBatch:
         return int(self.chains.shape[1])
 
     @cached_property
-    def forward(self) -> Floats:
-        """Forward time of one layer, [chain, stage]."""
-        return self.setting.table.forward_ms[self.chains]
-
-    @cached_property
-    def backward(self) -> Floats:
-        """Backward time of one layer, [chain, stage]."""
-        return self.setting.table.backward_ms[self.chains]
-
-    @cached_property
-    def extra(self) -> Floats:
-        """Forward time of embedding (first stage) and head (last stage), [chain, stage]."""
+    def costs(self) -> StageCosts:
+        """Costs of all stages, and the layers that fit into their memory."""
+        setting, table = self.setting, self.setting.table
         extra = np.zeros(self.chains.shape)
-        extra[:, 0] += self.setting.table.embedding_ms[self.chains[:, 0]]
-        extra[:, -1] += self.setting.table.head_ms[self.chains[:, -1]]
-        return extra
-
-    @cached_property
-    def most(self) -> Ints:
-        """Layers that fit into memory, [chain, stage]."""
-        setting, stages = self.setting, self.stages
-        limit = np.array(most_in_flight(setting.schedule, stages, setting.max_in_flight))
+        extra[:, 0] += table.embedding_ms[self.chains[:, 0]]
+        extra[:, -1] += table.head_ms[self.chains[:, -1]]
+        limit = np.array(most_in_flight(setting.schedule, self.stages, setting.max_in_flight))
         in_flight = np.minimum(limit, np.maximum(self.microbatches, 1)[:, None])
-        most = setting.footprint.most_layers(setting.table.widest[self.chains], in_flight)
-        return np.asarray(np.minimum(most, setting.layers - stages + 1))
+        most = setting.footprint.most_layers(table.widest[self.chains], in_flight)
+        most = np.minimum(most, setting.layers - self.stages + 1)
+        return StageCosts(
+            table.forward_ms[self.chains], table.backward_ms[self.chains], extra, most
+        )
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """True if a chain can hold all layers in memory, [chain]."""
-        most = self.most
+        most = self.costs.most
         return np.asarray((most.min(axis=1) >= 1) & (most.sum(axis=1) >= self.setting.layers))
 
     def pick(self, rows: Ints) -> ChainBatch:
         """Batch of the given rows, in that order."""
         picked = ChainBatch(self.setting, self.chains[rows], self.microbatches[rows])
-        for name in ("forward", "backward", "extra", "most", "fits"):
-            if name in self.__dict__:
-                picked.__dict__[name] = self.__dict__[name][rows]
+        if "costs" in self.__dict__:
+            picked.__dict__["costs"] = self.costs.pick(rows)
         return picked
 
     def times(self, layers: Ints) -> tuple[Floats, Floats]:
         """Forward and backward time of every stage with these layers, [..., chain, stage]."""
-        return layers * self.forward + self.extra, layers * self.backward + 2.0 * self.extra
+        costs = self.costs
+        return layers * costs.forward + costs.extra, layers * costs.backward + 2.0 * costs.extra
 
     def slowest(self, layers: Ints) -> Floats:
         """Time of the bottleneck stage for one microbatch, [..., chain]."""
@@ -124,7 +121,7 @@ class ChainBatch:
         """Bounds over all whole layers (inf beyond `within_ms`) and layers that attain them."""
         program = heterogeneous_layers if tight else whole_layers
         return program(
-            StageCosts(self.forward, self.backward, self.extra, self.most),
+            self.costs,
             self.setting.layers,
             self.microbatches,
             within_ms,

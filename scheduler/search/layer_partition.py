@@ -26,8 +26,9 @@ def candidates(rows: ChainBatch, *, few: bool = False) -> tuple[Ints, Floats]:
     Infeasible chains have the bound inf. `few`: fewer candidates.
     """
     total = rows.setting.layers
-    each, extra = rows.forward + rows.backward, 3.0 * rows.extra
-    most = np.maximum(rows.most, 1)
+    costs = rows.costs
+    each, extra = costs.forward + costs.backward, 3.0 * costs.extra
+    most = np.maximum(costs.most, 1)
     least = _least_bottleneck(each, extra, most, total)
     slack = 1.0 + np.array(_FEWER_SLACK if few else _SLACK)
     room = _room(least * slack[:, None], each, extra, most)
@@ -159,7 +160,7 @@ def _descended(rows: ChainBatch, layers: Ints, *, rounds: int) -> Ints:
 def _moves(rows: ChainBatch, layers: Ints) -> tuple[Ints, Floats]:
     """Layers after each move of a single one, and bounds [move, chain]; inf for invalid moves."""
     moved = layers + _single_moves(rows.stages)[:, None, :]
-    allowed = ((moved >= 1) & (moved <= rows.most)).all(axis=2)
+    allowed = ((moved >= 1) & (moved <= rows.costs.most)).all(axis=2)
     return moved, np.where(allowed, rows.bounds(moved), np.inf)
 
 
@@ -185,7 +186,7 @@ def exhaustive_partition(rows: ChainBatch) -> tuple[Ints, Floats]:
     options = np.diff(edges.reshape(-1, stages + 1), axis=1)
     if not len(options):
         return np.ones_like(rows.chains), np.full(chains, np.inf)
-    fits = (options[:, None, :] <= rows.most).all(axis=2)
+    fits = (options[:, None, :] <= rows.costs.most).all(axis=2)
     each = rows.pick(np.tile(np.arange(chains), len(options)))
     ends = each.makespans(np.repeat(options, chains, axis=0)).reshape(len(options), chains)
     ends = np.where(fits, ends, np.inf)

@@ -6,7 +6,6 @@ layers where the fast one leaves a gap.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 
@@ -19,7 +18,7 @@ from ..bounds import relaxed_factors
 from ..bounds.in_flight import Floats
 from ..cost_model import group_cost, layer_cost, transfer_ms
 from ..memory import MemoryFootprint
-from .chains import ChainBatch, SearchSetting
+from .chains import ChainBatch, SearchSetting, by_length
 from .tp_groups import GroupTable, TPGroup
 
 Ints = NDArray[np.int64]
@@ -52,22 +51,18 @@ class ChainBounds:
         self._within_ms = within_ms
         cases = np.column_stack([self.setting.table.kind[rows.chains], rows.microbatches])
         keys = [case.tobytes() for case in cases]
-        missing = list(
-            {key: row for row, key in enumerate(keys) if key not in self._known}.values()
-        )
+        fresh = {key: row for row, key in enumerate(keys) if key not in self._known}
+        missing = list(fresh.values())
         for start in range(0, len(missing), _BATCH):
             part = missing[start : start + _BATCH]
-            found = self._compute(rows.pick(np.array(part)), within_ms).tolist()
-            self._known.update(zip([keys[row] for row in part], found, strict=True))
+            some = rows.pick(np.array(part))
+            ends, _ = some.whole_layers(within_ms)
+            near = np.flatnonzero((ends > within_ms * (1.0 - _NEAR)) & (ends < within_ms))
+            if self._tight and near.size:
+                closer, _ = some.pick(near).whole_layers(within_ms, tight=True)
+                ends[near] = np.maximum(ends[near], closer)
+            self._known.update(zip([keys[row] for row in part], ends.tolist(), strict=True))
         return np.array([self._known[key] for key in keys])
-
-    def _compute(self, rows: ChainBatch, within_ms: float) -> Floats:
-        ends, _ = rows.whole_layers(within_ms)
-        near = np.flatnonzero((ends > within_ms * (1.0 - _NEAR)) & (ends < within_ms))
-        if self._tight and near.size:
-            closer, _ = rows.pick(near).whole_layers(within_ms, tight=True)
-            ends[near] = np.maximum(ends[near], closer)
-        return ends
 
 
 def chains_bound(
@@ -83,11 +78,17 @@ def chains_bound(
     quick = quick_bound(proven.setting, chains, quotas)
     if within_ms < quick * (1 + _CLOSE) or sum(map(len, chains)) > _CELLS:
         return min(quick, within_ms)
-    parts = list(_by_length(chains, quotas))
-    close = least_makespan([(counts, _whole(proven, rows, within_ms)) for rows, counts in parts])
+    batches = list(_batches(proven.setting, chains, quotas))
+
+    def whole(bounds: ChainBounds, batch: ChainBatch) -> MakespanFn:
+        return lambda rows, counts: bounds.bounds(
+            ChainBatch(batch.setting, batch.chains[rows], counts), within_ms
+        )
+
+    close = least_makespan([(batch.microbatches, whole(proven, batch)) for batch in batches])
     if within_ms > close * (1 + _FAR) and sum(map(len, chains)) <= _FEWER_CELLS:
         tight = ChainBounds(proven.setting, tight=True)
-        close = least_makespan([(counts, _whole(tight, rows, within_ms)) for rows, counts in parts])
+        close = least_makespan([(batch.microbatches, whole(tight, batch)) for batch in batches])
     return max(quick, min(close, within_ms))
 
 
@@ -95,8 +96,8 @@ def quick_bound(
     setting: SearchSetting, chains: Sequence[Sequence[int]], quotas: Sequence[int], chunks: int = 1
 ) -> float:
     """Like `chains_bound` with fractional layers; `chunks` of interleaved stages."""
-    parts = _by_length(chains, quotas)
-    return least_makespan([(counts, _fractional(setting, rows, chunks)) for rows, counts in parts])
+    batches = _batches(setting, chains, quotas)
+    return least_makespan([(batch.microbatches, _fractional(batch, chunks)) for batch in batches])
 
 
 def least_makespan(parts: Sequence[tuple[Ints, MakespanFn]]) -> float:
@@ -133,24 +134,19 @@ def _table(counts: Ints, times: MakespanFn, low: int, high: int) -> tuple[Floats
     return np.maximum.accumulate(ends, axis=0), first
 
 
-def _by_length(
-    chains: Sequence[Sequence[int]], quotas: Sequence[int]
-) -> Iterator[tuple[Ints, Ints]]:
-    """Batches of chains of equal length, [pipeline, stage], and their microbatches."""
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for index, chain in enumerate(chains):
-        by_length[len(chain)].append(index)
-    for indices in by_length.values():
+def _batches(
+    setting: SearchSetting, chains: Sequence[Sequence[int]], quotas: Sequence[int]
+) -> Iterator[ChainBatch]:
+    for indices in by_length(chains):
         rows = np.array([chains[i] for i in indices], np.int64)
-        yield rows, np.array([quotas[i] for i in indices], np.int64)
+        yield ChainBatch(setting, rows, np.array([quotas[i] for i in indices], np.int64))
 
 
-def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> MakespanFn:
+def _fractional(batch: ChainBatch, chunks: int) -> MakespanFn:
     """Bounds with fractional layers; any stage may do the work of embedding and head."""
-    table = setting.table
-    speeds = 1.0 / (table.forward_ms + table.backward_ms)[chains]
-    extra = ChainBatch(setting, chains, np.ones(len(chains), np.int64)).extra
-    ends = 3.0 * (extra * speeds).sum(axis=1)
+    table, setting = batch.setting.table, batch.setting
+    speeds = 1.0 / (batch.costs.forward + batch.costs.backward)
+    ends = 3.0 * (batch.costs.extra * speeds).sum(axis=1)
     parts = table.forward_ms / (table.forward_ms + table.backward_ms)
     if table.embedding_ms.any() or table.head_ms.any():
         parts = np.append(parts, 1.0 / 3.0)
@@ -159,15 +155,6 @@ def _fractional(setting: SearchSetting, chains: Ints, chunks: int) -> MakespanFn
     def times(rows: Ints, counts: Ints) -> Floats:
         factors = relaxed_factors(speeds[rows], counts, setting.schedule, forward_part, chunks)
         return np.asarray(factors * (setting.layers + ends)[rows])
-
-    return times
-
-
-def _whole(proven: ChainBounds, chains: Ints, within_ms: float) -> MakespanFn:
-    """Bounds with whole layers."""
-
-    def times(rows: Ints, counts: Ints) -> Floats:
-        return proven.bounds(ChainBatch(proven.setting, chains[rows], counts), within_ms)
 
     return times
 

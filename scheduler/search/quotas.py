@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ import numpy as np
 from resihp.contracts import Layout, Replica, Stage
 
 from ..greedy import allocation_by_rate, exchange_units
-from .chains import Chain, ChainBatch, SearchSetting
+from .chains import Chain, ChainBatch, SearchSetting, by_length
 from .layer_partition import (
     best_candidate,
     candidates,
@@ -72,20 +71,18 @@ class ChainEvaluator:
             key = (self.signature(chain), microbatches)
             if key not in self._best:
                 missing[key] = chain
-        by_length: dict[int, list[tuple[tuple[Chain, int], Chain]]] = defaultdict(list)
-        for key, chain in missing.items():
-            by_length[len(chain)].append((key, chain))
-        for stages, entries in by_length.items():
-            rows = self._rows([chain for _, chain in entries], [key[1] for key, _ in entries])
-            if is_small(self.setting.layers, stages):
+        entries = list(missing)
+        for indices in by_length(missing.values()):
+            keys = [entries[index] for index in indices]
+            rows = self._rows([missing[key] for key in keys], [quota for _, quota in keys])
+            if is_small(self.setting.layers, rows.stages):
                 layers, ends = exhaustive_partition(rows)
             else:
                 layers, bounds = best_candidate(rows)
-                rounds = 0 if rows.chains.size * stages > _LOCAL_SEARCH_CELLS else 12
+                rounds = 0 if rows.chains.size * rows.stages > _LOCAL_SEARCH_CELLS else 12
                 layers, ends = local_search(rows, layers, rounds=rounds)
                 ends = np.where(np.isfinite(bounds), ends, np.inf)
             parts = zip(map(tuple, layers.tolist()), ends.tolist(), strict=True)
-            keys = [key for key, _ in entries]
             self._best.update(zip(keys, parts, strict=True))
             self._slowest.update(zip(keys, rows.slowest(layers).tolist(), strict=True))
 
@@ -115,29 +112,28 @@ class ChainEvaluator:
 
     def refine_layers(self, pairs: Iterable[tuple[Chain, int]], within_ms: float) -> None:
         """Search better layers from more starts, which takes longer than `prepare`."""
-        by_length: dict[int, dict[tuple[Chain, int], Chain]] = defaultdict(dict)
+        distinct: dict[tuple[Chain, int], Chain] = {}
         for chain, quota in pairs:
             if self.best(chain, quota)[1] < inf and not is_small(self.setting.layers, len(chain)):
-                by_length[len(chain)].setdefault((self.signature(chain), quota), chain)
-        for distinct in by_length.values():
-            rows = self._rows(list(distinct.values()), [quota for _, quota in distinct])
+                distinct.setdefault((self.signature(chain), quota), chain)
+        entries = list(distinct)
+        for indices in by_length(distinct.values()):
+            keys = [entries[index] for index in indices]
+            rows = self._rows([distinct[key] for key in keys], [quota for _, quota in keys])
             layers, ends = multi_start_search(rows, within_ms=within_ms)
-            for key, found, end, slowest in zip(
-                distinct, layers.tolist(), ends.tolist(), rows.slowest(layers).tolist(), strict=True
-            ):
+            found = zip(
+                keys, layers.tolist(), ends.tolist(), rows.slowest(layers).tolist(), strict=True
+            )
+            for key, counts, end, slowest in found:
                 if end < self._best[key][1]:
-                    self._best[key] = (tuple(found), end)
-                    self._slowest[key] = slowest
+                    self._best[key], self._slowest[key] = (tuple(counts), end), slowest
 
     def estimates(
         self, chains: Sequence[Chain], quotas: Sequence[int]
     ) -> tuple[list[float], list[float]]:
         """Estimates of `makespans` from the bounds of candidate partitions, which is faster."""
         ends, rates = np.zeros(len(chains)), np.zeros(len(chains))
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for index, chain in enumerate(chains):
-            by_length[len(chain)].append(index)
-        for indices in by_length.values():
+        for indices in by_length(chains):
             rows = self._rows([chains[i] for i in indices], [quotas[i] for i in indices])
             layers, ends[indices] = best_candidate(rows)
             rates[indices] = rows.slowest(layers)
@@ -160,7 +156,7 @@ class ChainEvaluator:
 
     def most_layers(self, chain: Chain, microbatches: int) -> list[int]:
         """Layers that fit into the memory of each stage."""
-        return list(self._rows([chain], [microbatches]).most[0].tolist())
+        return list(self._rows([chain], [microbatches]).costs.most[0].tolist())
 
     def capacities(
         self,
@@ -180,12 +176,12 @@ class ChainEvaluator:
         """
         known = {} if known is None else known
         signatures = [self.signature(chain) for chain in chains]
-        by_length: dict[int, dict[Chain, Chain]] = defaultdict(dict)
-        for signature, chain in zip(signatures, chains, strict=True):
-            if signature not in known:
-                by_length[len(chain)].setdefault(signature, chain)
-        for distinct in by_length.values():
-            rows = self._rows(list(distinct.values()), [microbatches] * len(distinct))
+        pairs = zip(signatures, chains, strict=True)
+        missing = {signature: chain for signature, chain in pairs if signature not in known}
+        entries = list(missing)
+        for indices in by_length(missing.values()):
+            keys = [entries[index] for index in indices]
+            rows = self._rows([missing[key] for key in keys], [microbatches] * len(keys))
             layers, bounds = candidates(rows, few=True)
             fits = np.isfinite(bounds)
             capacity = microbatches + (makespan_ms - np.where(fits, bounds, 0.0)) / rows.slowest(
@@ -194,7 +190,7 @@ class ChainEvaluator:
             best = np.maximum(np.where(fits, capacity, 0.0).max(axis=0), 0.0)
             if whole:
                 best = _COMPLETE_WEIGHT * np.floor(best + 1e-9) + (1.0 - _COMPLETE_WEIGHT) * best
-            known.update(zip(distinct, best.tolist(), strict=True))
+            known.update(zip(keys, best.tolist(), strict=True))
         return [known[signature] for signature in signatures]
 
 
