@@ -77,10 +77,7 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: P
 
     console = Console()
     try:
-        quotas = settings.job().quotas
-        with LiveDisplay(
-            settings.layout, settings.steps, quotas=quotas, console=console
-        ) as display:
+        with LiveDisplay(settings.plan(), settings.steps, console=console) as display:
             record = play(settings, folder, display)
     except DemoError as error:
         typer.echo(str(error), err=True)

@@ -18,6 +18,7 @@ from resihp.demo.record import (
 
 SCRIPT = {"slow_rank": 5, "slow_factor": 1.5, "slow_at": 22, "dead_rank": 2, "dead_at": 52}
 BEFORE = Layout.grid(dp=2, pp=2, tp=2, layers=8, units=4)
+START = Plan(version=0, layout=BEFORE, quotas=(4, 4))
 RESIZED = Layout(
     (
         Replica((Stage((0, 1), (0, 5), (2, 2)), Stage((4, 5), (5, 8), (3, 1)))),

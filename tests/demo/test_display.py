@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from records import BEFORE, RESIZE_AT, SCRIPT, STEPS, demo_record, plain_record
+from records import RESIZE_AT, SCRIPT, START, STEPS, demo_record, plain_record
 from rich.console import Console
 
 from resihp.contracts import Status
@@ -56,7 +56,7 @@ def text(of: Console) -> str:
 
 def test_without_a_terminal_each_event_is_one_plain_line() -> None:
     target = console(terminal=False, width=60)
-    with LiveDisplay(BEFORE, STEPS, console=target) as display:
+    with LiveDisplay(START, STEPS, console=target) as display:
         display.links("http://127.0.0.1:1/", "http://127.0.0.1:1/docs", "report.html")
         play(display, demo_record())
     lines = text(target).splitlines()
@@ -71,7 +71,7 @@ def test_without_a_terminal_each_event_is_one_plain_line() -> None:
 
 def test_the_screen_shows_the_present_layout_and_who_is_slow() -> None:
     target = console(terminal=True)
-    with LiveDisplay(BEFORE, STEPS, console=target) as display:
+    with LiveDisplay(START, STEPS, console=target) as display:
         play(display, demo_record())
     last = text(target)[-6000:]
     assert "Plan 2" in last
@@ -84,7 +84,7 @@ def test_the_screen_shows_the_present_layout_and_who_is_slow() -> None:
 @pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (200, 60)])
 def test_no_line_is_wider_than_the_terminal(width: int, height: int) -> None:
     target = console(terminal=True, width=width, height=height)
-    display = LiveDisplay(BEFORE, STEPS, console=target)
+    display = LiveDisplay(START, STEPS, console=target)
     display.links("http://127.0.0.1:8700/", "http://127.0.0.1:8700/docs", "demo/report.html")
     play(display, demo_record())
     target.print(display.screen)
@@ -93,12 +93,12 @@ def test_no_line_is_wider_than_the_terminal(width: int, height: int) -> None:
 
 def test_the_screen_is_drawn_before_anything_is_known() -> None:
     target = console(terminal=True)
-    target.print(LiveDisplay(BEFORE, STEPS, console=target).screen)
+    target.print(LiveDisplay(START, STEPS, console=target).screen)
     assert "warming up" in text(target)
 
 
 def test_events_from_several_threads_are_all_kept() -> None:
-    display = LiveDisplay(BEFORE, STEPS, console=console(terminal=True))
+    display = LiveDisplay(START, STEPS, console=console(terminal=True))
 
     def write(name: str) -> None:
         for index in range(10):
@@ -115,7 +115,7 @@ def test_events_from_several_threads_are_all_kept() -> None:
 
 def test_step_time_after_a_switch_is_that_of_the_new_plan() -> None:
     record = demo_record()
-    display = LiveDisplay(BEFORE, STEPS, console=console(terminal=False))
+    display = LiveDisplay(START, STEPS, console=console(terminal=False))
     for seen in record.steps[:RESIZE_AT]:
         display.step(seen)
     display.switch(record.switches[0])
@@ -126,11 +126,11 @@ def test_step_time_after_a_switch_is_that_of_the_new_plan() -> None:
 
 
 def test_the_dead_stay_dead_whatever_is_measured_later() -> None:
-    display = LiveDisplay(BEFORE, STEPS, console=console(terminal=False))
+    display = LiveDisplay(START, STEPS, console=console(terminal=False))
     play(display, demo_record())
     late = [health for health in demo_record().health if health.rank == 2][:1]
     display.health(late)
-    assert display.view.device(2).status is Status.FAIL_STOP
+    assert display.view.devices[2].status is Status.FAIL_STOP
 
 
 @pytest.mark.parametrize("total", [4, 12, 17])

@@ -19,7 +19,7 @@ from resihp.offline import analyze, read_trace
 def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path: Path) -> None:
     settings = DemoSettings(steps=36, slow_at=10, dead_at=20, plan_wait_s=3.0)
     with (tmp_path / "screen.txt").open("w") as screen:
-        display = LiveDisplay(settings.layout, settings.steps, console=Console(file=screen))
+        display = LiveDisplay(settings.plan(), settings.steps, console=Console(file=screen))
         with display:
             record = play(settings, tmp_path, display)
     said = (tmp_path / "screen.txt").read_text()

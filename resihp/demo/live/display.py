@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
 
-from resihp.contracts import Layout, Status
+from resihp.contracts import Plan, Status
 from resihp.formatting import duration
 
 from ..descriptions import pace_change, plan_line, switch_line, verdict_line
@@ -32,10 +31,9 @@ class LiveDisplay:
 
     def __init__(
         self,
-        layout: Layout,
+        plan: Plan,
         steps: int,
         *,
-        quotas: tuple[int, ...] = (),
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -44,7 +42,7 @@ class LiveDisplay:
         self._clock = clock
         self._start = clock()
         self._lock = threading.RLock()
-        self.view = ViewModel(layout=layout, steps=steps, quotas=quotas)
+        self.view = ViewModel(plan=plan, steps=steps)
         self.screen = Screen(self.view, self._seconds, self._lock)
         self._live: Live | None = None
 
@@ -57,12 +55,7 @@ class LiveDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -76,11 +69,8 @@ class LiveDisplay:
     def links(self, dashboard_url: str, docs_url: str, report_path: object) -> None:
         """Show the addresses of dashboard, API and report."""
         with self._lock:
-            self.view.links = {
-                "dashboard": dashboard_url,
-                "API": docs_url,
-                "report": str(report_path),
-            }
+            targets = (dashboard_url, docs_url, str(report_path))
+            self.view.links = dict(zip(("dashboard", "API", "report"), targets, strict=True))
             for name, target in self.view.links.items():
                 self._plain(f"{name}: {target}")
 
@@ -98,23 +88,28 @@ class LiveDisplay:
         """Log a changed verdict."""
         with self._lock:
             verdict = seen.verdict
-            device = self.view.device(verdict.rank)
+            device = self.view.devices[verdict.rank]
             device.status, device.slowdown = verdict.status, verdict.slowdown
             self._log("verdict", verdict_line(verdict), seen.at_step)
 
     def switch(self, seen: LayoutChangeRecord) -> None:
         """Log a change of layout and, below it, the reasons of its plan."""
         with self._lock:
-            self.view.take_plan(seen)
+            self.view.plan, self.view.plan_step = seen.plan, seen.step
+            for rank in seen.lost:
+                self.view.devices[rank].status = Status.FAIL_STOP
             self._log("plan", switch_line(seen), seen.step)
             for reason in (*seen.plan.reason, plan_line(seen.plan)):
                 if reason:
                     self._log("why", reason, seen.step)
 
     def health(self, seen: Sequence[SlowdownRecord]) -> None:
-        """Update slowdowns and statuses, without a line in the log."""
+        """Update slowdowns and statuses of living ranks, without a line in the log."""
         with self._lock:
-            self.view.take_health(seen)
+            for item in seen:
+                device = self.view.devices[item.rank]
+                if device.status is not Status.FAIL_STOP:
+                    device.slowdown, device.status = item.slowdown, Status(item.status)
 
     def fault(self, text: str) -> None:
         """Log a fault that was injected into the job."""
@@ -132,14 +127,14 @@ class LiveDisplay:
     def dead(self, rank: int) -> None:
         """Log the end of a rank."""
         with self._lock:
-            self.view.device(rank).status = Status.FAIL_STOP
+            self.view.devices[rank].status = Status.FAIL_STOP
             self._log("lost", f"rank {rank} is gone", self.view.next_step)
 
     def reference(self, step: int, steps: int) -> None:
         """Show the progress of the undisturbed reference run."""
         with self._lock:
-            before, self.view.reference = self.view.reference, (step, steps)
-            if step == steps and before != (step, steps):
+            is_new, self.view.reference = self.view.reference != (step, steps), (step, steps)
+            if step == steps and is_new:
                 self._plain(f"reference run: {steps} steps done")
 
     def _seconds(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from resihp.contracts import Stage, Status
-from resihp.formatting import duration
+from resihp.formatting import duration, ratio
 
 from ..descriptions import STATUS_WORDS, grid_of, layer_range
-from .view_model import Device, Event, ViewModel
+from .view_model import Event, ViewModel
 
 STYLES: Mapping[Status, str] = {
     Status.HEALTHY: "bold #f4fbf7 on #2f7d5d",
@@ -60,7 +60,7 @@ class Screen:
         width = min(options.max_width, 110) - 2
         with self._lock:
             view = self._view
-            rows = console.height - _ROWS_BESIDE_LOG - 2 * view.layout.dp
+            rows = console.height - _ROWS_BESIDE_LOG - 2 * view.plan.layout.dp
             parts: list[RenderableType] = [
                 _head(view, self._seconds(), width),
                 *_links(view.links, width),
@@ -83,7 +83,7 @@ def _head(view: ViewModel, seconds: float, width: int) -> Table:
     table.add_column(width=width - 8)
     table.add_column(width=8, justify="right")
     title = Text.assemble(
-        ("ResiHP", "bold"), (f"  {len(view.devices)} ranks, {grid_of(view.layout)}   ", "dim")
+        ("ResiHP", "bold"), (f"  {len(view.devices)} ranks, {grid_of(view.plan.layout)}   ", "dim")
     )
     title.append(view.phase, "italic")
     minutes, rest = divmod(int(seconds), 60)
@@ -107,7 +107,7 @@ def _progress(view: ViewModel, width: int) -> Table:
     table.add_column(width=9, style="dim")
     table.add_column(width=width - 22)
     table.add_column(width=11, justify="right")
-    done = len({seen.step for seen in view.seen})
+    done = len(view.seen)
     table.add_row("training", _bar(done, view.steps, "#3a9d74"), f"{done}/{view.steps}")
     if view.reference is not None:
         step, steps = view.reference
@@ -146,9 +146,8 @@ def _figures(view: ViewModel, width: int) -> Table:
 def _against(recent: float | None, healthy: float | None) -> Text:
     if recent is None or healthy is None:
         return Text("warming up", "dim")
-    ratio = recent / healthy
-    style = "bold #e0703f" if ratio >= SLOW_FROM else "#58b58d"
-    return Text.assemble((f"{ratio:.2f}x", style), (f" healthy {duration(healthy)}", "dim"))
+    style = "bold #e0703f" if recent / healthy >= SLOW_FROM else "#58b58d"
+    return Text.assemble((ratio(recent / healthy), style), (f" healthy {duration(healthy)}", "dim"))
 
 
 def _spark(values: Sequence[float], scale: Sequence[float], alarm: float | None = None) -> Text:
@@ -166,12 +165,12 @@ def _spark(values: Sequence[float], scale: Sequence[float], alarm: float | None 
 
 
 def _layout_title(view: ViewModel) -> Text:
-    text = Text.assemble((f"Plan {view.plan_version}", "bold"))
+    text = Text.assemble((f"Plan {view.plan.version}", "bold"))
     text.append(f"  from step {view.plan_step}", "dim")
-    if view.predicted_ms > 0:
-        text.append(f", predicted {duration(view.predicted_ms)} a step", "dim")
-    for rank in view.idle():
-        device = view.device(rank)
+    if view.plan.step_ms > 0:
+        text.append(f", predicted {duration(view.plan.step_ms)} a step", "dim")
+    for rank in sorted(set(view.devices) - set(view.plan.layout.ranks)):
+        device = view.devices[rank]
         word = STATUS_WORDS[device.status] if device.status is not Status.HEALTHY else "idle"
         text.append("  ").append(f" {rank}{SIGNS[device.status]} ", STYLES[device.status])
         text.append(f" {word}", "dim")
@@ -179,7 +178,7 @@ def _layout_title(view: ViewModel) -> Text:
 
 
 def _layout(view: ViewModel, width: int) -> Table:
-    stages = view.layout.pp
+    stages = view.plan.layout.pp
     cell = max(10, min(26, (width - 28) // stages - 2))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=9)
@@ -188,38 +187,32 @@ def _layout(view: ViewModel, width: int) -> Table:
     table.add_column(width=15)
     head = [Text(f"stage {index}", "dim") for index in range(stages)]
     table.add_row("", *head, Text("microbatches", "dim"))
-    for index, replica in enumerate(view.layout.replicas):
+    for index, replica in enumerate(view.plan.layout.replicas):
         blocks = [_ranks(stage, view, cell) for stage in replica.stages]
-        layers = [Text(_below(stage), "dim") for stage in replica.stages]
+        layers = [
+            Text(f"{layer_range(stage)}, TP {':'.join(map(str, stage.shares))}", "dim")
+            for stage in replica.stages
+        ]
         space = [Text()] * (stages - len(blocks))
-        quota = str(view.quotas[index]) if view.quotas else "–"
+        quota = str(view.plan.quotas[index])
         table.add_row(f"replica {index}", *blocks, *space, Text(quota, "bold"))
         table.add_row("", *layers, *space, "")
     return table
 
 
-def _below(stage: Stage) -> str:
-    shares = ":".join(str(share) for share in stage.shares)
-    return f"{layer_range(stage)}, TP {shares}"
-
-
 def _ranks(stage: Stage, view: ViewModel, width: int) -> Text:
-    """The ranks of one stage side by side, each as wide as its share."""
+    """The ranks of one stage side by side, each as wide as its share: `5▲ 1.49x`, `5▲` or `5`."""
     text = Text(no_wrap=True)
     widths = apportion(width - stage.tp + 1, stage.shares, least=3)
     for index, (rank, room) in enumerate(zip(stage.ranks, widths, strict=True)):
-        device = view.device(rank)
+        device = view.devices[rank]
+        sign = f"{rank}{SIGNS[device.status]}"
+        is_slow = device.status in (Status.FAIL_SLOW, Status.SUSPECT)
+        full = f"{sign} {ratio(device.slowdown)}" if is_slow else sign
+        label = next((label for label in (full, sign) if len(label) <= room), str(rank))
         text.append(" " if index else "")
-        text.append(_label(rank, device, room).center(room), STYLES[device.status])
+        text.append(label.center(room), STYLES[device.status])
     return text
-
-
-def _label(rank: int, device: Device, room: int) -> str:
-    """Label of a rank, as long as there is room for: `5▲ 1.49×`, `5▲` or `5`."""
-    sign = f"{rank}{SIGNS[device.status]}"
-    factor = f"{sign} {device.slowdown:.2f}x"
-    full = factor if device.status in (Status.FAIL_SLOW, Status.SUSPECT) else sign
-    return next((label for label in (full, sign) if len(label) <= room), str(rank))
 
 
 def _log(events: Sequence[Event], rows: int, width: int) -> Table:
@@ -251,8 +244,5 @@ def apportion(total: int, weights: Sequence[int], *, least: int = 0) -> list[int
     spare, whole = total - least * len(weights), sum(weights)
     excess = [max(0.0, total * weight / whole - least) for weight in weights]
     scale = spare / sum(excess) if sum(excess) else 0.0
-    edges = [0.0]
-    for part in excess:
-        edges.append(edges[-1] + part * scale)
-    cuts = [round(edge) for edge in edges]
+    cuts = [round(edge) for edge in accumulate((part * scale for part in excess), initial=0.0)]
     return [least + stop - start for start, stop in pairwise(cuts)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from resihp.contracts import Layout, Status
+from resihp.contracts import Plan, Status
 
 from ..findings import WARM_UP_STEPS
-from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord
+from ..record import StepRecord
 
 RECENT = 5
 
@@ -35,24 +34,22 @@ class Device:
 
 @dataclass(kw_only=True)
 class ViewModel:
-    """The job so far. `quotas` empty means not known yet."""
+    """The job so far, of the live display."""
 
-    layout: Layout
+    plan: Plan
     steps: int
-    quotas: tuple[int, ...] = ()
-    plan_version: int = 0
     plan_step: int = 0
     phase: str = ""
     links: dict[str, str] = field(default_factory=dict)
     seen: list[StepRecord] = field(default_factory=list)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
-    devices: dict[int, Device] = field(default_factory=dict)
+    devices: dict[int, Device] = field(default_factory=lambda: defaultdict(Device))
     reference: tuple[int, int] | None = None
     first_fault: int | None = None
-    predicted_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        self.devices = {rank: Device() for rank in self.layout.ranks} | self.devices
+        for rank in self.plan.layout.ranks:
+            self.devices[rank] = Device()
 
     @property
     def next_step(self) -> int:
@@ -74,27 +71,3 @@ class ViewModel:
         times = [seen.paced_ms for seen in self.seen if seen.step > self.plan_step]
         times = times or [seen.paced_ms for seen in self.seen[-1:]]
         return median(times[-RECENT:]) if times else None
-
-    def take_plan(self, switch: LayoutChangeRecord) -> None:
-        """Apply a change of layout."""
-        self.layout, self.quotas = switch.plan.layout, switch.plan.quotas
-        self.plan_version, self.plan_step = switch.plan.version, switch.step
-        self.predicted_ms = switch.plan.step_ms
-        for rank in switch.lost:
-            self.device(rank).status = Status.FAIL_STOP
-
-    def take_health(self, health: Sequence[SlowdownRecord]) -> None:
-        """Update slowdowns and statuses except those of dead ranks."""
-        for seen in health:
-            device = self.device(seen.rank)
-            if device.status is not Status.FAIL_STOP:
-                device.slowdown, device.status = seen.slowdown, Status(seen.status)
-
-    def device(self, rank: int) -> Device:
-        """Status of a rank, healthy by default."""
-        return self.devices.setdefault(rank, Device())
-
-    def idle(self) -> list[int]:
-        """Ranks outside the current layout."""
-        working = set(self.layout.ranks)
-        return sorted(rank for rank in self.devices if rank not in working)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from resihp.contracts import Job, LayerCost, Layout, ModelShape
+from resihp.contracts import Job, LayerCost, Layout, ModelShape, Plan
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer, warmup
 
@@ -91,6 +91,10 @@ class DemoSettings:
             device="paced-cpu" if self.flops_per_ms else "cpu",
             cost=self._cost(),
         )
+
+    def plan(self) -> Plan:
+        """The plan the job starts with."""
+        return Plan(version=0, layout=self.layout, quotas=self.job().quotas)
 
     def at(self, flops_per_ms: float | None) -> DemoSettings:
         """The same run at another pace."""
