@@ -26,10 +26,9 @@ from resihp.demo.findings import (
 )
 from resihp.demo.record import Check, VerdictRecord
 from resihp.demo.report import render_report, write_report
-from resihp.demo.report.cards import cards
 from resihp.demo.report.diagrams import diagrams
-from resihp.demo.report.markers import markers
-from resihp.demo.report.plots import slowdowns
+from resihp.demo.report.page import cards
+from resihp.demo.report.plots import markers, slowdowns
 from resihp.formatting import byte_size, duration, percent, rank_list
 
 _VOID = {"meta", "link", "br", "img", "hr", "input", "use", "path", "circle"}

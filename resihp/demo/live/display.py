@@ -14,8 +14,7 @@ from resihp.formatting import duration
 
 from ..descriptions import pace_change, plan_line, switch_line, verdict_line
 from ..record import LayoutChangeRecord, SlowdownRecord, StepRecord, VerdictRecord
-from .screen import Screen
-from .view_model import Event, ViewModel
+from .screen import Event, Screen, ViewModel
 
 REFRESHES_PER_SECOND = 3
 PLAIN_EVERY_STEPS = 10

@@ -1,9 +1,11 @@
-"""The plots of the report: step time, health of each device, loss."""
+"""The plots of the report: step time, health of each device, loss; numbered marks of events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import fmean, median
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from resihp.contracts import Status
 from resihp.formatting import duration
 from resihp.offline._figures import (
     ALARM,
@@ -23,9 +26,67 @@ from resihp.offline._figures import (
     slowdown_map,
 )
 
-from ..findings import phase_spans, plan_periods, step_times
+from ..descriptions import switch_line, verdict_line
+from ..findings import phase_spans, plan_periods, scripted, step_times
 from ..record import DemoRecord
-from .markers import Marker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """An event at a step.
+
+    kind     fault, verdict, plan or lost
+    x        position of its line, in steps
+    label_x  position of its number, apart from those of its neighbours
+    """
+
+    number: int
+    step: int
+    kind: str
+    text: str
+    x: float
+    label_x: float
+
+
+def markers(record: DemoRecord) -> tuple[Marker, ...]:
+    """The events of a run in temporal order."""
+    happened = []
+    slow, slow_at = scripted(record, "slow_rank"), scripted(record, "slow_at")
+    if slow is not None and slow_at is not None:
+        text = f"rank {slow} runs at 1/{record.script['slow_factor']:g} of its speed from here on"
+        happened.append((slow_at, 0, "fault", text))
+    dead, dead_at = scripted(record, "dead_rank"), scripted(record, "dead_at")
+    if dead is not None and dead_at is not None:
+        happened.append((dead_at, 0, "lost", f"rank {dead} is killed with SIGKILL"))
+    for seen in record.verdicts:
+        if seen.verdict.status in (Status.FAIL_SLOW, Status.FAIL_STOP):
+            # A loss is reported during its step, when only the step before is complete.
+            step = max(seen.at_step, seen.verdict.since_step or 0)
+            happened.append((step, 1, "verdict", verdict_line(seen.verdict)))
+    happened += [(switch.step, 2, "plan", switch_line(switch)) for switch in record.switches]
+    numbered = [
+        Marker(number=number, step=step, kind=kind, text=text, x=step - 0.5, label_x=step - 0.5)
+        for number, (step, _, kind, text) in enumerate(sorted(happened), 1)
+    ]
+    last = max([*(seen.step for seen in record.steps), 40])
+    return tuple(_apart(numbered, last / 40))
+
+
+def _apart(numbered: list[Marker], gap: float) -> list[Marker]:
+    """Spread numbers that would overlap around the middle of their group."""
+    groups: list[list[Marker]] = []
+    middle = -inf
+    for marker in numbered:
+        if groups and marker.x - middle - (len(groups[-1]) - 1) / 2 * gap < gap:
+            groups[-1].append(marker)
+        else:
+            groups.append([marker])
+        middle = fmean(marker.x for marker in groups[-1])
+    return [
+        replace(marker, label_x=fmean(m.x for m in group) + (index - (len(group) - 1) / 2) * gap)
+        for group in groups
+        for index, marker in enumerate(group)
+    ]
 
 
 def step_time_plot(record: DemoRecord, markers: Sequence[Marker]) -> Figure:
