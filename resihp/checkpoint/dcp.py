@@ -38,7 +38,7 @@ from resihp.contracts import CheckpointError
 from .format.checksum import ROW_BYTES
 from .format.index import IndexEntry
 from .format.metadata import data_name
-from .format.shard_file import ShardFile, ShardSpec
+from .format.shard_file import ShardFile, ShardSpec, object_section
 from .history import Lineage
 from .levels.checkpoint_folder import part_folder, publish_folder, step_of, write_index
 from .levels.local_disk import write_file
@@ -196,7 +196,9 @@ class LazyWriter(StorageWriter, AsyncStager):
             file,
             BufferSlot(HostBuffer(file.nbytes, huge=False), file),
             sources,
-            lambda start: _object_section(objects, planner, paths, start),
+            lambda start: object_section(
+                (_object(item, paths, planner) for item in objects), start
+            ),
             Condition(),
             pace=NO_FENCE_EXPECTED,
         )
@@ -230,19 +232,14 @@ def _spec(item: WriteItem, paths: Mapping[str, StatePath], source: Tensor) -> Sh
     return ShardSpec(key, paths.get(key, (key,)), *box, dtype, phase)
 
 
-def _object_section(
-    items: Sequence[WriteItem], planner: SavePlanner, paths: Mapping[str, StatePath], start: int
-) -> tuple[tuple[IndexEntry, ...], bytes]:
-    """Collect the objects, which the planner has encoded, into the section of the file."""
-    entries, section = [], bytearray()
-    for item in items:
-        content = planner.resolve_data(item)
-        assert not isinstance(content, Tensor)
-        key, encoded = item.index.fqn, content.getbuffer()
-        entries.append(IndexEntry(key, paths.get(key, (key,)), start + len(section), len(encoded)))
-        section += encoded
-    section += bytes(-len(section) % ROW_BYTES)
-    return tuple(entries), bytes(section)
+def _object(
+    item: WriteItem, paths: Mapping[str, StatePath], planner: SavePlanner
+) -> tuple[str, StatePath, memoryview]:
+    """Key, path and content of an object, which the planner has encoded."""
+    content = planner.resolve_data(item)
+    assert not isinstance(content, Tensor)
+    key = item.index.fqn
+    return key, paths.get(key, (key,)), content.getbuffer()
 
 
 def _result(item: WriteItem, entry: IndexEntry, file: str) -> WriteResult:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..state_dict import ObjectEntry, Path, TensorEntry
+from ..state_dict import Path, TensorEntry
 from .archive import ALIGN, ArchiveFrame, frame
 from .checksum import ROW_BYTES
 from .index import CHUNK_BYTES, IndexEntry, spans
@@ -128,19 +128,23 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def encode_objects(
-    objects: Iterable[ObjectEntry], start: int
+def encode_object(value: object) -> memoryview:
+    """Encode a value with `torch.save`."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getbuffer()
+
+
+def object_section(
+    objects: Iterable[tuple[str, Path, memoryview]], start: int
 ) -> tuple[tuple[IndexEntry, ...], bytes]:
-    """Encode the object section with `torch.save`, from file offset `start`, in whole rows.
+    """Join encoded objects (key, path, content) to a section at file offset `start`, in whole rows.
 
     Returns the entries and the bytes of the section.
     """
     section, entries = bytearray(), []
-    for entry in objects:
-        file = io.BytesIO()
-        torch.save(entry.value, file)
-        content = file.getbuffer()
-        entries.append(IndexEntry(entry.key, entry.path, start + len(section), len(content)))
+    for key, path, content in objects:
+        entries.append(IndexEntry(key, path, start + len(section), len(content)))
         section += content
     section += bytes(-len(section) % ROW_BYTES)
     return tuple(entries), bytes(section)

@@ -21,13 +21,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from resihp.contracts import CheckpointError
+from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import FileIndex, read_index
 from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
 from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
 from .direct_file import DirectFile, sync_folder, write_whole
-from .level import CheckpointReader
+from .level import CheckpointReader, Level, valid_keep
 
 _PREFIX = "step-"
 
@@ -43,28 +43,6 @@ def step_of(name: str) -> int | None:
     return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
 
 
-def checkpoints_in(root: Path) -> list[StoredCheckpoint]:
-    """List the complete checkpoints, by ascending step."""
-    if not root.is_dir():
-        return []
-    found = [(step_of(path.name), path) for path in sorted(root.iterdir())]
-    return [
-        StoredCheckpoint(step, _lineage(path))
-        for step, path in found
-        if step is not None and (path / METADATA).exists()
-    ]
-
-
-def torn_in(root: Path) -> dict[int, str]:
-    """Steps of published folders without `.metadata`, with the reason for messages."""
-    steps = {step_of(path.name): path for path in root.glob(f"{_PREFIX}*")}
-    return {
-        step: f"{path / METADATA} is missing"
-        for step, path in steps.items()
-        if step is not None and path.is_dir() and not (path / METADATA).exists()
-    }
-
-
 def part_folder(final: Path, run: str) -> Path:
     """Folder in which the ranks write before its publication as `final`."""
     return final.with_name(f".{final.name}.{run}.part")
@@ -74,26 +52,6 @@ def write_index(part: Path, index: FileIndex) -> None:
     """Write the index of a rank's file; file and index are on the medium when this returns."""
     write_whole(part / index_name(index.rank), index.to_json().encode())
     sync_folder(part)
-
-
-def publish(root: Path, part: Path, own: FileIndex) -> bool:
-    """Write this rank's index, and publish if it is the last one; True if published."""
-    write_index(part, own)
-    if not all((part / index_name(rank)).exists() for rank in own.ranks):
-        return False
-    claimed = part.with_suffix(".ready.part")
-    try:
-        os.rename(part, claimed)
-    except FileNotFoundError:
-        return False  # another rank is publishing
-    indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
-    lineage = merged_lineage(index.lineage for index in indexes)
-    if _lineage(root / step_name(own.step)).born > lineage.born:
-        shutil.rmtree(claimed, ignore_errors=True)  # belongs to an abandoned lineage
-        return False
-    write_whole(claimed / LINEAGE, lineage_json(lineage))
-    publish_folder(claimed, root / step_name(own.step), to_metadata(indexes))
-    return True
 
 
 def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
@@ -106,56 +64,101 @@ def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
     sync_folder(final.parent)
 
 
-def drop_old(root: Path, keep: int, published: FileIndex) -> None:
-    """Retire all but the best `keep` checkpoints, and delete those retired before.
+class CheckpointFolder(Level):
+    """Checkpoints in a folder: those that are complete, unfinished and retired."""
 
-    Older unfinished checkpoints of this lineage are deleted too: every rank is past them.
-    """
-    delete_retired(root)
-    retire_expired(root, keep, spared=published.step)
-    for path in _parts_of(root, published.run):
-        step_of_part = step_of(path.name.split(".")[1])
-        is_ready = path.name.endswith(".ready.part")
-        if step_of_part is not None and step_of_part < published.step and not is_ready:
+    def __init__(self, folder: str | Path, keep: int) -> None:
+        if not str(folder):
+            raise ContractError("folder", "is empty; '.' is the current one")
+        self.folder, self.name, self._keep = Path(folder), str(folder), valid_keep(keep)
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the complete checkpoints, by ascending step."""
+        return [
+            StoredCheckpoint(step, _lineage(path))
+            for step, path in self._published()
+            if (path / METADATA).exists()
+        ]
+
+    def torn(self) -> dict[int, str]:
+        """Steps of published folders without `.metadata`, with the reason for messages."""
+        return {
+            step: f"{path / METADATA} is missing"
+            for step, path in self._published()
+            if path.is_dir() and not (path / METADATA).exists()
+        }
+
+    def open(self, step: int) -> CheckpointReader:
+        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
+        return FolderReader(self.folder / step_name(step))
+
+    def _published(self) -> list[tuple[int, Path]]:
+        found = [(step_of(path.name), path) for path in sorted(self.folder.glob(f"{_PREFIX}*"))]
+        return [(step, path) for step, path in found if step is not None]
+
+    def _publish(self, part: Path, own: FileIndex) -> None:
+        """Write this rank's index; if it is the last one, publish and retire old checkpoints."""
+        write_index(part, own)
+        if not all((part / index_name(rank)).exists() for rank in own.ranks):
+            return
+        claimed = part.with_suffix(".ready.part")
+        try:
+            os.rename(part, claimed)
+        except FileNotFoundError:
+            return  # another rank is publishing
+        indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
+        lineage = merged_lineage(index.lineage for index in indexes)
+        final = self.folder / step_name(own.step)
+        if _lineage(final).born > lineage.born:
+            shutil.rmtree(claimed, ignore_errors=True)  # belongs to an abandoned lineage
+            return
+        write_whole(claimed / LINEAGE, lineage_json(lineage))
+        publish_folder(claimed, final, to_metadata(indexes))
+        self._drop_old(own)
+
+    def _drop_old(self, published: FileIndex) -> None:
+        """Retire all but the best `keep` checkpoints, and delete those retired before.
+
+        Older unfinished checkpoints of this lineage are deleted too: every rank is past them.
+        """
+        self._delete_retired()
+        self._retire_expired(self._keep, spared=published.step)
+        for path in self._parts_of(published.run):
+            step = step_of(path.name.split(".")[1])
+            is_ready = path.name.endswith(".ready.part")
+            if step is not None and step < published.step and not is_ready:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _retire_expired(self, keep: int, *, spared: int = -1) -> None:
+        """Retire all but the best `keep` checkpoints and the one of step `spared`."""
+        for step in expired(self.checkpoints(), keep) - {spared}:
+            with contextlib.suppress(FileNotFoundError):  # retired by another rank
+                _retire(self.folder / step_name(step))
+
+    def _delete_retired(self) -> None:
+        for path in self.folder.glob(".step-*.retired"):
+            _delete(path)
+
+    def _sweep(self, run: str) -> None:
+        """Delete unfinished checkpoints of former runs of the job."""
+        for path in set(self.folder.glob(".step-*.part")) - set(self._parts_of(run)):
             shutil.rmtree(path, ignore_errors=True)
 
+    def _parts_of(self, run: str) -> list[Path]:
+        """List the unfinished checkpoints of this run, in any layout."""
+        job = run.partition(".")[0]
+        return [path for path in self.folder.glob(".step-*.part") if path.name.split(".")[2] == job]
 
-def retire_expired(root: Path, keep: int, *, spared: int = -1) -> None:
-    """Retire all but the best `keep` checkpoints and the one of step `spared`."""
-    for step in expired(checkpoints_in(root), keep) - {spared}:
-        with contextlib.suppress(FileNotFoundError):  # retired by another rank
-            _retire(root / step_name(step))
-
-
-def delete_retired(root: Path) -> None:
-    """Delete the retired checkpoints."""
-    for path in root.glob(".step-*.retired"):
-        _delete(path)
-
-
-def sweep(root: Path, run: str) -> None:
-    """Delete unfinished checkpoints of former runs of the job."""
-    for path in set(root.glob(".step-*.part")) - set(_parts_of(root, run)):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _parts_of(root: Path, run: str) -> list[Path]:
-    """List the unfinished checkpoints of this run, in any layout."""
-    job = run.partition(".")[0]
-    return [path for path in root.glob(".step-*.part") if path.name.split(".")[2] == job]
-
-
-def reuse(root: Path, target: Path) -> None:
-    """Move a retired file of the same name to `target`, to overwrite it without allocation."""
-    for path in root.glob(f".step-*.retired/{target.name}"):
-        try:
-            os.rename(path, target)
-        except OSError:
-            continue  # deleted by another rank
-        if _is_read_elsewhere(target):
+    def _reuse(self, target: Path) -> None:
+        """Move a retired file of the same name to `target`, to overwrite it without allocation."""
+        for path in self.folder.glob(f".step-*.retired/{target.name}"):
+            try:
+                os.rename(path, target)
+            except OSError:
+                continue  # deleted by another rank
+            if not _is_read_elsewhere(target):
+                return
             target.unlink()
-            continue
-        return
 
 
 class FolderReader(CheckpointReader):

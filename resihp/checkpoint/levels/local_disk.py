@@ -13,24 +13,10 @@ from threading import Lock, Thread
 from resihp.contracts import ContractError
 
 from ..format.metadata import data_name
-from ..history import StoredCheckpoint
 from ..staging.in_flight import InFlightCheckpoint
 from ..staging.zero_copy import ZeroCopyChunks
-from .checkpoint_folder import (
-    FolderReader,
-    checkpoints_in,
-    delete_retired,
-    drop_old,
-    part_folder,
-    publish,
-    retire_expired,
-    reuse,
-    step_name,
-    sweep,
-    torn_in,
-)
+from .checkpoint_folder import CheckpointFolder, part_folder, step_name
 from .direct_file import DirectFile
-from .level import CheckpointReader, Level, valid_keep
 
 WRITERS = 2
 """Threads per file: while one computes checksums the other keeps the disk busy."""
@@ -45,7 +31,7 @@ less of the interpreter lock.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class LocalDisk(Level):
+class LocalDisk(CheckpointFolder):
     """Checkpoints in a folder, in torch's distributed format.
 
     keep   number of complete checkpoints that stay; one more exists while it is being written. A
@@ -57,12 +43,9 @@ class LocalDisk(Level):
     def __init__(
         self, folder: str | Path, *, keep: int = 2, ranks: Collection[int] | None = None
     ) -> None:
-        if not str(folder):
-            raise ContractError("folder", "is empty; '.' is the current one")
+        super().__init__(folder, keep)
         if ranks is not None and not ranks:
             raise ContractError("ranks", "at least one writes into the folder; None: all do")
-        self.folder, self.name = Path(folder), str(folder)
-        self._keep = valid_keep(keep)
         self._ranks = None if ranks is None else tuple(sorted(ranks))
         self._swept_for = ""
         self._fits, self._enough_bytes = 0, 0
@@ -71,46 +54,29 @@ class LocalDisk(Level):
         """Write this rank's file and index; the last rank to finish publishes the folder."""
         me = checkpoint.identity
         ranks = self._ranks or me.ranks
-        self._sweep(me.lineage.run, is_first=me.rank == min(ranks))
+        if me.rank == min(ranks) and self._swept_for != me.lineage.run:
+            self._sweep(me.lineage.run)
+        self._swept_for = me.lineage.run
         self._make_room()
         part = part_folder(self.folder / step_name(me.step), me.lineage.run)
         target = part / data_name(me.rank)
         try:
             part.mkdir(parents=True, exist_ok=True)
-            reuse(self.folder, target)
+            self._reuse(target)
             write_file(checkpoint, target, self.name)
             if checkpoint.uploads:
                 checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-            index = replace(checkpoint.index(), ranks=ranks)
-            if publish(self.folder, part, index):
-                drop_old(self.folder, self._keep, index)
+            self._publish(part, replace(checkpoint.index(), ranks=ranks))
         except BaseException as problem:
             _discard(target)
             if isinstance(problem, OSError) and problem.errno in _FULL:
                 self._note_full(checkpoint.file.nbytes)
             raise
 
-    def checkpoints(self) -> list[StoredCheckpoint]:
-        """List the complete checkpoints in this folder."""
-        return checkpoints_in(self.folder)
-
-    def torn(self) -> dict[int, str]:
-        """Steps whose published checkpoint is incomplete, with the reason."""
-        return torn_in(self.folder)
-
-    def open(self, step: int) -> CheckpointReader:
-        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
-        return FolderReader(self.folder / step_name(step))
-
-    def _sweep(self, run: str, *, is_first: bool) -> None:
-        if is_first and self._swept_for != run:
-            sweep(self.folder, run)
-        self._swept_for = run
-
     def _note_full(self, nbytes: int) -> None:
         """Record how many checkpoints fit, and the free space from which on more may fit."""
         with contextlib.suppress(OSError):
-            delete_retired(self.folder)
+            self._delete_retired()
             self._fits = len(self.checkpoints())
             self._enough_bytes = _free_bytes(self.folder) + nbytes
 
@@ -119,7 +85,7 @@ class LocalDisk(Level):
         if self._fits and _free_bytes(self.folder) >= self._enough_bytes:
             self._fits = 0
         if self._fits:
-            retire_expired(self.folder, max(1, self._fits - 1))
+            self._retire_expired(max(1, self._fits - 1))
 
 
 def write_file(checkpoint: InFlightCheckpoint, target: Path, level: str) -> None:

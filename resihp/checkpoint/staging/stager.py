@@ -12,7 +12,7 @@ from threading import Condition
 import torch
 from torch import Tensor, nn
 
-from ..format.shard_file import ShardFile, encode_objects
+from ..format.shard_file import ShardFile, encode_object, object_section
 from ..history import Lineage
 from ..ranks import Ranks, SaveItem
 from ..state_dict import CollectedState, ObjectEntry, State, collect, extra_entry
@@ -125,7 +125,9 @@ class Stager:
             ShardIdentity(step, self._ranks.rank, lineage, self._ranks.all),
             self._plan.file,
             sources,
-            lambda start: encode_objects(objects, start),
+            lambda start: object_section(
+                ((e.key, e.path, encode_object(e.value)) for e in objects), start
+            ),
             [_version(source) for source in sources],
         )
 
