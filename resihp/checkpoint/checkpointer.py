@@ -21,8 +21,7 @@ from .policy import EveryStep, SavePolicy, SaveTiming
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored, restore
 from .staging.in_flight import CheckpointAbandoned, InFlightCheckpoint
-from .staging.stager import CapturedState, Stager
-from .staging.write_plan import save_items_of
+from .staging.stager import CapturedState, Stager, save_items_of
 from .state_dict import CollectedState, State, collect
 from .vote import Vote, VoteQueue
 
@@ -193,10 +192,6 @@ class Checkpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _is_due(self, step: int) -> bool:
-        since_s = None if self._begun_s is None else time.monotonic() - self._begun_s
-        return self.policy.is_due(SaveTiming(step, since_s, self._cost_s, self._pipeline.durable_s))
-
     def _fence(self, tensors: Sequence[Tensor] | None = None, deadline_s: float = 0.0) -> None:
         checkpoint = self._current
         if checkpoint is None:
@@ -220,7 +215,10 @@ class Checkpointer:
         self, step: int, state: State, extra: Mapping[str, object], vote: Vote
     ) -> InFlightCheckpoint | None:
         self._last = None
-        lineage, is_due = self._history.at(step), self._is_due(step)
+        lineage = self._history.at(step)
+        since_s = None if self._begun_s is None else time.monotonic() - self._begun_s
+        timing = SaveTiming(step, since_s, self._cost_s, self._pipeline.durable_s)
+        is_due = self.policy.is_due(timing)
         if not is_due and self._votes is None:
             return None
         collected = self._collect(state, vote)  # also if not due: the ranks plan together

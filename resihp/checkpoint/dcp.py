@@ -36,7 +36,6 @@ from torch.futures import Future
 from resihp.contracts import CheckpointError
 
 from .format.checksum import ROW_BYTES
-from .format.index import IndexEntry
 from .format.metadata import data_name
 from .format.shard_file import ShardFile, ShardSpec, object_section
 from .history import Lineage
@@ -152,10 +151,9 @@ class LazyWriter(StorageWriter, AsyncStager):
         self._save.path = self._path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: nothing to prepare before the plan is known."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -204,13 +202,14 @@ class LazyWriter(StorageWriter, AsyncStager):
         )
         part = part_folder(self.checkpoint_id, assigned.run)
         part.mkdir(parents=True, exist_ok=True)
-        write_file(checkpoint, part / data_name(assigned.rank), _READER)
+        name = data_name(assigned.rank)
+        write_file(checkpoint, part / name, _READER)
         index = checkpoint.index()
         write_index(part, index)
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
-                _result(item, entry, data_name(assigned.rank))
+                WriteResult(item.index, entry.length, _StorageInfo(name, entry.start, entry.length))
                 for item, entry in zip((*tensors, *objects), index.entries, strict=True)
             ]
         )
@@ -242,14 +241,8 @@ def _object(
     return key, paths.get(key, (key,)), content.getbuffer()
 
 
-def _result(item: WriteItem, entry: IndexEntry, file: str) -> WriteResult:
-    where = _StorageInfo(file, entry.start, entry.length)
-    return WriteResult(index=item.index, size_in_bytes=entry.length, storage_data=where)
-
-
 def _once_copied(checkpoint: InFlightCheckpoint, copied: StateDict) -> StateDict:
-    if checkpoint.count:
-        checkpoint.take(checkpoint.count - 1)
+    checkpoint.take(checkpoint.count - 1)
     return copied
 
 

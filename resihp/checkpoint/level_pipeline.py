@@ -24,7 +24,7 @@ from .thread_priority import lower_priority
 class LevelWorker:
     """Puts checkpoints into one level, in a thread of its own.
 
-    on_put    called after each put, with the checkpoint and whether the level now holds it
+    on_put    called after each put, with level, checkpoint and whether the level now holds it
     niceness  of the thread, and of threads that the level starts from it
     """
 
@@ -33,7 +33,7 @@ class LevelWorker:
         level: Level,
         counters: LevelCounters,
         problems: ProblemLog,
-        on_put: Callable[[InFlightCheckpoint, bool], None],
+        on_put: Callable[[Level, InFlightCheckpoint, bool], None],
         niceness: int,
     ) -> None:
         self.level, self.counters = level, counters
@@ -96,7 +96,7 @@ class LevelWorker:
         lower_priority(self._niceness)
         while (checkpoint := self._next()) is not None:
             try:
-                self._on_put(checkpoint, self._put(checkpoint))
+                self._on_put(self.level, checkpoint, self._put(checkpoint))
             finally:
                 checkpoint.leave(self.level.name)
                 del checkpoint
@@ -167,9 +167,7 @@ class LevelPipeline:
         self._after_disk: list[LevelWorker] = []
         for level in levels:
             counters[level.name] = LevelCounters()
-            worker = LevelWorker(
-                level, counters[level.name], problems, self._handler(level), niceness
-            )
+            worker = LevelWorker(level, counters[level.name], problems, self._after_put, niceness)
             (self._after_disk if self._is_after_disk(level) else self._first).append(worker)
 
     @property
@@ -233,19 +231,15 @@ class LevelPipeline:
     def _is_after_disk(self, level: Level) -> bool:
         return level.after_disk and self._disk is not None
 
-    def _handler(self, level: Level) -> Callable[[InFlightCheckpoint, bool], None]:
-        """After a put: pass checkpoints of the disk on, also ones that it failed to write."""
-
-        def handle(checkpoint: InFlightCheckpoint, is_put: bool) -> None:
-            self._on_put()
-            if level is self._disk:
-                for worker in self._after_disk:
-                    if not self._pass_on(checkpoint, is_put, worker):
-                        checkpoint.uploaded()
-            elif self._is_after_disk(level):
-                checkpoint.uploaded()
-
-        return handle
+    def _after_put(self, level: Level, checkpoint: InFlightCheckpoint, is_put: bool) -> None:
+        """Pass checkpoints of the disk on, also ones that it failed to write."""
+        self._on_put()
+        if level is self._disk:
+            for worker in self._after_disk:
+                if not self._pass_on(checkpoint, is_put, worker):
+                    checkpoint.uploaded()
+        elif self._is_after_disk(level):
+            checkpoint.uploaded()
 
     def _pass_on(self, checkpoint: InFlightCheckpoint, is_put: bool, worker: LevelWorker) -> bool:
         """Pass a checkpoint on from the disk, or from the buffer if the disk failed."""

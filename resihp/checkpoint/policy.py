@@ -43,7 +43,6 @@ class EveryStep:
     """A checkpoint at every step."""
 
     def is_due(self, timing: SaveTiming) -> bool:
-        """Return True."""
         return True
 
 
@@ -58,7 +57,6 @@ class Every:
             raise ContractError("steps", f"must be a positive integer, not {self.steps!r}")
 
     def is_due(self, timing: SaveTiming) -> bool:
-        """Return True if `steps` divides the step."""
         return timing.step % self.steps == 0
 
 

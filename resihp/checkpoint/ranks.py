@@ -61,13 +61,11 @@ class IndependentRank:
         self.rank, self.all, self.run = rank, tuple(sorted(ranks)), run or uuid.uuid4().hex[:12]
 
     def gather(self, value: T) -> list[T]:
-        """Return this rank's own value."""
         return [value]
 
     gather_in_background = gather
 
     def all_ready(self, is_ready: bool) -> bool:
-        """Return whether this rank is ready."""
         return is_ready
 
 
@@ -93,15 +91,12 @@ class ProcessGroupRanks:
         self.run = self.gather(uuid.uuid4().hex[:12])[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank."""
         return self._gathered(value, self._group)
 
     def gather_in_background(self, value: T) -> list[T]:
-        """Return the value of every rank, over the background group."""
         return self._gathered(value, self._background)
 
     def all_ready(self, is_ready: bool) -> bool:
-        """Return True if every rank is ready."""
         flag = torch.tensor([int(is_ready)], dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._background)
         return bool(flag.item())

@@ -7,6 +7,7 @@ save; until then their checkpoints are abandoned.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -71,13 +72,10 @@ class VoteQueue:
         except TimeoutError:
             raise CheckpointError("the other ranks have not reached the same save") from None
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until all submitted votes have ended; False on timeout."""
-        try:
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all submitted votes have ended, or the time is over."""
+        with contextlib.suppress(TimeoutError):
             self._thread.submit(bool).result(max(0.0, timeout_s))
-        except TimeoutError:
-            return False
-        return True
 
     def close(self) -> None:
         """Take part in no more votes."""
@@ -101,8 +99,12 @@ class VoteQueue:
             return True
         if ranks.all_ready(has_plan):
             return False
+        held = ranks.gather_in_background(vote.items())
         try:
-            items = _complete_items(ranks.gather_in_background(vote.items()))
+            items = [each for each in held if each is not None]
+            if len(items) < len(held):
+                raise ContractError("state", "cannot be saved on every rank")
+            assign_writers(items)
         except ContractError as problem:  # the same on all ranks
             vote.gathered.set_exception(problem)
             return False
@@ -114,14 +116,3 @@ class VoteQueue:
         """Return True if a checkpoint has begun, by the newest plan."""
         has_begun = vote.begun.result() is not None
         return has_begun and vote.version in (None, self.newest.version)
-
-
-def _complete_items(
-    everyones: Sequence[Sequence[SaveItem] | None],
-) -> Sequence[Sequence[SaveItem]]:
-    """Return the items of all ranks. Raises `ContractError` if they cannot be assigned."""
-    items = [held for held in everyones if held is not None]
-    if len(items) < len(everyones):
-        raise ContractError("state", "cannot be saved on every rank")
-    assign_writers(items)
-    return items

@@ -31,7 +31,7 @@ def worker_command(
 ) -> None:
     """Start a worker."""
     from service.errors import StartError
-    from service.worker.main import work
+    from service.worker.loop import work
 
     settings = settings_from(data=data, redis_url=redis, log_level=log_level, log_format=log_format)
     stop = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
@@ -73,13 +73,8 @@ async def _new(
     ctx: AppContext, job: str, cursor: tuple[str, str]
 ) -> AsyncIterator[tuple[tuple[str, str], str]]:
     """Events after a cursor as (cursor after the event, message)."""
-    for identity, document in await ctx.store.events(job, cursor[0]):
-        cursor = (identity, cursor[1])
-        yield cursor, _message(document, cursor)
-    for identity, document in await ctx.store.events(job, cursor[1], steps=True):
-        cursor = (cursor[0], identity)
-        yield cursor, _message(document, cursor)
-
-
-def _message(document: dict[str, Any], cursor: tuple[str, str]) -> str:
-    return f"event: {document['kind']}\nid: {'_'.join(cursor)}\ndata: {dumps(document)}\n\n"
+    for steps in (False, True):
+        for identity, document in await ctx.store.events(job, cursor[steps], steps=steps):
+            cursor = (cursor[0], identity) if steps else (identity, cursor[1])
+            head = f"event: {document['kind']}\nid: {'_'.join(cursor)}"
+            yield cursor, f"{head}\ndata: {dumps(document)}\n\n"

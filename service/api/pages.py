@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,6 @@ def mount_assets(app: FastAPI) -> None:
 def _swagger_folder() -> Path:
     spec = importlib.util.find_spec("swagger_ui_bundle")
     assert spec is not None, "swagger_ui_bundle is a dependency of the service"
-
-    def candidates() -> Iterator[Path]:
-        for folder in spec.submodule_search_locations or ():
-            yield from Path(folder).glob("vendor/*/swagger-ui-bundle.js")
-
-    return max(candidates()).parent
+    folders = map(Path, spec.submodule_search_locations or ())
+    bundles = (path for each in folders for path in each.glob("vendor/*/swagger-ui-bundle.js"))
+    return max(bundles).parent

@@ -37,11 +37,8 @@ class HttpStore:
 
         Other content under the same name resets the job. Raises `TooManyJobsError`.
         """
-        keys = JobKeys(job.name)
-        first = [keys.meta, keys.messages, keys.plans, keys.events]
-        rest = [key for key in keys.owned() if key not in first]
         answer = await self._register(
-            keys=[JOBS, GENERATIONS, *first, *rest],
+            keys=[JOBS, GENERATIONS, *JobKeys(job.name).owned()],
             args=[
                 job.name, dumps(to_json(job)), dumps(plan_json(plan)), time.time(),
                 self._settings.max_jobs, GROUP, dumps({"job": job.name}),

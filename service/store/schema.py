@@ -28,27 +28,18 @@ class JobKeys:
 
     def __init__(self, job: str) -> None:
         self._prefix = f"resihp:job:{job}:"
-        self.meta = f"{self._prefix}meta"
-        self.messages = f"{self._prefix}messages"
-        self.lease = f"{self._prefix}lease"
-        self.state = f"{self._prefix}state"
-        self.status = f"{self._prefix}status"
-        self.plans = f"{self._prefix}plans"
-        self.digests = f"{self._prefix}digests"
-        self.events = f"{self._prefix}events"
-        self.steps = f"{self._prefix}steps"
-        self.counts = f"{self._prefix}counts"
+        self.meta, self.messages, self.plans, self.events, *others = self.owned()
+        self.lease, self.state, self.status, self.digests, self.steps, self.counts = others
 
     def seen(self, retry_key: str) -> str:
         """Marker of a received message, so that its retry is not applied again."""
         return f"{self._prefix}seen:{retry_key}"
 
     def owned(self) -> list[str]:
-        """All keys that a reset or the deletion of the job removes."""
-        return [
-            self.meta, self.messages, self.lease, self.state, self.status,
-            self.plans, self.digests, self.events, self.steps, self.counts,
-        ]  # fmt: skip
+        """All keys that a reset or the deletion of the job removes, in the order of `REGISTER`."""
+        first = ("meta", "messages", "plans", "events")
+        others = ("lease", "state", "status", "digests", "steps", "counts")
+        return [self._prefix + name for name in first + others]
 
 
 # KEYS: meta, messages, counts, seen

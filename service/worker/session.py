@@ -31,8 +31,7 @@ from ..logs import logger
 from ..store.documents import JobMessage, MessageKind, PendingChanges, plan_from_json, plan_json
 from .adapters import Adapters
 from .forecast import Forecast, ForecastState
-from .planner import Planner
-from .planning_state import PlanningState
+from .planning import Planner, PlanningState
 from .probes import OpenProbes
 from .step_times import StepTime, StepTimes
 

@@ -15,7 +15,7 @@ from fakes import FakeDetector, fake_adapters
 from service import Settings
 from service.logs import configure_logs
 from service.server import serve
-from service.worker.main import work
+from service.worker.loop import work
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
-from service.worker.collective_latency import CollectiveLatency
+from service.worker.forecast import CollectiveLatency
 
 # Ranks 0 and 1 hold the first four layers, 2 and 3 the others.
 JOB = Job(name="job", layout=Layout.grid(dp=1, pp=2, tp=2, layers=8), microbatches=2)

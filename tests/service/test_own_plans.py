@@ -14,7 +14,7 @@ from resihp.client import Client
 from resihp.contracts import Layout, Plan, Replica, ServiceError, Stage, Status, to_json
 from resihp.contracts.codec import WireFormat, encode
 from service.store.documents import JobMessage, MessageKind
-from service.worker.planner import Planner
+from service.worker.planning import Planner
 from service.worker.session import JobSession
 
 

@@ -25,8 +25,7 @@ from resihp.contracts.codec import WireFormat, encode
 from scheduler import make_plan, replan, simulate
 from service.store.documents import JobMessage, MessageKind
 from service.worker.forecast import Forecast, ForecastState
-from service.worker.planner import Planner, speeds_changed, speeds_of
-from service.worker.planning_state import PlanningRetry
+from service.worker.planning import Planner, PlanningRetry, speeds_changed, speeds_of
 from service.worker.session import JobSession
 from service.worker.step_times import StepTime, StepTimes
 

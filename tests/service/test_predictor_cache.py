@@ -18,7 +18,7 @@ from service.store.documents import JobMessage, MessageKind, predictor_key
 from service.store.embedded_redis import socket_path
 from service.store.worker_store import WorkerStore
 from service.worker.adapters import load_adapters
-from service.worker.planner import Planner
+from service.worker.planning import Planner
 from service.worker.session import JobSession
 
 MODEL = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)

@@ -19,7 +19,7 @@ from fakes import fake_adapters
 from service import Settings, Sidecar, StartError
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.worker.adapters import Adapters
-from service.worker.main import work
+from service.worker.loop import work
 
 
 def redis_pids(data: Path) -> list[int]:

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..state_dict import Path
 from .index import FileIndex, IndexEntry
 
 METADATA = ".metadata"
@@ -58,7 +57,7 @@ def _pickled(
         for entry in tensors + objects:
             where = _StorageInfo(data_name(rank), entry.start, entry.length)
             places[_describe(entry, described)] = where
-            paths[entry.key] = _torch_path(entry.path)
+            paths[entry.key] = tuple(str(s[0]) if isinstance(s, tuple) else s for s in entry.path)
     meta = Metadata(described, paths, places, StorageMeta(), CURRENT_DCP_VERSION)
     return pickle.dumps(meta)
 
@@ -75,7 +74,3 @@ def _describe(
     assert isinstance(known, TensorStorageMetadata)
     known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
     return MetadataIndex(entry.key, entry.offsets, len(known.chunks) - 1)
-
-
-def _torch_path(path: Path) -> tuple[str | int, ...]:
-    return tuple(str(step[0]) if isinstance(step, tuple) else step for step in path)

@@ -89,7 +89,6 @@ class CheckpointFolder(Level):
         }
 
     def open(self, step: int) -> CheckpointReader:
-        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
         return FolderReader(self.folder / step_name(step))
 
     def _published(self) -> list[tuple[int, Path]]:
@@ -171,11 +170,9 @@ class FolderReader(CheckpointReader):
             self._files[rank] = DirectFile.existing(folder / data_name(rank))
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Fill `into` from a rank's file."""
         self._files[rank].read(into, start)
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 

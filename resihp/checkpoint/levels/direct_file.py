@@ -44,7 +44,6 @@ class DirectFile:
         self._all(lambda rest, where: os.preadv(self._fd, rest, where), [view], at)
 
     def truncate(self, nbytes: int) -> None:
-        """Set the length of the file."""
         os.ftruncate(self._fd, nbytes)
 
     def sync(self) -> None:
@@ -52,7 +51,6 @@ class DirectFile:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._fd)
 
     def _all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
 from resihp.contracts import CheckpointError
@@ -113,19 +114,14 @@ class HostMemory(Level):
         """Wait for the copy and keep the buffer until newer checkpoints are complete."""
         checkpoint.take(checkpoint.count - 1)
         index, buffer = checkpoint.index(), checkpoint.slot.buffer.view
-
-        def release() -> None:
-            checkpoint.done_with(self.name)
-
-        checkpoint.keep_for(self.name)
+        checkpoint.kept.add(self.name)
+        release = partial(checkpoint.done_with, self.name)
         self.store.add(MemoryImage(index, buffer, checkpoint.section, release))
 
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """List the checkpoints of this process."""
         return [StoredCheckpoint(index.step, index.lineage) for index in self.store.indexes()]
 
     def open(self, step: int) -> MemoryReader:
-        """Open a checkpoint."""
         found = [index for index in self.store.indexes() if index.step == step]
         return MemoryReader(self.store, {index.rank: index for index in found})
 
@@ -137,5 +133,4 @@ class MemoryReader(CheckpointReader):
         self._store, self.indexes = store, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Fill `into` from a rank's image."""
         self._store.get(rank, self.indexes[rank].step).read(start, into)

@@ -195,7 +195,6 @@ class PeerReader(CheckpointReader):
             raise problem
 
     def close(self) -> None:
-        """Close all connections."""
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()

@@ -83,13 +83,11 @@ class SharedStorage(Level):
         return True
 
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """List the complete checkpoints."""
         return [
             StoredCheckpoint(step, self._lineage(step)) for step, whole in self._folders() if whole
         ]
 
     def open(self, step: int) -> SharedStorageReader:
-        """Open a checkpoint. Raises `OSError` or `CheckpointError` if it cannot be read."""
         folder = f"{self._root}/{step_name(step)}"
         indexes = {rank: self._index(folder, rank) for rank in self._ranks(folder)}
         wanted = {rank for index in indexes.values() for rank in index.ranks}
@@ -115,7 +113,6 @@ class SharedStorage(Level):
         return merged_lineage(index.lineage for index in indexes)
 
     def _ranks(self, folder: str) -> list[int]:
-        """List the ranks that have an index."""
         names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
         return sorted(int(n[2:].split(".")[0]) for n in names if n.endswith(".index.json"))
 
@@ -155,7 +152,6 @@ class SharedStorageReader(CheckpointReader):
         self._fs, self._folder, self.indexes = fs, folder, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        """Fill `into` from a rank's file."""
         path = f"{self._folder}/{data_name(rank)}"
         content = self._fs.cat_file(path, start=start, end=start + len(into))
         if len(content) < len(into):

@@ -161,7 +161,12 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
         if entry.dtype is None and entry.key in paths:
             set_at(state, paths[entry.key], read_object(reader, index, entry))
     load_into(into, state)
-    return _extra(reader, rank)
+    chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
+    key = extra_entry({}, chosen.rank).key
+    own = next((e for e in chosen.objects if e.key == key), None)
+    extra = {} if own is None else read_object(reader, chosen, own)
+    assert isinstance(extra, dict)
+    return extra
 
 
 def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
@@ -172,12 +177,3 @@ def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]
         for e in tensors
         if saved.get(e.key, e.shape) != e.shape
     ]
-
-
-def _extra(reader: CheckpointReader, rank: int) -> Mapping[str, object]:
-    chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
-    key = extra_entry({}, chosen.rank).key
-    entry = next((e for e in chosen.objects if e.key == key), None)
-    extra = {} if entry is None else read_object(reader, chosen, entry)
-    assert isinstance(extra, dict)
-    return extra

@@ -212,12 +212,8 @@ def write_order(
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             moments = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter, *(m for m in moments if isinstance(m, Tensor))):
-                turn.setdefault(_address(tensor), len(turn))
+                turn.setdefault(_local(tensor).data_ptr(), len(turn))
     return sorted(range(len(tensors)), key=lambda i: turn.get(tensors[i].data_ptr(), -1))
-
-
-def _address(tensor: Tensor) -> int:
-    return _local(tensor).data_ptr()
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

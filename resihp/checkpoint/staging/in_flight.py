@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Condition, Event
 
 from torch import Tensor
@@ -70,6 +71,8 @@ class InFlightCheckpoint:
     taken      for each level, the length of the prefix of chunks that it no longer needs
     uploads    number of levels that read the disk level's file
     stored     descriptor of that file, open while one of them needs it
+    sums       checksums of chunks, as far as they are known
+    kept       levels that keep every chunk after their `put` has returned
     previous   the checkpoint before in the same slot, while levels still read it there
     """
 
@@ -90,9 +93,8 @@ class InFlightCheckpoint:
 
     def __post_init__(self) -> None:
         self.progress = ChunkProgress(self.count)
-        self._sums: dict[int, int] = {}
-        self._kept: set[str] = set()
-        self._encoded: tuple[tuple[IndexEntry, ...], bytes] | None = None
+        self.sums: dict[int, int] = {}
+        self.kept: set[str] = set()
         self.slot.last = self
 
     @property
@@ -158,13 +160,9 @@ class InFlightCheckpoint:
                 self.taken[level] = chunks
             self.changed.notify_all()
 
-    def keep_for(self, level: str) -> None:
-        """Keep every chunk for the level after its `put` has returned."""
-        self._kept.add(level)
-
     def leave(self, level: str) -> None:
         """Release the buffer on behalf of a level whose `put` has ended, unless it keeps it."""
-        if level not in self._kept:
+        if level not in self.kept:
             self.done_with(level)
 
     def uploaded(self) -> None:
@@ -193,22 +191,18 @@ class InFlightCheckpoint:
 
     def checksum(self, number: int) -> int:
         """Checksum of a chunk in the buffer, computed at the first call."""
-        if number not in self._sums:
-            self._sums[number] = checksum([self.chunk(number)])
-        return self._sums[number]
-
-    def set_checksum(self, number: int, value: int) -> None:
-        """Record the checksum of a chunk that was written from the tensors."""
-        self._sums[number] = value
+        if number not in self.sums:
+            self.sums[number] = checksum([self.chunk(number)])
+        return self.sums[number]
 
     @property
     def section(self) -> bytes:
         """Bytes of the object section."""
-        return self._encode()[1]
+        return self._encoded[1]
 
     def index(self) -> FileIndex:
         """Build the index of the file; every chunk must be copied or stored."""
-        objects, section = self._encode()
+        objects, section = self._encoded
         view = memoryview(section)
         sums = [self.checksum(number) for number in range(self.count)]
         sums += [checksum([view[start:stop]]) for start, stop in spans(0, len(section))]
@@ -218,10 +212,9 @@ class InFlightCheckpoint:
             objects, nbytes + len(section), tuple(sums),
         )  # fmt: skip
 
-    def _encode(self) -> tuple[tuple[IndexEntry, ...], bytes]:
-        if self._encoded is None:
-            self._encoded = self.objects(self.file.nbytes)
-        return self._encoded
+    @cached_property
+    def _encoded(self) -> tuple[tuple[IndexEntry, ...], bytes]:
+        return self.objects(self.file.nbytes)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class ZeroCopyChunks:
             still = [checkpoint.progress[number] is ChunkState.ZERO_COPY for number in numbers]
             for number, value, is_still in zip(numbers, sums, still, strict=True):
                 if is_still:
-                    checkpoint.set_checksum(number, value)
+                    checkpoint.sums[number] = value
                     checkpoint.move(number, ChunkState.STORED)
         return [number for number, is_still in zip(numbers, still, strict=True) if not is_still]
 
