@@ -16,13 +16,11 @@ from resihp.contracts import ContractError, ModelShape
 from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
-from .attention import attend
 from .base import Packed, Part
-from .decoder import Decoder
+from .decoder import Decoder, attend, empty, positions, width
 from .randomness import Dropout
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
-from .weights import empty, positions, width
 
 
 class Gpt2(Decoder):
@@ -151,14 +149,9 @@ class Block(nn.Module):
         self, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, packed: Packed
     ) -> torch.Tensor:
         """Compute attention explicitly, with the layout-independent dropout mask."""
-        outputs, documents = (
-            [],
-            zip(
-                *(t.transpose(0, 1).split(packed.seq_lens, 1) for t in (q_TNH, k_TNH, v_TNH)),
-                strict=True,
-            ),
-        )
-        for item, (q_NLH, k_NLH, v_NLH) in enumerate(documents):
+        outputs = []
+        cut = [t.transpose(0, 1).split(packed.seq_lens, 1) for t in (q_TNH, k_TNH, v_TNH)]
+        for item, (q_NLH, k_NLH, v_NLH) in enumerate(zip(*cut, strict=True)):
             length = q_NLH.shape[1]
             scores_NLL = q_NLH @ k_NLH.transpose(1, 2) / self.head_dim**0.5
             future = torch.ones(length, length, dtype=torch.bool, device=q_NLH.device).triu(1)

@@ -17,19 +17,14 @@ from resihp.contracts import ModelShape
 from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
-from .attention import attend
 from .base import Packed, Part
-from .decoder import Decoder, Entry
+from .decoder import Decoder, Entry, attend, empty, positions, width
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
-from .weights import empty, positions, width
 
 
 class Llama(Decoder):
     """`Model` for a `ModelShape`; embedding and head are tied where the shape says so."""
-
-    def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
-        super().__init__(shape, seed=seed)
 
     @cached_property
     def parameters(self) -> Parameters:

@@ -19,10 +19,9 @@ from resihp.contracts import ContractError, ModelShape
 from resihp.layout import Range
 
 from ..process_groups.abortable import AbortableProcessGroup
-from .decoder import Entry
+from .decoder import Entry, empty, width
 from .llama import DecoderLayer, Llama
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
-from .weights import empty, width
 
 
 class Mixture(Llama):

@@ -1,13 +1,10 @@
 """Optimizers whose state can be sharded by range, and learning-rate schedules."""
 
 from .optimizer import Optimizer, no_decay_on_vectors
-from .optimizer_state import OptimizerStateSpec
-from .rates import Rate, constant, warmup, warmup_cosine
+from .rates import constant, warmup, warmup_cosine
 
 __all__ = [
     "Optimizer",
-    "OptimizerStateSpec",
-    "Rate",
     "constant",
     "no_decay_on_vectors",
     "warmup",

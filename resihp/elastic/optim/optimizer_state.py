@@ -118,7 +118,9 @@ def _form(
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             moments.append(key)
-        elif isinstance(value, int | float) or _is_number(value):
+        elif isinstance(value, int | float) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
             scalars.append(key)
         elif value is not None:
             found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -127,10 +129,6 @@ def _form(
         raise _refusal(name, "it is not kept in float32")
     rest = {key: value for key, value in state.items() if key not in moments}
     return OptimizerStateSpec(tuple(sorted(moments)), tuple(sorted(scalars)), rest, eager)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _numbers(group: dict[str, object]) -> dict[str, object]:
