@@ -17,6 +17,8 @@ from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer, no_decay_on_vectors
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts
 from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import IteratorData, Setup
 from resihp.elastic.step.shard import Shard, initial_shard
@@ -201,7 +203,8 @@ def test_pieces_of_one_layout_fill_any_other(
     store = HashStore()
 
     def keeper(rank: int) -> CheckpointManager:
-        return CheckpointManager(checkpoints, setup, rank, store)
+        rendezvous = Rendezvous(lambda: store, rank, before.ranks, Timeouts())
+        return CheckpointManager(checkpoints, setup, rendezvous)
 
     trained = train(setup, Plan(version=0, layout=before, quotas=(3, 2)), STEPS)
     for rank, shard in trained.shards.items():

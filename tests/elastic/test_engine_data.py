@@ -13,8 +13,8 @@ from resihp.elastic.models import Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.reshard.transfer import distribute_replicated_state
 from resihp.elastic.step import Cursor, IteratorData, Setup
-from resihp.elastic.step.replicated_state import distribute_replicated_state
 from resihp.elastic.step.shard import initial_shard
 from tests.elastic.test_models import MODELS, OPTIMIZER, SHAPE, batch
 from tests.elastic.threads import on_ranks, train

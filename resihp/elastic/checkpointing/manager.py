@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import TypeVar, cast
 
-import torch.distributed as dist
+import torch
 
 from resihp.checkpoint import Checkpointer, EveryStep, IndependentRank, Level, SavePolicy
 from resihp.checkpoint.policy import SaveTiming
@@ -19,13 +20,15 @@ from resihp.layout import Param, Range, writers
 
 from ..process_groups.abortable import AbortableProcessGroup
 from ..rendezvous import keys
+from ..rendezvous.membership import Rendezvous
 from ..step import Cursor, Setup
 from ..step.shard import Shard, scalar_table
 from .memory_replicas import MemoryReplicas
 from .protocol import StateManager
-from .restore_group import RestoreGroup
 from .settings import Checkpoints
 from .shards import all_pieces, pieces_of, scalars_piece
+
+T = TypeVar("T")
 
 
 class Writer:
@@ -101,6 +104,28 @@ class Writer:
         self._saver.close(timeout_s)
 
 
+class RestoreGroup:
+    """`resihp.checkpoint.Ranks` over a group whose waits end when one of its ranks is lost."""
+
+    def __init__(self, group: AbortableProcessGroup) -> None:
+        self._group = group
+        self.rank, self.all, self.run = group.rank, group.ranks, ""
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in the order of `all`. Raises `PeerLostError`."""
+        group, data = self._group, pickle.dumps(value)
+        lengths = torch.cat(group.all_gather(torch.tensor([len(data)], device=group.device)))
+        padded = bytearray(data.ljust(int(lengths.max()), b"\0"))
+        sent = torch.frombuffer(padded, dtype=torch.uint8).to(group.device)
+        return [pickle.loads(each.cpu().numpy().tobytes()) for each in group.all_gather(sent)]
+
+    gather_in_background = gather
+
+    def all_ready(self, is_ready: bool) -> bool:
+        """Return whether all ranks are ready."""
+        return all(self.gather(is_ready))
+
+
 _log = logging.getLogger("resihp.elastic")
 _UNTIL_WRITTEN_S = 600.0
 _UNTIL_GIVEN_UP_S = 10.0
@@ -110,31 +135,21 @@ class CheckpointManager(StateManager):
     """Manager on the levels of `Checkpoints`.
 
     Each layout has a `Writer` of its own, as other ranks write other ranges, and begins a lineage
-    of checkpoints. `store` gives all ranks the same time of the job's start: it names the job, so
+    of checkpoints. The store gives all ranks the same time of the job's start: it names the job, so
     that files which an earlier start left unfinished are not taken for ours, and lineages are as
     old as it and their layout's generation say, whatever the ranks' clocks do.
     """
 
-    can_restore = True
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        setup: Setup,
-        rank: int,
-        store: dist.Store,
-        *,
-        host: str = "127.0.0.1",
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints, setup: Setup, rendezvous: Rendezvous) -> None:
+        rank, store = rendezvous.rank, rendezvous.stores.store
         self._checkpoints, self._setup, self._rank = checkpoints, setup, rank
         self._job = store.compare_set(keys.CHECKPOINTS, "", f"{time.time_ns()}-{rank}").decode()
         self._started = int(self._job.split("-")[0])
         self._writer: Writer | None = None
         keep = checkpoints.in_memory
-        self._copies = MemoryReplicas(keep, rank, host, store) if keep else None
+        self._copies = MemoryReplicas(keep, rank, rendezvous.host, store) if keep else None
 
     def prepare(self, plan: Plan, generation: int, shard: Shard) -> None:
-        """Plan and allocate for a new layout, in the background."""
         before = self._writer
         if before is not None and before.plan.layout == plan.layout:
             before.plan = plan
@@ -156,28 +171,24 @@ class CheckpointManager(StateManager):
         self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard, connect)
 
     def is_due(self, step: int) -> bool:
-        """Return True when the policy asks for a save, until it is done."""
         return self._writer is not None and self._writer.is_due(step)
 
     def save(self, step: int, shard: Shard) -> None:
-        """Begin to save the state after `step`."""
         assert self._writer is not None, "prepared before the step"
         self._writer.save(step, shard)
 
     def fence(self) -> None:
-        """Wait for copies, never for storage."""
         if self._writer is not None:
             self._writer.fence()
 
     def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
-        """Restore `shard` and the data cursor from the newest usable checkpoint."""
         if self._writer is not None:
             self._writer.wait(_UNTIL_GIVEN_UP_S)  # nothing may come or go while it is read
-        ranks, setup = RestoreGroup(group, self._rank), self._setup
+        ranks, setup = RestoreGroup(group), self._setup
         table = scalar_table(setup.model, setup.optimizer)
         pieces = [] if shard is None else [*all_pieces(shard), *scalars_piece(table)]
-        with self._levels() as levels, self._others(ranks) as copies:
-            restored = restore([*copies, *levels], pieces, ranks)
+        with self._levels(ranks) as levels:
+            restored = restore(levels, pieces, ranks)
         _log.warning("went back to step %d, read from %s", restored.step, restored.level)
         completed, self._started = restored.step + 1, max(self._started, restored.newest_born + 1)
         if shard is not None:
@@ -187,14 +198,12 @@ class CheckpointManager(StateManager):
         return completed
 
     def resume(self, group: AbortableProcessGroup, shard: Shard) -> int:
-        """Restore at the start of a job; return 0 where no rank finds a checkpoint."""
         with self._levels() as levels:
             has_any = any(level.steps() for level in levels)
-        is_there = any(RestoreGroup(group, self._rank).gather(has_any))
+        is_there = any(RestoreGroup(group).gather(has_any))
         return self.restore(group, shard) if is_there else 0
 
     def close(self, *, is_done: bool) -> None:
-        """End all threads after started saves are written, within a time limit."""
         if self._writer is not None:
             self._writer.close(_UNTIL_WRITTEN_S if is_done else _UNTIL_GIVEN_UP_S)
         if self._copies is not None:
@@ -206,28 +215,19 @@ class CheckpointManager(StateManager):
         copies = self._copies
         if copies is None or (len(ranks) == 1 and levels):
             return levels, lambda: None
-        own, peer = copies.levels()
         if len(ranks) == 1:
-            return [own], lambda: None
-        return [own, peer, *levels], lambda: copies.connect(peer, ranks)
+            return [copies.own], lambda: None
+        peer = copies.peer()
+        return [copies.own, peer, *levels], lambda: copies.connect(peer, ranks)
 
     @contextmanager
-    def _others(self, ranks: RestoreGroup) -> Iterator[Sequence[Level]]:
-        """Open a level that reads the memory of all ranks; collective."""
-        if self._copies is None:
-            yield ()
-            return
-        told = ranks.gather(self._copies.address)
-        reader = self._copies.reader(dict(zip(ranks.all, told, strict=True)))
+    def _levels(self, memory_of: RestoreGroup | None = None) -> Iterator[list[Level]]:
+        """Open the levels, before them the memory of all ranks of a group; then collective."""
+        levels = list(self._checkpoints.levels())
         try:
-            yield (reader,)
-        finally:
-            reader.close()
-
-    @contextmanager
-    def _levels(self) -> Iterator[Sequence[Level]]:
-        levels = self._checkpoints.levels()
-        try:
+            if memory_of is not None and self._copies is not None:
+                told = memory_of.gather(self._copies.address)
+                levels.insert(0, self._copies.reader(dict(zip(memory_of.all, told, strict=True))))
             yield levels
         finally:
             for level in levels:

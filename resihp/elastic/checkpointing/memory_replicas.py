@@ -27,28 +27,27 @@ class MemoryReplicas:
     A layout's writer sends to a peer of that layout; what was sent before stays until enough of the
     new has come, so that a loss soon after a change finds something whole.
 
-    host   by which peers reach this rank
-    store  shares a token and the addresses of all ranks
+    host     by which peers reach this rank
+    store    shares a token and the addresses of all ranks
+    own      level in the memory of this rank
+    address  of its server
     """
 
     def __init__(self, keep: int, rank: int, host: str, store: dist.Store) -> None:
         self._rank, self._store = rank, store
-        self._own = HostMemory(keep=keep)
+        self.own = HostMemory(keep=keep)
         secret = secrets.token_hex(16)
         token = store.compare_set(keys.CHECKPOINT_TOKEN, "", secret).decode()
         self._server = PeerServer(
-            ImageStore(keep), self._own.store, (host, 0), token, 1000 * _SILENCE_S
+            ImageStore(keep), self.own.store, (host, 0), token, 1000 * _SILENCE_S
         )
-        store.set(keys.checkpoint_server(rank), json.dumps(self._server.address))
+        self.address: Address = self._server.address
+        store.set(keys.checkpoint_server(rank), json.dumps(self.address))
 
-    @property
-    def address(self) -> Address:
-        """Address of this rank's server."""
-        return self._server.address
-
-    def levels(self) -> tuple[HostMemory, PeerMemory]:
-        """Return the levels for one layout; the second must be connected to a peer."""
-        return self._own, self._peer()
+    def peer(self) -> PeerMemory:
+        """Return a level in the memory of a peer, to be connected to it."""
+        silence = timedelta(seconds=_SILENCE_S)
+        return PeerMemory(self.own, server=self._server, timeout=silence)
 
     def connect(self, peer: PeerMemory, ranks: Sequence[int]) -> None:
         """Choose a peer among the ranks of a layout, one on another host where there is any."""
@@ -64,18 +63,14 @@ class MemoryReplicas:
 
     def reader(self, addresses: Mapping[int, Address]) -> Level:
         """Return a level that reads the images of all `addresses`."""
-        reader = self._peer()
+        reader = self.peer()
         reader.connect(self._rank, addresses)
         return reader
 
     def close(self) -> None:
         """Release all images and stop the server."""
         self._server.close()
-        self._own.store.clear()
-
-    def _peer(self) -> PeerMemory:
-        silence = timedelta(seconds=_SILENCE_S)
-        return PeerMemory(self._own, server=self._server, timeout=silence)
+        self.own.store.clear()
 
 
 def distance(rank: int, addresses: Mapping[int, Address]) -> int:

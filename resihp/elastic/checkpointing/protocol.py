@@ -12,11 +12,7 @@ class StateManager:
     """Checkpoints of a job as one rank uses them, from the training thread.
 
     This one keeps none; `CheckpointManager` does.
-
-    can_restore  lost state may be restored from a checkpoint
     """
-
-    can_restore = False
 
     def prepare(self, plan: Plan, generation: int, shard: Shard) -> None:
         """Prepare to save `shard`, in the background; called before every step."""
@@ -34,8 +30,8 @@ class StateManager:
     def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
         """Restore `shard` (None: idle rank) to the newest state; return the completed steps.
 
-        Collective. Only if `can_restore`. Raises `CheckpointError` on all ranks where none is
-        usable, and `PeerLostError`.
+        Collective. Raises `CheckpointError` on all ranks where none is usable, and
+        `PeerLostError`.
         """
         raise NotImplementedError
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+
+import torch
 
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
 from resihp.layout import Param, Range
 
 from ..checkpointing.protocol import StateManager
-from ..microbatches.ledger import SurvivingSum
-from ..step import Engine
+from ..process_groups.abortable import AbortableProcessGroup
+from ..step import Cursor, Engine, Setup
 from ..step.gradient_accumulation import Gradients
-from ..step.replicated_state import distribute_replicated_state
-from ..step.shard import copy_shared_rows
+from ..step.shard import Shard, copy_shared_rows, scalar_table
 from .buffers import held_twice, unshared
 from .build import Generation, ReshardContext
 from .exchange import GradientParts, TensorExchange, view_of
@@ -61,7 +63,7 @@ class StateTransfer:
         self._new = generation.pending
         self._exchange = TensorExchange(
             generation.links,
-            context.rank,
+            context.rendezvous.rank,
             buffer_bytes=context.budget.buffer_bytes,
             on_transfer=on_transfer,
         )
@@ -69,18 +71,19 @@ class StateTransfer:
         self._thread: threading.Thread | None = None
 
     @property
-    def buffer_bytes(self) -> int:
-        """Memory of the transfer buffers."""
-        return self._exchange.buffer_bytes
+    def extra_bytes(self) -> int:
+        """Buffers, and state held in memory for both generations until the commit."""
+        twice = 0
+        if self._old is not None and self._new is not None:
+            copies = self._setup.optimizer.copies + 1
+            twice = held_twice(self._old.ranges, self._new.ranges, copies)
+            twice = max(0, twice - self.spilled_bytes)
+        return self._exchange.buffer_bytes + twice
 
     @property
-    def held_twice_bytes(self) -> int:
-        """State that this rank holds in memory for both generations until the commit."""
-        if self._old is None or self._new is None:
-            return 0
-        copies = self._setup.optimizer.copies + 1
-        twice = held_twice(self._old.ranges, self._new.ranges, copies)
-        return max(0, twice - self._new.allocator.spilled_bytes)
+    def spilled_bytes(self) -> int:
+        """State held in files instead."""
+        return self._new.allocator.spilled_bytes if self._new is not None else 0
 
     def start(self) -> None:
         """Copy parameters and moments in the background."""
@@ -94,11 +97,8 @@ class StateTransfer:
         if self._thread is not None:
             self._thread.join()
 
-    def finish(self, kept: Sequence[SurvivingSum] | None) -> None:
-        """Complete the state, then move gradients.
-
-        kept  after a failure: surviving partial sums of the step, which move to their new
-              replicas. None: the gradients of the step are summed and move to the new holders
+    def finish(self) -> None:
+        """Complete the state, then move gradients: summed ones, or what survives of a failure.
 
         Raises `PeerLostError` if a peer is lost.
         """
@@ -108,7 +108,7 @@ class StateTransfer:
             self._thread.join()
             if self._error is not None:
                 raise self._error
-        if kept is None:
+        if self._generation.lost is None:
             total = self._engine.total if self._engine is not None else None
             self._generation.total = self._move_total(total)
         else:
@@ -120,7 +120,9 @@ class StateTransfer:
                 self._before,
                 self._generation.plan,
             )
-            self._generation.rest = migration.run(kept, self._engine, self._generation.shard)
+            self._generation.rest = migration.run(
+                self._generation.kept, self._engine, self._generation.shard
+            )
 
     def restore(self, checkpoints: StateManager, missing: str) -> None:
         """Read all state from the newest checkpoint, because no rank alive holds the `missing`.
@@ -200,3 +202,37 @@ class StateTransfer:
             for param in unshared(new.shard, old):
                 if param in old.ranges:
                     yield param, old.ranges[param], new.ranges[param]
+
+
+def distribute_replicated_state(
+    group: AbortableProcessGroup,
+    setup: Setup,
+    completed: int,
+    *,
+    old: Shard | None,
+    new: Shard | None,
+    source: int,
+) -> int:
+    """Distribute over `group` what is equal on all ranks; collective. Returns the completed steps.
+
+    That is the completed steps, the optimizer's scalars and the data cursor. Ranks outside the old
+    layout (`old` is None) receive all of it; `source` is a rank inside, the same on all ranks.
+    """
+    table = old.scalars() if old is not None else scalar_table(setup.model, setup.optimizer)
+    known = torch.cat([torch.tensor([completed], dtype=torch.float64), table.flatten()])
+    known = group.all_reduce_max(known.to(group.device)).cpu()
+    completed = int(known[0])
+    if new is not None:
+        new.set_scalars(known[1:].view_as(table), completed)
+    if isinstance(setup.data, Cursor):
+        written = io.BytesIO()
+        torch.save(setup.data.state_dict(), written)
+        own = written.getvalue()
+        length = group.broadcast(torch.tensor([len(own)], device=group.device), source)
+        sent = bytearray(own if group.rank == source else int(length))
+        state = torch.frombuffer(sent, dtype=torch.uint8).to(group.device)
+        group.broadcast(state, source)
+        if old is None:
+            received = io.BytesIO(state.cpu().numpy().tobytes())
+            setup.data.load_state_dict(torch.load(received, weights_only=True))
+    return completed

@@ -26,8 +26,13 @@ from .gradient_accumulation import (
     Parts,
     StepRemainder,
 )
-from .gradient_allreduce import DeterministicAllReduce, GradientAllReduce
-from .gradient_norm import clip, norm_of, squared_norms
+from .gradient_allreduce import (
+    DeterministicAllReduce,
+    GradientAllReduce,
+    clip,
+    norm_of,
+    squared_norms,
+)
 from .schedule import check_schedule, order_of
 from .setup import Setup
 from .shard import Shard
@@ -122,7 +127,9 @@ class Engine:
         first_halves: dict[int, tuple[float, float]] = {}
         for item in order:
             packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
-            timing, loss_weight = self._telemetry.start(), self._loss_weight(packed)
+            timing = self._telemetry.start()
+            # Weight of a token: all microbatches have the same number of tokens.
+            loss_weight = 1.0 / (len(packed.tokens) * self.plan.microbatches)
             with self._adding(item, index, is_last=item is order[-1]):
                 outgoing = self._passes.run(item, packed, loss_weight)
             if item.op is Op.FORWARD and self.groups.target(item.chunk) is None:
@@ -259,7 +266,3 @@ class Engine:
             kind = type(packed).__name__
             raise ContractError("data", f"must give resihp.elastic.models.Packed, not {kind}")
         return replace(packed.to(self.setup.device), step=step, index=index)
-
-    def _loss_weight(self, packed: Packed) -> float:
-        """Return the weight of a token: all microbatches have the same number of tokens."""
-        return 1.0 / (len(packed.tokens) * self.plan.microbatches)

@@ -65,13 +65,11 @@ class GradientSum:
         """Enclose a backward pass (of one chunk, or one half of it) of `microbatch`."""
         torn_before, self._is_torn = self._is_torn, True
         yield
-        self._collect(microbatch)
         self._is_torn = torn_before
 
     def finish(self, microbatch: int, loss: float) -> None:
         """Count `microbatch`, whose passes are done; `loss` is this rank's part of the mean."""
         assert microbatch not in self.losses, f"microbatch {microbatch} is summed twice"
-        self._close(microbatch)
         self.losses[microbatch] = loss
 
     def parts(self) -> Parts:
@@ -80,22 +78,18 @@ class GradientSum:
 
     def whole(self) -> Gradients:
         """Return the single sum; zeros where nothing was added."""
-        for tensor in self._tensors.values():
+        gradients: Gradients = {}
+        for param, tensor in self._tensors.items():
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
-        return {param: _grad(tensor) for param, tensor in self._tensors.items()}
+            gradients[param] = tensor.grad
+        return gradients
 
     def _take(self, parts: Parts) -> None:
         for _, gradients in parts:
             for param, gradient in gradients.items():
                 tensor = self._tensors[param]
                 tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
-
-    def _collect(self, microbatch: int) -> None:
-        """Do nothing: autograd has added the gradients."""
-
-    def _close(self, microbatch: int) -> None:
-        """Do nothing."""
 
 
 class DeterministicGradientSum(GradientSum):
@@ -109,10 +103,26 @@ class DeterministicGradientSum(GradientSum):
         self._held: dict[Node, Gradients] = {}
         self._open: dict[int, Gradients] = {}
 
-    @property
-    def finished(self) -> Spans:
-        """Microbatches in the sums, without interrupted ones."""
-        return spans(self.losses)
+    @contextmanager
+    def adding(self, microbatch: int) -> Iterator[None]:
+        """Enclose a backward pass; an interrupted one leaves the other sums as they are."""
+        yield
+        gradients = self._open.setdefault(microbatch, {})
+        for param, tensor in self._tensors.items():
+            gradient, tensor.grad = tensor.grad, None
+            if gradient is not None:
+                before = gradients.get(param)
+                gradients[param] = gradient if before is None else before.add_(gradient)
+
+    def finish(self, microbatch: int, loss: float) -> None:
+        """Count `microbatch`, and add its gradients along the tree."""
+        gradients = self._open.pop(microbatch, {})
+        for param, tensor in self._tensors.items():
+            if param not in gradients:
+                gradients[param] = torch.zeros_like(tensor)
+        node = (microbatch, microbatch + 1)
+        put(self._held, node, gradients, self._microbatches, added)
+        super().finish(microbatch, loss)
 
     def parts(self) -> Parts:
         """Return the sum of each node, ascending."""
@@ -127,30 +137,9 @@ class DeterministicGradientSum(GradientSum):
         for node, gradients in parts:
             put(self._held, node, gradients, self._microbatches, added)
 
-    def _collect(self, microbatch: int) -> None:
-        gradients = self._open.setdefault(microbatch, {})
-        for param, tensor in self._tensors.items():
-            gradient, tensor.grad = tensor.grad, None
-            if gradient is not None:
-                before = gradients.get(param)
-                gradients[param] = gradient if before is None else before.add_(gradient)
-
-    def _close(self, microbatch: int) -> None:
-        gradients = self._open.pop(microbatch, {})
-        for param, tensor in self._tensors.items():
-            if param not in gradients:
-                gradients[param] = torch.zeros_like(tensor)
-        node = (microbatch, microbatch + 1)
-        put(self._held, node, gradients, self._microbatches, added)
-
 
 def added(left: Gradients, right: Gradients) -> Gradients:
     """Return left + right, in the memory of `left`."""
     for param, gradient in left.items():
         gradient.add_(right[param])
     return left
-
-
-def _grad(tensor: nn.Parameter) -> torch.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad

@@ -1,16 +1,17 @@
-"""Sum of one step's gradients over replicas of any layouts, out of place.
+"""Sum of one step's gradients over replicas of any layouts, out of place; their norm; clipping.
 
 The local sums stay as they are until the step is complete everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from resihp.layout import GradientReduction, Param, Range
+from resihp.layout import GradientReduction, Param, Parameters, Range
 
 from ..microbatches.ledger import Spans, indices
 from ..microbatches.tree_sum import nodes
@@ -139,3 +140,38 @@ class DeterministicAllReduce(GradientAllReduce):
         nodes_of = [self._nodes[place.dp] for place in places if place is not None]
         index = group.ranks.index(self._groups.place.rank)
         return tree_allreduce(group, index, own, size, nodes_of, self._leaves)
+
+
+def squared_norms(
+    gradients: Gradients, groups: LayoutGroups, parameters: Parameters
+) -> torch.Tensor:
+    """Return this rank's squared gradient norms, flat [parameters * degrees].
+
+    Every parameter and TP index has an element of its own, which one rank of replica 0 fills: the
+    sum over ranks only adds zeros, so the norm does not depend on how ranks are grouped.
+    """
+    degrees = max(stage.tp for stage in groups.layout.replicas[0].stages)
+    squares = torch.zeros(len(parameters.all), degrees, dtype=torch.float64, device=groups.device)
+    if groups.place.dp == 0:
+        row_of = {param: index for index, param in enumerate(parameters.all)}
+        for param, gradient in gradients.items():
+            is_tied_copy = groups.place.pp > 0 and param in parameters.first
+            if not is_tied_copy and (param.dim is not None or groups.place.tp == 0):
+                # Accumulated in float64 without a copy in float64.
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                squares[row_of[param], groups.place.tp] = norm.square()
+    return squares.flatten()
+
+
+def norm_of(squares: torch.Tensor) -> float:
+    """Return the norm of the whole gradient, rounded once: the order of `squares` is irrelevant."""
+    values = squares.tolist()
+    return math.sqrt(math.fsum(values) if all(map(math.isfinite, values)) else sum(values))
+
+
+def clip(shard: Shard, norm: float, max_norm: float) -> None:
+    """Scale the shard's gradients so that the whole gradient's norm is at most `max_norm`."""
+    if norm > max_norm:
+        for tensor in shard.tensors.values():
+            assert tensor.grad is not None
+            tensor.grad.mul_(max_norm / norm)

@@ -44,11 +44,6 @@ class Shard:
     optimizer: torch.optim.Optimizer
     settings: Optimizer
 
-    @property
-    def layers(self) -> int:
-        """Decoder layers held here."""
-        return sum(name.startswith("layers.") for name in self.parts)
-
     def state(self, param: Param) -> tuple[torch.Tensor, ...]:
         """Return the parameter and its moments; zeros where the optimizer has none yet."""
         tensor = self.tensors[param]
@@ -71,11 +66,6 @@ class Shard:
         device = tensor.device if on_device else torch.device("cpu")
         self.settings.form.fill(held, tensor, device, partial(allot or zeros, param))
 
-    def forget_updates(self) -> None:
-        """Clear state that the optimizer creates at its first update."""
-        if not self.settings.form.eager:
-            self.optimizer.state.clear()
-
     def scalars(self) -> torch.Tensor:
         """Return the optimizer's scalars [groups, names]; -inf where this rank has none."""
         names = self.settings.form.scalars
@@ -89,7 +79,8 @@ class Shard:
     def set_scalars(self, table: torch.Tensor, completed: int) -> None:
         """Set the optimizer's scalars as they are after `completed` updates."""
         if completed == 0:
-            self.forget_updates()
+            if not self.settings.form.eager:  # the optimizer creates it at its first update
+                self.optimizer.state.clear()
             return
         for row, group in zip(table.tolist(), self.optimizer.param_groups, strict=True):
             for tensor in group["params"]:
@@ -152,7 +143,8 @@ def build_shard(
             modules[part] = model.build(part, spans, groups.tp)
         check_part(modules[part], part, params, ranges)
         for param in params:
-            owner, name = _owner(modules[part], name_in_part(param))
+            parent, _, name = name_in_part(param).rpartition(".")
+            owner = modules[part].get_submodule(parent)
             tensors.setdefault(param, owner.get_parameter(name))
             owner.register_parameter(name, tensors[param])
     tensors = {param: tensors[param] for param in ranges}
@@ -185,12 +177,6 @@ def check_part(
             )
     if found:
         raise ContractError(part, f"holds {next(iter(found))!r}, which the model does not name")
-
-
-def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the submodule that owns the parameter at `path`, and its name there."""
-    parent, _, name = path.rpartition(".")
-    return module.get_submodule(parent), name
 
 
 def name_in_part(param: Param) -> str:

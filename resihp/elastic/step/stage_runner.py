@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 
 from resihp.contracts import Op
 from resihp.layout import Param
 from resihp.pipeline.orders import Part, Pass
 
 from ..models import Model, Packed
-from ..process_groups.layout_groups import LayoutGroups
-from .p2p import P2PQueue, receive
+from ..process_groups.abortable import AbortableProcessGroup
+from ..process_groups.layout_groups import LayoutGroups, P2PLink, StageBoundary
 from .shard import Shard, part_ranges
 from .split_backward import SplitBackward
 
@@ -84,7 +87,9 @@ class StageRunner:
         if item.part is not Part.INPUT:
             del self._running[key]
         if not self._split:
-            return self._whole(item, running, packed, loss_weight)
+            if item.part is not Part.INPUT:
+                running.output.backward(self._gradient(item, running, packed, loss_weight))
+            return running.entry if running.entry.grad is None else running.entry.grad
         if item.part is Part.INPUT:
             running.halves = SplitBackward(running.entry, running.output)
             return running.halves.run_input(self._gradient(item, running, packed, loss_weight))
@@ -137,13 +142,6 @@ class StageRunner:
                     hidden = entry
         return _Running(embedded, entry, hidden.float())
 
-    def _whole(
-        self, item: Pass, running: _Running, packed: Packed, loss_weight: float
-    ) -> torch.Tensor:
-        if item.part is not Part.INPUT:
-            running.output.backward(self._gradient(item, running, packed, loss_weight))
-        return running.entry if running.entry.grad is None else running.entry.grad
-
     def _gradient(
         self, item: Pass, running: _Running, packed: Packed, loss_weight: float
     ) -> torch.Tensor:
@@ -152,3 +150,74 @@ class StageRunner:
         if target is None:
             return torch.full_like(running.output, loss_weight)
         return receive(Op.BACKWARD, target, self._groups.tp, tokens, self._model.width)
+
+
+class P2PQueue:
+    """Queue of asynchronous sends; keeps tensors alive until they have arrived."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[tuple[AbortableProcessGroup, dist.Work, torch.Tensor]] = deque()
+
+    def send(self, op: Op, boundary: StageBoundary, tensor_TD: torch.Tensor) -> None:
+        """Send this rank's chunks of what a pass `op` returned to the neighbour stage."""
+        for link, (group, source) in zip(boundary.links, _channels(op, boundary), strict=True):
+            while self._in_flight and self._in_flight[0][1].is_completed():
+                self._finish_oldest()
+            chunk = _chunk(tensor_TD, link, boundary)
+            self._in_flight.append((group, group.start_broadcast(chunk, source), chunk))
+
+    def drain(self) -> None:
+        """Wait until all sends have arrived."""
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        group, work, _ = self._in_flight.popleft()
+        group.wait(work)
+
+
+def receive(
+    op: Op, boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
+) -> torch.Tensor:
+    """Return what a pass `op` of the neighbour sent, [tokens, width], gathered over the TP group.
+
+    The activation of the previous stage before a forward pass, its gradient from the next stage
+    before a backward pass.
+    """
+    rows = _rows_per_chunk(tokens, boundary)
+    held = [_chunks_of(index, len(tp), boundary.chunks) for index in range(len(tp))]
+    own_CD = torch.empty(max(held) * rows, width, device=tp.device)
+    parts = own_CD.split(rows)
+    for (group, source), part in zip(_channels(op, boundary), parts, strict=False):
+        group.broadcast(part, source)
+    if len(tp) == 1:
+        return own_CD[:tokens]
+    gathered = tp.all_gather(own_CD)
+    kept = [part[: count * rows] for part, count in zip(gathered, held, strict=True)]
+    return torch.cat(kept)[:tokens]
+
+
+def _channels(op: Op, boundary: StageBoundary) -> list[tuple[AbortableProcessGroup, int]]:
+    """Return the group of each link for what passes `op` exchange, and the rank that sends."""
+    if op is Op.FORWARD:
+        return [(link.forward, link.transfer.source) for link in boundary.links]
+    return [(link.backward, link.transfer.target) for link in boundary.links]
+
+
+def _chunks_of(index: int, degree: int, chunks: int) -> int:
+    """Return the number of `chunks` that rank `index` of a group of `degree` transfers."""
+    return sum(chunk * degree // chunks == index for chunk in range(chunks))
+
+
+def _rows_per_chunk(tokens: int, boundary: StageBoundary) -> int:
+    return -(-tokens // boundary.chunks)
+
+
+def _chunk(tensor_TD: torch.Tensor, link: P2PLink, boundary: StageBoundary) -> torch.Tensor:
+    """Return the rows of one chunk, padded to the common chunk length."""
+    rows = _rows_per_chunk(len(tensor_TD), boundary)
+    start = link.transfer.chunk * rows
+    chunk = tensor_TD.detach()[start : start + rows]
+    if len(chunk) < rows:
+        chunk = functional.pad(chunk, (0, 0, 0, rows - len(chunk)))
+    return chunk.contiguous()
