@@ -64,9 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     _log.info("store at %s:%d, ranks %s", host, store.port, list(ranks))
     launcher = _Launcher(dist.PrefixStore(store_prefix(_RUN, "0"), store), is_host=is_host)
     signal.signal(signal.SIGTERM, launcher.request_stop)
+    command = [sys.executable, options.script, *options.rest]
     try:
         for rank in ranks:
-            launcher.start(rank, _command(options), _environment(rank, options, host, store.port))
+            launcher.start(rank, command, _environment(rank, options, host, store.port))
         return launcher.wait()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -104,7 +105,10 @@ class _Launcher:
                     continue
                 codes[rank] = code
                 if code != 0:
-                    self._announce_death(rank)
+                    try:
+                        announce_death(self._store, rank)
+                    except dist.DistError as error:
+                        _log.warning("the death of rank %d is not announced: %s", rank, error)
                     _log.warning("rank %d ended with %d", rank, code)
                 if failed is None and code > 0 and code != exit_status.FENCED_OUT:
                     failed = rank
@@ -132,12 +136,6 @@ class _Launcher:
         finally:
             for process in self._ranks.values():
                 process.terminate()
-
-    def _announce_death(self, rank: int) -> None:
-        try:
-            announce_death(self._store, rank)
-        except dist.DistError as error:
-            _log.warning("the death of rank %d is not announced: %s", rank, error)
 
 
 class _RankProcess:
@@ -180,14 +178,12 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _command(options: argparse.Namespace) -> list[str]:
-    return [sys.executable, options.script, *options.rest]
-
-
 def _environment(rank: int, options: argparse.Namespace, host: str, port: int) -> dict[str, str]:
     """The variables that torchrun sets, and `RESIHP_JOIN`."""
+    # Processes that all compute on every core slow each other down many times.
+    threads = {"OMP_NUM_THREADS": "1"} if options.nproc_per_node > 1 else {}
     return {
-        **_one_thread_each(options.nproc_per_node),
+        **threads,
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - options.first_rank),
@@ -199,14 +195,6 @@ def _environment(rank: int, options: argparse.Namespace, host: str, port: int) -
         "TORCHELASTIC_RESTART_COUNT": "0",
         "RESIHP_JOIN": "1" if options.join else "0",
     }
-
-
-def _one_thread_each(processes: int) -> dict[str, str]:
-    """`OMP_NUM_THREADS=1` for several processes, as torchrun sets it, unless the user sets it.
-
-    Processes that all compute on every core slow each other down many times.
-    """
-    return {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from resihp.contracts import ContractError, Plan
@@ -35,39 +35,29 @@ class TrainingMonitor(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class MonitorAdapter:
-    """Connects `monitor` to a job. The given `callbacks` are called before the monitor."""
+def attach_monitor(
+    monitor: TrainingMonitor, setup: Setup, callbacks: Callbacks
+) -> tuple[Setup, Callbacks]:
+    """Return the setup whose records go to `monitor`, and callbacks that also inform it.
 
-    monitor: TrainingMonitor
-    callbacks: Callbacks
+    The given `callbacks` are called before the monitor. Raises `ContractError` if the setup has
+    another recorder.
+    """
+    if setup.record is not record_nothing:
+        raise ContractError("monitor", "Setup.record is set already: give one of them")
 
-    def setup(self, setup: Setup) -> Setup:
-        """The setup whose records go to the monitor.
+    def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
+        callbacks.on_step(reduced, ms, plan)
+        monitor.between_steps()
 
-        Raises `ContractError` if it has another recorder.
-        """
-        if setup.record is not record_nothing:
-            raise ContractError("monitor", "Setup.record is set already: give one of them")
-        return replace(setup, record=self.monitor.record)
+    def on_layout_change(change: LayoutChange) -> None:
+        monitor.plan_version = change.plan.version
+        callbacks.on_layout_change(change)
 
-    def adapted(self) -> Callbacks:
-        """Callbacks that also inform the monitor."""
-        return replace(
-            self.callbacks,
-            on_step=self._on_step,
-            on_layout_change=self._on_layout_change,
-            on_idle=self._on_idle,
-        )
+    def on_idle() -> None:
+        callbacks.on_idle()
+        monitor.while_idle()
 
-    def _on_step(self, reduced: ReducedStep, ms: float, plan: Plan) -> None:
-        self.callbacks.on_step(reduced, ms, plan)
-        self.monitor.between_steps()
-
-    def _on_layout_change(self, change: LayoutChange) -> None:
-        self.monitor.plan_version = change.plan.version
-        self.callbacks.on_layout_change(change)
-
-    def _on_idle(self) -> None:
-        self.callbacks.on_idle()
-        self.monitor.while_idle()
+    return replace(setup, record=monitor.record), replace(
+        callbacks, on_step=on_step, on_layout_change=on_layout_change, on_idle=on_idle
+    )

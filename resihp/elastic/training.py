@@ -11,7 +11,7 @@ from resihp.client import Client
 from resihp.contracts import ContractError, Job, Plan
 
 from .checkpointing.settings import Checkpoints
-from .monitoring import MonitorAdapter, TrainingMonitor
+from .monitoring import TrainingMonitor, attach_monitor
 from .planning.sources import LocalPlans, PlanSource, ServicePlans
 from .rendezvous.environment import Environment
 from .rendezvous.store import Timeouts
@@ -58,8 +58,7 @@ def train(
     members = range(environment.world_size)
     callbacks = callbacks or Callbacks()
     if monitor is not None:
-        adapter = MonitorAdapter(monitor, callbacks)
-        setup, callbacks = adapter.setup(setup), adapter.adapted()
+        setup, callbacks = attach_monitor(monitor, setup, callbacks)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     trainer = Trainer(
         setup,

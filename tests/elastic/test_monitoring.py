@@ -9,7 +9,7 @@ import torch
 
 from resihp.contracts import ContractError, Plan
 from resihp.elastic.models import Llama, Packed
-from resihp.elastic.monitoring import MonitorAdapter
+from resihp.elastic.monitoring import attach_monitor
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.state.events import Callbacks, LayoutChange
 from resihp.elastic.step import ReducedStep, Setup
@@ -44,8 +44,7 @@ def test_a_monitor_and_hooks_are_both_called() -> None:
         on_layout_change=lambda switch: seen.append("switch"),
         on_idle=lambda: seen.append("idle"),
     )
-    adapter = MonitorAdapter(told, given)
-    setup, hooks = adapter.setup(setup_of()), adapter.adapted()
+    setup, hooks = attach_monitor(told, setup_of(), given)
     plan = Plan(version=3, layout=GRID, quotas=(6,) * GRID.dp)
     hooks.on_step(ReducedStep(step=0, loss=1.0, norm=1.0, ready=(0, 0)), 5.0, plan)
     hooks.on_layout_change(LayoutChange(plan=plan, step=1, pause_ms=1.0))
@@ -56,9 +55,8 @@ def test_a_monitor_and_hooks_are_both_called() -> None:
 
 
 def test_records_go_to_one_place() -> None:
-    adapter = MonitorAdapter(MicrobatchReport(), Callbacks())
     with pytest.raises(ContractError, match=r"Setup\.record"):
-        adapter.setup(setup_of(record=MicrobatchReport().record))
+        attach_monitor(MicrobatchReport(), setup_of(record=MicrobatchReport().record), Callbacks())
 
 
 @pytest.mark.parametrize(
