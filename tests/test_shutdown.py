@@ -53,11 +53,12 @@ from resihp.elastic.planning.sources import NoPlans
 store = SimpleNamespace(check=lambda keys: in_torch())
 stores = SimpleNamespace(store=store)
 rendezvous = SimpleNamespace(stores=stores, rank=0, alive=(0,), recovery=0)
-present = SimpleNamespace(generation=0, plan=SimpleNamespace(version=0), completed=0)
-agent = PlanPublisher(NoPlans(), rendezvous, present, lambda: True, lambda plan: None)
-agent.start()
+plan = SimpleNamespace(version=0)
+state = SimpleNamespace(generation=0, plan=plan, completed=0, phase="idle")
+publisher = PlanPublisher(NoPlans(), rendezvous, state, lambda plan: None)
+publisher.start()
 assert begun.wait(300)
-agent.close()
+publisher.close()
 """
 
 MOVING_PAGES = """

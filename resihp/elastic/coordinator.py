@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from resihp.contracts import Plan
+from resihp.contracts import ContractError, Plan
 
 from .checkpointing.protocol import StateManager
 from .microbatches.ledger import SurvivingSum, indices, spans
@@ -16,11 +16,11 @@ from .process_groups.abortable import close_groups
 from .rendezvous.proposals import Proposal, ProposalBoard
 from .reshard.build import Generation, ReshardContext
 from .reshard.transfer import StateTransfer
-from .reshard.warmup import warm_up
 from .state.events import Callbacks, LayoutChange
 from .state.phases import Phase
 from .state.runtime_state import RuntimeState
 from .step import Engine, ReducedStep
+from .step.schedule import check_plan
 
 
 class ReshardCoordinator:
@@ -50,11 +50,6 @@ class ReshardCoordinator:
         self._transfer: StateTransfer | None = None
 
     # Before the change.
-
-    def warm_up(self) -> None:
-        """Do what is slow the first time, before this rank takes a place in the layout."""
-        with self._context.group_factory(threading.Event()) as factory:
-            warm_up(self._context.setup, factory)
 
     def start_job(self) -> None:
         """Build and commit the first generation, with the initial values of the model."""
@@ -97,10 +92,14 @@ class ReshardCoordinator:
         )
 
     def refusal(self, plan: Plan) -> str | None:
-        """Reason for which `plan` exceeds the memory budget, or None."""
-        setup, current = self._context.setup, self._state.plan.layout
-        copies = setup.optimizer.copies + 1
-        return self._context.budget.refusal(current, plan.layout, setup.model.parameters, copies)
+        """Reason for which this job does not change to `plan`, or None."""
+        setup, current = self._context.setup, self._state.plan
+        parameters, copies = setup.model.parameters, setup.optimizer.copies + 1
+        try:
+            check_plan(plan, parameters, current.microbatches)
+        except ContractError as error:
+            return str(error)
+        return self._context.budget.refusal(current.layout, plan.layout, parameters, copies)
 
     @property
     def is_transferring(self) -> bool:
@@ -148,7 +147,7 @@ class ReshardCoordinator:
         """After an update at which `all_ready`: commit new quotas, or start to transfer state."""
         prepared = self._state.prepared
         assert prepared is not None
-        if self._context.rank == min(self._state.plan.layout.ranks):
+        if self._context.rendezvous.rank == min(self._state.plan.layout.ranks):
             self._proposals.start_reshard(prepared.number)
         if prepared.keeps_layout:
             self._commit_quotas(prepared)
@@ -176,18 +175,10 @@ class ReshardCoordinator:
 
     # The change.
 
-    def reshard(
-        self,
-        lost: tuple[int, ...] = (),
-        kept: Sequence[SurvivingSum] | None = None,
-        norm: float | None = None,
-    ) -> float | None:
+    def reshard(self, norm: float | None = None) -> float | None:
         """Transfer the state to the next generation and commit it: on all ranks, or on none.
 
-        lost  after a failure: ranks that can send nothing
-        kept  after a failure: surviving gradient sums of the step. None: the gradients of the step
-              are summed and move as well
-        norm  their norm, on ranks that know it
+        norm  of the gradients of the step, on ranks that know it; they are summed and move as well
 
         Collective over the ranks alive. Returns the norm on every rank if the update of the step is
         to be made in the new generation. Raises `PeerLostError` if a rank is lost (the survivors
@@ -199,39 +190,33 @@ class ReshardCoordinator:
         generation.wait()
         proposal = generation.proposal
         start = state.paused_at or time.perf_counter()
-        was_training = state.engine is not None
         state.enter(Phase.STREAMING)
         transfer = self._transfer or self._new_transfer(generation)
         if proposal.missing_state:
             transfer.restore(self._checkpoints, proposal.missing_state)
         else:
-            transfer.finish(kept)
+            transfer.finish()
             state.resume(transfer.completed)
         state.enter(Phase.VOTING)
         state.vote(generation)
         rendezvous.change_members(proposal.members)  # whichever generation is committed
         norm = _vote(generation, norm)
-        received_bytes, gradient_bytes = transfer.received_bytes, transfer.gradient_bytes
-        extra_bytes = transfer.buffer_bytes + transfer.held_twice_bytes
-        pending = generation.pending
-        spilled_bytes = pending.allocator.spilled_bytes if pending is not None else 0
-        del transfer, pending  # they hold the state of the old generation
-        self.commit(generation)
-        pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
+        completed = state.completed if generation.rewound is None else generation.rewound
         change = LayoutChange(
             plan=generation.plan,
-            step=state.completed + (norm is not None),
-            pause_ms=pause_ms,
+            step=completed + (norm is not None),
+            pause_ms=0.0,
             prepare_ms=generation.took_s * 1e3,
-            received_bytes=received_bytes,
-            gradient_bytes=gradient_bytes,
-            extra_bytes=extra_bytes,
-            spilled_bytes=spilled_bytes,
-            lost=lost,
-            kept=spans(index for one in kept or () for index in indices(one.finished)),
+            received_bytes=transfer.received_bytes,
+            gradient_bytes=transfer.gradient_bytes,
+            extra_bytes=transfer.extra_bytes,
+            spilled_bytes=transfer.spilled_bytes,
+            lost=generation.lost or (),
+            kept=spans(index for one in generation.kept for index in indices(one.finished)),
             is_rewound=generation.rewound is not None,
         )
-        self._callbacks.on_layout_change(change)
+        del transfer  # it holds the state of the old generation
+        self._commit_measured(generation, change, start)
         return norm
 
     def commit(self, generation: Generation) -> None:
@@ -245,7 +230,13 @@ class ReshardCoordinator:
                 unused += previous.groups.all
                 previous.release()
             close_groups(unused)
-        state.commit(generation, self._engine(generation))
+        engine = None
+        if generation.groups is not None and generation.shard is not None:
+            setup, waited = self._context.setup, self._context.waited
+            groups, shard, plan = generation.groups, generation.shard, generation.plan
+            engine = Engine(setup, groups, shard, plan, waited, generation.rest)
+            engine.total = generation.total
+        state.commit(generation, engine)
         alive = rendezvous.alive
         rendezvous.change_members(
             tuple(rank for rank in generation.proposal.staying if rank in alive)
@@ -277,27 +268,15 @@ class ReshardCoordinator:
             on_transfer=self._callbacks.on_transfer,
         )
 
-    def _engine(self, generation: Generation) -> Engine | None:
-        if generation.groups is None or generation.shard is None:
-            return None
-        engine = Engine(
-            self._context.setup,
-            generation.groups,
-            generation.shard,
-            generation.plan,
-            self._context.waited,
-            generation.rest,
-        )
-        engine.total = generation.total
-        return engine
-
     def _commit_quotas(self, generation: Generation) -> None:
-        start = time.perf_counter()
+        change = LayoutChange(plan=generation.plan, step=self._state.completed, pause_ms=0.0)
+        self._commit_measured(generation, change, time.perf_counter())
+
+    def _commit_measured(self, generation: Generation, change: LayoutChange, start: float) -> None:
         was_training = self._state.engine is not None
         self.commit(generation)
         pause_ms = (time.perf_counter() - start) * 1e3 if was_training else 0.0
-        change = LayoutChange(plan=generation.plan, step=self._state.completed, pause_ms=pause_ms)
-        self._callbacks.on_layout_change(change)
+        self._callbacks.on_layout_change(replace(change, pause_ms=pause_ms))
 
 
 def _vote(generation: Generation, norm: float | None) -> float | None:

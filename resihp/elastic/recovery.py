@@ -11,10 +11,9 @@ from .coordinator import ReshardCoordinator
 from .planning.sources import PlanSource
 from .process_groups.layout_groups import LayoutGroups
 from .rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
-from .rendezvous.membership import Rendezvous
 from .rendezvous.proposals import Proposal, ProposalBoard
+from .reshard.build import ReshardContext
 from .state.runtime_state import RuntimeState
-from .step import Setup
 from .step.schedule import check_plan
 
 _log = logging.getLogger("resihp.elastic")
@@ -28,17 +27,16 @@ class Recovery:
 
     def __init__(
         self,
-        setup: Setup,
+        context: ReshardContext,
         state: RuntimeState,
-        rendezvous: Rendezvous,
         plans: PlanSource,
         coordinator: ReshardCoordinator,
         *,
         can_restore: bool,
     ) -> None:
-        self._setup, self._state, self._rendezvous = setup, state, rendezvous
+        self._setup, self._rendezvous, self._state = context.setup, context.rendezvous, state
         self._plans, self._coordinator, self._can_restore = plans, coordinator, can_restore
-        self._proposals = ProposalBoard(rendezvous)
+        self._proposals = ProposalBoard(context.rendezvous)
 
     def recover(self, reason: str) -> None:
         """Agree with the survivors on the state, and continue in a layout without the lost ranks.
@@ -57,7 +55,7 @@ class Recovery:
         proposal = self._proposals.wait(decision.next_generation)
         kept = () if proposal.missing_state else decision.kept
         self._coordinator.prepare(decision.next_generation, proposal, lost, kept)
-        self._coordinator.reshard(lost, kept)
+        self._coordinator.reshard()
 
     def _abandoned(self) -> list[str]:
         """The passes that the other ranks of this rank's replica cannot finish without it."""

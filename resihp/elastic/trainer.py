@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from resihp.contracts import ContractError, FencedOutError, PeerLostError, Plan
+from resihp.contracts import FencedOutError, PeerLostError, Plan
 
 from .checkpointing.protocol import StateManager
 from .checkpointing.settings import Checkpoints
@@ -19,6 +19,7 @@ from .rendezvous.joiners import Joiners, describe_model
 from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
 from .reshard.build import ReshardContext
+from .reshard.warmup import warm_up
 from .state.events import Callbacks, LayoutChange
 from .state.phases import Phase
 from .state.runtime_state import RuntimeState
@@ -54,24 +55,26 @@ class Trainer:
         self._state = RuntimeState(plan, self._callbacks.on_phase)
         self._steps = 0
         self._is_joining = self._is_leaving = False
-        self._checkpoints = _state_manager(checkpoints, setup, rendezvous)
+        self._checkpoints = StateManager()
+        if checkpoints is not None:
+            from .checkpointing.manager import CheckpointManager  # needs the extra `checkpoint`
+
+            self._checkpoints = CheckpointManager(checkpoints, setup, rendezvous)
+        context = ReshardContext(setup, rendezvous, WaitClock(), memory or ReshardBudget())
         self._coordinator = ReshardCoordinator(
-            ReshardContext(setup, rendezvous, WaitClock(), memory or ReshardBudget()),
+            context,
             self._state,
             replace(self._callbacks, on_layout_change=self._changed),
             self._checkpoints,
         )
         self._recovery = Recovery(
-            setup,
+            context,
             self._state,
-            rendezvous,
             plans,
             self._coordinator,
-            can_restore=self._checkpoints.can_restore,
+            can_restore=checkpoints is not None,
         )
-        self._publisher = PlanPublisher(
-            plans, rendezvous, self._state, self._is_settled, self._refusal
-        )
+        self._publisher = PlanPublisher(plans, rendezvous, self._state, self._coordinator.refusal)
 
     @property
     def plan(self) -> Plan:
@@ -116,7 +119,7 @@ class Trainer:
         """
         self._steps = steps
         self._rendezvous.start()
-        self._coordinator.warm_up()
+        warm_up(self.setup, self._rendezvous)
         if self._await_invitation():
             self._live(lambda: None)
         else:
@@ -141,7 +144,7 @@ class Trainer:
     def _await_invitation(self) -> bool:
         """Wait for an invitation; False if the job ends, or this rank is to leave, before."""
         self._state.rejoin()
-        self._rendezvous.withdraw()
+        self._rendezvous.change_members(())
         joiners = Joiners(self._rendezvous.stores.store)
         invitation = joiners.await_invitation(self.rank, self._model, lambda: self._is_leaving)
         if invitation is None:
@@ -255,25 +258,3 @@ class Trainer:
         self._is_joining = False
         self._callbacks.on_layout_change(change)
         self._publisher.acknowledge(change)
-
-    def _refusal(self, plan: Plan) -> str | None:
-        """Reason for which this job does not change to `plan`, or None."""
-        try:
-            check_plan(plan, self.setup.model.parameters, self.plan.microbatches)
-        except ContractError as error:
-            return str(error)
-        return self._coordinator.refusal(plan)
-
-    def _is_settled(self) -> bool:
-        return self._state.phase not in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING)
-
-
-def _state_manager(
-    settings: Checkpoints | None, setup: Setup, rendezvous: Rendezvous
-) -> StateManager:
-    if settings is None:
-        return StateManager()
-    from .checkpointing.manager import CheckpointManager  # needs the extra `checkpoint`
-
-    store = rendezvous.stores.store
-    return CheckpointManager(settings, setup, rendezvous.rank, store, host=rendezvous.host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from resihp.contracts import Layout, PeerLostError, Replica
 from resihp.elastic.rendezvous import keys
-from resihp.elastic.rendezvous.barrier import barrier
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, announce_death
 from resihp.elastic.state.phases import Phase
 from tests.elastic.engine_job import BRISK, GRID, SHIFTED, Case, Fault, plan, run
 
@@ -22,7 +24,6 @@ STEPS = 8
 FIRST = Layout((GRID.replicas[0],))
 OTHER_SHARES = Layout((SHIFTED.replicas[1],))
 IDLE = 2
-HOUR = timedelta(hours=1)
 PATIENCE_S = 30.0
 
 
@@ -58,38 +59,46 @@ def test_a_plan_follows_one_whose_rank_has_stopped(tmp_path: Path) -> None:
     assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
 
 
+def rendezvous_of(store: dist.Store, rank: int, timeouts: Timeouts = BRISK) -> Rendezvous:
+    return Rendezvous(lambda: store, rank, (0, 1), timeouts)
+
+
 def test_ranks_meet_when_all_have_come() -> None:
     """The last one comes when the others are known to wait; another name is another meeting."""
-    store, waits = dist.HashStore(), threading.Event()
+    store, cancelled = dist.HashStore(), threading.Event()
 
-    def come() -> None:
-        barrier(
-            store, "generation", (0, 1), broken=waits.set, absent=lambda seconds: [], timeout=HOUR
-        )
+    def come(rank: int) -> None:
+        rendezvous_of(store, rank).barrier("generation", (0, 1), cancelled, is_starting=True)
 
     store.add(keys.arrivals("elsewhere"), 2)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(come)
-        assert waits.wait(PATIENCE_S)
+        first = pool.submit(come, 0)
+        while store.add(keys.arrivals("generation"), 0) == 0:
+            time.sleep(0.001)
         assert not first.done()
-        come()
+        come(1)
         first.result(PATIENCE_S)
 
 
 def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None:
-    def wait(given_up: str | None, gone: list[int], timeout: timedelta) -> None:
-        barrier(
-            dist.HashStore(),
-            "generation",
-            (0, 1),
-            broken=lambda: given_up,
-            absent=lambda seconds: gone,
-            timeout=timeout,
-        )
+    def wait(rendezvous: Rendezvous) -> None:
+        rendezvous.barrier("generation", (0, 1), threading.Event(), is_starting=True)
 
+    given_up = rendezvous_of(dist.HashStore(), 0)
+    given_up.request_recovery("given up")
     with pytest.raises(PeerLostError, match="given up"):
-        wait("given up", [], HOUR)
+        wait(given_up)
+    store = dist.HashStore()
+    announce_death(store, 1)
     with pytest.raises(PeerLostError, match=r"ranks \[1\] are dead"):
-        wait(None, [1], HOUR)
+        wait(rendezvous_of(store, 0))
+    at_once = dict.fromkeys(("heartbeat", "connect", "exchange"), timedelta(microseconds=2))
+    hasty = Timeouts(poll=timedelta(microseconds=1), **at_once)
+    store = dist.HashStore()
+    store.set(keys.heartbeat(1), "1")
     with pytest.raises(PeerLostError, match="1 of 2 ranks arrived"):
-        wait(None, [], timedelta(0))
+        wait(rendezvous_of(store, 0, hasty))
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(PeerLostError, match="cancelled"):
+        rendezvous_of(dist.HashStore(), 0).barrier("it", (0, 1), cancelled, is_starting=True)

@@ -107,9 +107,9 @@ class LoopGradients:
     ) -> list[torch.Tensor]:
         """Return the sums over replicas in the fixed order of the tree, in fp32."""
         own = [held for _, held in sorted(self._held.items(), key=lambda item: item[0])]
+        like, leaves = self._local(), self._microbatches  # also gives every parameter a gradient
         if len(group) == 1:
             return own[0]
-        like, leaves = self._local(), self._microbatches
         nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
         sizes = [tensor.numel() for tensor in like]
         flat = tree_allreduce(group, index, own, sum(sizes), nodes_of, leaves)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from resihp.contracts import PeerLostError
 
-from ..process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory, WaitClock
+from ..process_groups.abortable import AbortableProcessGroup, WaitClock
 from ..rendezvous.membership import Rendezvous
 
 
@@ -49,35 +49,22 @@ def connect_replica_groups(
     failed: list[str] = []
     everyone, data_parallel, state = members
     name = f"loop{rendezvous.recovery}"
-    store = rendezvous.stores.borrow()
-    factory = ProcessGroupFactory(
-        store,
-        rendezvous.rank,
-        broken=rendezvous.broken,
-        timeout=rendezvous.timeouts.exchange,
-        connect=None if is_starting else rendezvous.timeouts.connect,
-        waited=WaitClock(),
-        host=rendezvous.host,
-    )
+    timeouts = rendezvous.timeouts
+    connect = timeouts.exchange if is_starting else timeouts.connect
 
     def build() -> None:
         try:
-            first = factory.group(f"{name}/everyone", everyone)
-            second = factory.group(f"{name}/data_parallel", data_parallel)
-            third = factory.group(f"{name}/state", state) if factory.rank in state else None
+            with rendezvous.group_factory(WaitClock(), connect=connect) as factory:
+                first = factory.group(f"{name}/everyone", everyone)
+                second = factory.group(f"{name}/data_parallel", data_parallel)
+                third = factory.group(f"{name}/state", state) if factory.rank in state else None
             built.append(ReplicaGroups(first, second, third))
         except (RuntimeError, dist.DistError) as error:
             failed.append(str(error))  # its traceback would keep the groups alive
-        finally:
-            rendezvous.stores.give_back(store)
 
     thread = threading.Thread(target=build, name="resihp-replica-groups", daemon=True)
     thread.start()
-    waited_s = 0.0
-    while thread.is_alive():
-        thread.join(0.01)
-        waited_s += 0.01
-        rendezvous.check(everyone, 0.0 if is_starting else waited_s)
+    rendezvous.join(thread, everyone, is_starting=is_starting)
     if failed:
         raise PeerLostError(f"the groups could not be built: {failed[0]}")
     return built[0]

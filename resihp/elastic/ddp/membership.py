@@ -59,11 +59,6 @@ class ReplicaMembership:
         return self.shares[self.place]
 
     @property
-    def lacks_state(self) -> bool:
-        """True while this replica holds no state."""
-        return self.coordinates.replica in self.without_state
-
-    @property
     def state_source(self) -> int:
         """Rank that sends its state to the ranks of the same index in replicas without state."""
         return self.data_parallel([r for r in self.alive if r not in self.without_state])[0]
@@ -128,20 +123,18 @@ class ReplicaJoiner:
         self._rendezvous, self._coordinates = rendezvous, coordinates
         self._joiners = Joiners(rendezvous.stores.borrow())
         self._is_closed = False
-        self.plan: Plan | None = None
 
-    def enter(self, model: str) -> RecoveryDecision | None:
-        """Wait for an invitation and return the decision behind it; None if the job ends before.
+    def enter(self, model: str) -> tuple[Plan, RecoveryDecision] | None:
+        """Wait for an invitation; None if the job ends before.
 
-        `plan` is then the plan of the replicas that were alive before.
+        Returns the plan of the replicas that were alive before, and the decision behind it.
         """
         rank = self._coordinates.rank
         invitation = self._joiners.await_invitation(rank, model, lambda: False)
         if invitation is None:
             return None
-        self.plan = invitation.plan
         self._rendezvous.enter(invitation.recovery, invitation.alive)
-        return past_decision(self._rendezvous, invitation.recovery - 1)
+        return invitation.plan, past_decision(self._rendezvous, invitation.recovery - 1)
 
     def waiting(self, alive: Sequence[int]) -> tuple[int, ...]:
         """Return the replicas that can join now; empty on all processes but the first alive."""

@@ -70,11 +70,8 @@ class Replicas:
     ) -> None:
         environment = environment or Environment.read(os.environ)
         timeouts = timeouts or Timeouts()
-        self.coordinates, self.completed, self.recoveries = (
-            ReplicaCoordinates.of(environment, members),
-            0,
-            0,
-        )
+        self.coordinates = ReplicaCoordinates.of(environment, members)
+        self.completed = self.recoveries = 0
         check_model(model, self.coordinates)
         self._model = model
         self._description = describe_model((n, p.shape) for n, p in model.named_parameters())
@@ -227,7 +224,7 @@ class Replicas:
         self._connect()
 
     def _report(self, step: Step) -> SurvivorReport:
-        if self._membership.lacks_state:
+        if self.coordinates.replica in self._membership.without_state:
             return SurvivorReport(generation=0, completed=self.completed, idle=True)
         held = GradientHolding(0, self._membership.place, self.coordinates.members)
         if self.completed == step.number:
@@ -264,15 +261,14 @@ class Replicas:
 
     def _enter_job(self) -> bool:
         """Join or start the job; False if it ended before this process was invited."""
-        decision = self._join.enter(self._description) if self.coordinates.joins else None
-        if self.coordinates.joins and decision is None:
+        invited = self._join.enter(self._description) if self.coordinates.joins else None
+        if self.coordinates.joins and invited is None:
             return False
         try:
-            if decision is not None:
-                assert self._join.plan is not None
-                self._membership.plan = self._join.plan
+            if invited is not None:
+                self._membership.plan, decision = invited
                 self._apply(decision)
-            self._connect(is_starting=decision is None)
+            self._connect(is_starting=invited is None)
         except PeerLostError as error:
             self._pending_recovery = str(error)
         return True

@@ -40,9 +40,7 @@ class StateBroadcast:
     """Sends the state in a thread during computation; the state must not change until `finish`."""
 
     def __init__(self, transport: Transport, state: Mapping[str, Stateful]) -> None:
-        self._skeleton, self._tensors = pack(
-            {name: one.state_dict() for name, one in state.items()}
-        )
+        self._whole, self._tensors = pack({name: one.state_dict() for name, one in state.items()})
         self._transport = transport
         self._broken: str | None = None
         self._thread = threading.Thread(
@@ -62,8 +60,8 @@ class StateBroadcast:
 
     def _run(self) -> None:
         try:
-            self._send(torch.tensor([len(self._skeleton)]))
-            self._send(_bytes(self._skeleton))
+            self._send(torch.tensor([len(self._whole)]))
+            self._send(torch.frombuffer(bytearray(self._whole), dtype=torch.uint8))
             for part in _chunks(self._tensors):
                 self._send(torch.cat([_flat(tensor) for tensor in part]))
         except PeerLostError as error:
@@ -82,9 +80,9 @@ def receive_state(
     """
     size = torch.zeros(1, dtype=torch.int64)
     complete(transport.recv([size]))
-    skeleton = torch.empty(int(size), dtype=torch.uint8)
-    complete(transport.recv([skeleton]))
-    whole = bytes(skeleton.numpy())
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    complete(transport.recv([packed]))
+    whole = bytes(packed.numpy())
     tensors = empties(whole)
     for part in _chunks(tensors):
         flat = torch.empty(sum(map(_size, part)), dtype=torch.uint8)
@@ -100,23 +98,22 @@ def receive_state(
 
 
 def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle `state` without its tensors; return the bytes and the tensors in order."""
+    """Pickle `state` without its tensors, but with their shapes; return the tensors in order."""
     written = io.BytesIO()
     packer = _Packer(written)
     packer.dump(state)
-    return written.getvalue(), packer.tensors
+    forms = [(tuple(tensor.shape), tensor.dtype) for tensor in packer.tensors]
+    return pickle.dumps((forms, written.getvalue())), packer.tensors
 
 
-def unpack(skeleton: bytes, tensors: Sequence[torch.Tensor], known: Sequence[DeviceMesh]) -> Any:
-    """Rebuild the state with `tensors` in it."""
-    return _Unpacker(io.BytesIO(skeleton), tensors, known).load()
+def unpack(packed: bytes, tensors: Sequence[torch.Tensor], known: Sequence[DeviceMesh]) -> Any:
+    """Rebuild the state with `tensors` in it; `known` are the meshes of this replica."""
+    return _Unpacker(io.BytesIO(pickle.loads(packed)[1]), tensors, known).load()
 
 
-def empties(skeleton: bytes) -> list[torch.Tensor]:
+def empties(packed: bytes) -> list[torch.Tensor]:
     """Allocate the tensors of a packed state."""
-    unpacker = _Unpacker(io.BytesIO(skeleton), None, ())
-    unpacker.load()
-    return unpacker.empties
+    return [torch.empty(shape, dtype=dtype) for shape, dtype in pickle.loads(packed)[0]]
 
 
 def meshes(tensors: Iterable[Any]) -> list[DeviceMesh]:
@@ -129,7 +126,7 @@ def meshes(tensors: Iterable[Any]) -> list[DeviceMesh]:
 
 
 class _Packer(pickle.Pickler):
-    """Pickler that replaces tensors by their shape, dtype and distribution."""
+    """Pickler that replaces tensors by their distribution."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -137,45 +134,35 @@ class _Packer(pickle.Pickler):
         self._meshes: list[DeviceMesh] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return local shape, dtype and distribution of a tensor; None for other objects."""
+        """Return the distribution of a tensor, () for a plain one; None for other objects."""
         if not isinstance(obj, torch.Tensor):
             return None
-        spread = None
         local = obj.detach()
-        if isinstance(local, DTensor):
-            if local.device_mesh not in self._meshes:
-                self._meshes.append(local.device_mesh)
-            mesh = self._meshes.index(local.device_mesh)
-            spread = (mesh, local.placements, local.shape, local.stride())
-            local = local.to_local()
-        self.tensors.append(local)
-        return tuple(local.shape), local.dtype, spread
+        if not isinstance(local, DTensor):
+            self.tensors.append(local)
+            return ()
+        if local.device_mesh not in self._meshes:
+            self._meshes.append(local.device_mesh)
+        self.tensors.append(local.to_local())
+        mesh = self._meshes.index(local.device_mesh)
+        return mesh, local.placements, local.shape, local.stride()
 
 
 class _Unpacker(pickle.Unpickler):
-    """Unpickler that inserts given tensors, or allocates them."""
+    """Unpickler that inserts given tensors."""
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        tensors: Sequence[torch.Tensor] | None,
-        known: Sequence[DeviceMesh],
+        self, file: io.BytesIO, tensors: Sequence[torch.Tensor], known: Sequence[DeviceMesh]
     ) -> None:
         super().__init__(file)
-        self.empties: list[torch.Tensor] = []
-        self._tensors = None if tensors is None else iter(tensors)
-        self._known = known
+        self._tensors, self._known = iter(tensors), known
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the next tensor."""
-        shape, dtype, spread = pid
-        if self._tensors is None:
-            self.empties.append(torch.empty(shape, dtype=dtype))
-            return None
         local = next(self._tensors)
-        if spread is None:
+        if not pid:
             return local
-        mesh, placements, whole, stride = spread
+        mesh, placements, whole, stride = pid
         return DTensor.from_local(
             local.to(self._known[mesh].device_type),
             self._known[mesh],
@@ -205,7 +192,3 @@ def _size(tensor: torch.Tensor) -> int:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return its bytes, as a view where it is contiguous on the CPU."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _bytes(raw: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from resihp._shutdown import start_thread
 from resihp.contracts import InfeasibleError, Plan
 
+from ..rendezvous import keys
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
 from ..rendezvous.proposals import Proposal, ProposalBoard
 from ..state.events import LayoutChange
+from ..state.phases import Phase
 from ..state.runtime_state import RuntimeState
 from .sources import PlanSource
 
@@ -31,20 +33,18 @@ class PlanPublisher:
     A new plan has one of three reasons: ranks are to leave, joiners have announced themselves, or
     the source has a newer plan. Every rank runs a publisher; those of the other ranks only wait.
 
-    is_settled  False while the layout is changing; a plan made before is then dropped
-    refusal     why the job cannot run a plan, or None
+    refusal  why the job cannot run a plan, or None
     """
 
     def __init__(
         self,
         plans: PlanSource,
         rendezvous: Rendezvous,
-        present: RuntimeState,
-        is_settled: Callable[[], bool],
+        state: RuntimeState,
         refusal: Callable[[Plan], str | None],
     ) -> None:
         self._plans, self._rendezvous = plans, rendezvous
-        self._present, self._is_settled, self._refusal = present, is_settled, refusal
+        self._state, self._refusal = state, refusal
         self._proposals = ProposalBoard(rendezvous)
         self._joiners = Joiners(rendezvous.stores.store)
         self._failed_once: int | None = None  # version whose proposal was given up once
@@ -90,15 +90,15 @@ class PlanPublisher:
             if self._is_leaving:
                 self._joiners.leave(self._rendezvous.rank)
                 self._is_leaving = False
-            generation = self._current_generation()
+            generation = self._settled_generation()
             is_first = self._rendezvous.alive[:1] == (self._rendezvous.rank,)
-            if not is_first or generation == published or not self._is_settled():
+            if not is_first or generation in (None, published):
                 self._closed.wait(_POLL_S)
                 continue
             if proposal is not None and published is not None:
                 self._check_failed(proposal, published[0])
             proposal = self._next_proposal()
-            is_current = generation == self._current_generation() and self._is_settled()
+            is_current = generation == self._settled_generation()
             if not is_current:
                 self._planned_for.clear()  # the layout changed meanwhile: ask for joiners again
             if proposal is None or not is_current or self._closed.is_set():
@@ -107,19 +107,20 @@ class PlanPublisher:
             self._publish(proposal)
             published = generation
 
-    def _current_generation(self) -> tuple[int, int]:
-        return self._rendezvous.recovery, self._present.generation
+    def _settled_generation(self) -> tuple[int, int] | None:
+        """Current generation, None while the layout is changing: a plan made before is dropped."""
+        if self._state.phase in (Phase.STREAMING, Phase.VOTING, Phase.RECOVERING):
+            return None
+        return self._rendezvous.recovery, self._state.generation
 
     def _publish(self, proposal: Proposal) -> None:
         """Publish the proposal, and invite the joiners in it."""
-        present, rendezvous = self._present, self._rendezvous
+        state, rendezvous = self._state, self._rendezvous
         waiting = self._joiners.waiting()
         new = sorted(set(proposal.members) - set(rendezvous.alive))
         self._joiners.reset(new)
-        self._proposals.publish(present.generation + 1, proposal)
-        invitation = Invitation(
-            rendezvous.recovery, present.generation, present.plan, proposal.members
-        )
+        self._proposals.publish(state.generation + 1, proposal)
+        invitation = Invitation(rendezvous.recovery, state.generation, state.plan, proposal.members)
         for rank in new:
             self._joiners.invite(rank, waiting.get(rank, 0), invitation)
 
@@ -127,7 +128,7 @@ class PlanPublisher:
 
     def _next_proposal(self) -> Proposal | None:
         """The next proposal, or None after a wait of at most `_PATIENCE_S`."""
-        current, alive = self._present.plan, self._rendezvous.alive
+        current, alive = self._state.plan, self._rendezvous.alive
         requested = self._joiners.leaving()
         leaving = tuple(rank for rank in alive if rank in requested)
         if leaving == alive or self._joiners.is_stopped():
@@ -144,12 +145,12 @@ class PlanPublisher:
 
     def _plan_without(self, leaving: tuple[int, ...]) -> Plan | None:
         """A plan that does not use the `leaving` ranks, or None if there is none."""
-        current = self._present.plan
+        current = self._state.plan
         if not set(leaving) & set(current.layout.ranks):
             return replace(current, version=current.version + 1)
         staying = tuple(rank for rank in self._rendezvous.alive if rank not in leaving)
         try:
-            return self._plans.after_loss(current, staying, self._present.completed)
+            return self._plans.after_loss(current, staying, self._state.completed)
         except InfeasibleError as error:
             _log.warning(
                 "ranks %s are to leave, but no plan works without them: %s", leaving, error
@@ -165,7 +166,7 @@ class PlanPublisher:
         if announced <= self._planned_for:
             return None
         self._planned_for |= announced
-        return self._plans.joined(self._present.plan, tuple(waiting), self._present.completed)
+        return self._plans.joined(self._state.plan, tuple(waiting), self._state.completed)
 
     def _newer_plan(self, after: int) -> Plan | None:
         """The source's next plan, or None. Plans up to version `after` are skipped."""
@@ -192,12 +193,12 @@ class PlanPublisher:
         """
         plan = proposal.plan
         is_given_up = self._rendezvous.recovery > recovery
-        is_committed = self._present.plan.version == plan.version
+        is_committed = self._state.plan.version == plan.version
         are_all_alive = set(proposal.members) <= set(self._rendezvous.alive)
         if is_committed or not is_given_up or not are_all_alive:
             return
         if plan.version == self._failed_once:
-            reason = self._rendezvous.recovery_reason(recovery)
+            reason = self._rendezvous.stores.store.get(keys.broken(recovery)).decode()
             self._refuse(plan, f"its generation could not be built: {reason}")
         self._failed_once = plan.version
 

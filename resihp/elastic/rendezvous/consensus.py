@@ -142,13 +142,16 @@ def agree(
         decision = past_decision(rendezvous, recovery)
     if rendezvous.rank not in decision.survivors:
         raise FencedOutError(f"rank {rendezvous.rank} was given up by the other ranks")
-    rendezvous.recovered(decision.survivors)
+    rendezvous.enter(recovery + 1, decision.survivors)
     return decision
 
 
 def past_decision(rendezvous: Rendezvous, recovery: int) -> RecoveryDecision:
     """Decision of a recovery that is over."""
-    return read_decision(rendezvous.stores.store.get(keys.decision(recovery)))
+    document = json.loads(rendezvous.stores.store.get(keys.decision(recovery)))
+    kept = tuple(from_json(SurvivingSum, one) for one in document["kept"])
+    ranks = {name: tuple(document[name]) for name in ("survivors", "stateless")}
+    return RecoveryDecision(**{**document, **ranks, "kept": kept})
 
 
 def read_report(raw: bytes) -> SurvivorReport:
@@ -159,14 +162,6 @@ def read_report(raw: bytes) -> SurvivorReport:
     holdings = tuple(from_json(GradientHolding, held) for held in document["holdings"])
     joiners = tuple(document["joiners"])
     return SurvivorReport(**{**document, "holdings": holdings, "joiners": joiners})
-
-
-def read_decision(raw: bytes) -> RecoveryDecision:
-    """Decode a decision."""
-    document = json.loads(raw)
-    kept = tuple(from_json(SurvivingSum, one) for one in document["kept"])
-    ranks = {name: tuple(document[name]) for name in ("survivors", "stateless")}
-    return RecoveryDecision(**{**document, **ranks, "kept": kept})
 
 
 def _collect_reports(

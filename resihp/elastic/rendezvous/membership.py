@@ -7,14 +7,65 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from resihp.contracts import JobStoppedError, PeerLostError
 
+from ..process_groups.abortable import CPU, ProcessGroupFactory, WaitClock
 from . import keys
-from .heartbeats import HeartbeatReader
 from .store import StorePool, Timeouts
+
+_LONGEST_PAUSE_S = 0.02
+_JOIN_S = 0.01
+_REQUESTS_PER_S = 10_000  # of all ranks together to one store
+# Reads of a peer's heartbeat within the time-out after which the peer counts as lost.
+_READS = 10
+
+
+class HeartbeatReader:
+    """Reads the heartbeats of peers.
+
+    The time-out is counted in reads instead of seconds: while this process was suspended, its peers
+    may have been suspended too.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, timeouts: Timeouts) -> None:
+        self.interval_s = timeouts.heartbeat.total_seconds() / _READS
+        self._store, self._rank = store, rank
+        self._connect_s = timeouts.connect.total_seconds()
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._next_read = 0.0
+
+    def silent_if_due(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """`silent(ranks, waited_s)` once every `interval_s`; an empty list in between."""
+        now = time.monotonic()
+        if now <= self._next_read:
+            return []
+        self._next_read = now + self.interval_s
+        return self.silent(ranks, waited_s)
+
+    def silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """Return those of `ranks` that are dead or have not beaten for the time-out.
+
+        To be called every `interval_s`. A rank without any heartbeat is still starting; it is
+        silent after `Timeouts.connect`, of which `waited_s` seconds have passed.
+        """
+        is_overdue = waited_s > self._connect_s
+        silent = []
+        for rank in sorted(set(ranks) - {self._rank}):
+            key = keys.heartbeat(rank)
+            beat = int(self._store.get(key)) if self._store.check([key]) else 0
+            last, reads = self._seen.get(rank, (-1, 0))
+            reads = reads + 1 if beat == last else 0
+            self._seen[rank] = (beat, reads)
+            is_late = reads >= _READS if beat else is_overdue
+            if is_late or self._store.check([keys.dead(rank)]):
+                silent.append(rank)
+        return silent
 
 
 @dataclass(frozen=True)
@@ -89,27 +140,80 @@ class Rendezvous:
     # Members.
 
     def enter(self, recovery: int, alive: tuple[int, ...], *, is_joining: bool = False) -> None:
-        """Become a member after `recovery` recoveries; failures before that do not count."""
+        """Be one of the members `alive` after `recovery` recoveries.
+
+        Failures before that do not count.
+        """
         with self._changed:
             self.recovery, self.alive, self.is_joining = recovery, alive, is_joining
             self._broken = None
 
     def change_members(self, alive: tuple[int, ...]) -> None:
-        """Continue with the members `alive`, without a failure."""
+        """Continue with the members `alive`, without a failure; outside of them no heartbeats."""
         with self._changed:
             self.alive, self.is_joining = alive, False
 
-    def withdraw(self) -> None:
-        """Cease to be a member, and to send heartbeats."""
-        with self._changed:
-            self.alive = ()
+    def barrier(
+        self, name: str, ranks: Collection[int], cancelled: threading.Event, *, is_starting: bool
+    ) -> None:
+        """Return when all `ranks`, this one included, have called this with the same `name`.
 
-    def absent(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """Return those of `ranks` that will not arrive for the next generation."""
-        none = list[int]()
-        with self._reading:
-            reader = self._joiner_heartbeats
-            return self.stores.ask(lambda: reader.silent_if_due(ranks, waited_s), none)
+        A group's constructor blocks in the store until all peers have published their addresses,
+        and cannot be cancelled; so no rank calls it before all ranks have arrived here. Each rank
+        calls this once for a name. At the start of a job processes come at their own pace. Raises
+        `PeerLostError` once `cancelled`, after a failure, if a rank will not arrive, and after
+        `Timeouts.exchange`.
+        """
+        start, pause_s, none = time.monotonic(), 0.001, list[int]()
+        reader = self._joiner_heartbeats
+        longest_s = max(_LONGEST_PAUSE_S, len(ranks) / _REQUESTS_PER_S)
+        key, store, timeout = keys.arrivals(name), self.stores.store, self.timeouts.exchange
+        arrived = store.add(key, 1)
+        while arrived < len(ranks):
+            waited_s = time.monotonic() - start
+            if cancelled.is_set():
+                raise PeerLostError("cancelled")
+            self.check(tuple(ranks), 0.0)
+            with self._reading:
+                silence_s = min(waited_s, self.timeouts.connect.total_seconds())
+                silence_s = silence_s if is_starting else waited_s
+                lost = self.stores.ask(partial(reader.silent_if_due, ranks, silence_s), none)
+            if lost:
+                raise PeerLostError(f"ranks {lost} are dead or do not answer")
+            if waited_s > timeout.total_seconds():
+                raise PeerLostError(f"{arrived} of {len(ranks)} ranks arrived within {timeout}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+            arrived = store.add(key, 0)
+
+    @contextmanager
+    def group_factory(
+        self,
+        waited: WaitClock,
+        *,
+        cancelled: threading.Event | None = None,
+        connect: timedelta | None = None,
+        device: torch.device = CPU,
+    ) -> Iterator[ProcessGroupFactory]:
+        """Factory whose groups abort with the generation, or when `cancelled` is set."""
+        store = self.stores.borrow()
+
+        def broken(ranks: Sequence[int], waited_s: float) -> str | None:
+            is_cancelled = cancelled is not None and cancelled.is_set()
+            return "cancelled" if is_cancelled else self.broken(ranks, waited_s)
+
+        yield ProcessGroupFactory(
+            store,
+            self.rank,
+            broken=broken,
+            timeout=self.timeouts.exchange,
+            connect=connect or self.timeouts.connect,
+            waited=waited,
+            host=self.host,
+            device=device,
+        )
+        # Not after an exception: a thread of the failed attempt may be blocked in the store.
+        self.stores.give_back(store)
 
     # Failures.
 
@@ -121,24 +225,38 @@ class Rendezvous:
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
         """Reason to give up waiting for `ranks`, or None; every wait of any thread asks this."""
         with self._reading:
-            scope = self._current_scope()
-            if self._reason(scope) is None and waited_s > 1.0:
+            scope = self._scope
+            if scope is not None and scope.thread != threading.get_ident():
+                scope = None
+            known = self._broken if scope is None else self._broken_in_scope
+            if known is None and waited_s > 1.0:
                 peers, none = ranks if scope is None else scope.ranks, list[int]()
                 silent = self.stores.ask(
-                    lambda: self.heartbeats.silent_if_due(peers, waited_s), none
+                    partial(self.heartbeats.silent_if_due, peers, waited_s), none
                 )
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if scope is not None:
                         self._broken_in_scope = reason
                     self.request_recovery(reason)
-            return self._reason(scope)
+            return self._broken if scope is None else self._broken_in_scope
 
     def check(self, ranks: Sequence[int], waited_s: float) -> None:
         """Raise `PeerLostError` with the reason to give up waiting for `ranks`, if there is one."""
         reason = self.broken(ranks, waited_s)
         if reason is not None:
             raise PeerLostError(reason)
+
+    def join(self, thread: threading.Thread, ranks: Sequence[int], *, is_starting: bool) -> None:
+        """Wait for a thread that builds groups of `ranks`. Raises `PeerLostError`.
+
+        At the start of a job processes come at their own pace: silence is no failure yet.
+        """
+        waited_s = 0.0
+        while thread.is_alive():
+            thread.join(_JOIN_S)
+            waited_s += 0.0 if is_starting else _JOIN_S
+            self.check(ranks, waited_s)
 
     @contextmanager
     def failure_scope(self, work: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -170,21 +288,10 @@ class Rendezvous:
             store.compare_set(keys.broken(self.recovery), "", reason)
             store.add(keys.SIGNAL, 1)
 
-    def recovery_reason(self, recovery: int) -> str:
-        """Reason for which recovery number `recovery` was requested."""
-        return str(self.stores.store.get(keys.broken(recovery)).decode())
-
     def check_stopped(self) -> None:
         """Raise `JobStoppedError` if the launcher that hosts the store ends the job."""
         if self._stopped is not None:
             raise JobStoppedError(self._stopped)
-
-    def recovered(self, alive: tuple[int, ...]) -> None:
-        """Continue with the members `alive`, on which all survivors have agreed."""
-        with self._changed:
-            self.recovery += 1
-            self.alive, self.is_joining = alive, False
-            self._broken = None
 
     # The end of the job.
 
@@ -214,14 +321,6 @@ class Rendezvous:
         """Sleep until the store's signal changes, at most for a second."""
         with self._changed:
             self._changed.wait(timeout=1.0)
-
-    def _current_scope(self) -> _Scope | None:
-        """Failure scope of the calling thread."""
-        scope = self._scope
-        return scope if scope and scope.thread == threading.get_ident() else None
-
-    def _reason(self, scope: _Scope | None) -> str | None:
-        return self._broken_in_scope if scope else self._broken
 
     def _read_stopped(self, store: dist.Store) -> None:
         if self._stopped is None and store.check([keys.STOPPED]):

@@ -162,7 +162,7 @@ class ShardAllocator:
         """
         if param not in self.spilled.state:
             return torch.zeros_like(like)
-        private, shared = self._mapped(like, ("private", "shared"))
+        private, shared = self._mapped(like)
         self.files.setdefault(param, []).append(shared)
         return private
 
@@ -170,7 +170,7 @@ class ShardAllocator:
         """The same for a gradient, which is released before the next step."""
         if param not in self.spilled.gradients:
             return torch.zeros_like(like)
-        (gradient,) = self._mapped(like, ("shared",))
+        _, gradient = self._mapped(like)
         self._gradients.append(gradient)
         return gradient
 
@@ -180,30 +180,29 @@ class ShardAllocator:
         copies = [tensor for tensors in self.files.values() for tensor in tensors]
         return sum(tensor.nbytes for tensor in (*copies, *self._gradients))
 
-    def _mapped(self, like: torch.Tensor, kinds: tuple[str, ...]) -> list[torch.Tensor]:
-        if like.numel() == 0:
-            return [torch.zeros_like(like) for _ in kinds]
-        try:
-            return self._in_file(like, kinds)
-        except OSError as error:
-            if not self.is_forced:
-                raise
-            _log.warning("%d bytes more than allowed stay in memory: %s", like.nbytes, error)
-            return [torch.zeros_like(like)] * len(kinds)
+    def _mapped(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros in a file, mapped privately and shared; both in memory if there is no file."""
+        if like.numel():
+            try:
+                return self._in_file(like)
+            except OSError as error:
+                if not self.is_forced:
+                    raise
+                _log.warning("%d bytes more than allowed stay in memory: %s", like.nbytes, error)
+        zeros = torch.zeros_like(like)
+        return zeros, zeros
 
-    def _in_file(self, like: torch.Tensor, kinds: tuple[str, ...]) -> list[torch.Tensor]:
+    def _in_file(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         descriptor, name = tempfile.mkstemp(prefix="resihp-spill-", dir=self.folder)
         try:
             # Without space on the disk, a write through a mapping would kill the process.
             os.posix_fallocate(descriptor, 0, like.nbytes)
-            mapped = {
-                kind: torch.from_file(
-                    name, shared=kind == "shared", size=like.numel(), dtype=like.dtype
-                ).view_as(like)
-                for kind in kinds
-            }
-            mapped["shared"].zero_()
-            return [*mapped.values()]
+            private, shared = (
+                torch.from_file(name, shared=shared, size=like.numel(), dtype=like.dtype)
+                for shared in (False, True)
+            )
+            shared.zero_()
+            return private.view_as(like), shared.view_as(like)
         finally:
             os.close(descriptor)
             os.unlink(name)  # the file exists until its last tensor is freed

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from ..process_groups.abortable import (
     close_groups,
 )
 from ..process_groups.layout_groups import LayoutGroups, build_layout_groups
-from ..rendezvous.barrier import barrier
 from ..rendezvous.membership import Rendezvous
 from ..rendezvous.proposals import Proposal
 from ..step import Engine, Setup
@@ -45,7 +43,6 @@ from .gradient_migration import moves_of_sums
 from .shared_memory import PeerLink, probe_peer_memory
 
 _log = logging.getLogger("resihp.elastic")
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -59,33 +56,6 @@ class ReshardContext:
     rendezvous: Rendezvous
     waited: WaitClock
     budget: ReshardBudget
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return self.rendezvous.rank
-
-    @contextmanager
-    def group_factory(self, cancelled: threading.Event) -> Iterator[ProcessGroupFactory]:
-        """Factory whose groups abort with the generation, or when `cancelled` is set."""
-        rendezvous = self.rendezvous
-        store = rendezvous.stores.borrow()
-
-        def broken(ranks: Sequence[int], waited_s: float) -> str | None:
-            return "cancelled" if cancelled.is_set() else rendezvous.broken(ranks, waited_s)
-
-        yield ProcessGroupFactory(
-            store,
-            rendezvous.rank,
-            broken=broken,
-            timeout=rendezvous.timeouts.exchange,
-            connect=rendezvous.timeouts.connect,
-            waited=self.waited,
-            host=rendezvous.host,
-            device=self.setup.device,
-        )
-        # Not after an exception: a thread of the failed attempt may be blocked in the store.
-        rendezvous.stores.give_back(store)
 
 
 class Generation:
@@ -154,7 +124,7 @@ class Generation:
         holders = (proposal.plan if is_new or before is None else before).layout.ranks
         self.source = min(set(holders) - set(lost or ()))
         self._context, self._before, self._engine = context, before, engine
-        self._lost, self._kept = lost, kept
+        self.lost, self.kept = lost, kept
         self._name = f"generation{context.rendezvous.recovery}.{number}"
         self._factory: ProcessGroupFactory | None = None
         self._thread = threading.Thread(target=self._run, name="resihp-prepare", daemon=True)
@@ -179,12 +149,8 @@ class Generation:
 
     def wait(self) -> None:
         """Wait for the build. Raises `fault`, or `PeerLostError` if it cannot be completed."""
-        waited_s = 0.0
-        while self._thread.is_alive():
-            self._thread.join(_POLL_S)
-            # Processes start at their own pace, so silence is no failure yet; connecting times out.
-            waited_s += 0.0 if self._before is None else _POLL_S
-            self._context.rendezvous.check(self.proposal.members, waited_s)
+        members, is_starting = self.proposal.members, self._before is None
+        self._context.rendezvous.join(self._thread, members, is_starting=is_starting)
         if self.fault is not None:
             raise self.fault
         self.check_error()
@@ -226,34 +192,23 @@ class Generation:
 
     def _build(self) -> None:
         context, before, plan = self._context, self._before, self.plan
+        rendezvous = context.rendezvous
         old = None if before is None or self.proposal.missing_state else before.layout
-        if old == plan.layout and self._lost is None:
+        if old == plan.layout and self.lost is None:
             if self._engine is not None:
                 self.groups, self.pending = self._engine.groups, PendingShard(self._engine.shard)
             return
         parameters, planned = context.setup.model.parameters, tuple[Move, ...]()
         if old is not None:
-            planned = moves(old, plan.layout, parameters, lost=self._lost or ())
-        sums = moves_of_sums(parameters, before, plan, self._kept) if before is not None else ()
-        with context.group_factory(self.cancelled) as factory:
+            planned = moves(old, plan.layout, parameters, lost=self.lost or ())
+        sums = moves_of_sums(parameters, before, plan, self.kept) if before is not None else ()
+        with rendezvous.group_factory(
+            context.waited, cancelled=self.cancelled, device=context.setup.device
+        ) as factory:
             self._factory = factory
-            self._await_members()
+            is_starting, members = before is None, self.proposal.members
+            rendezvous.barrier(self._name, members, self.cancelled, is_starting=is_starting)
             self._connect(factory, planned, sums)
-
-    def _await_members(self) -> None:
-        """Wait at the barrier until all ranks have come: building a group cannot be aborted."""
-        rendezvous, ranks = self._context.rendezvous, self.proposal.members
-
-        def broken() -> str | None:
-            return "cancelled" if self.cancelled.is_set() else rendezvous.broken(ranks, 0.0)
-
-        def absent(waited_s: float) -> list[int]:
-            if self._before is None:  # processes start at their own pace
-                waited_s = min(waited_s, rendezvous.timeouts.connect.total_seconds())
-            return rendezvous.absent(ranks, waited_s)
-
-        store, timeout = rendezvous.stores.store, rendezvous.timeouts.exchange
-        barrier(store, self._name, ranks, broken=broken, absent=absent, timeout=timeout)
 
     def _connect(
         self, factory: ProcessGroupFactory, planned: tuple[Move, ...], sums: tuple[Move, ...]
@@ -273,10 +228,14 @@ class Generation:
         if factory.rank in plan.layout.ranks:
             parameters = context.setup.model.parameters
             groups = build_layout_groups(factory, plan.layout, parameters, name=name)
-            pending = self._allocate(groups)
+            try:
+                pending = self._new_shard(groups)
+            except Exception as error:
+                self._report_fault(error)
+                raise
         for group in (transit, *pairs, *(groups.all if groups else ())):
             group.warm_up()
-        attach = context.budget.attach and self._is_in_host_memory(pending)
+        attach = context.budget.attach and context.setup.device.type == "cpu"
         slice_bytes = context.budget.buffer_bytes // WINDOW
         links = {
             (low, high): probe_peer_memory(
@@ -288,15 +247,8 @@ class Generation:
         self.transit, self.links, self.planned = transit, links, planned
         self.groups, self.pending = groups, pending
 
-    def _allocate(self, groups: LayoutGroups) -> PendingShard:
-        """The new shard. Runs code of the model and writes files: errors are this rank's own."""
-        try:
-            return self._new_shard(groups)
-        except Exception as error:
-            self._report_fault(error)
-            raise
-
     def _new_shard(self, groups: LayoutGroups) -> PendingShard:
+        """The new shard. Runs code of the model and writes files: errors are this rank's own."""
         context, current = self._context, self._engine.shard if self._engine else None
         model, optimizer = context.setup.model, context.setup.optimizer
         if self._before is None:
@@ -304,20 +256,14 @@ class Generation:
         if self.proposal.missing_state:
             return PendingShard(build_shard(model, optimizer, groups, current=current))
         old = current.ranges if current is not None else {}
-        new = holdings(groups.layout, model.parameters)[context.rank]
+        new = holdings(groups.layout, model.parameters)[context.rendezvous.rank]
         excess = context.budget.excess(held_twice(old, new, optimizer.copies + 1))
         spilled = Spill()
         if context.budget.spill is not None:
             spilled = to_spill(received_bytes(old, new), excess, optimizer.copies)
-        is_repair = self._lost is not None
+        is_repair = self.lost is not None
         allocator = ShardAllocator(spilled, context.budget.spill, is_forced=is_repair)
         shard = build_shard(model, optimizer, groups, current=current, allot=allocator.allot)
         others = {} if is_repair else unshared(shard, current)
         gradients = {param: allocator.gradient(param, tensor) for param, tensor in others.items()}
         return PendingShard(shard, allocator, gradients)
-
-    def _is_in_host_memory(self, pending: PendingShard | None) -> bool:
-        """Return whether all state that this rank holds and receives is in host memory."""
-        shards = [self._engine.shard] if self._engine is not None else []
-        shards += [pending.shard] if pending is not None else []
-        return all(t.device.type == "cpu" for shard in shards for t in shard.tensors.values())

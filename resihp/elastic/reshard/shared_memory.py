@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,9 +267,7 @@ def _refusal(peer: PeerProcess) -> str | None:
 def is_readable(move: Move) -> bool:
     """Return whether the contiguous runs of a move are long enough to be read one by one."""
     param = move.param
-    row_numel = 1
-    for size in param.shape[(param.dim or 0) + 1 :]:
-        row_numel *= size
+    row_numel = math.prod(param.shape[(param.dim or 0) + 1 :])
     run_bytes = (move.stop - move.start) * row_numel * STATE_DTYPE.itemsize
     return not param.dim or run_bytes >= MIN_RUN_BYTES
 

@@ -6,18 +6,20 @@ import torch
 from torch import nn
 
 from ..models import Packed
-from ..process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
+from ..process_groups.abortable import WaitClock
+from ..rendezvous.membership import Rendezvous
 from ..step import Setup
 from ..step.shard import part_ranges
 
 _TOKENS = 16
 
 
-def warm_up(setup: Setup, factory: ProcessGroupFactory) -> None:
+def warm_up(setup: Setup, rendezvous: Rendezvous) -> None:
     """Run one pass of one whole layer, and one update, on dummy data; without other ranks."""
     layer = setup.model.parameters.layers[0]
     whole = {param: (0, param.size) for param in layer}
-    alone: AbortableProcessGroup = factory.group("warm-up", [factory.rank])
+    with rendezvous.group_factory(WaitClock(), device=setup.device) as factory:
+        alone = factory.group("warm-up", [factory.rank])
     with setup.device:  # factory functions in the model allocate there
         module = setup.model.build("layers.0", part_ranges(layer, whole), alone)
     for parameter in module.parameters():

@@ -29,13 +29,7 @@ ALLOWED: dict[Phase, frozenset[Phase]] = {
     Phase.VOTING: frozenset(
         {Phase.ACCUMULATING, Phase.UPDATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}
     ),
-    Phase.RECOVERING: frozenset(
-        {
-            Phase.STREAMING,
-            Phase.RECOVERING,
-            Phase.IDLE,
-            Phase.STOPPED,
-        }  # idle: not a member yet
-    ),
+    # Idle after a recovery: not a member yet.
+    Phase.RECOVERING: frozenset({Phase.STREAMING, Phase.RECOVERING, Phase.IDLE, Phase.STOPPED}),
     Phase.STOPPED: frozenset(),
 }
