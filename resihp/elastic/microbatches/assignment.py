@@ -49,7 +49,9 @@ def remaining_assignments(
     """
     successors: list[list[SurvivingSum]] = [[] for _ in plan.quotas]
     for one in kept:
-        successors[_successor(before.replicas[one.replica].ranks, plan.layout)].append(one)
+        ranks = set(before.replicas[one.replica].ranks)
+        shared = [len(ranks & set(replica.ranks)) for replica in plan.layout.replicas]
+        successors[shared.index(max(shared))].append(one)
     done = {index for one in kept for index in indices(one.finished)}
     left = [index for index in range(plan.microbatches) if index not in done]
     edges = [0, *accumulate(divide(plan, len(left)))]
@@ -85,9 +87,3 @@ def divide(plan: Plan, microbatches: int) -> tuple[int, ...]:
         if given[index] < plan.quotas[index]:
             heapq.heappush(ends, (end + each, order, index, each))
     return tuple(given)
-
-
-def _successor(ranks: Sequence[int], layout: Layout) -> int:
-    """Return the replica of `layout` with most of `ranks`; of several, the first."""
-    shared = [len(set(ranks) & set(replica.ranks)) for replica in layout.replicas]
-    return shared.index(max(shared))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -137,7 +137,12 @@ class PlanPublisher:
         waiting = self._joiners.waiting()
         plan = self._plan_without(leaving) if leaving else self._plan_with(waiting)
         plan = plan or self._newer_plan(max(current.version, self._refused))
-        if plan is None or self._refuses(plan, {*alive, *waiting}):
+        if plan is None:
+            return None
+        missing = sorted(set(plan.layout.ranks) - {*alive, *waiting})
+        reason = f"ranks {missing} are not there" if missing else self._refusal(plan)
+        if reason is not None:
+            self._refuse(plan, reason)
             return None
         members = set(alive) | (set(plan.layout.ranks) & set(waiting))
         leaving = tuple(rank for rank in leaving if rank not in plan.layout.ranks)
@@ -177,14 +182,6 @@ class PlanPublisher:
         return plan
 
     # Refused plans.
-
-    def _refuses(self, plan: Plan, available: Collection[int]) -> bool:
-        """True if the job cannot run the plan; the source then learns why."""
-        missing = sorted(set(plan.layout.ranks) - set(available))
-        reason = f"ranks {missing} are not there" if missing else self._refusal(plan)
-        if reason is not None:
-            self._refuse(plan, reason)
-        return reason is not None
 
     def _check_failed(self, proposal: Proposal, recovery: int) -> None:
         """Refuse a plan whose proposal was given up twice although no rank was lost.

@@ -243,7 +243,12 @@ def probe_peer_memory(
     cards = group.all_gather(torch.tensor(card, device=group.device))
     wants, process, address, *theirs = cards[index].tolist()
     peer = PeerProcess(group.ranks[index], process, address, tuple(theirs))
-    refusal = _refusal(peer) if attach and wants else "disabled or unsupported on one of the two"
+    refusal = None if attach and wants else "disabled or unsupported on one of the two"
+    try:
+        if refusal is None:
+            peer.check()
+    except OSError as error:
+        refusal = str(error)
     if refusal is not None:
         _log.debug("rank %d does not read rank %d's memory: %s", rank, peer.rank, refusal)
     answers = group.all_gather(torch.tensor([refusal is None], device=group.device))
@@ -254,14 +259,6 @@ def probe_peer_memory(
     if refusal is None:
         memory[peer.rank] = SharedMemoryTransport(group, peer.rank, peer, token, slice_bytes)
     return PeerLink(group, memory)
-
-
-def _refusal(peer: PeerProcess) -> str | None:
-    try:
-        peer.check()
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def is_readable(move: Move) -> bool:

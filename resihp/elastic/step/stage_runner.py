@@ -185,7 +185,9 @@ def receive(
     before a backward pass.
     """
     rows = _rows_per_chunk(tokens, boundary)
-    held = [_chunks_of(index, len(tp), boundary.chunks) for index in range(len(tp))]
+    chunks, degree = boundary.chunks, len(tp)
+    carriers = [chunk * degree // chunks for chunk in range(chunks)]
+    held = [carriers.count(index) for index in range(degree)]  # chunks that each rank transfers
     own_CD = torch.empty(max(held) * rows, width, device=tp.device)
     parts = own_CD.split(rows)
     for (group, source), part in zip(_channels(op, boundary), parts, strict=False):
@@ -202,11 +204,6 @@ def _channels(op: Op, boundary: StageBoundary) -> list[tuple[AbortableProcessGro
     if op is Op.FORWARD:
         return [(link.forward, link.transfer.source) for link in boundary.links]
     return [(link.backward, link.transfer.target) for link in boundary.links]
-
-
-def _chunks_of(index: int, degree: int, chunks: int) -> int:
-    """Return the number of `chunks` that rank `index` of a group of `degree` transfers."""
-    return sum(chunk * degree // chunks == index for chunk in range(chunks))
 
 
 def _rows_per_chunk(tokens: int, boundary: StageBoundary) -> int:
