@@ -49,7 +49,7 @@ def test_a_step_goes_on_elsewhere(layout: Layout, summed: bool, deterministic: b
             engine.reduce(0, 0)
             kept = SurvivingSum(0, ((0, MICROBATCHES),), total=True)
         exchange = exchange_of(factory, moves_of_sums(parameters, BEFORE, after, [kept]), "sums")
-        migration = GradientMigration(setup, everyone, exchange, factory.rank, BEFORE, after)
+        migration = GradientMigration(setup, everyone, exchange, BEFORE, after)
         if factory.rank not in layout.ranks:
             migration.run([kept], engine, None)
             return found
