@@ -37,6 +37,7 @@ if os.getppid() != parent:
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
+_START_TIMEOUT_S, _LOCK_TIMEOUT_S = 20.0, 5.0
 _SOCKET_PATH_LIMIT = 100  # bytes; the kernel's limit is 108 on Linux, 104 on macOS
 
 
@@ -68,10 +69,9 @@ def socket_path(data: Path) -> Path:
 class EmbeddedRedis:
     """The Redis server of one data folder. `start` and `stop` usually take less than a second."""
 
-    def __init__(self, data: Path, *, start_timeout_s: float = 20.0) -> None:
+    def __init__(self, data: Path) -> None:
         self.data = data
         self.socket = socket_path(data)
-        self._start_timeout_s = start_timeout_s
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -115,16 +115,16 @@ class EmbeddedRedis:
             pass_fds=(self._lock,),
             start_new_session=True,  # Ctrl-C goes to the sidecar, which stops the server last
         )
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while not _answers(self.socket):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise StartError(f"the embedded Redis did not start; see {self.data / 'redis.log'}")
             time.sleep(0.01)
 
-    async def supervise(self, *, poll_s: float = 0.1) -> None:
+    async def supervise(self) -> None:
         """Restart the server when it dies; runs until cancelled."""
         while True:
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(0.1)
             if self._process is None or self._process.poll() is None:
                 continue
             log.warning("redis died, restarting it", status=self._process.returncode)
@@ -166,11 +166,11 @@ def _options(data: Path, unix_socket: Path) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name}", value)]
 
 
-def _lock_folder(data: Path, *, wait_s: float = 5.0) -> int:
+def _lock_folder(data: Path) -> int:
     """Lock `data`, after waiting for the server of a sidecar killed shortly before."""
     path = data / "lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,7 +6,7 @@ It pickles classes of torch alone, so that `torch.distributed.checkpoint` reads 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from resihp.contracts import CheckpointError
 
 from .index import FileIndex, IndexEntry
 
@@ -38,6 +40,21 @@ def data_name(rank: int) -> str:
 def index_name(rank: int) -> str:
     """Name of the index of a rank's file."""
     return f"__{rank}.index.json"
+
+
+def by_rank(indexes: Iterable[FileIndex], where: object) -> dict[int, FileIndex]:
+    """Map the indexes of a checkpoint by rank.
+
+    Raises `CheckpointError` if one is missing, or if they are of different runs.
+    """
+    found = {index.rank: index for index in indexes}
+    missing = sorted({rank for index in found.values() for rank in index.ranks} - set(found))
+    if missing or not found:
+        names = ", ".join(map(index_name, missing)) or "every index"
+        raise CheckpointError(f"{where}: {names} missing")
+    if len({index.run for index in found.values()}) > 1:
+        raise CheckpointError(f"{where}: its files are of different runs")
+    return found
 
 
 def to_metadata(indexes: Sequence[FileIndex]) -> bytes:

@@ -18,13 +18,12 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import FileIndex, read_index
-from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
+from ..format.metadata import LINEAGE, METADATA, by_rank, data_name, index_name, to_metadata
 from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
 from .direct_file import DirectFile, sync_folder, write_whole
 from .level import CheckpointReader, Level, valid_keep
@@ -165,7 +164,9 @@ class FolderReader(CheckpointReader):
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[int, DirectFile] = {}
-        self.indexes: Mapping[int, FileIndex] = _read_all(folder)
+        paths = sorted(folder.glob("__*.index.json"))
+        found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
+        self.indexes = by_rank(found, folder)
         for rank in self.indexes:
             self._files[rank] = DirectFile.existing(folder / data_name(rank))
 
@@ -175,19 +176,6 @@ class FolderReader(CheckpointReader):
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _read_all(folder: Path) -> dict[int, FileIndex]:
-    paths: Sequence[Path] = sorted(folder.glob("__*.index.json"))
-    found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
-    indexes = {index.rank: index for index in found}
-    if len({index.run for index in found}) > 1:
-        raise CheckpointError(f"{folder}: its files are of different runs")
-    missing = sorted({rank for index in found for rank in index.ranks} - set(indexes))
-    if missing or not indexes:
-        names = ", ".join(index_name(rank) for rank in missing) or "every index"
-        raise CheckpointError(f"{folder}: {names} missing")
-    return indexes
 
 
 def _read(folder: Path, rank: int) -> FileIndex:

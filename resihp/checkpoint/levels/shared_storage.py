@@ -16,7 +16,7 @@ import fsspec
 from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import CHUNK_BYTES, FileIndex, read_index
-from ..format.metadata import LINEAGE, METADATA, data_name, index_name, to_metadata
+from ..format.metadata import LINEAGE, METADATA, by_rank, data_name, index_name, to_metadata
 from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
 from ..staging.in_flight import InFlightCheckpoint
 from .checkpoint_folder import step_name, step_of
@@ -89,16 +89,8 @@ class SharedStorage(Level):
 
     def open(self, step: int) -> SharedStorageReader:
         folder = f"{self._root}/{step_name(step)}"
-        indexes = {rank: self._index(folder, rank) for rank in self._ranks(folder)}
-        wanted = {rank for index in indexes.values() for rank in index.ranks}
-        if not indexes or wanted - set(indexes):
-            lost = ", ".join(index_name(rank) for rank in sorted(wanted - set(indexes)))
-            raise CheckpointError(f"{folder}: {lost or 'every index'} missing")
-        if len({indexes[rank].run for rank in wanted}) > 1:
-            raise CheckpointError(f"{folder}: its files are of different runs")
-        return SharedStorageReader(
-            self._fs, folder, {rank: indexes[rank] for rank in sorted(wanted)}
-        )
+        found = [self._index(folder, rank) for rank in self._ranks(folder)]
+        return SharedStorageReader(self._fs, folder, by_rank(found, folder))
 
     def _lineage(self, step: int) -> Lineage:
         folder = f"{self._root}/{step_name(step)}"

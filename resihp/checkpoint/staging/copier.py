@@ -20,8 +20,7 @@ from torch import Tensor
 from resihp._shutdown import start_thread
 
 from ..format.shard_file import flat_bytes
-from .chunk_progress import ChunkState
-from .in_flight import InFlightCheckpoint
+from .in_flight import ChunkState, InFlightCheckpoint
 
 IN_FLIGHT = 4
 """Maximum number of chunk copies submitted to the device and not completed."""

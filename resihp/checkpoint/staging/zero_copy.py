@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..format.checksum import ROW_BYTES, checksum
 from ..format.shard_file import ChunkSegment, flat_bytes
-from .chunk_progress import ChunkState
-from .in_flight import InFlightCheckpoint
+from .in_flight import ChunkState, InFlightCheckpoint
 
 Put = Callable[[list[memoryview], int], None]
 """Writes bytes to storage, from the start of a chunk on."""

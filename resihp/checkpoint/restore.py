@@ -7,18 +7,30 @@ damaged bytes names the shards, and the next-best checkpoint is tried.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
 
 from resihp.contracts import CheckpointError, ContractError
 
-from ..history import Lineage, StoredCheckpoint, best_first
-from ..levels.level import CheckpointReader, Level
-from ..levels.local_disk import LocalDisk
-from ..ranks import Ranks
-from ..state_dict import State, TensorEntry, collect, extra_entry, opened
-from .load_state import absent_objects, absent_tensors, load_into, set_at
+from .history import Lineage, StoredCheckpoint, best_first
+from .levels.level import CheckpointReader, Level
+from .levels.local_disk import LocalDisk
+from .ranks import Ranks
 from .shard_reader import Located, missing_of, read_object, read_tensors
+from .state_dict import (
+    Path,
+    State,
+    TensorEntry,
+    collect,
+    extra_entry,
+    is_stateful,
+    opened,
+)
 
 log = logging.getLogger("resihp.checkpoint")
 
@@ -143,7 +155,7 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     state = opened(into)
     tensors, objects = collect(state)
     entries = [(index, entry) for index in reader.indexes.values() for entry in index.entries]
-    created = absent_tensors(into, entries, {entry.key for entry in tensors})
+    created = _absent_tensors(into, entries, {entry.key for entry in tensors})
     wanted = [*tensors, *created]
     paths = {entry.key: entry.path for entry in objects}
     differing = _different_shapes(tensors, entries)
@@ -155,12 +167,12 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
     read_tensors(reader, wanted, entries)
     for made in created:
-        set_at(state, made.path, made.tensor)
-    paths |= absent_objects(into, entries)
+        _set_at(state, made.path, made.tensor)
+    paths |= _absent_objects(into, entries)
     for index, entry in entries:
         if entry.dtype is None and entry.key in paths:
-            set_at(state, paths[entry.key], read_object(reader, index, entry))
-    load_into(into, state)
+            _set_at(state, paths[entry.key], read_object(reader, index, entry))
+    _load_into(into, state)
     chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
     key = extra_entry({}, chosen.rank).key
     own = next((e for e in chosen.objects if e.key == key), None)
@@ -177,3 +189,76 @@ def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]
         for e in tensors
         if saved.get(e.key, e.shape) != e.shape
     ]
+
+
+def _absent_tensors(
+    into: State, entries: Sequence[Located], known: AbstractSet[str]
+) -> list[TensorEntry]:
+    """Create the global tensors that a `Stateful` value of `into` does not have yet.
+
+    For example the moments of an optimizer that has not stepped.
+    """
+    made: dict[str, TensorEntry] = {}
+    for _, entry in entries:
+        if entry.dtype is not None and entry.key not in known and _is_owned(into, entry.path):
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            zeros = (0,) * len(entry.shape)
+            made.setdefault(
+                entry.key, TensorEntry(entry.key, entry.path, entry.shape, zeros, tensor)
+            )
+    return list(made.values())
+
+
+def _absent_objects(into: State, entries: Sequence[Located]) -> dict[str, Path]:
+    """Keys and paths of the objects that belong to a `Stateful` value of `into`."""
+    return {
+        entry.key: entry.path
+        for _, entry in entries
+        if entry.dtype is None and _is_owned(into, entry.path)
+    }
+
+
+def _set_at(state: Mapping[str, object], path: Path, value: object) -> None:
+    """Set the value at a path; missing containers on the way are created."""
+    at: Any = state
+    for step, following in pairwise(path):
+        inner = _get(at, step)
+        if inner is None:
+            inner = [] if isinstance(following, int) else {}
+            _put(at, step, inner)
+        at = inner
+    _put(at, path[-1], value)
+
+
+def _load_into(into: State, state: Mapping[str, object]) -> None:
+    """Load `Stateful` values of `into` from `state`, and set its other values."""
+    if not isinstance(into, Mapping):
+        return
+    for key, value in into.items():
+        if is_stateful(value):
+            loaded: Any = state[key]
+            value.load_state_dict(loaded)
+        elif isinstance(into, MutableMapping):
+            into[key] = state[key]
+
+
+def _is_owned(into: State, path: Path) -> bool:
+    return isinstance(into, Mapping) and is_stateful(into.get(str(path[0])))
+
+
+def _get(container: Any, step: str | int | tuple[int]) -> Any:
+    if isinstance(container, list):
+        return container[step] if isinstance(step, int) and step < len(container) else None
+    return container.get(_key(step))
+
+
+def _put(container: Any, step: str | int | tuple[int], value: object) -> None:
+    if isinstance(container, list) and isinstance(step, int):
+        container += [None] * (step + 1 - len(container))
+        container[step] = value
+    else:
+        container[_key(step)] = value
+
+
+def _key(step: str | int | tuple[int]) -> str | int:
+    return step[0] if isinstance(step, tuple) else step

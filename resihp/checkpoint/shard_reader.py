@@ -16,11 +16,11 @@ from torch import Tensor
 
 from resihp.contracts import CheckpointDamagedError
 
-from ..format.index import CHUNK_BYTES, FileIndex, IndexEntry
-from ..format.shard_file import flat_bytes
-from ..levels.level import CheckpointReader
-from ..staging.host_buffer import HostBuffer
-from ..state_dict import Box, TensorEntry, overlap
+from .format.index import CHUNK_BYTES, FileIndex, IndexEntry
+from .format.shard_file import flat_bytes
+from .levels.level import CheckpointReader
+from .staging.host_buffer import HostBuffer
+from .state_dict import Box, TensorEntry, overlap
 
 READERS = 4
 _BATCH_BYTES = 32 << 20
