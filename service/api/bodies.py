@@ -115,11 +115,9 @@ async def read_document(request: Request) -> Any:
 def wire_format(request: Request) -> WireFormat:
     """The format of a telemetry message, by its content type. Raises `MediaTypeError`."""
     given = _content_type(request)
-    if given in _MSGPACK:
-        return WireFormat.MSGPACK
-    if given == WireFormat.JSON.value:
-        return WireFormat.JSON
-    raise MediaTypeError(given, (WireFormat.MSGPACK.value, WireFormat.JSON.value))
+    if given not in (*_MSGPACK, WireFormat.JSON.value):
+        raise MediaTypeError(given, (WireFormat.MSGPACK.value, WireFormat.JSON.value))
+    return WireFormat.MSGPACK if given in _MSGPACK else WireFormat.JSON
 
 
 def accepts(model: type[BaseModel]) -> dict[str, Any]:

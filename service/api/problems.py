@@ -16,39 +16,29 @@ from starlette.types import Message, Send
 
 from resihp.contracts import ContractError, InfeasibleError
 
-from ..errors import (
-    BacklogFullError,
-    BodyTooLargeError,
-    ContentEncodingError,
-    MediaTypeError,
-    PlanMismatchError,
-    TooManyJobsError,
-    TooManyWatchersError,
-    UnknownJobError,
-    UnknownPlanError,
-)
+from .. import errors
 from ..logs import logger
 
 log = logger("resihp.api")
 
 MEDIA_TYPE = "application/problem+json"
-_RETRY = {"Retry-After": "1"}
+_RETRY, _IDENTITY = {"Retry-After": "1"}, {"Accept-Encoding": "identity"}
 
 # Exception -> status, name of the problem, headers.
 PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     ContractError: (422, "invalid-content", {}),
     RequestValidationError: (422, "invalid-content", {}),
     InfeasibleError: (409, "no-feasible-plan", {}),
-    UnknownJobError: (404, "unknown-job", {}),
-    UnknownPlanError: (404, "unknown-plan", {}),
-    PlanMismatchError: (409, "another-plan", {}),
-    BodyTooLargeError: (413, "body-too-large", {}),
+    errors.UnknownJobError: (404, "unknown-job", {}),
+    errors.UnknownPlanError: (404, "unknown-plan", {}),
+    errors.PlanMismatchError: (409, "another-plan", {}),
+    errors.BodyTooLargeError: (413, "body-too-large", {}),
     ClientDisconnect: (400, "incomplete-request", {}),  # only for the log
-    ContentEncodingError: (415, "unsupported-content-encoding", {"Accept-Encoding": "identity"}),
-    MediaTypeError: (415, "unsupported-media-type", {}),
-    TooManyJobsError: (429, "too-many-jobs", {}),
-    TooManyWatchersError: (429, "too-many-watchers", _RETRY),
-    BacklogFullError: (429, "backlog-full", _RETRY),
+    errors.ContentEncodingError: (415, "unsupported-content-encoding", _IDENTITY),
+    errors.MediaTypeError: (415, "unsupported-media-type", {}),
+    errors.TooManyJobsError: (429, "too-many-jobs", {}),
+    errors.TooManyWatchersError: (429, "too-many-watchers", _RETRY),
+    errors.BacklogFullError: (429, "backlog-full", _RETRY),
     redis.ConnectionError: (503, "store-unavailable", _RETRY),
     redis.TimeoutError: (503, "store-unavailable", _RETRY),
     redis.BusyLoadingError: (503, "store-unavailable", _RETRY),
@@ -94,20 +84,20 @@ async def _known(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, ContractError):
-        errors = [{"field": error.field, "problem": error.problem}]
-        return problem(status, name, str(error), headers, errors=errors)
+        fields = [{"field": error.field, "problem": error.problem}]
+        return problem(status, name, str(error), headers, errors=fields)
     return problem(status, name, str(error), headers)
 
 
 def _invalid(error: RequestValidationError) -> Response:
     """Validation errors of the framework with dotted paths of the fields."""
-    errors = []
+    fields = []
     for item in error.errors():
         path = [str(part) for part in item["loc"]]
         field = ".".join(path[1:]) if path[0] == "body" and len(path) > 1 else ".".join(path)
-        errors.append({"field": field, "problem": item["msg"]})
-    detail = "; ".join(f"{item['field']}: {item['problem']}" for item in errors[:3])
-    return problem(422, "invalid-content", detail, errors=errors)
+        fields.append({"field": field, "problem": item["msg"]})
+    detail = "; ".join(f"{item['field']}: {item['problem']}" for item in fields[:3])
+    return problem(422, "invalid-content", detail, errors=fields)
 
 
 async def _http(request: Request, error: Exception) -> Response:
