@@ -26,6 +26,7 @@ class LevelWorker:
 
     on_put    called after each put, with level, checkpoint and whether the level now holds it
     niceness  of the thread, and of threads that the level starts from it
+    tried     the last checkpoint put, failed or not, and not abandoned
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class LevelWorker:
         self._problems, self._on_put, self._niceness = problems, on_put, niceness
         self._waiting: deque[InFlightCheckpoint] = deque()
         self._is_busy = self._is_closed = False
-        self._tried: ShardIdentity | None = None
+        self.tried: ShardIdentity | None = None
         self._changed = Condition()
         name = f"resihp-checkpoint-{type(level).__name__}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -52,10 +53,6 @@ class LevelWorker:
         with self._changed:
             limit = self.level.patience + (0 if self._is_busy else 1)
             return not self._is_closed and len(self._waiting) < limit
-
-    def has_tried(self, identity: ShardIdentity) -> bool:
-        """Return True if the last put was of this checkpoint, failed or not, and not abandoned."""
-        return self._tried == identity
 
     def offer(self, checkpoint: InFlightCheckpoint) -> bool:
         """Accept a checkpoint, or count it as skipped if too many are waiting."""
@@ -118,11 +115,11 @@ class LevelWorker:
         except CheckpointAbandoned:
             return False
         except BaseException as problem:  # noqa: BLE001 - also one that would end the thread
-            self._tried = checkpoint.identity
+            self.tried = checkpoint.identity
             self.counters.failed += 1
             self._report(checkpoint.identity.step, problem)
             return False
-        self._tried = checkpoint.identity
+        self.tried = checkpoint.identity
         self._problems.resolve(self.level.name)
         self.counters.saved += 1
         self.counters.newest_step = checkpoint.identity.step
@@ -185,10 +182,10 @@ class LevelPipeline:
 
         Levels after the disk are left out if the disk is listed: they receive it from there.
         """
-        first = [worker for worker in self._first if not worker.has_tried(identity)]
+        first = [worker for worker in self._first if worker.tried != identity]
         if any(worker.level is self._disk for worker in first):
             return first
-        return first + [worker for worker in self._after_disk if not worker.has_tried(identity)]
+        return first + [worker for worker in self._after_disk if worker.tried != identity]
 
     def pace(self, able: Sequence[LevelWorker], window_s: float) -> Pace | None:
         """Forecast of a disk that receives the checkpoint alone; None if other levels do too.

@@ -154,8 +154,7 @@ class PlanningState:
         A plan that counted on joiners may have been refused because they are gone.
         """
         if self.joiners:
-            self.forget_joiners()
-            self.speeds = {}
+            self.speeds, self.joiners = {}, ()
 
     def count_step(self) -> Plan | None:
         """Charge a step in the newest plan's layout; the candidate plan, once it is due."""

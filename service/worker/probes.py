@@ -19,19 +19,6 @@ class OpenProbe:
     deadline_s: float
     answers: dict[int, float] = field(default_factory=dict)
 
-    def result(self) -> ProbeResult | None:
-        """The result; None until both ranks have answered."""
-        request, known = self.request, self.answers
-        if request.rank not in known or request.reference not in known:
-            return None
-        return ProbeResult(
-            rank=request.rank,
-            reference=request.reference,
-            kind=request.kind,
-            rank_ms=known[request.rank],
-            reference_ms=known[request.reference],
-        )
-
 
 @dataclass
 class OpenProbes:
@@ -56,12 +43,21 @@ class OpenProbes:
         probe = self.by_number.get(int(number)) if number.isdecimal() else None
         if probe is None:
             return None
+        request, known = probe.request, probe.answers
         if ms is not None:
-            probe.answers[rank] = ms
-        result = probe.result()
-        if ms is None or result is not None:
-            del self.by_number[int(number)]
-        return result
+            known[rank] = ms
+            if request.rank not in known or request.reference not in known:
+                return None
+        del self.by_number[int(number)]
+        if ms is None:
+            return None
+        return ProbeResult(
+            rank=request.rank,
+            reference=request.reference,
+            kind=request.kind,
+            rank_ms=known[request.rank],
+            reference_ms=known[request.reference],
+        )
 
     def by_rank(self) -> dict[str, list[dict[str, Any]]]:
         """The measurements that each rank (decimal string) has still to make."""

@@ -234,9 +234,7 @@ class JobSession:
         before = self.planning.active
         if not self.planning.take_over(plan, lost):
             return
-        changed = (
-            self._detector.report_failure(lost, step=document["step"], detail="") if lost else []
-        )
+        changed = self._detector.report_failure(lost, step=document["step"], detail="")
         self._keep_verdicts()
         self._announce(plan)
         self._switch(before)

@@ -163,12 +163,10 @@ class FolderReader(CheckpointReader):
     """Reads a published checkpoint past the page cache."""
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[int, DirectFile] = {}
         paths = sorted(folder.glob("__*.index.json"))
         found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
         self.indexes = by_rank(found, folder)
-        for rank in self.indexes:
-            self._files[rank] = DirectFile.existing(folder / data_name(rank))
+        self._files = {rank: DirectFile.existing(folder / data_name(rank)) for rank in self.indexes}
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
         self._files[rank].read(into, start)
