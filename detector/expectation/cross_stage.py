@@ -10,17 +10,15 @@ stage only, those members are the reference ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from resihp.contracts import Job, Layout, Op, TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, group_median
 from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import FixedShare, StepResidual
-from .rank_levels import RankBaselines, RankLocations
+from .rank_levels import RankLevels
 from .regression import CellRegression
 
 REFERENCES = 5
@@ -67,7 +65,7 @@ class CrossStageModel(Persistent):
               documents become much longer; no single device causes that
     """
 
-    _saved = ("regression", "_own", "_locations", "_spread", "misfits")
+    _saved = ("regression", "_levels", "misfits")
 
     def __init__(self, job: Job, places: RankTable) -> None:
         self._job, self._places = job, places
@@ -86,27 +84,24 @@ class CrossStageModel(Persistent):
         )
         few = max(float(np.median((self.references >= 0).sum(axis=1))), 1.0)
         self._wider = float(np.sqrt(1.0 + 1.0 / few))
-        self._own = RankBaselines(places.peers)
-        self._locations = RankLocations(places.size)
-        self._spread = 0.0
+        self._levels = RankLevels(places.peers)
         self.misfits = 0
 
     def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
         """Scores one step of compute records, then learns from the ranks in `trusted`."""
         times = self._table(batch, index)
-        if not self._own.steps:
+        if not self._levels.steps:
             for _ in range(3):
                 self.regression.forget()
-                self._learn(times, *self._score(times), trusted)
+                self._learn(times, self._score(times), trusted)
             self.regression.forget()
-        value, result = self._score(times)
-        if self._own.steps >= _SETTLED_STEPS and self._whole_class_is_off(value):
+        result = self._score(times)
+        if self._levels.steps >= _SETTLED_STEPS and self._whole_class_is_off(result.value):
             self.misfits += 1
             return result
         self.misfits = 0
-        self._learn(times, value, result, trusted)
-        self._own.observe(value, trusted)
-        self._locations.close()
+        self._learn(times, result, trusted)
+        self._levels.observe(result.value, trusted)
         return result
 
     def _whole_class_is_off(self, value: Floats) -> bool:
@@ -114,7 +109,7 @@ class CrossStageModel(Persistent):
         `_MISFIT`, and none has stayed where it was: a change of the model affects all."""
         peers, seen = self._places.peers, np.isfinite(value)
         size = int(peers.max()) + 1
-        value, usual = np.nan_to_num(value), self._own.usual
+        value, usual = np.nan_to_num(value), self._levels.usual
         for side in (1.0, -1.0):
             off = np.bincount(peers[seen & (side * value > _MISFIT)], minlength=size)
             way = np.maximum(side * value, side * (value - usual))
@@ -154,11 +149,11 @@ class CrossStageModel(Persistent):
         other = times[plane, reference[rank], microbatch]
         return (plane, rank, microbatch), cell, np.stack([np.ones(other.size), other], axis=1)
 
-    def _score(self, times: Floats) -> tuple[Floats, StepResidual]:
+    def _score(self, times: Floats) -> StepResidual:
         size = self._places.size
         logs = np.full((REFERENCES, *times.shape), np.nan)
         fixed, unsure = np.full(logs.shape, np.nan), np.full(logs.shape, np.nan)
-        doubt = self.regression.fixed_error(max(self._spread, 1e-4), _UNKNOWN_SHARE)
+        doubt = self.regression.fixed_error(max(self._levels.spread, 1e-4), _UNKNOWN_SHARE)
         for slot in range(REFERENCES):
             where, cell, terms = self._rows(times, slot)
             if not cell.size:
@@ -172,45 +167,32 @@ class CrossStageModel(Persistent):
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
         residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
         if not residual.size:
-            empty, none = np.full(size, np.nan), np.zeros(size)
-            fixed_share = FixedShare(none, none, none, none, 0.0)
-            counts = np.zeros(size, np.int64)
-            return empty, StepResidual(empty, np.ones(size), counts, 0.0, fixed=fixed_share)
-        value, result = self._locate(residual, rank, plane, times, microbatch)
+            none, counts = np.zeros(size), np.zeros(size, np.int64)
+            share = FixedShare(none, none, none, none, 0.0)
+            return StepResidual(np.full(size, np.nan), np.ones(size), counts, 0.0, fixed=share)
+        logged, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
+        odd = group_median(logged, row, size * self._planes)[row] - logged
+        weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
+        value, left, records = self._levels.locate(
+            residual, np.exp(logged - residual), rank, plane % 2 == 1, weights
+        )
+        spread = max(self._levels.spread, 1e-4)
         where = plane, rank, microbatch
-        noise = max(self._spread, 1e-4)
-        fixed_share = _fixed_share(
+        share = _fixed_share(
             np.clip(shares[where], -2.0, 2.0),
             doubts[where],
             residual - value[rank],
             rank,
             size,
-            noise,
+            spread,
         )
-        return value, replace(result, wider=self._wider, fixed=fixed_share)
-
-    def _locate(
-        self, residual: Floats, rank: Ints, plane: Ints, times: Floats, microbatch: Ints
-    ) -> tuple[Floats, StepResidual]:
-        size = self._places.size
-        centre = group_median(residual, rank, size)
-        inner = mad_sigma(residual - centre[rank], 0.0)
-        self._spread = inner if not self._own.steps else 0.8 * self._spread + 0.2 * inner
-        spread = max(self._spread, 1e-4)
-        logs, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
-        odd = group_median(logs, row, size * self._planes)[row] - logs
-        weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
-        expected = np.exp(logs - residual)
-        value, left = self._locations.of(residual, expected, rank, plane % 2 == 1, spread, weights)
-        counts = np.bincount(rank, minlength=size)
-        value = np.where(counts > 0, value, np.nan)
         error = spread / np.sqrt(np.maximum(left, 1e-2))
-        return value, StepResidual(value, error, counts, spread)
+        return StepResidual(value, error, records, spread, self._wider, share)
 
-    def _learn(self, times: Floats, value: Floats, result: StepResidual, trusted: Bools) -> None:
-        microbatches = result.records / self._planes
-        own = self._own.of(value, microbatches)
-        shift = np.exp(-self._own.beyond_class(own, trusted & np.isfinite(value)))
+    def _learn(self, times: Floats, result: StepResidual, trusted: Bools) -> None:
+        value, microbatches = result.value, result.records / self._planes
+        own = self._levels.of(value, microbatches)
+        shift = np.exp(-self._levels.beyond_class(own, trusted & np.isfinite(value)))
         for slot in range(REFERENCES):
             where, cell, terms = self._rows(times, slot)
             if not cell.size:
@@ -220,8 +202,8 @@ class CrossStageModel(Persistent):
             target = times[where] * shift[rank]
             expected = self.regression.times(cell, terms)
             left = np.log(target / expected)
-            scatter = max(self._spread, self._own.scatter(left, microbatches), 2e-3)
-            usual = np.abs(left) < 5.0 * scatter + (0.2 if not self._own.steps else 0.0)
+            scatter = max(self._levels.spread, self._levels.scatter(left, microbatches), 2e-3)
+            usual = np.abs(left) < 5.0 * scatter + (0.2 if not self._levels.steps else 0.0)
             use_row = usual & trusted[rank] & trusted[self.references[rank, slot]]
             self.regression.learn(cell, terms, target, use_row.astype(np.float64))
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from resihp.contracts import Job, ModelShape, Op, TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints
 from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import StepResidual
 from .predictor import LearnedCorrection
-from .rank_levels import RankBaselines, RankLocations
+from .rank_levels import RankLevels
 from .regression import CellRegression
 
 TERMS = 3
@@ -77,7 +77,7 @@ class LengthModel(Persistent):
     device does not become the norm.
     """
 
-    _saved = ("correction", "regression", "_own", "_locations", "_spread")
+    _saved = ("correction", "regression", "_levels")
 
     def __init__(self, job: Job, places: RankTable, correction: LearnedCorrection) -> None:
         self._job, self._places, self.correction = job, places, correction
@@ -88,9 +88,7 @@ class LengthModel(Persistent):
             ridge=np.array([0.04, 0.0016, 0.0016]),
             non_negative=np.ones(TERMS, bool),
         )
-        self._own = RankBaselines(places.peers)
-        self._locations = RankLocations(places.size)
-        self._spread = 0.0
+        self._levels = RankLevels(places.peers)
 
     def cell_of(self, batch: TelemetryBatch, index: Ints) -> Ints:
         """Regression cell of each record."""
@@ -107,20 +105,19 @@ class LengthModel(Persistent):
         applied, unsure = self.correction.of(features)
         times = np.maximum(batch.compute_ms, 1e-6) * np.exp(-applied)
         cell = self.cell_of(batch, index)
-        if not self._own.steps:
+        if not self._levels.steps:
             self._start(cell, terms, times, index, trusted)
         backward = batch.op == Op.BACKWARD
         self.regression.open(cell, terms, times)
         expected, doubt = self.regression.predict(cell, terms)
-        doubt = np.hypot(doubt, unsure / max(self._spread, 1e-4))
+        doubt = np.hypot(doubt, unsure / max(self._levels.spread, 1e-4))
         ratio = np.log(times / expected)
         result = self._score(ratio, doubt, index, expected, backward)
         own, left, scatter = self._apart(ratio, index, result)
         usable = trusted[index] & (np.abs(left) < 6.0 * scatter)
         usual = trusted[index] & (np.abs(left) < 4.0 * scatter)
         self._learn(cell, terms, times, index, own, usual)
-        self._own.observe(result.value, trusted)
-        self._locations.close()
+        self._levels.observe(result.value, trusted)
         self.correction.observe(features, left + applied, applied, usable)
         return result
 
@@ -129,28 +126,22 @@ class LengthModel(Persistent):
     ) -> tuple[Floats, Floats, float]:
         """Level of each rank, residuals of the records without it, and their scatter."""
         microbatches = result.records / (2.0 * self._job.chunks)
-        own = self._own.of(result.value, microbatches)
+        own = self._levels.of(result.value, microbatches)
         left = ratio - own[index]
-        return own, left, max(self._spread, self._own.scatter(left, microbatches), 1e-4)
+        return own, left, max(self._levels.spread, self._levels.scatter(left, microbatches), 1e-4)
 
     def _score(
         self, residual: Floats, doubt: Floats, index: Ints, expected: Floats, backward: Bools
     ) -> StepResidual:
-        size = self._places.size
-        centre = group_median(residual, index, size)
-        inner = mad_sigma(residual - centre[index], 0.0)
-        self._spread = inner if not self._own.steps else 0.8 * self._spread + 0.2 * inner
-        spread = max(self._spread, 1e-4)
+        size, weights = self._places.size, 1.0 / (1.0 + doubt**2)
+        value, left, records = self._levels.locate(residual, expected, index, backward, weights)
+        spread = max(self._levels.spread, 1e-4)
         error = doubt * spread
-        weights = 1.0 / (1.0 + (error / spread) ** 2)
-        value, left = self._locations.of(residual, expected, index, backward, spread, weights)
-        counts = np.bincount(index, minlength=size)
-        some = np.maximum(left, 1e-9)
         shared = np.bincount(index, weights * error, size) / np.maximum(
             np.bincount(index, weights, size), 1e-9
         )
-        total = np.sqrt(spread**2 / some + shared**2)
-        return StepResidual(np.where(counts > 0, value, np.nan), total, counts, spread)
+        total = np.sqrt(spread**2 / np.maximum(left, 1e-9) + shared**2)
+        return StepResidual(value, total, records, spread)
 
     def _start(self, cell: Ints, terms: Floats, times: Floats, index: Ints, trusted: Bools) -> None:
         """Fits the first step, with each rank's difference from its class removed."""
@@ -169,7 +160,7 @@ class LengthModel(Persistent):
         self, cell: Ints, terms: Floats, times: Floats, index: Ints, own: Floats, usual: Bools
     ) -> None:
         sound = np.bincount(index[usual], minlength=own.size) > 0
-        apart = self._own.beyond_class(own, sound)
+        apart = self._levels.beyond_class(own, sound)
         self.regression.learn(cell, terms, times * np.exp(-apart[index]), usual.astype(np.float64))
 
     def start_from(self, older: LengthModel) -> None:
@@ -180,4 +171,4 @@ class LengthModel(Persistent):
                 continue
             for cell in range(op, self._cells, 2):
                 self.regression.start_from(cell, older.regression, known)
-        self._spread = older._spread
+        self._levels.spread = older._levels.spread

@@ -19,36 +19,52 @@ _LEAST = 2
 """Least number of records of each kind that agree: a single one may have been interrupted."""
 
 
-class RankLocations(Persistent):
-    """Robust location of the residuals of `size` ranks in each step.
+_ENOUGH = 4.0
+"""Microbatches of a step from which it separates a rank's level from their work."""
+_FADE = 0.2
+_LEVEL_STEPS = 6
+"""Steps in which the level of a class is still learned; later only its shape is."""
 
-    A rank has one level for all its passes, unless forward and backward passes are clearly apart,
-    as where a fault slows one kind of kernel only. With one record of each kind, they are apart if
-    they were so in the step before, by as much.
+
+class RankLevels(Persistent):
+    """Level (log) of each rank: in a step, and over the past steps.
+
+    A rank has one level for all its passes of a step, unless forward and backward passes are
+    clearly apart, as where a fault slows one kind of kernel only. With one record of each kind,
+    they are apart if they were so in the step before, by as much.
+
+    The level is removed from a rank's records before anything is learned from them, so that a slow
+    device does not become the norm. With many microbatches in a step, that is the level of the
+    step. With one, level and work cannot be separated in a step, and the usual level of the rank's
+    past steps is used instead.
+
+    spread  robust standard deviation of single records around their rank's level
+    usual   level of each rank over the past steps
+    steps   number of past steps
     """
 
-    _saved = ("_before",)
+    _saved = ("spread", "usual", "_apart", "_trusted", "steps", "_before")
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._between = self._before = np.full(size, np.nan)
+    def __init__(self, classes: Ints) -> None:
+        self._classes = classes
+        self.usual, self._apart, self._trusted = np.zeros((3, classes.size))
+        self.spread = 0.0
+        self.steps = 0
+        self._between = self._before = np.full(classes.size, np.nan)
 
-    def of(
-        self,
-        residual: Floats,
-        expected: Floats,
-        rank: Ints,
-        backward: Bools,
-        spread: float,
-        weights: Floats,
-    ) -> tuple[Floats, Floats]:
-        """Log of observed over expected time of each rank, NaN where there is none, and the
-        effective number of records.
+    def locate(
+        self, residual: Floats, expected: Floats, rank: Ints, backward: Bools, weights: Floats
+    ) -> tuple[Floats, Floats, Ints]:
+        """Log of observed over expected time of each rank, NaN where there is none; the effective
+        and the actual number of its records.
 
-        Arguments are arrays over records; `spread` is their standard deviation. Where the two
-        kinds of passes are apart, each gets its level, weighted by its expected time.
+        Arguments are arrays over records. Where the two kinds of passes are apart, each gets its
+        level, weighted by its expected time.
         """
-        size = self._size
+        size = self._classes.size
+        seen = mad_sigma(residual - group_median(residual, rank, size)[rank], 0.0)
+        self.spread = 0.8 * self.spread + 0.2 * seen if self.steps else seen
+        spread = max(self.spread, 1e-4)
         value, left = group_location(residual, rank, size, spread, weights)
         kind = 2 * rank + backward
         level, kept = group_location(residual, kind, 2 * size, spread, weights)
@@ -66,36 +82,8 @@ class RankLocations(Persistent):
             share = time / time.sum(axis=1, keepdims=True)
             value[apart] = np.log((share * np.exp(level.reshape(size, 2)[apart])).sum(axis=1))
             left[apart] = 1.0 / (share**2 / kept.reshape(size, 2)[apart]).sum(axis=1)
-        return value, left
-
-    def close(self) -> None:
-        """Ends a step: keeps the distance between the kinds for the next."""
-        self._before = self._between
-
-
-_ENOUGH = 4.0
-"""Microbatches of a step from which it separates a rank's level from their work."""
-_FADE = 0.2
-_LEVEL_STEPS = 6
-"""Steps in which the level of a class is still learned; later only its shape is."""
-
-
-class RankBaselines(Persistent):
-    """Level (log) of each rank, removed from its records before anything is learned from them, so
-    that a slow device does not become the norm.
-
-    With many microbatches in a step, that is the level of the step. With one, level and work cannot
-    be separated in a step, and the rank's level over the past steps is used instead.
-    """
-
-    _saved = ("usual", "_apart", "_trusted", "steps")
-
-    def __init__(self, classes: Ints) -> None:
-        self._classes = classes
-        self.usual = np.zeros(classes.size)
-        self._apart = np.zeros(classes.size)
-        self._trusted = np.zeros(classes.size)
-        self.steps = 0
+        records = np.bincount(rank, minlength=size)
+        return np.where(records > 0, value, np.nan), left, records
 
     def of(self, value: Floats, microbatches: Floats) -> Floats:
         """Level of each rank in a step with the residuals `value` (NaN where there is none)."""
@@ -123,20 +111,18 @@ class RankBaselines(Persistent):
         return common[self._classes]
 
     def observe(self, value: Floats, trusted: Bools) -> None:
-        """Ends a step: adds its residuals to the usual levels."""
-        self._place(value, trusted & np.isfinite(value))
-        self.steps += 1
-        fade = max(_FADE, 1.0 / self.steps)
+        """Ends a step: adds its levels to the usual ones, and those of trusted ranks to their
+        offsets in their class."""
         known = np.isfinite(value)
-        self.usual[known] += fade * (value[known] - self.usual[known])
-
-    def _place(self, value: Floats, trusted: Bools) -> None:
-        """Updates the offset of each trusted rank in its class."""
-        if self.steps >= _LEVEL_STEPS or not trusted.any():
-            return
-        stands = value - self._common(value, trusted)
-        self._trusted[trusted] += 1.0
-        self._apart[trusted] += ((stands - self._apart) / np.maximum(self._trusted, 1.0))[trusted]
+        trusted = trusted & known
+        if self.steps < _LEVEL_STEPS and trusted.any():
+            offset = value - self._common(value, trusted)
+            self._trusted[trusted] += 1.0
+            step = (offset - self._apart) / np.maximum(self._trusted, 1.0)
+            self._apart[trusted] += step[trusted]
+        self.steps += 1
+        self.usual[known] += max(_FADE, 1.0 / self.steps) * (value - self.usual)[known]
+        self._before = self._between
 
 
 def _by_step(microbatches: Floats) -> Floats:
