@@ -44,7 +44,7 @@ class Healthy:
         for batch in batches:
             detector.update(batch)
             tests = detector._layout_state.tests
-            rows += list(tests.window[tests.recent(tests.count - len(rows))].copy())
+            rows += list(tests.window[len(tests.window) - (tests.count - len(rows)) :])
         residual = np.array(rows, np.float64)
         noise = noise_of(residual.astype(np.float32))
         excess = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,15 @@ def positions(ordered: Ints, wanted: NDArray[np.integer]) -> Ints:
     """
     found = np.minimum(np.searchsorted(ordered, wanted), ordered.size - 1)
     return np.where(ordered[found] == wanted, found, -1)
+
+
+def appended(window: Any, row: Any, most: int) -> Any:
+    """The `most` latest rows of a window, oldest first, with a new one.
+
+    >>> appended(np.array([1, 2, 3]), 4, 3).tolist()
+    [2, 3, 4]
+    """
+    return np.concatenate([window[max(len(window) + 1 - most, 0) :], np.array([row], window.dtype)])
 
 
 MAD_TO_SIGMA = 1.4826

@@ -13,7 +13,7 @@ from .arrays import Bools, Floats, Ints
 from .evidence.correlated_ranks import CorrelatedRanks
 from .evidence.intermittent import recent_level, with_intermittent
 from .evidence.rank_tests import RankTests
-from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY, SUSPECT, StatusMachine, StatusTable
+from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY, SUSPECT, StatusTable
 from .evidence.whole_replicas import ReplicaTest
 from .expectation.cross_stage import CrossStageModel
 from .expectation.length_model import LengthModel, knows_lengths
@@ -33,7 +33,7 @@ class LayoutState(Persistent):
 
     _saved = (
         "assembler", "model", "cross_stage", "_by_lengths", "correlated", "replicas", "hosts",
-        "links", "tensor_groups", "data_groups", "tests", "status_machine", "annotations",
+        "links", "tensor_groups", "data_groups", "tests", "status_table", "annotations",
         "last_step",
     )  # fmt: skip
 
@@ -52,14 +52,9 @@ class LayoutState(Persistent):
         self.tensor_groups = CollectiveTest(self.places, settings, within_microbatches=True)
         self.data_groups = CollectiveTest(self.places, settings, within_microbatches=False)
         self._by_lengths: bool | None = None
-        self.status_machine = StatusMachine(self.places.size, settings)
-        self.annotations = Annotations(self.places)
+        self.status_table = StatusTable(self.places.size, settings)
+        self.annotations = Annotations(self.places, self.status_table)
         self.last_step: int | None = None
-
-    @property
-    def status_table(self) -> StatusTable:
-        """Status of every rank."""
-        return self.status_machine.status_table
 
     def snapshot(self) -> tuple[Ints, Floats]:
         """Statuses and factors, to find later what changed."""
@@ -87,7 +82,7 @@ class LayoutState(Persistent):
         if not self._by_lengths and self.cross_stage.misfits:
             self._discard_maps()
             return
-        trusted = self.status_machine.trusted()
+        trusted = self.status_table.trusted()
         able = verifiable = self._able()
         if not self._by_lengths:
             verifiable = self.cross_stage.verifiable(trusted)
@@ -96,15 +91,15 @@ class LayoutState(Persistent):
         now = with_intermittent(self.tests, now, verifiable, self._least, table.fresh)
         if residual.fixed is not None:
             slow = self.replicas.observe(records, index, step, residual.fixed)
-            annotations.mark(REPLICA, slow, table, step)
+            annotations.mark(REPLICA, slow, step)
             excess = recent_level(self.tests, now, 3)
             annotations.explained = self.replicas.explains(now, excess, table.slow_run + 1)
             now = replace(now, able=now.able & ~annotations.explained)
         self.correlated.observe(records, index)
         now, waits_for = self.correlated.attribute(self.tests, now)
-        self.status_machine.update(self.tests, now, annotations.annotated)
+        self.status_table.update(self.tests, now, annotations.annotated)
         annotations.note_waiting(waits_for)
-        annotations.mark(SILENT, self.assembler.silent, table, step)
+        annotations.mark(SILENT, self.assembler.silent, step)
 
     def _residual(self, records: TelemetryBatch) -> StepResidual:
         known = knows_lengths(records)
@@ -116,7 +111,7 @@ class LayoutState(Persistent):
             records = records.select(known)
         model = self.model if by_lengths else self.cross_stage
         index = self.places.index(records.rank)
-        return model.residuals(records, index, self.status_machine.trusted())
+        return model.residuals(records, index, self.status_table.trusted())
 
     def _discard_maps(self) -> None:
         """The maps between stages no longer fit. One such step is skipped; after two running, the
@@ -142,7 +137,7 @@ class LayoutState(Persistent):
 
     def notes(self, at: int) -> tuple[str, ...]:
         """Evidence on the rank at a position other than its own slowness."""
-        return self.annotations.notes_of(at, self.status_table, self.slow_links())
+        return self.annotations.notes_of(at, self.slow_links())
 
     def slow_links(self) -> list[LinkVerdict]:
         """Links and groups whose transfers take longer than those of similar ones."""
@@ -209,7 +204,7 @@ class LayoutState(Persistent):
         at = self._position(result.rank)
         if at < 0:
             return
-        self.annotations.note_probe(at, result)
+        self.annotations.observations[at] = result.words
         if result.kind is not ProbeKind.LINK:
             slowdown = max(float(self.status_table.factor[at]), self._settings.min_slowdown)
             self.tests.add(at, probe_evidence(result, slowdown))

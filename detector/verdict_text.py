@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from resihp.contracts import Status, Verdict
+from resihp.contracts import Verdict
 
 from .arrays import Bools, Floats, Ints
 from .evidence.status import (
@@ -22,7 +22,6 @@ from .evidence.status import (
 )
 from .links_and_hosts import LinkVerdict
 from .persistence import Persistent
-from .probes import ProbeResult
 from .rank_table import RankTable
 
 SILENT = "sends no records"
@@ -40,30 +39,17 @@ def verdict_of(
 ) -> Verdict:
     """The verdict on the rank at position `at` of the table, as of `step`."""
     code, slowdown = int(table.status[at]), float(table.factor[at])
-    since = None if table.since[at] < 0 else int(table.since[at])
     belief = _belief(float(table.evidence[at]))
-    if code == HEALTHY:
-        return Verdict(
-            rank=rank,
-            status=Status.HEALTHY,
-            since_step=since,
-            confidence=1.0 - belief,
-            evidence=notes,
-            step=step,
-        )
-    if code == FAIL_STOP:
-        return Verdict(
-            rank=rank, status=Status.FAIL_STOP, since_step=since, evidence=notes, step=step
-        )
+    stopped, healthy = code == FAIL_STOP, code == HEALTHY
     interval = (round(float(table.low[at]), 4), round(float(table.high[at]), 4))
     return Verdict(
         rank=rank,
         status=CODES[code],
-        slowdown=slowdown,
-        since_step=since,
-        confidence=0.5 if code == INCONCLUSIVE else belief,
-        evidence=(*_sentences(table, at, code), *notes),
-        interval=interval if slowdown > 1.0 else None,
+        slowdown=1.0 if healthy or stopped else slowdown,
+        since_step=None if table.since[at] < 0 else int(table.since[at]),
+        confidence={HEALTHY: 1.0 - belief, FAIL_STOP: 1.0, INCONCLUSIVE: 0.5}.get(code, belief),
+        evidence=notes if healthy or stopped else (*_sentences(table, at, code), *notes),
+        interval=interval if slowdown > 1.0 and not (healthy or stopped) else None,
         step=step,
     )
 
@@ -114,8 +100,8 @@ class Annotations(Persistent):
     notes: dict[int, tuple[str, ...]]
     observations: dict[int, str]
 
-    def __init__(self, places: RankTable) -> None:
-        self._places = places
+    def __init__(self, places: RankTable, table: StatusTable) -> None:
+        self._places, self._table = places, table
         self.notes = {}
         self.observations = {}
         self.explained = np.zeros(places.size, bool)
@@ -125,9 +111,10 @@ class Annotations(Persistent):
         """Ranks with a note."""
         return np.isin(np.arange(self._places.size), list(self.notes))
 
-    def mark(self, reason: str, ranks: Bools, table: StatusTable, step: int) -> None:
+    def mark(self, reason: str, ranks: Bools, step: int) -> None:
         """Makes healthy ranks inconclusive for a reason, and others healthy again for which the
         reason no longer holds."""
+        table = self._table
         for at in np.flatnonzero(ranks & (table.status == HEALTHY)).tolist():
             table.status[at], table.since[at] = INCONCLUSIVE, step
             self.notes[at] = (reason,)
@@ -147,25 +134,16 @@ class Annotations(Persistent):
 
     def note_hosts(self, slow: Bools, factor: Floats) -> None:
         """Notes the ranks whose hosts are slow, and by how much."""
-        known = [at for at, words in self.observations.items() if words.startswith("its host")]
-        for at in known:
-            if not slow[at]:
-                del self.observations[at]
+        self.observations = {
+            at: words for at, words in self.observations.items() if not words.startswith("its host")
+        }
         for at in np.flatnonzero(slow).tolist():
-            times = float(factor[at])
-            self.observations[at] = (
-                f"its host spends {times:.1f} times as long on data as its peers'"
-            )
+            words = f"its host spends {factor[at]:.1f} times as long on data as its peers'"
+            self.observations[at] = words
 
-    def note_probe(self, at: int, result: ProbeResult) -> None:
-        """Notes the result of a probe of a rank."""
-        self.observations[at] = result.words
-
-    def notes_of(
-        self, at: int, table: StatusTable, slow_links: Sequence[LinkVerdict]
-    ) -> tuple[str, ...]:
+    def notes_of(self, at: int, slow_links: Sequence[LinkVerdict]) -> tuple[str, ...]:
         """All sentences on the rank at a position."""
-        rank = int(self._places.ranks[at])
+        table, rank = self._table, int(self._places.ranks[at])
         links = [
             f"its {link.evidence[0]}"
             for link in slow_links

@@ -13,7 +13,7 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ..arrays import Ints
+from ..arrays import Ints, appended
 from ..persistence import Persistent
 from ..rank_table import RankTable
 from .rank_tests import TURNS, RankTests, StepEvidence
@@ -28,12 +28,11 @@ class CorrelatedRanks(Persistent):
     """Keeps the waiting of the last steps, and finds the slow member of a group that rises
     together."""
 
-    _saved = ("waits", "_count")
+    _saved = ("waits",)
 
     def __init__(self, places: RankTable) -> None:
         self._places = places
-        self.waits = np.full((TURNS, places.size), np.nan)
-        self._count = 0
+        self.waits = np.empty((0, places.size))
         sizes = places.class_sizes
         self._groups = [members for members in _members(places.group) if members.size > 1] + [
             members
@@ -51,9 +50,8 @@ class CorrelatedRanks(Persistent):
         known = np.isfinite(records.wait_ms)
         wait = np.bincount(index[known], records.wait_ms[known], size)
         busy = np.bincount(index[known], records.compute_ms[known], size)
-        row = self._count % TURNS
-        self.waits[row] = np.where(busy > 0, wait / np.maximum(busy, 1e-9), np.nan)
-        self._count += 1
+        share = np.where(busy > 0, wait / np.maximum(busy, 1e-9), np.nan)
+        self.waits = appended(self.waits, share, TURNS)
 
     def attribute(self, tests: RankTests, now: StepEvidence) -> tuple[StepEvidence, Ints]:
         """Separates slow ranks from those that wait for them.
@@ -70,8 +68,8 @@ class CorrelatedRanks(Persistent):
         whole, found = dict[int, float](), dict[int, float]()  # rise by group, and by slowest rank
         for number in sorted({number for rank in rising for number in self._at[rank]}):
             members = self._groups[number]
-            age = self._steps_in_question(members, now)
-            recent = tests.window[np.ix_((tests.count - 1 - age) % len(tests.window), members)]
+            age = self._steps_in_question(members, now, len(tests.window))
+            recent = tests.window[np.ix_(-1 - age, members)]
             level = np.median(np.nan_to_num(recent), axis=0) - now.reference[members]
             if level.min() < _ALIKE * level.max() or level.max() <= 0:
                 continue
@@ -92,12 +90,12 @@ class CorrelatedRanks(Persistent):
                 able[members] = False
         return replace(now, able=able, evidence=evidence), waits_for
 
-    def _steps_in_question(self, members: Ints, now: StepEvidence) -> Ints:
+    def _steps_in_question(self, members: Ints, now: StepEvidence, count: int) -> Ints:
         """Ages of the steps in which the group was slow: its last steps, or, where members are
         intermittently slow, the slow ones of the member with the strongest evidence."""
         turning = members[now.intermittent[members]]
         if not turning.size:
-            return np.arange(min(_STEPS, self._count))
+            return np.arange(min(_STEPS, count))
         rank = turning[np.argmax(now.evidence[turning])]
         return np.flatnonzero(now.turns[::-1, rank])
 
@@ -116,7 +114,7 @@ class CorrelatedRanks(Persistent):
     def _waits_least(self, members: Ints, level: float, age: Ints) -> int | None:
         """The slowest member; -1 where it is unknown; None where all are slow by their own
         time."""
-        waits = self.waits[np.ix_((self._count - 1 - age) % TURNS, members)]
+        waits = self.waits[np.ix_(-1 - age, members)]
         if not np.isfinite(waits).any(axis=0).all():
             return -1
         waited = np.nanmean(waits, axis=0)

@@ -68,13 +68,12 @@ def with_intermittent(
     least   least slowness (log) that is named
     fresh   step of each rank from which its residuals count
     """
-    rows = tests.recent(tests.count)
-    high = tests.window[rows[-TURNS:]] - tests.mean > least
+    high = tests.window[-TURNS:] - tests.mean > least
     ranks = np.flatnonzero(now.seen & (np.count_nonzero(high, axis=0) >= _FEW))
     if not ranks.size or tests.count < 2 * _FEW:
         return now
-    series = tests.window[np.ix_(rows, ranks)].astype(np.float64)
-    series[tests.steps[rows][:, None] < fresh[ranks]] = np.nan
+    series = tests.window[:, ranks].astype(np.float64)
+    series[tests.steps[:, None] < fresh[ranks]] = np.nan
     usual = float(np.median(now.scale))
     levels = _levels(series, tests.slowest_healthy()[ranks], now.error[ranks], usual)
     use = levels.apart & (levels.high - levels.healthy > least)
@@ -196,8 +195,8 @@ def first_slow_step(slow: Bools) -> int:
 def recent_level(tests: RankTests, now: StepEvidence, steps: int) -> Floats:
     """Level (log, beyond the reference) of every rank in its last `steps` steps; of intermittently
     slow ranks, in their slow steps."""
-    recent = np.nan_to_num(tests.window[tests.recent(steps)])
+    recent = np.nan_to_num(tests.window[-steps:])
     level = np.median(recent, axis=0).astype(np.float64)
     for rank in np.flatnonzero(now.intermittent).tolist():
-        level[rank] = np.median(tests.window[now.slow_rows(tests, rank), rank])
+        level[rank] = np.median(now.slow(tests.window, rank)[:, rank])
     return level - now.reference

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..arrays import Bools, Floats, Ints, mad_sigma, mean, median
+from ..arrays import Bools, Floats, Ints, appended, mad_sigma, mean, median
 from ..persistence import Persistent, State
 from ..rank_table import RankTable
 from ..residuals import StepResidual, common_change, noise_of
@@ -80,14 +81,15 @@ class StepEvidence:
         result: Bools = np.any(self.turns, axis=0)
         return result
 
-    def slow_rows(self, tests: RankTests, rank: int) -> Ints:
-        """Rows of the window of `tests` with the slow steps of an intermittently slow rank."""
-        rows = tests.recent(TURNS)
-        return rows[self.turns[-rows.size :, rank]]
+    def slow(self, window: NDArray[np.floating], rank: int) -> NDArray[np.floating]:
+        """Rows of a window, whose last is this step, in which a rank was intermittently slow."""
+        latest = window[-TURNS:]
+        return latest[self.turns[-len(latest) :, rank]]
 
 
 class RankTests(Persistent):
-    """Sequential tests of all ranks of one layout, with the window of residuals they use."""
+    """Sequential tests of all ranks of one layout, with the window of residuals they use,
+    oldest step first."""
 
     _saved = (
         "window", "falls", "steps", "count", "mean", "past", "noise", "first", "peer_test",
@@ -102,13 +104,13 @@ class RankTests(Persistent):
         self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
         peers = places.class_sizes[places.peers]
         self._majority, self._pair = peers >= 3, peers == 2
-        self.window = np.full((WINDOW_STEPS, size), np.nan, np.float32)
-        self.steps = np.full(WINDOW_STEPS, -1, np.int64)
+        self.window = np.empty((0, size), np.float32)
+        self.steps = np.empty(0, np.int64)
         self.count = 0
         self._wider = 1.0
         order = np.argsort(places.peers, kind="stable")
         self._pairs = order[self._pair[order]].reshape(-1, 2).T
-        self.falls = np.full((_LAG + _FALL_STEPS, size), np.nan, np.float32)
+        self.falls = np.empty((0, size), np.float32)
         self.mean = np.zeros(size)
         self.past = np.zeros(size)
         self.noise = np.zeros(size)
@@ -122,8 +124,8 @@ class RankTests(Persistent):
         named: those that can be separated from others."""
         deviation = self._centre(residual, trusted)
         seen = np.isfinite(deviation)
-        row = self.count % WINDOW_STEPS
-        self.window[row], self.steps[row] = deviation, step
+        self.window = appended(self.window, deviation, WINDOW_STEPS)
+        self.steps = appended(self.steps, step, WINDOW_STEPS)
         self.count += 1
         self._wider = residual.wider
         offset = self._offset_spread()
@@ -158,7 +160,7 @@ class RankTests(Persistent):
     def _fallen(self) -> Floats:
         """Recent fall of both ranks of a pair below their baselines (0 or less): a change
         of the expectation, which a pair has no majority to remove."""
-        recent = self.falls[(self.count - 1 - _LAG - np.arange(_FALL_STEPS)) % len(self.falls)]
+        recent = self.falls[: 1 - _LAG][-_FALL_STEPS:]
         known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
         result: Floats = np.zeros(self._places.size)
         if known.any():
@@ -167,12 +169,12 @@ class RankTests(Persistent):
 
     def _track_pairs(self, change: Floats, trusted: Bools) -> None:
         """Notes the smaller fall of the two ranks of each pair, as long as both are trusted."""
-        row = (self.count - 1) % len(self.falls)
-        self.falls[row] = np.nan
+        falls = np.full(change.size, np.nan)
         if self._pairs.size:
             sound = trusted[self._pairs].all(axis=0) & (self.past[self._pairs] > 0).all(axis=0)
             fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
-            self.falls[row, self._pairs] = np.where(sound, fall, np.nan)
+            falls[self._pairs] = np.where(sound, fall, np.nan)
+        self.falls = appended(self.falls, falls, _LAG + _FALL_STEPS - 1)
 
     def _centre(self, residual: StepResidual, trusted: Bools) -> Floats:
         """Residuals without the common mode of the peers, or of the job where peers are too few.
@@ -183,13 +185,6 @@ class RankTests(Persistent):
         noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
         change, peers = value - self.mean, self._places.peers
         return value - common_change(change, peers, trusted, self.past, noise)
-
-    def recent(self, steps: int) -> Ints:
-        """Rows of the window for the last `steps` steps, oldest first."""
-        steps = min(steps, self.count, WINDOW_STEPS)
-        rows: Ints = np.arange(self.count - steps, self.count, dtype=np.int64)
-        rows %= len(self.steps)
-        return rows
 
     def _offset_spread(self) -> float:
         """Spread of healthy devices around their peers, with a prior for small jobs."""
@@ -203,7 +198,7 @@ class RankTests(Persistent):
     def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
         """Standard deviation of a step's residual: the scatter between steps, and at least the
         error of the expectation."""
-        noise = noise_of(self.window[self.recent(self.count)])
+        noise = noise_of(self.window)
         if not noise.any():
             seen = deviation[np.isfinite(deviation)]
             noise = np.full_like(noise, mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0)
@@ -213,7 +208,7 @@ class RankTests(Persistent):
         """Adds the residual of `_LAG` steps ago to the baselines of the trusted ranks."""
         if self.count <= _LAG:
             return
-        old = self.window[self.recent(_LAG + 1)[0]]
+        old = self.window[-1 - _LAG]
         use = trusted & np.isfinite(old)
         early = use & (self.past < _FIRST)
         self.first[self.past[early].astype(np.int64), early] = old[early]
@@ -309,7 +304,7 @@ class LevelTest(Persistent):
         quiet = ~(self.tests.past_test.evidence() > _QUIET) & ~self.slow
         now = self.tests.observe(step, residual, quiet, np.ones(count, bool))
         self.scale = now.scale
-        recent = np.median(self.tests.window[self.tests.recent(_STEPS)], axis=0)
+        recent = np.median(self.tests.window[-_STEPS:], axis=0)
         level = recent - now.reference
         rises = (now.evidence >= self.tests.name_at) & (level > self._least)
         stays = self.slow & ~(level < 0.4 * np.log(self.factor))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from resihp.contracts import Status
 
-from ..arrays import Bools, Floats
+from ..arrays import Bools
 from ..persistence import Persistent
 from ..settings import DetectorSettings
 from .intermittent import EDGE, first_slow_step
@@ -39,7 +40,7 @@ _MOST_HEALTHY_STEPS = 32
 
 
 class StatusTable(Persistent):
-    """Status of every rank; arrays over ranks.
+    """Status of every rank, driven by the evidence of each step; arrays over ranks.
 
     status     index into `CODES`
     since      step of the onset; -1 where it is before the first step
@@ -59,7 +60,9 @@ class StatusTable(Persistent):
         "by_past", "turns", "slow_steps", "began", "fresh",
     )  # fmt: skip
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, settings: DetectorSettings) -> None:
+        self._settings = settings
+        self._least = float(np.log(settings.min_slowdown))
         self.status = np.full(size, HEALTHY, np.int64)
         self.since, self.began, self.fresh = (np.full(size, -1, np.int64) for _ in range(3))
         self.factor, self.low, self.high = np.ones((3, size))
@@ -68,35 +71,22 @@ class StatusTable(Persistent):
         self.carried, self.by_past, self.turns = np.zeros((3, size), bool)
         self.slow_steps = np.zeros((size, 2), np.int64)
 
-
-class StatusMachine(Persistent):
-    """State machine of the statuses of all ranks, driven by the evidence of each step."""
-
-    _saved = ("status_table",)
-
-    def __init__(self, size: int, settings: DetectorSettings) -> None:
-        self._settings = settings
-        self._least = float(np.log(settings.min_slowdown))
-        self.status_table = StatusTable(size)
-
     def trusted(self) -> Bools:
         """Ranks that may update baselines."""
-        table = self.status_table
-        doubtful = table.evidence > _IN_DOUBT * SUSPECT_AT
-        result: Bools = (table.status == HEALTHY) & ~doubtful
+        doubtful = self.evidence > _IN_DOUBT * SUSPECT_AT
+        result: Bools = (self.status == HEALTHY) & ~doubtful
         return result
 
     def update(self, tests: RankTests, now: StepEvidence, excused: Bools) -> None:
         """Updates the statuses by the evidence of a step. `excused` ranks are inconclusive for a
         reason of their own, which low evidence does not end."""
         self._fix_early_baseline(tests, now)
-        table = self.status_table
-        table.evidence, table.by_past = now.evidence, now.by_past
+        self.evidence, self.by_past = now.evidence, now.by_past
         intermittent = now.intermittent
         self._count_runs(now)
-        live = now.seen & (table.status != FAIL_STOP)
-        named = table.status == FAIL_SLOW
-        doubted = (table.status == SUSPECT) | (table.status == INCONCLUSIVE)
+        live = now.seen & (self.status != FAIL_STOP)
+        named = self.status == FAIL_SLOW
+        doubted = (self.status == SUSPECT) | (self.status == INCONCLUSIVE)
         rising = live & ~named & (now.evidence >= SUSPECT_AT)
         falling = live & doubted & ~excused & (now.evidence < SUSPECT_AT - 2.0)
         measured = rising | (live & named & ~self._confirm_carried(tests))
@@ -104,11 +94,11 @@ class StatusMachine(Persistent):
             self._measure(tests, now, rank)
         strong = rising & (now.evidence >= tests.name_at)
         strong &= self._confirmed(tests, now) | intermittent
-        strong &= table.low > 1.0
-        strong &= table.factor >= self._settings.min_slowdown
-        table.status[rising & (table.status == HEALTHY)] = SUSPECT
+        strong &= self.low > 1.0
+        strong &= self.factor >= self._settings.min_slowdown
+        self.status[rising & (self.status == HEALTHY)] = SUSPECT
         self._name(tests, strong & now.able, intermittent)
-        table.status[strong & ~now.able] = INCONCLUSIVE
+        self.status[strong & ~now.able] = INCONCLUSIVE
         self._mark_healthy(tests, falling)
         self._recover(tests, now, live & named)
 
@@ -116,20 +106,19 @@ class StatusMachine(Persistent):
         """Ranks slow for enough consecutive steps that agree in size, or for one more step if they
         do not: two hiccups are seldom of one size."""
         steps = self._settings.confirm_steps
-        last = tests.window[tests.recent(steps)] - now.reference
+        last = tests.window[-steps:] - now.reference
         most = last.max(axis=0)
         agree = most - last.min(axis=0) <= _AGREE * now.scale + _AGREE_SHARE * most
-        return self.status_table.slow_run >= np.where(agree, steps, steps + 1)
+        return self.slow_run >= np.where(agree, steps, steps + 1)
 
     def _name(self, tests: RankTests, ranks: Bools, intermittent: Bools) -> None:
         """Names ranks slow: continuously, intermittently, or again soon after a recovery."""
-        table = self.status_table
-        table.status[ranks] = FAIL_SLOW
-        soon = tests.steps[tests.recent(_SPELLS)[0]] <= table.fresh
-        again = ranks & (table.fresh >= 0) & soon
+        self.status[ranks] = FAIL_SLOW
+        soon = tests.steps[-_SPELLS:][0] <= self.fresh
+        again = ranks & (self.fresh >= 0) & soon
         first = ranks & ~again
-        table.began[first], table.turns[first] = table.since[first], False
-        table.turns |= again | ((table.status == FAIL_SLOW) & intermittent)
+        self.began[first], self.turns[first] = self.since[first], False
+        self.turns |= again | ((self.status == FAIL_SLOW) & intermittent)
 
     def _confirm_carried(self, tests: RankTests) -> Bools:
         """Confirms names from an older layout; returns the ranks that carried one before.
@@ -138,18 +127,16 @@ class StatusMachine(Persistent):
         such a rank is clearly not healthy in them, its baseline is set so that it is as slow as
         it was, and it is measured against that from then on.
         """
-        table = self.status_table
-        before = table.carried.copy()
-        rows = tests.recent(_CARRY_STEPS)
-        for rank in np.flatnonzero(table.carried & (table.status == FAIL_SLOW)).tolist():
-            seen = tests.window[rows, rank]
-            known = np.log(table.factor[rank])
+        before = self.carried.copy()
+        for rank in np.flatnonzero(self.carried & (self.status == FAIL_SLOW)).tolist():
+            seen = tests.window[-_CARRY_STEPS:, rank]
+            known = np.log(self.factor[rank])
             if np.count_nonzero(np.isfinite(seen)) < _CARRY_STEPS:
                 continue
             level = float(np.nanmedian(seen))
             if level > 0.4 * known:
                 tests.anchor(rank, level - known)
-            table.carried[rank] = False
+            self.carried[rank] = False
         return before
 
     def _fix_early_baseline(self, tests: RankTests, now: StepEvidence) -> None:
@@ -157,8 +144,7 @@ class StatusMachine(Persistent):
         the steps before the onset, if there are enough and they are within the healthy spread."""
         early = tests.unsettled(now) & (now.evidence >= SUSPECT_AT)
         for rank in np.flatnonzero(early).tolist():
-            rows = tests.recent(tests.count)
-            series = tests.window[rows, rank]
+            series = tests.window[:, rank]
             series = series[np.isfinite(series)]
             first = onset(series, float(now.scale[rank]))
             level = float(np.median(series[:first])) if first >= _LEAST_PAST else np.inf
@@ -166,77 +152,70 @@ class StatusMachine(Persistent):
                 tests.anchor(rank, level, float(first))
 
     def _count_runs(self, now: StepEvidence) -> None:
-        table = self.status_table
-        expected = np.where(table.status == FAIL_SLOW, np.log(table.factor), 2.0 * self._least)
+        expected = np.where(self.status == FAIL_SLOW, np.log(self.factor), 2.0 * self._least)
         edge = np.maximum(0.5 * self._least, EDGE * expected)
         slow = now.seen & (now.excess > edge)
-        table.slow_run = np.where(slow, table.slow_run + 1, np.where(now.seen, 0, table.slow_run))
+        self.slow_run = np.where(slow, self.slow_run + 1, np.where(now.seen, 0, self.slow_run))
         well = now.seen & ~slow
-        table.well_run = np.where(well, table.well_run + 1, np.where(now.seen, 0, table.well_run))
+        self.well_run = np.where(well, self.well_run + 1, np.where(now.seen, 0, self.well_run))
 
     def _measure(self, tests: RankTests, now: StepEvidence, rank: int) -> None:
         """Measures onset and factor of one rank from the window of residuals."""
-        table = self.status_table
-        rows = tests.recent(tests.count)
-        rows = rows[np.isfinite(tests.window[rows, rank])]
+        rows = np.flatnonzero(np.isfinite(tests.window[:, rank]))
         excess = tests.window[rows, rank] - now.reference[rank]
         scale = float(now.scale[rank])
-        named, intermittent = table.status[rank] == FAIL_SLOW, bool(now.turns[:, rank].any())
+        named, intermittent = self.status[rank] == FAIL_SLOW, bool(now.turns[:, rank].any())
         slow = np.ones(rows.size, bool)
         if intermittent:
             slow = excess > EDGE * float(
-                np.median(tests.window[now.slow_rows(tests, rank), rank]) - now.reference[rank]
+                np.median(now.slow(tests.window, rank)[:, rank]) - now.reference[rank]
             )
-        elif named and table.turns[rank]:
-            slow = excess > EDGE * float(np.log(table.factor[rank]))
+        elif named and self.turns[rank]:
+            slow = excess > EDGE * float(np.log(self.factor[rank]))
         if not named:
             first = first_slow_step(slow) if intermittent else onset(excess, scale)
-            whole = first == 0 and tests.count <= tests.window.shape[0]
-            table.since[rank] = -1 if whole else int(tests.steps[rows[first]])
+            whole = first == 0 and tests.count == len(tests.window)
+            self.since[rank] = -1 if whole else int(tests.steps[rows[first]])
         else:
-            first = int(np.searchsorted(tests.steps[rows], table.since[rank]))
+            first = int(np.searchsorted(tests.steps[rows], self.since[rank]))
         recent = excess[min(first, excess.size - 1) :]
         recent = recent[slow[-recent.size :]][-_FACTOR_STEPS:]
-        table.slow_steps[rank] = np.count_nonzero(slow[first:]), rows.size - first
+        self.slow_steps[rank] = np.count_nonzero(slow[first:]), rows.size - first
         if not recent.size:
             return
         middle = float(np.median(recent))
         error = float(np.hypot(1.25 * scale / np.sqrt(recent.size), now.doubt[rank]))
         error = min(error, _MOST_ERROR)
-        table.factor[rank] = np.exp(max(middle, 0.0))
-        table.low[rank] = np.exp(middle - 1.96 * error)
-        table.high[rank] = np.exp(middle + 1.96 * error)
+        self.factor[rank] = np.exp(max(middle, 0.0))
+        self.low[rank] = np.exp(middle - 1.96 * error)
+        self.high[rank] = np.exp(middle + 1.96 * error)
 
     def _mark_healthy(self, tests: RankTests, ranks: Bools) -> None:
-        table = self.status_table
         if not ranks.any():
             return
-        table.status[ranks] = HEALTHY
-        table.factor[ranks] = table.low[ranks] = table.high[ranks] = 1.0
-        table.carried[ranks] = False
-        table.since[ranks] = tests.steps[tests.recent(1)[0]]
+        self.status[ranks] = HEALTHY
+        self.factor[ranks] = self.low[ranks] = self.high[ranks] = 1.0
+        self.carried[ranks] = False
+        self.since[ranks] = tests.steps[-1]
 
     def _recover(self, tests: RankTests, now: StepEvidence, named: Bools) -> None:
-        table = self.status_table
-        back = named & (table.well_run >= self._settings.recover_steps)
-        for rank in np.flatnonzero(back & table.turns).tolist():
-            back[rank] = table.well_run[rank] >= self._healthy_steps_needed(tests, now, rank)
+        back = named & (self.well_run >= self._settings.recover_steps)
+        for rank in np.flatnonzero(back & self.turns).tolist():
+            back[rank] = self.well_run[rank] >= self._healthy_steps_needed(tests, now, rank)
         if not back.any():
             return
         self._mark_healthy(tests, back)
-        rows = tests.recent(tests.count)
-        started = tests.steps[rows[np.maximum(rows.size - table.well_run[back], 0)]]
-        table.since[back] = table.fresh[back] = started
+        started = tests.steps[np.maximum(tests.steps.size - self.well_run[back], 0)]
+        self.since[back] = self.fresh[back] = started
         tests.clear(back)
 
     def _healthy_steps_needed(self, tests: RankTests, now: StepEvidence, rank: int) -> int:
         """Healthy steps before an intermittently slow rank is healthy again: so many that they are
         neither chance nor one of its pauses."""
-        rows = tests.recent(tests.count)
-        rows = rows[np.isfinite(tests.window[rows, rank])]
-        rows = rows[tests.steps[rows] >= self.status_table.began[rank]]
-        edge = max(EDGE * float(np.log(self.status_table.factor[rank])), 0.5 * self._least)
-        at = np.flatnonzero(tests.window[rows, rank] - now.reference[rank] > edge)
+        seen = tests.window[tests.steps >= self.began[rank], rank]
+        seen = seen[np.isfinite(seen)]
+        edge = max(EDGE * float(np.log(self.factor[rank])), 0.5 * self._least)
+        at = np.flatnonzero(seen - now.reference[rank] > edge)
         slow_share = at.size / max(int(np.ptp(at)) + 1, 1) if at.size else 0.0
         pause = int(np.diff(at).max(initial=1)) - 1
         lucky = int(np.ceil(np.log(_CHANCE) / np.log(min(max(1.0 - slow_share, 0.05), 0.9))))
@@ -245,7 +224,7 @@ class StatusMachine(Persistent):
         )
 
 
-def onset(excess: Floats, scale: float) -> int:
+def onset(excess: NDArray[np.floating], scale: float) -> int:
     """Most likely first slow step, given that the last ones are slow.
 
     The maximum over k of the gain of a shift by the recent level in `excess[k:]`, with each

@@ -9,7 +9,7 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, group_median
+from ..arrays import Bools, Floats, Ints, appended, group_median
 from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import FixedShare
@@ -47,18 +47,17 @@ class ReplicaTest(Persistent):
         self.test = LevelTest(classes, settings, least=1.08, error=0.02)
         self._reference = np.full((int(places.peers.max()) + 1) * _CHUNKS * 2, np.nan)
         self._fixed, self._unsure = np.zeros(places.size), np.zeros(places.size)
-        self._pattern = np.zeros((_STEPS, 2, places.size))
-        self._raw = np.full((TURNS, self._count), np.nan)
+        self._pattern = np.empty((0, 2, places.size))
+        self._raw = np.empty((0, self._count))
         self._past = np.full(self._count, np.nan)
         self._noise = 0.0
 
     def observe(self, records: TelemetryBatch, index: Ints, step: int, fixed: FixedShare) -> Bools:
         """Takes the compute records of a step; returns the ranks whose whole replica is slow."""
-        row = self.test.tests.count % _STEPS
         self._fixed, self._unsure, self._noise = fixed.mean, fixed.unsure, fixed.noise
-        self._pattern[row] = fixed.both, fixed.square
+        self._pattern = appended(self._pattern, (fixed.both, fixed.square), _STEPS)
         level = self._levels(records, index)
-        self._raw[self.test.tests.count % TURNS] = level
+        self._raw = appended(self._raw, level, TURNS)
         fade = max(_FADE, 1.0 / (1 + self.test.tests.count))
         known, first = np.isfinite(level), np.isnan(self._past)
         self._past = np.where(first, level, self._past)
@@ -122,10 +121,10 @@ class ReplicaTest(Persistent):
         steps = np.clip(run, 2, _STEPS)
         for count in np.unique(steps).tolist():
             ranks = np.flatnonzero(steps == count)
-            rows = tests.window[tests.recent(count)]
+            rows = tests.window[-count:]
             level[ranks], error[ranks] = np.median(rows, axis=0)[places.dp[ranks]], 1.5 / count
         for rank in np.flatnonzero(now.intermittent).tolist():
-            slow = tests.window[now.slow_rows(tests, rank), places.dp[rank]]
+            slow = now.slow(tests.window, rank)[:, places.dp[rank]]
             level[rank], error[rank] = np.median(slow), 1.5 / slow.size
         usual = np.where(now.by_past, tests.mean[places.dp], 0.0)
         past = np.maximum(tests.past[places.dp], 1.0)
@@ -142,22 +141,20 @@ class ReplicaTest(Persistent):
 
     def _risen(self, run: Ints, now: StepEvidence) -> Floats:
         """Rise of each rank's replica against its own past, over the same steps."""
-        places, count = self._places, self.test.tests.count
-        last = (count - np.minimum(TURNS, count) + np.arange(min(TURNS, count))) % TURNS
-        result = np.zeros(places.size)
+        places, result = self._places, np.zeros(self._places.size)
         for rank in np.flatnonzero(np.isfinite(self._past)[places.dp]).tolist():
-            slow = now.turns[-last.size :, rank]
-            steps = last[slow] if slow.any() else last[-int(np.clip(run[rank], 2, _STEPS)) :]
+            slow = now.slow(self._raw, rank)
+            if not len(slow):
+                slow = self._raw[-int(np.clip(run[rank], 2, _STEPS)) :]
             at = places.dp[rank]
-            result[rank] = np.nan_to_num(np.median(self._raw[steps, at]) - self._past[at])
+            result[rank] = np.nan_to_num(np.median(slow[:, at]) - self._past[at])
         return result
 
     def _slope(self, run: Ints, turns: Bools) -> tuple[Floats, Floats]:
         """Slope of residuals against the fixed share over the same steps, and its error."""
-        count = self.test.tests.count
-        age = (count - 1 - np.arange(_STEPS)) % _STEPS
-        by_run = age[:, None] < np.clip(run, 1, min(_STEPS, count))
-        slow = turns[-1 - age] & (age[:, None] < count)
+        age = np.arange(len(self._pattern))[::-1]
+        by_run = age[:, None] < np.clip(run, 1, age.size)
+        slow = turns[-1 - age]
         use = np.where(turns.any(axis=0), slow, by_run)
         both, square = np.where(use[:, None], self._pattern, 0.0).sum(axis=0)
         square = np.maximum(square, 1e-12)
