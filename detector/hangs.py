@@ -15,8 +15,8 @@ which compiles and connects.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from resihp.contracts import TrainingPosition
 from resihp.formatting import duration, rank_list
@@ -91,7 +91,7 @@ class HangTracker(Persistent):
         self._first_steps.setdefault(rank, position.step)
         since_s = now - position.for_s
         known = self._stays.get(rank)
-        if known is not None and _same(known.position, position):
+        if known is not None and replace(known.position, for_s=position.for_s) == position:
             since_s = min(since_s, known.since_s)
             self._stays[rank] = _Stay(position, since_s, known.is_suspect)
         else:
@@ -127,13 +127,24 @@ class HangTracker(Persistent):
             stays = busy  # else all wait for each other
         if present == len(busy) and all(stay.position.op is None for stay in busy.values()):
             return {}  # the whole job pauses
-        rear = _rear(stays, classes)
+        step = min((stay.position.step for stay in stays.values()), default=0)
+        rear = [(classes[r], s.position) for r, s in stays.items() if s.position.step == step]
+        fewest: dict[int, int] = {}
+        for kind, position in rear:
+            fewest[kind] = min(fewest.get(kind, position.passes), position.passes)
+        pausing = [(kind, position.passes) for kind, position in rear if position.op is None]
         suspects = []
         for rank, stay in stays.items():
-            lasted_s = now - stay.since_s
-            excused = lasted_s <= _SHORTEST_S or _is_excused(rank, stay.position, rear, classes)
-            stay.is_suspect = not excused and stay.position.op is not None
-            if not excused and lasted_s > self._time_out_s(rank, stay.position):
+            position, kind, lasted_s = stay.position, classes[rank], now - stay.since_s
+            blocked = position.op is not None
+            excused = (
+                lasted_s <= _SHORTEST_S
+                or position.step > step
+                or position.passes > fewest[kind]
+                or (blocked and any(k != kind or p <= position.passes for k, p in pausing))
+            )
+            stay.is_suspect = blocked and not excused
+            if not excused and lasted_s > self._time_out_s(rank, position):
                 suspects.append(rank)
         waiting = present - len(suspects)
         named = len(suspects) == 1 or 2 * len(suspects) <= ranks.size
@@ -146,51 +157,6 @@ class HangTracker(Persistent):
         if position.op is None or position.step <= self._first_steps.get(rank, -1):
             return _PAUSE_S
         return min(max(_SHORTEST_S, _FACTOR * self._longest_s), _PAUSE_S)
-
-
-@dataclass(frozen=True)
-class _Rear:
-    """Least progress of the job: first step, fewest passes in it per class of peers, and the
-    pausing ranks with the least progress, each with its passes."""
-
-    step: int
-    passes: Mapping[int, int]
-    pausing: Mapping[int, int]
-
-
-def _rear(stays: Mapping[int, _Stay], classes: Mapping[int, int]) -> _Rear:
-    step = min(stay.position.step for stay in stays.values()) if stays else 0
-    passes: dict[int, int] = {}
-    pausing = {}
-    for rank, stay in stays.items():
-        position = stay.position
-        if position.step == step:
-            kind = classes[rank]
-            passes[kind] = min(passes.get(kind, position.passes), position.passes)
-            if position.op is None:
-                pausing[rank] = position.passes
-    return _Rear(step, passes, pausing)
-
-
-def _is_excused(
-    rank: int, position: TrainingPosition, rear: _Rear, classes: Mapping[int, int]
-) -> bool:
-    """Return whether a rank may wait for another one, as far as positions tell."""
-    kind = classes[rank]
-    if position.step > rear.step or position.passes > rear.passes[kind]:
-        return True
-    if position.op is None:
-        return False
-    return any(
-        classes[other] != kind or passes <= position.passes
-        for other, passes in rear.pausing.items()
-    )
-
-
-def _same(one: TrainingPosition, other: TrainingPosition) -> bool:
-    return (one.step, one.microbatch, one.op, one.waiting, one.passes) == (
-        other.step, other.microbatch, other.op, other.waiting, other.passes
-    )  # fmt: skip
 
 
 def silence_note(position: TrainingPosition | None) -> tuple[str, ...]:

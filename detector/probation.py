@@ -11,18 +11,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from resihp.contracts import Status, Verdict
 
-from .evidence.sequential import log_ratio
 from .evidence.status import SUSPECT_AT
 from .persistence import Persistent
-from .probes import PROBE_SPREAD, ProbeKind, ProbeResult
+from .probes import ProbeKind, ProbeResult, probe_gain
 from .settings import DetectorSettings
 
-_MOST = 6.0
-"""Largest evidence of one probe (log)."""
 _KINDS = 2
 """Probes of a round: a matrix product and a copy within memory."""
 _CLEAN = 0.4
@@ -46,7 +41,7 @@ class _Device:
     clean: int = 0
     asked_s: float = -math.inf
     rounds: int = 0
-    status: str = Status.FAIL_SLOW.value
+    status: Status = Status.FAIL_SLOW
     words: str = "not measured since it left the layout"
 
 
@@ -59,14 +54,13 @@ class Probation(Persistent):
 
     def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings
-        self._sure = SUSPECT_AT
         self._devices = {}
         self._times = {}
 
     def leave(self, rank: int, slowdown: float, since: int, step: int) -> None:
         """A device named slow leaves the layout."""
         self._times[rank] = self._times.get(rank, 0) + 1
-        self._devices[rank] = _Device(slowdown, since, self._sure, step)
+        self._devices[rank] = _Device(slowdown, since, SUSPECT_AT, step)
 
     def back(self, ranks: Iterable[int]) -> dict[int, tuple[float, int]]:
         """Removes devices that work again; returns slowdown and onset of those that are still
@@ -86,7 +80,7 @@ class Probation(Persistent):
         """Marks devices as dead; returns the verdicts that this changed."""
         found = [rank for rank in ranks if rank in self._devices]
         for rank in found:
-            self._devices[rank].status, self._devices[rank].step = Status.FAIL_STOP.value, step
+            self._devices[rank].status, self._devices[rank].step = Status.FAIL_STOP, step
         return [self.verdict(rank) for rank in found]
 
     def due(self, now: float, reference: list[int]) -> list[tuple[int, int]]:
@@ -111,24 +105,18 @@ class Probation(Persistent):
         if device is None or device.status == Status.FAIL_STOP or result.kind is ProbeKind.LINK:
             return None
         ratio, known = math.log(result.slowdown), math.log(device.slowdown)
-        shift = np.asarray(max(known, PROBE_SPREAD))
-        gain = float(log_ratio(np.asarray(ratio), np.asarray(PROBE_SPREAD), shift))
-        total = device.evidence + min(max(gain, -_MOST), _MOST)
-        device.evidence = min(max(total, -self._sure), self._sure)
+        total = device.evidence + probe_gain(result, device.slowdown)
+        device.evidence = min(max(total, -SUSPECT_AT), SUSPECT_AT)
         device.clean = device.clean + 1 if ratio < _CLEAN * known else 0
         device.words = result.words
-        return self._decide(result.rank, device, step)
-
-    def _decide(self, rank: int, device: _Device, step: int) -> list[Verdict]:
-        needed = _KINDS * self._settings.recover_steps * 2 ** (self._times[rank] - 1)
-        recovered = device.evidence <= -self._sure and device.clean >= needed
-        slow_again = device.evidence >= self._sure
+        needed = _KINDS * self._settings.recover_steps * 2 ** (self._times[result.rank] - 1)
+        recovered = device.evidence <= -SUSPECT_AT and device.clean >= needed
         before = device.status
         if before == Status.FAIL_SLOW and recovered:
-            device.status, device.step = Status.HEALTHY.value, step
-        elif before == Status.HEALTHY and slow_again:
-            device.status, device.step = Status.FAIL_SLOW.value, step
-        return [self.verdict(rank)] if device.status != before else []
+            device.status, device.step = Status.HEALTHY, step
+        elif before == Status.HEALTHY and device.evidence >= SUSPECT_AT:
+            device.status, device.step = Status.FAIL_SLOW, step
+        return [self.verdict(result.rank)] if device.status != before else []
 
     def verdict(self, rank: int) -> Verdict:
         """Verdict on a device outside the layout."""
@@ -137,7 +125,7 @@ class Probation(Persistent):
         since = device.since if slow else device.step
         return Verdict(
             rank=rank,
-            status=Status(device.status),
+            status=device.status,
             slowdown=device.slowdown if slow else 1.0,
             since_step=since if since >= 0 else None,
             evidence=("stands outside the layout", device.words),

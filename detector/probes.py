@@ -19,7 +19,7 @@ from .evidence.sequential import log_ratio
 from .persistence import Persistent
 
 _WAIT_S = 20.0
-PROBE_SPREAD = 0.03
+_SPREAD = 0.03
 """Spread (log) of the ratio of two probes on healthy devices."""
 _MOST_EVIDENCE = 6.0
 """Largest evidence of one probe (log)."""
@@ -101,13 +101,8 @@ class ProbeBudget(Persistent):
         return True
 
 
-def probe_evidence(result: ProbeResult, slowdown: float) -> float:
-    """Log-likelihood ratio that a probe adds: the suspected slowdown against none; bounded.
-
-    A processor slowed by heat shows in GEMM, a memory fault in bandwidth, so that a clean probe of
-    one kind counts only half against the suspicion.
-    """
-    shift = np.asarray(max(np.log(slowdown), PROBE_SPREAD))
-    ratio = float(log_ratio(np.asarray(np.log(result.slowdown)), np.asarray(PROBE_SPREAD), shift))
-    bounded = float(np.clip(ratio, -_MOST_EVIDENCE, _MOST_EVIDENCE))
-    return bounded if bounded > 0 else 0.5 * bounded
+def probe_gain(result: ProbeResult, slowdown: float) -> float:
+    """Log-likelihood ratio that a probe adds: the suspected slowdown against none; bounded."""
+    shift = np.asarray(max(np.log(slowdown), _SPREAD))
+    ratio = float(log_ratio(np.asarray(np.log(result.slowdown)), np.asarray(_SPREAD), shift))
+    return min(max(ratio, -_MOST_EVIDENCE), _MOST_EVIDENCE)
