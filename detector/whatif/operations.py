@@ -119,10 +119,6 @@ class OpGrid:
         """Number of pipeline stages."""
         return int(self.rank.shape[1])
 
-    def step_of(self, cell: Ints) -> Ints:
-        """Position of the step of flat cells."""
-        return cell % self.steps.size
-
     def of_kind(self, *kinds: OpKind) -> NDArray[np.bool_]:
         """Mask [N] of the operations of these kinds."""
         return np.isin(self.kind, kinds)

@@ -100,6 +100,12 @@ class Analysis:
             for verdict in self.verdicts
         ]
 
+    def unwell(self) -> list[tuple[Verdict, dict[str, Any]]]:
+        """The verdicts that are not healthy with their entries of `devices`, the slowest first."""
+        pairs = zip(self.verdicts, self.devices(), strict=True)
+        unwell = [pair for pair in pairs if pair[0].status is not Status.HEALTHY]
+        return sorted(unwell, key=lambda pair: -pair[0].slowdown)
+
 
 def analyze(trace: Trace) -> Analysis:
     """Runs the detector over a recording and replays it. Raises `TraceError` if that fails."""

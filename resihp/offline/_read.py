@@ -21,14 +21,21 @@ def read_trace(path: str | Path) -> Trace:
     path = Path(path)
     if not path.exists():
         raise TraceError(f"{path}: no such file or folder")
-    files = sorted(f for f in path.iterdir() if _is_trace(f)) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        named = (file for file in path.iterdir() if file.name.endswith((".parquet", *_JSON)))
+        files = sorted(file for file in named if file.is_file())
     if not files:
         raise TraceError(f"{path}: the folder holds no .parquet, .json or .json.gz file")
     json = [_is_json(file) for file in files]
     if any(json) and not all(json):
         raise TraceError(f"{path}: the folder mixes parquet and JSON files")
     try:
-        return _json_trace(path, files) if all(json) else _parquet_trace(path, files)
+        if not all(json):
+            return _parquet_trace(path, files)
+        from ._kineto import kineto_trace
+
+        return kineto_trace(path, files)
     except ContractError as error:
         raise TraceError(f"{path}: {error}") from None
 
@@ -64,16 +71,6 @@ def _kind(file: Path, start: bytes) -> str:
     if b"\0" in start:
         return "a binary file of an unknown format"
     return "a CSV file" if file.suffix == ".csv" else "a text file of an unknown format"
-
-
-def _is_trace(file: Path) -> bool:
-    return file.is_file() and file.name.endswith((".parquet", *_JSON))
-
-
-def _json_trace(path: Path, files: list[Path]) -> Trace:
-    from ._kineto import kineto_trace
-
-    return kineto_trace(path, files)
 
 
 def _parquet_trace(path: Path, files: list[Path]) -> Trace:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -42,31 +41,20 @@ def own_trace(path: Path, table: ParquetColumns) -> Trace:
     if not columns["rank"].size:
         raise TraceError(f"{path}: holds no records")
     return Trace(
-        path=path,
-        format="resihp-parquet",
-        job=job,
-        tp=job.layout.tp,
-        columns=columns,
-        plans=plans,
+        path=path, format="resihp-parquet", job=job, tp=job.layout.tp, columns=columns, plans=plans
     )
 
 
 def _columns(table: ParquetColumns) -> dict[str, Any]:
     columns: dict[str, Any] = {}
-    for name, (dtype, default) in COLUMNS.items():
-        if name not in table.names:
-            if default is None:
-                raise ContractError(name, "the column is missing")
-            columns[name] = np.full(table.rows, default, dtype)
-        else:
+    kinds = {**COLUMNS, "plan_version": (np.dtype(np.int64), 0)}
+    for name, (dtype, default) in kinds.items():
+        if name in table.names:
             columns[name] = _values(table.read(name), name, dtype)
-    name = "plan_version"
-    versions = np.dtype(np.int64)
-    columns[name] = (
-        _values(table.read(name), name, versions)
-        if name in table.names
-        else np.zeros(table.rows, versions)
-    )
+        elif default is None:
+            raise ContractError(name, "the column is missing")
+        else:
+            columns[name] = np.full(table.rows, default, dtype)
     return columns
 
 
@@ -118,7 +106,6 @@ class TraceWriter:
         self._writer.close()
 
     def _flush(self) -> None:
-        import numpy as np
         import pyarrow as pa
 
         if not self._held:
@@ -135,12 +122,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,4 +1,18 @@
-"""A recorded job in memory, whatever file it came from."""
+"""A recorded job in memory, whatever file it came from, and its records.
+
+Recorded operations become microbatch records:
+
+| operation                                   | record     | compute_ms       | wait_ms   |
+|---------------------------------------------|------------|------------------|-----------|
+| forward-compute, backward-compute           | FORWARD, … | duration         | NaN       |
+| forward-send, … backward-recv               | P2P        | transfer         | the rest  |
+| grads-reduce-scatter, params-all-gather, …  | COLLECTIVE | transfer         | the rest  |
+| optimizer                                   | OPTIMIZER  | duration         | NaN       |
+| gc                                          | DATA       | duration         | NaN       |
+
+A transfer lasts from the moment when the last of its ranks has started it. Garbage collection
+stops the host and not the device, as DATA records do.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +27,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
-from detector.whatif.operations import Floats, OpGrid
-from resihp.contracts import Job, Op, Plan, TelemetryBatch
-
-from ._telemetry import RecordMaker, Rows
+from detector.whatif.operations import COLLECTIVE, P2P, Floats, OpGrid, OpKind, OpTable
+from resihp.contracts import COLUMNS, Job, Op, Plan, TelemetryBatch
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Columns = Mapping[str, NDArray[Any]]
+
+_OP = {
+    OpKind.FORWARD: Op.FORWARD,
+    OpKind.BACKWARD: Op.BACKWARD,
+    OpKind.OPTIMIZER: Op.OPTIMIZER,
+    OpKind.GC: Op.DATA,
+    **dict.fromkeys(P2P, Op.P2P),
+    **dict.fromkeys(COLLECTIVE, Op.COLLECTIVE),
+}
+_CODES = np.array([_OP[kind] for kind in OpKind], np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Columns of a table that its `OpGrid` does not hold.
+
+    ranks       global ranks that were recorded, in ascending order
+    rank        of every row; None where one rank was recorded at each place
+    duration_s  of every row; None where each cell was recorded once
+    """
+
+    ranks: tuple[int, ...]
+    rank: NDArray[np.integer] | None
+    duration_s: Floats | None
+
+    @classmethod
+    def of(cls, ops: OpTable, recording: OpGrid) -> Rows:
+        """Of the table that the recording was made of."""
+        ranks = tuple(np.unique(ops.rank).tolist())
+        places = int(np.count_nonzero(recording.rank >= 0))
+        alone = len(ranks) == places == np.unique(recording.rank[recording.rank >= 0]).size
+        once = np.count_nonzero(~np.isnan(recording.duration_s)) == len(ops)
+        return cls(ranks, None if alone else ops.rank, None if once else ops.duration_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,10 +141,36 @@ class Trace:
             for rows in _runs(columns["step"], columns["plan_version"]):
                 yield {name: column[rows] for name, column in columns.items()}
             return
-        assert self.rows is not None
-        maker = RecordMaker(self.rows, self.recording, self.dependencies, self.own_s)
-        for rows in _runs(self.recording.step_of(self.recording.cell)):
-            yield maker.columns(rows)
+        for rows in _runs(self.recording.cell % self.recording.steps.size):
+            yield self._recorded(rows)
+
+    def _recorded(self, rows: NDArray[np.intp] | slice) -> Columns:
+        """The records of some recorded operations."""
+        recording, found, given = self.recording, self.dependencies, self.rows
+        assert given is not None
+        cell = recording.cell[rows]
+        op, replica, step = np.unravel_index(cell, recording.start_s.shape)
+        whole = recording.duration_s.reshape(-1)[cell]
+        if given.duration_s is not None:
+            whole = given.duration_s[rows]
+        own = self.own_s.reshape(-1)[cell]
+        known = found.waits()[op] & np.isfinite(own)
+        own = np.where(known, np.clip(own, 0.0, whole), whole)
+        served, peer = found.serves[op], found.peer[op]
+        at_peer = recording.rank[replica, recording.stage[peer]]
+        rank = recording.rank[replica, recording.stage[op]]
+        columns = {
+            "rank": rank if given.rank is None else given.rank[rows],
+            "step": recording.steps[step],
+            "microbatch": recording.microbatch[np.where(served >= 0, served, op)],
+            "chunk": np.maximum(recording.chunk[op], 0),
+            "op": _CODES[recording.kind[op]],
+            "compute_ms": own * 1e3,
+            "wait_ms": np.where(known, (whole - own) * 1e3, np.nan),
+            "peer": np.where(peer >= 0, at_peer, -1),
+        }
+        real = ~(found.idle | found.lone)[op]
+        return filled({name: column[real] for name, column in columns.items()})
 
     def frame(self) -> pd.DataFrame:
         """The microbatch records as a pandas frame; `op` as words, unknown work as NA."""
@@ -125,3 +196,13 @@ def _runs(*keys: NDArray[Any]) -> Iterator[NDArray[np.intp] | slice]:
     edges = [0, *(np.flatnonzero(change) + 1).tolist(), order.size]
     for start, stop in pairwise(edges):
         yield order[start:stop]
+
+
+def filled(columns: Columns) -> Columns:
+    """The columns of records of no plan, with those that are missing."""
+    size = columns["rank"].size
+    found: dict[str, NDArray[Any]] = {
+        name: np.asarray(columns.get(name, np.broadcast_to(default or 0, size)), dtype)
+        for name, (dtype, default) in COLUMNS.items()
+    }
+    return {**found, "plan_version": np.zeros(size, np.int64)}

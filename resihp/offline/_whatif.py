@@ -13,8 +13,7 @@ from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
 from ._arrow import ParquetColumns, is_number, to_numpy
 from ._meta import read_meta, whole_number
-from ._telemetry import Rows
-from ._trace import Trace
+from ._trace import Rows, Trace
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 _KINDS = {label: kind for kind, label in LABELS.items()}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from resihp.contracts import Status
 
 from . import plots
 from ._analysis import Analysis
@@ -44,7 +41,10 @@ def html(analysis: Analysis) -> str:
         steps=plots.steps(analysis),
         kinds=_kinds(analysis),
         health=health(analysis),
-        unwell=_unwell(analysis),
+        unwell=[
+            {**device, "evidence": verdict.evidence, "confidence": verdict.confidence}
+            for verdict, device in analysis.unwell()
+        ],
         changes=[(change.step, change.verdict) for change in analysis.changes][:200],
         devices=len(analysis.verdicts),
     )
@@ -60,14 +60,11 @@ def slowest_step(analysis: Analysis, timeline: TraceTimeline) -> int:
 def last_replica(timeline: TraceTimeline, step: int) -> int | None:
     """The replica whose passes end last; None if no pass took any time."""
     spans = timeline.actual(step)
-    passes = [i for i, name in enumerate(spans.names) if name.split("-")[0] in _PASSES]
+    passes = [i for i, name in enumerate(spans.names) if name.startswith(("forward", "backward"))]
     spans = spans.select(~spans.transfer & np.isin(spans.name, passes))
     if not spans.start_s.size:
         return None
     return int(spans.replica[np.argmax(spans.start_s + spans.duration_s)])
-
-
-_PASSES = ("forward", "backward")
 
 
 def _key_figures(analysis: Analysis) -> list[KeyFigure]:
@@ -88,10 +85,9 @@ def _key_figures(analysis: Analysis) -> list[KeyFigure]:
             if value > 1:
                 detail += "; beyond 100%: the ideal, an average, holds some of it"
             figures.append(KeyFigure(name, f"{value:.1%}", detail))
-    ideal = f"{whatif.ideal_step_s:.3f} s"
     return [
         *figures,
-        KeyFigure("Ideal step", ideal, "all take the average"),
+        KeyFigure("Ideal step", f"{whatif.ideal_step_s:.3f} s", "all take the average"),
     ]
 
 
@@ -102,12 +98,3 @@ def _kinds(analysis: Analysis) -> list[tuple[str, float]]:
         return []
     slowdowns = [(name, float(whatif.slowdown_of(s))) for name, s in whatif.by_kind_s.items()]
     return sorted(slowdowns, key=lambda item: -item[1])
-
-
-def _unwell(analysis: Analysis) -> list[dict[str, Any]]:
-    places = {entry["rank"]: entry for entry in analysis.devices()}
-    return [
-        {**places[verdict.rank], "evidence": verdict.evidence, "confidence": verdict.confidence}
-        for verdict in sorted(analysis.verdicts, key=lambda v: -v.slowdown)
-        if verdict.status is not Status.HEALTHY
-    ]

@@ -108,10 +108,7 @@ def _published(analysis: Analysis) -> Iterator[str]:
 
 def _print_devices(analysis: Analysis, console: Console) -> None:
     console.print(f"\n{health(analysis)}")
-    unwell = [v for v in analysis.verdicts if v.status is not Status.HEALTHY]
-    places = {entry["rank"]: entry for entry in analysis.devices()}
-    for verdict in sorted(unwell, key=lambda v: -v.slowdown):
-        place = places[verdict.rank]
+    for verdict, place in analysis.unwell():
         since = "" if verdict.since_step is None else f" since step {verdict.since_step}"
         colour = _COLOURS.get(verdict.status, "cyan")
         console.print(

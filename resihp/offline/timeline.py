@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from detector.whatif import Causes
 from detector.whatif.operations import COLLECTIVE, LABELS, P2P, OpKind
-from detector.whatif.step_replay import StepReplay
+from detector.whatif.step_replay import SPAN_NAMES, TRANSFERS, StepReplay
 
 from ._analysis import Analysis
 
@@ -32,13 +32,9 @@ class Spans:
     start_s: NDArray[np.floating]
     duration_s: NDArray[np.floating]
 
-    def select(self, rows: NDArray[np.bool_]) -> Spans:
-        """The spans that a mask picks."""
-        columns = {
-            column: getattr(self, column)[rows]
-            for column in self.__dataclass_fields__
-            if column != "names"
-        }
+    def select(self, rows: NDArray[Any]) -> Spans:
+        """The spans that a mask or an index picks."""
+        columns = {name: column[rows] for name, column in vars(self).items() if name != "names"}
         return Spans(names=self.names, **columns)
 
 
@@ -77,21 +73,16 @@ class TraceTimeline:
     def _recorded_spans(self, start: NDArray[np.floating], duration: NDArray[np.floating]) -> Spans:
         assert self.analysis.whatif is not None
         rec = self.analysis.whatif.recording
-        replicas = start.shape[1]
-        keep = (np.isfinite(start) & (duration > 0)).reshape(-1)
-
-        def column(values: NDArray[Any]) -> NDArray[Any]:
-            return np.asarray(np.repeat(values, replicas)[keep])
-
+        op, replica = np.nonzero(np.isfinite(start) & (duration > 0))
         return Spans(
             names=tuple(LABELS[kind] for kind in OpKind),
-            name=column(rec.kind.astype(np.int64)),
-            replica=np.tile(rec.replicas, rec.kind.size)[keep].astype(np.int64),
-            stage=column(rec.stage.astype(np.int64)),
-            microbatch=column(rec.microbatch.astype(np.int64)),
-            transfer=column(rec.of_kind(*P2P, *COLLECTIVE)),
-            start_s=start.reshape(-1)[keep],
-            duration_s=duration.reshape(-1)[keep],
+            name=rec.kind[op].astype(np.int64),
+            replica=rec.replicas[replica].astype(np.int64),
+            stage=rec.stage[op].astype(np.int64),
+            microbatch=rec.microbatch[op].astype(np.int64),
+            transfer=rec.of_kind(*P2P, *COLLECTIVE)[op],
+            start_s=start[op, replica],
+            duration_s=duration[op, replica],
         )
 
     @cached_property
@@ -126,18 +117,17 @@ class TraceTimeline:
 
     def _replayed_spans(self, *, ideal: bool, at: int) -> Spans:
         replayed, _ = self._records
-        found = replayed.spans(ideal=ideal)
-        start, duration = found.start_ms[:, :, at], found.duration_ms[:, :, at]
-        keep = duration > 0
-        rows, columns = np.nonzero(keep)
-        own = found.replica[rows]
+        graph, (start, end) = replayed.graph, replayed.spans_ms(ideal=ideal)
+        duration = (end - start)[:, :, at]
+        op, column = np.nonzero(duration > 0)
+        name, stage, microbatch = graph.places[:, op]
         return Spans(
-            names=found.names,
-            name=found.name[rows],
-            replica=np.where(own >= 0, own, columns),
-            stage=found.stage[rows],
-            microbatch=found.microbatch[rows],
-            transfer=found.transfer[rows],
-            start_s=start[keep] * 1e-3,
-            duration_s=duration[keep] * 1e-3,
+            names=SPAN_NAMES,
+            name=name,
+            replica=column if graph.alike else graph.replica[op],
+            stage=stage,
+            microbatch=microbatch,
+            transfer=np.isin(name, TRANSFERS),
+            start_s=start[op, column, at] * 1e-3,
+            duration_s=duration[op, column] * 1e-3,
         )
