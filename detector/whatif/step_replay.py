@@ -107,56 +107,27 @@ class _Builder:
     def add_replica(self, replica: int, orders: Sequence[Sequence[Pass]]) -> None:
         """Adds all operations of a replica."""
         ends: dict[_Key, int] = {}  # the operation that ends with a pass's result
-        passes: dict[_Key, int] = {}
+        stages, chunks = len(orders), 1 + max(item.chunk for order in orders for item in order)
         for stage, order in enumerate(orders):
-            self._add_stage(replica, stage, len(orders), order, ends, passes)
-        chunks = 1 + max((item.chunk for order in orders for item in order), default=0)
-        for key in passes:
-            self._receive(replica, key, len(orders), chunks, ends, passes)
-
-    def _add_stage(
-        self,
-        replica: int,
-        stage: int,
-        stages: int,
-        order: Sequence[Pass],
-        ends: dict[_Key, int],
-        passes: dict[_Key, int],
-    ) -> None:
-        last = self.add(self.cells.data(stage), replica, [])
-        for item in order:
-            virtual = item.chunk * stages + stage
-            direction = int(item.op is Op.BACKWARD)
-            if self.loads and not direction:
-                cell = self.cells.of_pass(2, virtual, item.microbatch)
-                last = self.add(cell, replica, [last])
-            cell = self.cells.of_pass(direction, virtual, item.microbatch)
-            last = self.add(cell, replica, [last], _PARTS[item.part])
-            if item.part is not Part.WEIGHT:
-                key = (direction, virtual, item.microbatch)
-                ends[key] = passes[key] = last
-        last = self.add(self.cells.collective(stage), replica, [last])
-        self.synced.setdefault(stage, []).append(last)
-        self.add(self.cells.optimizer(stage), replica, [last])
-
-    def _receive(
-        self,
-        replica: int,
-        key: _Key,
-        stages: int,
-        chunks: int,
-        ends: dict[_Key, int],
-        passes: dict[_Key, int],
-    ) -> None:
-        """Makes a pass depend on the transfer of its input."""
-        direction, virtual, microbatch = key
-        source = virtual + 1 if direction else virtual - 1
-        if not 0 <= source < stages * chunks:
-            return
-        link = min(source, virtual) % stages
-        cell = self.cells.link(link, microbatch)
-        transfer = self.add(cell, replica, [ends[direction, source, microbatch]])
-        self.before[passes[key]].append(transfer)
+            last = self.add(self.cells.data(stage), replica, [])
+            for item in order:
+                virtual, direction = item.chunk * stages + stage, int(item.op is Op.BACKWARD)
+                if self.loads and not direction:
+                    cell = self.cells.of_pass(2, virtual, item.microbatch)
+                    last = self.add(cell, replica, [last])
+                cell = self.cells.of_pass(direction, virtual, item.microbatch)
+                last = self.add(cell, replica, [last], _PARTS[item.part])
+                if item.part is not Part.WEIGHT:
+                    ends[direction, virtual, item.microbatch] = last
+            last = self.add(self.cells.collective(stage), replica, [last])
+            self.synced.setdefault(stage, []).append(last)
+            self.add(self.cells.optimizer(stage), replica, [last])
+        for (direction, virtual, microbatch), end in ends.items():
+            source = virtual + 1 if direction else virtual - 1
+            if 0 <= source < stages * chunks:
+                cell = self.cells.link(min(source, virtual) % stages, microbatch)
+                transfer = self.add(cell, replica, [ends[direction, source, microbatch]])
+                self.before[end].append(transfer)
 
 
 @dataclass(frozen=True, eq=False)
