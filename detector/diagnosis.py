@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
+from resihp.formatting import listed
 
 from .whatif.known_slow import SlowDevice
 from .whatif.step_replay import StepReplay
@@ -191,41 +192,37 @@ def sentences(
     return tuple(lines) if separated or slow else (*lines, _NO_LENGTHS)
 
 
-def _named(slow: Sequence[SlowDevice], share: float) -> str:
-    first = slow[0]
+def _subject(slow: Sequence[SlowDevice], one: str, several: str) -> str:
+    """The slow devices, and how much longer one of them computes or what several do."""
     if len(slow) == 1:
-        took = "computes" if first.until is None else "computed"
+        took = "computes" if slow[0].until is None else "computed"
         return (
-            f"Rank {first.rank} (replica {first.dp}, stage {first.pp}) {took} {first.factor:.2f}x "
-            f"as long as it should {_when(first)}, which costs {share:.1%} of the step: check the "
-            f"device, or give it less work (speed {1.0 / first.factor:.2f})."
+            f"Rank {slow[0].rank} (replica {slow[0].dp}, stage {slow[0].pp}) {took} "
+            f"{slow[0].factor:.2f}x as long as it should {_when(slow[0])}, {one}"
         )
-    return (
-        f"{_several(slow)} compute longer than they should, which costs {share:.1%} of the step: "
-        "check the devices, or give them less work."
+    each = [
+        f"{device.rank} (replica {device.dp}, stage {device.pp}, {device.factor:.2f}x "
+        f"{_when(device)})"
+        for device in slow
+    ]
+    return f"Ranks {listed(each, _MOST_DEVICES)} {several}"
+
+
+def _named(slow: Sequence[SlowDevice], share: float) -> str:
+    speed = f"check the device, or give it less work (speed {1.0 / slow[0].factor:.2f})"
+    costs = f"which costs {share:.1%} of the step"
+    return _subject(
+        slow,
+        f"{costs}: {speed}.",
+        f"compute longer than they should, {costs}: check the devices, or give them less work.",
     )
 
 
 def _hidden(slow: Sequence[SlowDevice]) -> str:
-    if len(slow) > 1:
-        return f"{_several(slow)} are slow, but the step waits for others: they cost next to none."
-    first = slow[0]
-    took = "computes" if first.until is None else "computed"
-    return (
-        f"Rank {first.rank} (replica {first.dp}, stage {first.pp}) {took} {first.factor:.2f}x as "
-        f"long as it should {_when(first)}, but the step waits for others: it costs next to none."
+    why = "but the step waits for others"
+    return _subject(
+        slow, f"{why}: it costs next to none.", f"are slow, {why}: they cost next to none."
     )
-
-
-def _several(slow: Sequence[SlowDevice]) -> str:
-    each = [
-        f"{device.rank} (replica {device.dp}, stage {device.pp}, {device.factor:.2f}x "
-        f"{_when(device)})"
-        for device in slow[:_MOST_DEVICES]
-    ]
-    more = len(slow) - len(each)
-    each += [f"{more} more"] if more else []
-    return f"Ranks {', '.join(each[:-1])} and {each[-1]}"
 
 
 def _when(device: SlowDevice) -> str:

@@ -202,40 +202,28 @@ class Predictor:
 
     def to_bytes(self) -> bytes:
         """The fitted predictor, for the next job of the same model and device type."""
-        model = None if self.booster_ is None else self.booster_.model_to_string()
-        analytic = getattr(self, "analytic_", None)
-        return pack(
-            {
-                "parameters": self.get_params(),
-                "booster": model,
-                "analytic": None if analytic is None else analytic.coefficients_,
-                "low": self.low_,
-                "high": self.high_,
-                "numbers": [self.scale_, self.margin_, self.gain_],
-            }
-        )
+        state = dict(vars(self))
+        if self.booster_ is not None:
+            state["booster_"] = self.booster_.model_to_string()
+        if "analytic_" in state:
+            state["analytic_"] = self.analytic_.coefficients_
+        return pack(state)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Predictor:
         """The predictor that `to_bytes` wrote. Raises `ContractError` for anything else."""
-        state = unpack(data)
-        predictor = cls(**state["parameters"])
-        predictor.low_, predictor.high_ = state["low"], state["high"]
-        predictor.scale_, predictor.margin_, predictor.gain_ = state["numbers"]
-        predictor.booster_ = None
-        if state["booster"] is not None:
+        predictor, state = cls(), unpack(data)
+        if "booster_" not in state:
+            raise ContractError("predictor", "is not a fitted predictor")
+        if state["booster_"] is not None:
             import lightgbm
 
-            predictor.booster_ = lightgbm.Booster(model_str=state["booster"])
-        if state["analytic"] is not None:
-            predictor.analytic_ = AnalyticCost()
-            predictor.analytic_.coefficients_ = state["analytic"]
+            state["booster_"] = lightgbm.Booster(model_str=state["booster_"])
+        if "analytic_" in state:
+            analytic = AnalyticCost()
+            analytic.coefficients_, state["analytic_"] = state["analytic_"], analytic
+        vars(predictor).update(state)
         return predictor
-
-    def get_params(self) -> dict[str, Any]:
-        """The parameters given on construction."""
-        names = ("trees", "leaves", "learning_rate", "min_leaf", "min_gain", "seed")
-        return {name: getattr(self, name) for name in names}
 
 
 def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
@@ -312,28 +300,23 @@ class LearnedCorrection(Persistent):
     def observe(self, features: Floats, plain: Floats, applied: Floats, usable: Bools) -> None:
         """Takes one step's records: features, log of observed over analytic time without the
         device's own level, the correction that was applied, and a mask of healthy records."""
-        self._check(plain, applied)
+        if self.active:
+            seen = np.array([mad_sigma(plain - applied, 0.0), mad_sigma(plain, 0.0)])
+            fresh = not self._spreads.any()
+            self._spreads = seen if fresh else 0.8 * self._spreads + 0.2 * seen
+            self.misfit = bool(self._spreads[0] > _WORSE * self._spreads[1])
         if not self._settings.train or self._trained >= _ROUNDS:
             return
         self._steps += 1
         limit = max(_MOST_ROWS // (4 * self._settings.train_after_steps), 64)
         rows = np.flatnonzero(usable)
         rows = rows[:: max(1, -(-rows.size // limit))]
-        most = _MOST_ROWS
-        fresh = features[rows].astype(np.float32), plain[rows].astype(np.float32)
-        self._rows = np.concatenate([self._rows, fresh[0]])[-most:]
-        self._ratio = np.concatenate([self._ratio, fresh[1]])[-most:]
+        fresh_rows, fresh_ratio = features[rows].astype(np.float32), plain[rows].astype(np.float32)
+        self._rows = np.concatenate([self._rows, fresh_rows])[-_MOST_ROWS:]
+        self._ratio = np.concatenate([self._ratio, fresh_ratio])[-_MOST_ROWS:]
         due = self._settings.train_after_steps * 4**self._trained
         if self._steps >= due and self._ratio.size >= _LEAST_ROWS:
             self._train()
-
-    def _check(self, plain: Floats, applied: Floats) -> None:
-        if not self.active:
-            return
-        seen = np.array([mad_sigma(plain - applied, 0.0), mad_sigma(plain, 0.0)])
-        fresh = not self._spreads.any()
-        self._spreads = seen if fresh else 0.8 * self._spreads + 0.2 * seen
-        self.misfit = bool(self._spreads[0] > _WORSE * self._spreads[1])
 
     def _train(self) -> None:
         predictor = Predictor(seed=self._settings.seed)

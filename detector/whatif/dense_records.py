@@ -130,39 +130,33 @@ class _PlacedRecords:
         rows = self.batch.op == op
         if not all_:
             rows = rows & ((self.batch.microbatch >= 0) == ("microbatch" in axes))
-        rows, cell = self._cells(rows, shape, *axes)
-        times = self.batch.compute_ms[rows]
-        grid = np.full((int(np.prod(shape)), self.slots), np.nan)
-        where = (cell, self.slot[rows])
-        if add:
-            grid[where] = 0.0
-            np.add.at(grid, where, times)
-        else:
-            np.fmax.at(grid, where, times)
-        return np.asarray(np.fmax.reduce(grid, axis=1).reshape(shape), np.float64)
+        return np.asarray(np.fmax.reduce(self._slots(rows, shape, *axes, add=add), axis=0))
 
-    def _cells(
-        self, rows: NDArray[np.bool_], shape: tuple[int, ...], *axes: str
-    ) -> tuple[NDArray[np.bool_], Ints]:
-        """The `rows` that lie inside a grid, and their cells."""
+    def _slots(
+        self, rows: NDArray[np.bool_], shape: tuple[int, ...], *axes: str, add: bool = False
+    ) -> NDArray[np.float64]:
+        """Times of some rows on a grid, for each place in a group; those outside are left out."""
         inside = rows.copy()
         for axis, size in zip(axes, shape, strict=True):
             inside &= self.at[axis] < size
-        index = tuple(self.at[axis][inside] for axis in axes)
-        return inside, np.ravel_multi_index(index, shape)
+        grid = np.full((self.slots, *shape), np.nan)
+        where = (self.slot[inside], *(self.at[axis][inside] for axis in axes))
+        if add:
+            grid[where] = 0.0
+            np.add.at(grid, where, self.batch.compute_ms[inside])
+        else:
+            np.fmax.at(grid, where, self.batch.compute_ms[inside])
+        return grid
 
     def mates(
         self, shape: tuple[int, ...], slowest: list[NDArray[np.float64]]
     ) -> NDArray[np.float64] | None:
         """Passes of the middle rank of each group (the lower of two); None where they do not
         differ from those of the slowest."""
-        grid = np.full((2, self.slots, int(np.prod(shape))), np.nan)
         inner = self.batch.microbatch >= 0
-        for at, op in enumerate(_COMPUTE):
-            rows = inner & (self.batch.op == op)
-            rows, cell = self._cells(rows, shape, "chunk", "dp", "step", "microbatch")
-            np.fmax.at(grid[at], (self.slot[rows], cell), self.batch.compute_ms[rows])
-        middle = quantile(grid, 0.5, axis=1)[:, 0].reshape(2, *shape)
+        axes = ("chunk", "dp", "step", "microbatch")
+        grids = [self._slots(inner & (self.batch.op == op), shape, *axes) for op in _COMPUTE]
+        middle = np.stack([quantile(grid, 0.5, axis=0)[0] for grid in grids])
         apart = np.stack(slowest) > (1.0 + _SAME) * middle
         return middle if np.count_nonzero(apart) > 0.25 * np.isfinite(middle).sum() else None
 

@@ -75,17 +75,8 @@ class _Builder:
         self.start = _reference(recording.start_s)
         self.end = _reference(recording.start_s + recording.duration_s)
         self.preds: list[list[int]] = [[] for _ in recording.kind]
-        self.where: dict[tuple[int, int, int], int] = {
-            key: op
-            for op, key in enumerate(
-                zip(
-                    recording.stage.tolist(),
-                    recording.kind.tolist(),
-                    recording.seq.tolist(),
-                    strict=True,
-                )
-            )
-        }
+        # Gradients may be reduced while the backward passes still run.
+        self.overlapped = bool((recording.kind == OpKind.GRADS_REDUCE).any())
         self.matched = np.full(len(self.preds), -1, np.intp)  # compute that a transfer serves
         self.idle = np.ones(len(self.preds), bool)  # recorded, but nothing was transferred
 
@@ -168,19 +159,16 @@ class _Builder:
             real = [op for op in stream if self.end[op] >= first - _CLOCK_S]
         skip = int(receives and len(real) + 1 == len(passes))
         by_seq = sorted(passes, key=lambda op: int(self.rec.seq[op]))
-        ends = self._model_ends(forward == receives)
+        chunks = (max(int(self.rec.chunk.max(initial=0)), 0) + 1) * self.rec.stages
+        ends = 0 if forward == receives else chunks - 1  # chunk without a neighbour on that side
         for op, index in zip(real, range(skip, len(by_seq)), strict=False):
-            self._serve(op, by_seq, index, receives)
+            self.matched[op] = by_seq[index]
+            if not receives:
+                self.preds[op].append(by_seq[index])
+            else:
+                self.preds[by_seq[index]].append(op)
+                self.preds[op].extend(by_seq[index - 1 : index] if index else ())
             self.idle[op] = self.rec.global_chunk[by_seq[index]] == ends
-
-    def _serve(self, op: int, passes: list[int], index: int, receives: bool) -> None:
-        self.matched[op] = passes[index]
-        if not receives:
-            self.preds[op].append(passes[index])
-            return
-        self.preds[passes[index]].append(op)
-        if index:
-            self.preds[op].append(passes[index - 1])
 
     def _without_receives(self) -> None:
         """Makes passes depend on those that they need, in stages that recorded no receive."""
@@ -194,11 +182,6 @@ class _Builder:
                 if source is not None and int(rec.stage[op]) in silent:
                     self.preds[op].append(source)
 
-    def _model_ends(self, first: bool) -> int:
-        """Global chunk that has no neighbour on that side."""
-        chunks = (max(int(self.rec.chunk.max(initial=0)), 0) + 1) * self.rec.stages
-        return 0 if first else chunks - 1
-
     def _first_backward(self, stage: int, compute: list[int]) -> None:
         """Makes the first backward transfer depend on the forward pass before the last one."""
         kinds = [int(self.rec.kind[op]) for op in compute]
@@ -206,7 +189,7 @@ class _Builder:
         if first < 2:
             return
         for kind in (OpKind.BACKWARD_RECV, OpKind.BACKWARD_SEND):
-            op = self.where.get((stage, kind, 0))
+            op = next(iter(self._of(stage, kind)), None)
             if op is not None:
                 self.preds[op].append(compute[first - 2])
 
@@ -219,7 +202,7 @@ class _Builder:
             needs = [p for p in forward if chunk in (-1, self.rec.chunk[p])]
             if needs:
                 self.preds[needs[0]].append(op)
-        if not self._overlapped():
+        if not self.overlapped:
             return
         for chunk, op in self._by_chunk(stage, OpKind.GRADS_SCATTER, last=False).items():
             needs = [p for p in backward if chunk in (-1, self.rec.chunk[p])]
@@ -233,10 +216,6 @@ class _Builder:
         ops = ops if last else ops[::-1]
         return {int(self.rec.chunk[op]): int(op) for op in ops}
 
-    def _overlapped(self) -> bool:
-        """Returns whether gradients are reduced while the backward passes still run."""
-        return bool((self.rec.kind == OpKind.GRADS_REDUCE).any())
-
     def _after_compute(self, stage: int, compute: list[int]) -> None:
         """Chains the operations after the last pass, as far as they were recorded.
 
@@ -249,7 +228,7 @@ class _Builder:
         after: tuple[int, ...] = (late[-1] if late else last,)
         scatter = self._of(stage, OpKind.GRADS_SCATTER)
         tail = self._of(stage, *_TAIL)
-        if self._overlapped():
+        if self.overlapped:
             after = (*after, *scatter[-1:])
             tail += self._of(stage, OpKind.GRADS_REDUCE)
         else:
