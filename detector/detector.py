@@ -233,7 +233,8 @@ class Detector(Persistent):
             for rank in hanging.keys() | self._hanging.keys()
             if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
         }
-        return self._verdicts_on(sorted(changed | set(dead)))
+        index = self._layout_state.places.index(np.array(sorted(changed | set(dead)), np.int64))
+        return [self._verdict(at) for at in index[index >= 0].tolist()]
 
     def _hanging_ranks(self, now: float) -> dict[int, Hang]:
         """Ranks that hang. While a rank has stopped all others may wait for it, and while one is
@@ -272,10 +273,6 @@ class Detector(Persistent):
         if self._notes.get(rank, ("",))[0].startswith((_SILENCE, _ENDED)):
             del self._notes[rank]
             self._layout_state.revive(rank)
-
-    def _verdicts_on(self, ranks: Iterable[int]) -> list[Verdict]:
-        index = self._layout_state.places.index(np.array(list(ranks), np.int64))
-        return [self._verdict(at) for at in index[index >= 0].tolist()]
 
     def report_failure(
         self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"

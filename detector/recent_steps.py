@@ -47,35 +47,30 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One step, whose frame has the number `frame`: `times` and `known` (whether the work is known)
-    over records, the work [2, M]."""
+    """One step, whose frame has the number `frame`: times over records, and the work [2, M + 1] of
+    its microbatches; the last column is of records of none."""
 
     frame: int
     number: int
     plan_version: int
     times: NDArray[np.float32]
-    known: NDArray[np.uint8]
     work: NDArray[np.int64]
 
     @classmethod
     def of(cls, batch: TelemetryBatch, number: int, frame: _Frame) -> _Step:
         told = (frame.work >= 0) & (batch.tokens >= 0) & (batch.sum_sq_len >= 0)
-        work = np.full((2, int(frame.work.max(initial=-1)) + 1), -1, np.int64)
+        work = np.full((2, int(frame.work.max(initial=-1)) + 2), -1, np.int64)
         work[:, frame.work[told]] = batch.tokens[told], batch.sum_sq_len[told]
         times = batch.compute_ms.astype(np.float32)
-        known = np.packbits(told) if told.any() else np.empty(0, np.uint8)
-        return cls(number, int(batch.step[0]), batch.plan_version, times, known, work)
+        return cls(number, int(batch.step[0]), batch.plan_version, times, work)
 
     def batch(self, frame: _Frame) -> TelemetryBatch:
-        work = np.full((2, self.times.size), -1, np.int64)
-        if self.known.size:
-            told = np.unpackbits(self.known, count=self.times.size).astype(bool)
-            work[:, told] = self.work[:, frame.work[told]]
+        tokens, sum_sq_len = self.work[:, frame.work]
         return TelemetryBatch(
             step=np.full(self.times.size, self.number, np.int64),
             compute_ms=self.times.astype(np.float64),
-            tokens=work[0],
-            sum_sq_len=work[1],
+            tokens=tokens,
+            sum_sq_len=sum_sq_len,
             plan_version=self.plan_version,
             **frame.columns,  # type: ignore[arg-type]
         )

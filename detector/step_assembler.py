@@ -137,21 +137,15 @@ class StepProgress(Persistent):
         waited = ~np.isin(self.ranks, list(lost))
         while self._open:
             step = min(self._open)
-            if not (self._is_whole(step, waited) or self._is_overdue(step)):
+            opened, late = self._open[step], len(self._open) > _MOST_OPEN
+            done = self._newest > step if self._expected is None else opened.counts >= self._habit
+            whole = done[waited & (self.silent < SILENT_STEPS)].all() and opened.counts.any()
+            if len(self._open) > _LAG_STEPS:
+                late |= int(self._messages.max()) - opened.opened_at >= _LAG_STEPS
+            if not (whole or late):
                 return
             self._close(step)
             yield step
-
-    def _is_whole(self, step: int, waited: Bools) -> bool:
-        counts = self._open[step].counts
-        done = self._newest > step if self._expected is None else counts >= self._habit
-        waited = waited & (self.silent < SILENT_STEPS)
-        return bool(done[waited].all() and counts.any())
-
-    def _is_overdue(self, step: int) -> bool:
-        messages = int(self._messages.max()) - self._open[step].opened_at
-        lags = len(self._open) > _LAG_STEPS and messages >= _LAG_STEPS
-        return lags or len(self._open) > _MOST_OPEN
 
     def _close(self, step: int) -> None:
         counts, self._closed = self._open.pop(step).counts, step

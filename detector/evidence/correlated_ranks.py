@@ -68,7 +68,12 @@ class CorrelatedRanks(Persistent):
         whole, found = dict[int, float](), dict[int, float]()  # rise by group, and by slowest rank
         for number in sorted({number for rank in rising for number in self._at[rank]}):
             members = self._groups[number]
-            age = self._steps_in_question(members, now, len(tests.window))
+            # Ages of the group's last steps or, where members are intermittently slow, of the slow
+            # ones of the member with the strongest evidence.
+            age = np.arange(min(_STEPS, len(tests.window)))
+            turning = members[now.intermittent[members]]
+            if turning.size:
+                age = np.flatnonzero(now.turns[::-1, turning[np.argmax(now.evidence[turning])]])
             recent = tests.window[np.ix_(-1 - age, members)]
             level = np.median(np.nan_to_num(recent), axis=0) - now.reference[members]
             if level.min() < _ALIKE * level.max() or level.max() <= 0:
@@ -89,15 +94,6 @@ class CorrelatedRanks(Persistent):
             if any(self._mirrors(members, at, level_of_group / found[at]) for at in found):
                 able[members] = False
         return replace(now, able=able, evidence=evidence), waits_for
-
-    def _steps_in_question(self, members: Ints, now: StepEvidence, count: int) -> Ints:
-        """Ages of the steps in which the group was slow: its last steps, or, where members are
-        intermittently slow, the slow ones of the member with the strongest evidence."""
-        turning = members[now.intermittent[members]]
-        if not turning.size:
-            return np.arange(min(_STEPS, count))
-        rank = turning[np.argmax(now.evidence[turning])]
-        return np.flatnonzero(now.turns[::-1, rank])
 
     def _mirrors(self, members: Ints, slowest: int, ratio: float) -> bool:
         """Returns whether a group rises because of a slow rank in the other replica and another

@@ -136,18 +136,12 @@ def _split(ordered: Floats, count: Ints) -> Floats:
     return result
 
 
-def _gains(series: Floats, levels: _Levels) -> Floats:
-    """Log-likelihood ratios, shape (grid, steps, ranks); 0 where there is no residual."""
-    excess = series - levels.healthy - 3.0 * levels.doubt
-    ratio = np.exp(log_ratio(excess, levels.scale, GRID[:, None, None]))
-    gain = np.log((1.0 - _SLOW_SHARE + _SLOW_SHARE * ratio) / (1.0 - _HICCUPS + _HICCUPS * ratio))
-    return np.where(np.isfinite(excess), gain, 0.0)
-
-
 def _evidence(series: Floats, levels: _Levels) -> Floats:
     """log of the Shiryaev-Roberts sum, averaged over the grid."""
+    excess = series - levels.healthy - 3.0 * levels.doubt
+    ratio = np.exp(log_ratio(excess, levels.scale, GRID[:, None, None]))
+    gains = np.log((1.0 - _SLOW_SHARE + _SLOW_SHARE * ratio) / (1.0 - _HICCUPS + _HICCUPS * ratio))
     total = np.full((GRID.size, series.shape[1]), -np.inf)
-    gains = _gains(series, levels)
     for step, seen in enumerate(np.isfinite(series)):
         total = np.where(seen, np.logaddexp(total, 0.0) + gains[:, step], total)
     result: Floats = np.logaddexp.reduce(total, axis=0) - np.log(GRID.size) - _RARE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from resihp.contracts import Job, ModelShape, Op, TelemetryBatch
+from resihp.contracts import Job, Op, TelemetryBatch
 
 from ..arrays import Bools, Floats, Ints
 from ..persistence import Persistent
@@ -36,7 +36,12 @@ def work_terms(job: Job, places: RankTable, batch: TelemetryBatch, index: Ints) 
     """
     tokens = np.maximum(batch.tokens, 0).astype(np.float64)
     squares = np.maximum(batch.sum_sq_len, 0).astype(np.float64)
-    per_token, per_square, head = _flops(job.model)
+    model = job.model
+    if model is None:  # only a starting point: the ratio is learned
+        per_token, per_square, head = 24.0 * _GUESSED_HIDDEN**2, 2.0 * _GUESSED_HIDDEN, 0.0
+    else:
+        per_token, head = 2.0 * model.layer_params, 2.0 * model.embedding_params
+        per_square = 2.0 * model.heads * model.head_dim
     layers = places.layers[index] / job.chunks
     width = places.share[index]
     passes = np.where(batch.op == Op.BACKWARD, 3.0 if job.recompute else 2.0, 1.0)
@@ -61,14 +66,6 @@ def features_of(places: RankTable, batch: TelemetryBatch, index: Ints) -> Floats
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 
 
-def _flops(model: ModelShape | None) -> tuple[float, float, float]:
-    """FLOPs of one layer per token and per squared length, and of the head per token."""
-    if model is None:  # only a starting point: the ratio is learned
-        return 24.0 * _GUESSED_HIDDEN**2, 2.0 * _GUESSED_HIDDEN, 0.0
-    inner = model.heads * model.head_dim
-    return 2.0 * model.layer_params, 2.0 * inner, 2.0 * model.embedding_params
-
-
 class LengthModel(Persistent):
     """Expected compute times from lengths, learned as the steps come in.
 
@@ -90,24 +87,17 @@ class LengthModel(Persistent):
         )
         self._levels = RankLevels(places.peers)
 
-    def cell_of(self, batch: TelemetryBatch, index: Ints) -> Ints:
-        """Regression cell of each record."""
-        kind = self._places.peers[index] * self._job.chunks + np.minimum(
-            batch.chunk, self._job.chunks - 1
-        )
-        result: Ints = kind * 2 + (batch.op == Op.BACKWARD)
-        return result
-
     def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
         """Scores one step of compute records, then learns from the ranks in `trusted`."""
+        backward = batch.op == Op.BACKWARD
         terms = work_terms(self._job, self._places, batch, index)
         features = features_of(self._places, batch, index)
         applied, unsure = self.correction.of(features)
         times = np.maximum(batch.compute_ms, 1e-6) * np.exp(-applied)
-        cell = self.cell_of(batch, index)
+        chunk = np.minimum(batch.chunk, self._job.chunks - 1)
+        cell = (self._places.peers[index] * self._job.chunks + chunk) * 2 + backward
         if not self._levels.steps:
             self._start(cell, terms, times, index, trusted)
-        backward = batch.op == Op.BACKWARD
         self.regression.open(cell, terms, times)
         expected, doubt = self.regression.predict(cell, terms)
         doubt = np.hypot(doubt, unsure / max(self._levels.spread, 1e-4))

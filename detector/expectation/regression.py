@@ -51,19 +51,12 @@ class CellRegression(Persistent):
         records."""
         for index in np.unique(cell[~self.ready[cell]]).tolist():
             rows = cell == index
-            self.open_cell(index, np.median(terms[rows], axis=0), float(np.median(times[rows])))
-
-    def open_cell(self, index: int, typical: Floats, time_ms: float) -> None:
-        """Opens a cell whose typical record has the terms `typical` and takes `time_ms`."""
-        unit = np.full(typical.size, time_ms / max(float(typical[1:].sum()), 1e-30))
-        unit[0] = time_ms / max(float(typical[0]), 1e-30)
-        self.set_unit(index, unit)
-
-    def set_unit(self, index: int, unit: Floats) -> None:
-        """Opens a cell whose prior coefficients are `prior * unit`."""
-        self._unit[index] = unit
-        self.theta[index] = self._prior * unit
-        self._spread[index] = np.diag(1.0 / self._ridge)
+            typical, time = np.median(terms[rows], axis=0), float(np.median(times[rows]))
+            unit = np.full(typical.size, time / max(float(typical[1:].sum()), 1e-30))
+            unit[0] = time / max(float(typical[0]), 1e-30)
+            self._unit[index] = unit
+            self.theta[index] = self._prior * unit
+            self._spread[index] = np.diag(1.0 / self._ridge)
 
     def start_from(self, index: int, older: CellRegression, known: list[int]) -> None:
         """Opens a cell with the medians of the cells `known` of an older regression.
@@ -120,14 +113,11 @@ class CellRegression(Persistent):
             for j in range(width):
                 self._gram[:, i, j] += np.bincount(cell, weighted * relative[:, j], cells)
         if touched.any():
-            self._solve(np.flatnonzero(touched))
-
-    def _solve(self, cells: Ints) -> None:
-        gram = self._gram[cells] + np.diag(self._ridge)
-        moment = self._moment[cells] + self._ridge * self._prior
-        best = _least_squares(gram, moment, self._non_negative)
-        self.theta[cells] = best * self._unit[cells]
-        self._spread[cells] = np.linalg.inv(gram)
+            gram = self._gram[touched] + np.diag(self._ridge)
+            moment = self._moment[touched] + self._ridge * self._prior
+            best = _least_squares(gram, moment, self._non_negative)
+            self.theta[touched] = best * self._unit[touched]
+            self._spread[touched] = np.linalg.inv(gram)
 
 
 def _least_squares(gram: Floats, moment: Floats, non_negative: Bools) -> Floats:

@@ -2,18 +2,7 @@
 
 from .analysis import WhatIf
 from .causes import Causes
-from .dependencies import Dependencies, dependencies, transfer_seconds
 from .known_slow import SlowDevice
-from .operations import OpGrid, OpKind, OpTable
+from .operations import OpGrid, OpKind
 
-__all__ = [
-    "Causes",
-    "Dependencies",
-    "OpGrid",
-    "OpKind",
-    "OpTable",
-    "SlowDevice",
-    "WhatIf",
-    "dependencies",
-    "transfer_seconds",
-]
+__all__ = ["Causes", "OpGrid", "OpKind", "SlowDevice", "WhatIf"]

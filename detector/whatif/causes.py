@@ -94,7 +94,9 @@ class Causes:
         lost = fair_costs(steps)
         lost[Cause.SEQUENCE_IMBALANCE] *= self.effects.shared_work
         lost[Cause.COMMUNICATION] = self._communication(float(self.whatif.no_delay_s.mean()))
-        lost[Cause.HOST] = self._host()
+        delay, usual = self._delays
+        best = self.whatif.step_s(self._undisturbed_s, usual)
+        lost[Cause.HOST] = float((self.whatif.step_s(self.whatif.own_s, delay) - best).mean())
         return {cause: max(seconds, 0.0) for cause, seconds in lost.items()}
 
     def _step_s(self, times: Floats) -> NDArray[np.float64]:
@@ -180,17 +182,11 @@ class Causes:
     @cached_property
     def _delays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Launch delays as recorded, and limited to what is usual for the operation."""
-        delay = launch_delays(self.whatif)
+        delay = _launch_delays(self.whatif)
         return delay, np.minimum(delay, quantile(delay, USUAL, axis=(1, 2)))
 
-    def _host(self) -> float:
-        whatif = self.whatif
-        delay, usual = self._delays
-        best = whatif.step_s(self._undisturbed_s, usual)
-        return float((whatif.step_s(whatif.own_s, delay) - best).mean())
 
-
-def launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
+def _launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
     """Seconds [N, D, T] from when an operation could have started until it did; 0 or more.
 
     Only of operations of one rank alone: a transfer that starts late may have waited for another.

@@ -229,7 +229,11 @@ class StepReplay:
     def lost_ms(self) -> dict[Cause, float]:
         """Mean milliseconds per step that each cause costs; 0 or more."""
         effects = self.effects
-        lost = fair_costs({gone: self._without_ms(effects.without(gone)) for gone in SETS})
+
+        def step_ms(gone: frozenset[Cause]) -> float:
+            return self._mean_ms(replace(self.cubes, passes=self._passes(effects.without(gone))))
+
+        lost = fair_costs({gone: step_ms(gone) for gone in SETS})
         lost[Cause.SEQUENCE_IMBALANCE] *= effects.shared_work
         lost[Cause.COMMUNICATION] = self._communication()
         lost[Cause.HOST] = self._lost(
@@ -287,7 +291,8 @@ class StepReplay:
             place = place_of_most(waste[most].sum(axis=2))
             found[Cause.COMMUNICATION] = f"most is in {most}{place}"
         data = cubes.data.sum(axis=2)
-        for inner in (cubes.microbatch_data, self._held_up):
+        held_up = (cubes.passes - self._passes(self.effects.times)).sum(axis=0)
+        for inner in (cubes.microbatch_data, held_up):
             data = data + inner.sum(axis=(2, 3)).reshape(-1, *data.shape).sum(axis=0)
         if place := place_of_most(data):
             found[Cause.HOST] = f"most is on the ranks{place}"
@@ -301,12 +306,6 @@ class StepReplay:
             "p2p": np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
             "collective": np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
         }
-
-    @cached_property
-    def _held_up(self) -> NDArray[np.float64]:
-        """Excess of stalled passes, [C, D, T, M]."""
-        late = self.cubes.passes - self._passes(self.effects.times)
-        return np.asarray(late.sum(axis=0), np.float64)
 
     def _communication(self) -> float:
         ideal = self._ideal
@@ -322,10 +321,6 @@ class StepReplay:
 
     def _mean_ms(self, cubes: DenseRecords) -> float:
         return float(self.graph.step_ms(cubes).mean())
-
-    def _without_ms(self, passes: Floats) -> float:
-        """Mean step with these passes."""
-        return self._mean_ms(replace(self.cubes, passes=self._passes(passes)))
 
     def _passes(self, passes: Floats) -> NDArray[np.float64]:
         """These passes; where none was recorded, as they were filled in."""
