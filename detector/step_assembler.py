@@ -166,12 +166,10 @@ class _OpenRecords:
     keys: list[Ints] = field(default_factory=list)
     by_rank: dict[int, list[int]] = field(default_factory=dict)
 
-    def known(self, members: list[int]) -> Ints:
+    def known(self, members: list[int]) -> list[Ints]:
         """Keys of the parts with records of these ranks."""
-        numbers = sorted({number for rank in members for number in self.by_rank.get(rank, ())})
-        if not numbers:
-            return np.empty(0, np.int64)
-        return np.concatenate([self.keys[number] for number in numbers])
+        numbers = {number for rank in members for number in self.by_rank.get(rank, ())}
+        return [self.keys[number] for number in numbers]
 
     def add(self, part: TelemetryBatch, keys: Ints, members: list[int]) -> None:
         """Adds records that are new."""
@@ -222,11 +220,11 @@ class StepAssembler(Persistent):
         keys = _keys(part, index)
         _, first = np.unique(keys, return_index=True)
         members = np.unique(index).tolist()
-        known = opened.known(members)
-        fresh = first[~np.isin(keys[first], known)] if known.size else first
-        if fresh.size:
-            opened.add(part.select(fresh), keys[fresh], members)
-        self.progress.count(step, index[fresh][np.isin(part.op[fresh], COMPUTE)])
+        if known := opened.known(members):
+            first = first[~np.isin(keys[first], np.concatenate(known))]
+        if first.size:
+            opened.add(part.select(first), keys[first], members)
+        self.progress.count(step, index[first][np.isin(part.op[first], COMPUTE)])
 
     def _assembled(self, opened: _OpenRecords) -> TelemetryBatch:
         if not opened.parts:

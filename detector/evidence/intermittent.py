@@ -58,6 +58,11 @@ class _Levels:
         """The levels of some of the ranks."""
         return _Levels(*(column[ranks] for column in vars(self).values()))
 
+    def slow(self, series: Floats) -> Bools:
+        """Mask of the slow steps, shape (steps, ranks)."""
+        slow: Bools = series - self.healthy > EDGE * (self.high - self.healthy)
+        return slow
+
 
 def with_intermittent(
     tests: RankTests, now: StepEvidence, able: Bools, least: float, fresh: Ints
@@ -76,21 +81,33 @@ def with_intermittent(
     series[tests.steps[:, None] < fresh[ranks]] = np.nan
     usual = float(np.median(now.scale))
     levels = _levels(series, tests.slowest_healthy()[ranks], now.error[ranks], usual)
-    use = levels.apart & (levels.high - levels.healthy > least)
-    if use.any():
-        use[use] = _in_turns(series[:, use], levels.of(use))
+    use = levels.apart & (levels.high - levels.healthy > least) & _in_turns(series, levels)
     if not use.any():
         return now
     ranks, series, levels = ranks[use], series[:, use], levels.of(use)
     evidence = _evidence(series, levels)
     use = evidence > now.evidence[ranks]
-    now = replace(now, able=np.where(np.isin(np.arange(able.size), ranks[use]), able, now.able))
-    return _joined(now, tests, ranks[use], series[:, use], levels.of(use), evidence[use])
+    ranks, series, levels = ranks[use], series[:, use], levels.of(use)
+    columns = {
+        "evidence": np.minimum(evidence[use], tests.ceiling),
+        "excess": series[-1] - levels.healthy,
+        "reference": levels.healthy,
+        "doubt": levels.doubt,
+        "scale": levels.scale,
+        "by_past": np.ones(ranks.size, bool),
+        "able": able[ranks],
+    }
+    changed = {name: getattr(now, name).copy() for name in columns}
+    for name, column in columns.items():
+        changed[name][ranks] = column
+    turns, latest = now.turns.copy(), levels.slow(series)[-TURNS:]
+    turns[TURNS - len(latest) :, ranks] = latest
+    return replace(now, turns=turns, **changed)
 
 
 def _in_turns(series: Floats, levels: _Levels) -> Bools:
     """Mask of the ranks with enough healthy steps since their onset."""
-    slow = series - levels.healthy > EDGE * (levels.high - levels.healthy)
+    slow = levels.slow(series)
     gain = np.where(slow, _MOST_GAIN, np.where(np.isfinite(series), _LOSS, 0.0))
     first = np.argmax(np.cumsum(gain[::-1], axis=0)[::-1], axis=0)
     since = (np.arange(len(series))[:, None] >= first) & np.isfinite(series)
@@ -146,33 +163,6 @@ def _evidence(series: Floats, levels: _Levels) -> Floats:
         total = np.where(seen, np.logaddexp(total, 0.0) + gains[:, step], total)
     result: Floats = np.logaddexp.reduce(total, axis=0) - np.log(GRID.size) - _RARE
     return result
-
-
-def _joined(
-    now: StepEvidence,
-    tests: RankTests,
-    ranks: Ints,
-    series: Floats,
-    levels: _Levels,
-    evidence: Floats,
-) -> StepEvidence:
-    """`now`, with the evidence on some intermittently slow ranks."""
-    slow = series - levels.healthy > EDGE * (levels.high - levels.healthy)
-    columns = {
-        "evidence": np.minimum(evidence, tests.ceiling),
-        "excess": series[-1] - levels.healthy,
-        "reference": levels.healthy,
-        "doubt": levels.doubt,
-        "scale": levels.scale,
-    }
-    changed = {name: getattr(now, name).copy() for name in columns}
-    for name, column in columns.items():
-        changed[name][ranks] = column
-    turns, by_past = now.turns.copy(), now.by_past.copy()
-    latest = slow[-TURNS:]
-    turns[TURNS - len(latest) :, ranks] = latest
-    by_past[ranks] = True
-    return replace(now, turns=turns, by_past=by_past, **changed)
 
 
 def first_slow_step(slow: Bools) -> int:

@@ -68,10 +68,8 @@ class Causes:
         return Effects(without_stalls(self.times), known=self._known)
 
     @cached_property
-    def _known(self) -> NDArray[np.float64] | None:
+    def _known(self) -> NDArray[np.float64]:
         """Factors [1, C, D, T, 1] of the known slow devices."""
-        if not self.slow:
-            return None
         rec = self.whatif.recording
         chunks = self.times.shape[1] // rec.stages
         return known_factor(self.slow, rec.steps, rec.replicas, stages=rec.stages, chunks=chunks)

@@ -46,7 +46,7 @@ class Effects:
     times: Floats
     work: Floats | None = None
     mates: NDArray[np.float64] | None = None
-    known: NDArray[np.float64] | None = None
+    known: NDArray[np.float64] | float = 1.0
 
     @property
     def separates_devices(self) -> bool:
@@ -62,8 +62,7 @@ class Effects:
         residual = _relative(times) if expected is None else np.log(times / expected)
         level = median(residual, axis=(0, 4))[0, :, :, :, 0]
         found = np.exp(np.nan_to_num(_steady(level, among_mates=self._among_mates)))
-        factor = found[None, :, :, :, None]
-        return factor if self.known is None else factor * self.known
+        return np.asarray(found[None, :, :, :, None] * self.known, np.float64)
 
     def without(self, gone: Collection[Cause]) -> NDArray[np.float64]:
         """The times without some effects.
@@ -113,7 +112,7 @@ class Effects:
     @cached_property
     def _times(self) -> NDArray[np.float64]:
         """The times without the factors of known slow devices."""
-        return np.asarray(self.times if self.known is None else self.times / self.known, np.float64)
+        return np.asarray(self.times / self.known, np.float64)
 
     @property
     def _among_mates(self) -> bool:

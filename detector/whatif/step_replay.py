@@ -207,11 +207,9 @@ class StepReplay:
         )
         graph = StepGraph.of(job, whole)
         there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 is not a measurement
-        known = None
-        if slow:
-            known = known_factor(
-                slow, cubes.steps, np.arange(layout.dp), stages=layout.pp, chunks=job.chunks
-            )
+        known = known_factor(
+            slow, cubes.steps, np.arange(layout.dp), stages=layout.pp, chunks=job.chunks
+        )
         times = without_stalls(there)
         return cls(whole, graph, Effects(times, cubes.work, cubes.mates, known))
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from resihp.contracts import Job, Layout, Op, Replica, Stage, TraceError
 
 from ._meta import read_meta, whole_number
-from ._trace import Columns, Trace, filled
+from ._trace import Trace, filled
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
 _MICROBATCH = re.compile(r"(?:microbatch|micro_batch|mb|#)\s*[=_:# ]?\s*(\d+)", re.IGNORECASE)
@@ -63,19 +63,65 @@ class Transfer(NamedTuple):
     duration_us: float
 
 
+class _Row(NamedTuple):
+    rank: int
+    step: int
+    microbatch: int
+    op: Op
+    compute_ms: float
+    wait_ms: float = float("nan")
+    peer: int = -1
+
+
 @dataclass
 class RankEvents:
     """Contents of one file; times in microseconds.
 
     work   start, stop, and host time of launch [3, E] of the device's (or else the host's) work
     steps, phases   marked stretches of host time
+    transfers       of each step, in the order of their launch
     """
 
     rank: int
     work: NDArray[np.float64]
     steps: list[Range] = field(default_factory=list)
     phases: list[Range] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: dict[int, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
+
+    def rows(self) -> Iterator[_Row]:
+        """Records of everything that the rank does alone."""
+        for step in self.steps:
+            yield from self._rows(step)
+
+    def _rows(self, step: Range) -> Iterator[_Row]:
+        phases = sorted(p for p in self.phases if step.start_us <= p.start_us < step.stop_us)
+        host = self.work[2]
+        inside = (host >= step.start_us) & (host < step.stop_us)
+        work = self.work[:, inside]
+        owner = _owners(phases, work[2])
+        single = not any(phase.op is Op.FORWARD for phase in phases)
+        if single:
+            backward = [i for i, phase in enumerate(phases) if phase.op is Op.BACKWARD]
+            yield from self._pass(step, Op.FORWARD, 0, work[:, owner < 0])
+            yield from self._pass(step, Op.BACKWARD, 0, work[:, np.isin(owner, backward)])
+        counts: dict[Op | None, int] = defaultdict(int)
+        for index, phase in enumerate(phases):
+            if phase.op is Op.DATA:
+                lasted_ms = (phase.stop_us - phase.start_us) * 1e-3
+                yield _Row(self.rank, step.value, -1, Op.DATA, lasted_ms)
+            elif phase.op is Op.OPTIMIZER:
+                yield from self._pass(step, Op.OPTIMIZER, -1, work[:, owner == index])
+            elif phase.op is not None and not single:
+                mb = phase.value if phase.value >= 0 else counts[phase.op]
+                counts[phase.op] += 1
+                yield from self._pass(step, phase.op, mb, work[:, owner == index])
+
+    def _pass(
+        self, step: Range, op: Op, microbatch: int, work: NDArray[np.float64]
+    ) -> Iterator[_Row]:
+        busy_us = _union(work[0], work[1])
+        if busy_us > 0:
+            yield _Row(self.rank, step.value, microbatch, op, busy_us * 1e-3)
 
 
 def read_events(path: Path, index: int) -> RankEvents:
@@ -133,16 +179,21 @@ def _sort(rank: int, events: Iterable[Mapping[str, Any]]) -> RankEvents:
             autograd.append(Range(start, stop, Op.BACKWARD, 0))
             host.append((start, stop, start))
         elif category in ("cpu_op", "operator"):
-            _annotate_optimizer(found, name, start, stop)
+            # Older profilers record these two as operators.
+            if name.startswith(("Optimizer.step#", "enumerate(DataLoader)")):
+                _annotate(found, name, start, stop)
             host.append((start, stop, start))
     work = [(start, stop, launched.get(key, start)) for start, stop, key in device] or host
     found.work = np.array(sorted(work), np.float64).reshape(-1, 3).T
     on_device = any(is_device for _, is_device in communication)
-    found.transfers = [
-        _transfer(event, launched) for event, own in communication if own == on_device
-    ]
+    transfers = [_transfer(event, launched) for event, own in communication if own == on_device]
     if not any(phase.op is Op.BACKWARD for phase in found.phases):
         found.phases += autograd
+    found.steps = sorted(found.steps or _steps_by_optimizer(found.phases))
+    for transfer in sorted(transfers, key=lambda t: t.host_us):
+        for step in found.steps:
+            if step.start_us <= transfer.host_us < step.stop_us:
+                found.transfers[step.value].append(transfer)
     return found
 
 
@@ -157,12 +208,6 @@ def _annotate(found: RankEvents, name: str, start: float, stop: float) -> None:
             value = int(number.group(1)) if number else -1
             found.phases.append(Range(start, stop, op, value))
             return
-
-
-def _annotate_optimizer(found: RankEvents, name: str, start: float, stop: float) -> None:
-    """Older profilers record these two as operators."""
-    if name.startswith(("Optimizer.step#", "enumerate(DataLoader)")):
-        _annotate(found, name, start, stop)
 
 
 def _transfer(event: Mapping[str, Any], launched: Mapping[int, float]) -> Transfer:
@@ -183,20 +228,10 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments if isinstance(arguments, Mapping) else {}
 
 
-class _Row(NamedTuple):
-    rank: int
-    step: int
-    microbatch: int
-    op: Op
-    compute_ms: float
-    wait_ms: float = float("nan")
-    peer: int = -1
-
-
 def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
     """The trace in profiler files, one for each rank. Raises `TraceError`."""
-    ranks = [_Rank(read_events(file, index)) for index, file in enumerate(files)]
-    numbers = [rank.number for rank in ranks]
+    ranks = [read_events(file, index) for index, file in enumerate(files)]
+    numbers = [rank.rank for rank in ranks]
     if len(set(numbers)) < len(numbers):
         raise TraceError(f"{path}: two files are of the same rank ({sorted(numbers)})")
     rows = [row for rank in ranks for row in rank.rows()]
@@ -212,71 +247,10 @@ def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
         format="kineto-json",
         job=job,
         tp=max(whole_number(meta, "tp_size"), layout.tp),
-        columns=_columns(rows),
+        columns=filled(
+            {name: np.array([getattr(row, name) for row in rows]) for name in _Row._fields}
+        ),
     )
-
-
-def _columns(rows: Sequence[_Row]) -> Columns:
-    columns = {name: np.array([getattr(row, name) for row in rows]) for name in _Row._fields}
-    return filled(columns)
-
-
-@dataclass
-class _Rank:
-    """One rank's events, cut into steps."""
-
-    events: RankEvents
-    transfers: dict[int, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        if not self.events.steps:
-            self.events.steps = _steps_by_optimizer(self.events.phases)
-        self.events.steps.sort()
-        for transfer in sorted(self.events.transfers, key=lambda t: t.host_us):
-            for step in self.events.steps:
-                if step.start_us <= transfer.host_us < step.stop_us:
-                    self.transfers[step.value].append(transfer)
-
-    @property
-    def number(self) -> int:
-        """Global rank."""
-        return self.events.rank
-
-    def rows(self) -> Iterator[_Row]:
-        """Records of everything that the rank does alone."""
-        for step in self.events.steps:
-            yield from self._rows(step)
-
-    def _rows(self, step: Range) -> Iterator[_Row]:
-        phases = sorted(p for p in self.events.phases if step.start_us <= p.start_us < step.stop_us)
-        host = self.events.work[2]
-        inside = (host >= step.start_us) & (host < step.stop_us)
-        work = self.events.work[:, inside]
-        owner = _owners(phases, work[2])
-        single = not any(phase.op is Op.FORWARD for phase in phases)
-        if single:
-            backward = [i for i, phase in enumerate(phases) if phase.op is Op.BACKWARD]
-            yield from self._pass(step, Op.FORWARD, 0, work[:, owner < 0])
-            yield from self._pass(step, Op.BACKWARD, 0, work[:, np.isin(owner, backward)])
-        counts: dict[Op | None, int] = defaultdict(int)
-        for index, phase in enumerate(phases):
-            if phase.op is Op.DATA:
-                yield _Row(
-                    self.number, step.value, -1, Op.DATA, (phase.stop_us - phase.start_us) * 1e-3
-                )
-            elif phase.op is Op.OPTIMIZER:
-                yield from self._pass(step, Op.OPTIMIZER, -1, work[:, owner == index])
-            elif phase.op is not None and not single:
-                mb = phase.value if phase.value >= 0 else counts[phase.op]
-                counts[phase.op] += 1
-                yield from self._pass(step, phase.op, mb, work[:, owner == index])
-
-    def _pass(
-        self, step: Range, op: Op, microbatch: int, work: NDArray[np.float64]
-    ) -> Iterator[_Row]:
-        busy_us = _union(work[0], work[1])
-        if busy_us > 0:
-            yield _Row(self.number, step.value, microbatch, op, busy_us * 1e-3)
 
 
 def _steps_by_optimizer(phases: Sequence[Range]) -> list[Range]:
@@ -307,15 +281,15 @@ def _union(start: NDArray[np.float64], stop: NDArray[np.float64]) -> float:
     return float(np.maximum(reach - np.maximum(start, before), 0.0).sum())
 
 
-def _shared(ranks: Sequence[_Rank]) -> Iterator[_Row]:
+def _shared(ranks: Sequence[RankEvents]) -> Iterator[_Row]:
     """Records of collectives and transfers, without the waiting if it follows from the peers."""
     durations: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    found: list[tuple[_Rank, int, Transfer, tuple[Any, ...]]] = []
+    found: list[tuple[RankEvents, int, Transfer, tuple[Any, ...]]] = []
     for rank in ranks:
         for step, transfers in rank.transfers.items():
             counts: dict[tuple[Any, ...], int] = defaultdict(int)
             for transfer in transfers:
-                ends = (min(rank.number, transfer.peer), max(rank.number, transfer.peer))
+                ends = (min(rank.rank, transfer.peer), max(rank.rank, transfer.peer))
                 what = ends if transfer.p2p else (transfer.name,)
                 key = (step, transfer.p2p, *what, counts[what])
                 counts[what] += 1
@@ -326,18 +300,18 @@ def _shared(ranks: Sequence[_Rank]) -> Iterator[_Row]:
         own = transfer.duration_us if alone else min(durations[key])
         wait = float("nan") if alone else (transfer.duration_us - own) * 1e-3
         op = Op.P2P if transfer.p2p else Op.COLLECTIVE
-        yield _Row(rank.number, step, -1, op, own * 1e-3, wait, transfer.peer)
+        yield _Row(rank.rank, step, -1, op, own * 1e-3, wait, transfer.peer)
 
 
-def _layout(ranks: Sequence[_Rank]) -> Layout:
+def _layout(ranks: Sequence[RankEvents]) -> Layout:
     """Ranks that send to each other form a pipeline, in the order of their numbers."""
-    numbers = sorted(rank.number for rank in ranks)
+    numbers = sorted(rank.rank for rank in ranks)
     replica = {number: number for number in numbers}
     for rank in ranks:
         for transfers in rank.transfers.values():
             for transfer in transfers:
                 if transfer.p2p and transfer.peer in replica:
-                    old, new = replica[rank.number], replica[transfer.peer]
+                    old, new = replica[rank.rank], replica[transfer.peer]
                     replica = {
                         n: min(old, new) if r in (old, new) else r for n, r in replica.items()
                     }
