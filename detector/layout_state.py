@@ -168,15 +168,13 @@ class LayoutState(Persistent):
         table.status[back], table.carried[back] = HEALTHY, False
 
     def suspects(self) -> list[tuple[int, int]]:
-        """Ranks under suspicion, each with a healthy rank to compare it with."""
+        """Ranks under suspicion, each with a healthy rank to compare it with, a peer if any is."""
         status, places = self.status_table.status, self.places
         healthy = np.flatnonzero(status == HEALTHY)
         pairs = []
-        for at in np.flatnonzero(status == SUSPECT).tolist():
-            alike = healthy[places.peers[healthy] == places.peers[at]]
-            choice = alike if alike.size else healthy
-            if choice.size:
-                pairs.append((int(places.ranks[at]), int(places.ranks[choice[0]])))
+        for at in np.flatnonzero(status == SUSPECT).tolist() if healthy.size else ():
+            reference = healthy[np.argmax(places.peers[healthy] == places.peers[at])]
+            pairs.append((int(places.ranks[at]), int(places.ranks[reference])))
         return pairs
 
     def healthy(self) -> list[int]:

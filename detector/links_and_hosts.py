@@ -84,7 +84,7 @@ class LinkTest(Persistent):
     def verdicts(self) -> list[LinkVerdict]:
         """The slow links, in the order of their ranks."""
         test = self._test
-        if test is None:
+        if test is None or not test.slow.any():
             return []
         own, peers = self._ends()
         return [
