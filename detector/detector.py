@@ -25,7 +25,7 @@ from resihp.contracts import (
 
 from .arrays import Ints
 from .diagnosis import diagnose
-from .evidence.status import FAIL_SLOW, FAIL_STOP
+from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY
 from .expectation.predictor import LearnedCorrection, Predictor
 from .hangs import Hang, HangTracker, silence_note
 from .heartbeat import HeartbeatTracker
@@ -309,7 +309,8 @@ class Detector(Persistent):
                         reference_peer=healthy[1],
                     )
                 )
-        for rank, reference in self._probation.due(now, state.healthy()):
+        healthy = state.places.ranks[state.status_table.status == HEALTHY].tolist()
+        for rank, reference in self._probation.due(now, healthy):
             if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
                 self._probation.asked(rank, now)
                 requests += _lone_probes(rank, reference)
@@ -359,7 +360,7 @@ class Detector(Persistent):
         state, table = self._layout_state, self._layout_state.status_table
         rank = int(state.places.ranks[at])
         notes = self._notes.get(rank, ()) if table.status[at] == FAIL_STOP else ()
-        notes = (*notes, *state.notes(at))
+        notes = (*notes, *state.annotations.notes_of(at, state.slow_links()))
         verdict = verdict_of(rank, at, table, state.last_step, notes)
         hang = self._hanging.get(rank)
         return verdict if hang is None else _with_hang(verdict, hang, self._now)

@@ -135,10 +135,6 @@ class LayoutState(Persistent):
         able: Bools = many & (references >= 1) | (references >= 2)
         return able
 
-    def notes(self, at: int) -> tuple[str, ...]:
-        """Evidence on the rank at a position other than its own slowness."""
-        return self.annotations.notes_of(at, self.slow_links())
-
     def slow_links(self) -> list[LinkVerdict]:
         """Links and groups whose transfers take longer than those of similar ones."""
         kinds = (self.links, self.tensor_groups, self.data_groups)
@@ -176,11 +172,6 @@ class LayoutState(Persistent):
             reference = healthy[np.argmax(places.peers[healthy] == places.peers[at])]
             pairs.append((int(places.ranks[at]), int(places.ranks[reference])))
         return pairs
-
-    def healthy(self) -> list[int]:
-        """Ranks that are healthy."""
-        ranks: list[int] = self.places.ranks[self.status_table.status == HEALTHY].tolist()
-        return ranks
 
     def leaving(self, staying: Iterable[int]) -> list[tuple[int, float, int]]:
         """Slow ranks that are not among `staying`: rank, slowdown and onset (-1: the start)."""

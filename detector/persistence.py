@@ -99,8 +99,8 @@ def _plain(value: Any) -> Any:
         case list() | tuple() | deque():
             value = [_plain(item) for item in value]
         case _ if dataclasses.is_dataclass(value):
-            cls: Any = type(value)
-            value = {name: _plain(getattr(value, name)) for name in _fields(cls)}
+            fields = dataclasses.fields(value)
+            value = {f.name: _plain(getattr(value, f.name)) for f in fields if f.init}
     return value
 
 
@@ -115,14 +115,10 @@ def _restored(kind: Any, value: Any) -> Any:
         pairs = value.items() if isinstance(value, dict) else value
         return {_restored(arguments[0], k): _restored(arguments[1], item) for k, item in pairs}
     if origin is not None and issubclass(origin, list | tuple | set | frozenset | deque):
-        kinds = itertools.repeat(arguments[0]) if _is_uniform(origin, arguments) else arguments
+        uniform = origin is not tuple or arguments[-1] is Ellipsis
+        kinds = itertools.repeat(arguments[0]) if uniform else arguments
         return origin(_restored(k, item) for k, item in zip(kinds, value, strict=False))
     return _restored_object(kind, value) if isinstance(kind, type) else value
-
-
-def _is_uniform(origin: type, arguments: tuple[Any, ...]) -> bool:
-    """Returns whether all items of a container have one type."""
-    return origin is not tuple or arguments[-1] is Ellipsis
 
 
 def _restored_object(kind: Any, value: Any) -> Any:
@@ -141,12 +137,6 @@ def _restored_object(kind: Any, value: Any) -> Any:
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
-
-
-@cache
-def _fields(cls: Any) -> tuple[str, ...]:
-    """Fields that the constructor of a dataclass takes."""
-    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
 
 def _encode(value: Any) -> Any:

@@ -144,18 +144,15 @@ class StepProgress(Persistent):
                 late |= int(self._messages.max()) - opened.opened_at >= _LAG_STEPS
             if not (whole or late):
                 return
-            self._close(step)
+            del self._open[step]
+            self._closed, present = step, opened.counts > 0
+            self.silent = np.where(present | (self._habit == 0), 0, self.silent + 1)
+            if self._expected is not None and present.any():
+                seen = np.minimum(opened.counts, self._expected)
+                grown = np.maximum(self._habit, seen) if self._habit_known else seen
+                self._habit = np.where(present, grown, self._habit)
+                self._habit_known = True
             yield step
-
-    def _close(self, step: int) -> None:
-        counts, self._closed = self._open.pop(step).counts, step
-        present = counts > 0
-        self.silent = np.where(present | (self._habit == 0), 0, self.silent + 1)
-        if self._expected is not None and present.any():
-            seen = np.minimum(counts, self._expected)
-            grown = np.maximum(self._habit, seen) if self._habit_known else seen
-            self._habit = np.where(present, grown, self._habit)
-            self._habit_known = True
 
 
 @dataclass

@@ -39,7 +39,8 @@ def verdict_of(
 ) -> Verdict:
     """The verdict on the rank at position `at` of the table, as of `step`."""
     code, slowdown = int(table.status[at]), float(table.factor[at])
-    belief = _belief(float(table.evidence[at]))
+    # Evidence (log) as a confidence: one half where suspicion begins.
+    belief = 1.0 / (1.0 + math.exp(-float(np.clip(table.evidence[at] - SUSPECT_AT, -50.0, 50.0))))
     stopped, healthy = code == FAIL_STOP, code == HEALTHY
     interval = (round(float(table.low[at]), 4), round(float(table.high[at]), 4))
     return Verdict(
@@ -52,11 +53,6 @@ def verdict_of(
         interval=interval if slowdown > 1.0 and not (healthy or stopped) else None,
         step=step,
     )
-
-
-def _belief(evidence: float) -> float:
-    """Evidence (log) as a confidence: one half where suspicion begins."""
-    return 1.0 / (1.0 + math.exp(-float(np.clip(evidence - SUSPECT_AT, -50.0, 50.0))))
 
 
 def _sentences(table: StatusTable, at: int, code: int) -> tuple[str, ...]:

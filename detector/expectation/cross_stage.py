@@ -166,10 +166,6 @@ class CrossStageModel(Persistent):
         middle, shares, doubts = _median_of_few(logs, fixed, unsure)
         plane, rank, microbatch = np.nonzero(np.isfinite(middle))
         residual = np.log(times[plane, rank, microbatch]) - middle[plane, rank, microbatch]
-        if not residual.size:
-            none, counts = np.zeros(size), np.zeros(size, np.int64)
-            share = FixedShare(none, none, none, none, 0.0)
-            return StepResidual(np.full(size, np.nan), np.ones(size), counts, 0.0, fixed=share)
         logged, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
         odd = group_median(logged, row, size * self._planes)[row] - logged
         weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
@@ -178,16 +174,20 @@ class CrossStageModel(Persistent):
         )
         spread = max(self._levels.spread, 1e-4)
         where = plane, rank, microbatch
-        share = _fixed_share(
-            np.clip(shares[where], -2.0, 2.0),
-            doubts[where],
-            residual - value[rank],
-            rank,
-            size,
-            spread,
+        usual = np.abs(residual - value[rank]) < 5.0 * spread
+        share = np.clip(shares[where], -2.0, 2.0)
+        count = np.maximum(records, 1)
+        mean = np.bincount(rank, share, size) / count
+        off, owner = (share - mean[rank])[usual], rank[usual]
+        fixed_share = FixedShare(
+            mean=mean,
+            unsure=np.bincount(rank, doubts[where], size) / count,
+            both=np.bincount(owner, off * (residual - value[rank])[usual], size).astype(np.float64),
+            square=np.bincount(owner, off**2, size).astype(np.float64),
+            noise=spread,
         )
         error = spread / np.sqrt(np.maximum(left, 1e-2))
-        return StepResidual(value, error, records, spread, self._wider, share)
+        return StepResidual(value, error, records, spread, self._wider, fixed_share)
 
     def _learn(self, times: Floats, result: StepResidual, trusted: Bools) -> None:
         value, microbatches = result.value, result.records / self._planes
@@ -206,20 +206,6 @@ class CrossStageModel(Persistent):
             usual = np.abs(left) < 5.0 * scatter + (0.2 if not self._levels.steps else 0.0)
             use_row = usual & trusted[rank] & trusted[self.references[rank, slot]]
             self.regression.learn(cell, terms, target, use_row.astype(np.float64))
-
-
-def _fixed_share(
-    share: Floats, doubt: Floats, left: Floats, rank: Ints, size: int, noise: float
-) -> FixedShare:
-    """Variation of each rank's residuals with the fixed share of the time."""
-    records = np.maximum(np.bincount(rank, minlength=size), 1)
-    mean = np.bincount(rank, share, size) / records
-    off = share - mean[rank]
-    usual = np.abs(left) < 5.0 * noise
-    both = np.bincount(rank[usual], (off * left)[usual], size).astype(np.float64)
-    square = np.bincount(rank[usual], (off**2)[usual], size).astype(np.float64)
-    unsure = np.bincount(rank, doubt, size) / records
-    return FixedShare(mean, unsure, both, square, noise)
 
 
 def _median_of_few(values: Floats, *others: Floats) -> tuple[Floats, ...]:

@@ -22,7 +22,7 @@ from ..arrays import quantile
 from .analysis import WhatIf
 from .effects import EFFECTS, SETS, Effects, fair_costs, without_stalls
 from .known_slow import SlowDevice, known_factor
-from .localize import in_passes, place_of_most
+from .localize import in_passes, most_of
 from .operations import COLLECTIVE, COMPUTE, P2P, Floats, OpKind
 
 _ALONE = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.OPTIMIZER, OpKind.GC)
@@ -126,11 +126,9 @@ class Causes:
             "transfers between stages": self._by_place(wasted, *P2P),
             "collectives": self._by_place(wasted, *COLLECTIVE),
         }
-        most = max(waste, key=lambda name: float(waste[name].sum()))
-        if waste[most].any():
-            found[Cause.COMMUNICATION] = (
-                f"most is in {most}{place_of_most(waste[most], rec.replicas)}"
-            )
+        kind, place = most_of(waste, rec.replicas)
+        if kind:
+            found[Cause.COMMUNICATION] = f"most is in {kind}{place}"
         late, usual = self._delays
         held_up = (own - self._undisturbed_s).sum(axis=2)
         host = {
@@ -138,10 +136,9 @@ class Causes:
             "pauses within passes": self._by_place(held_up, *COMPUTE),
             "late launches": self._by_place((late - usual).sum(axis=2), *_ALONE),
         }
-        most = max(host, key=lambda name: float(host[name].sum()))
-        if host[most].any():
-            place = place_of_most(host[most], rec.replicas)
-            found[Cause.HOST] = f"most is {most} on the ranks{place}"
+        kind, place = most_of(host, rec.replicas)
+        if kind:
+            found[Cause.HOST] = f"most is {kind} on the ranks{place}"
         return found
 
     def _by_place(self, seconds: Floats, *kinds: OpKind) -> NDArray[np.float64]:

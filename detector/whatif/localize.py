@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,11 +60,17 @@ def _usual_most(values: Floats, axis: int | tuple[int, ...]) -> float:
     return float(np.nan_to_num(mean(quantile(values, 1.0, axis), axis=(0, 1, 2)), nan=1.0).item())
 
 
-def place_of_most(lost: Floats, replicas: Ints | None = None) -> str:
-    """The stage and replica with most of the lost time [S, D], as words; empty where none has.
+def most_of(lost: Mapping[str, Floats], replicas: Ints | None = None) -> tuple[str, str]:
+    """The kind with most of the lost time [S, D], and where it is; empty where none is lost.
 
     `replicas` [D] are their numbers, if they are not counted from 0.
     """
+    kind = max(lost, key=lambda name: float(lost[name].sum()))
+    return (kind, _place(lost[kind], replicas)) if lost[kind].any() else ("", "")
+
+
+def _place(lost: Floats, replicas: Ints | None) -> str:
+    """The stage and replica with most of the lost time, as words; empty where none has."""
     total = float(lost.sum())
     if total <= 0:
         return ""

@@ -130,7 +130,8 @@ class OpGrid:
         first = np.full(keys.size, op.size, np.intp)
         np.minimum.at(first, op, np.arange(op.size, dtype=np.int32))
         replicas, dp = _index(ops.dp)
-        rank = _ranks(dp, ops, replicas.size)
+        rank = np.full((replicas.size, int(ops.stage.max()) + 1), -1, np.int64)
+        rank[dp[::-1], ops.stage[::-1]] = ops.rank[::-1]  # the first row of a place wins
         steps, step = _index(ops.step)
         shape = (keys.size, replicas.size, steps.size)
         cell: Ints = op.astype(_width(float(np.prod(shape, dtype=float))))
@@ -194,9 +195,3 @@ def _scatter(cell: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
     if np.count_nonzero(~np.isnan(grid)) < cell.size:
         np.fmax.at(grid.reshape(-1), cell, values)
     return grid
-
-
-def _ranks(dp: Ints, ops: OpTable, replicas: int) -> Ints:
-    ranks = np.full((replicas, int(ops.stage.max()) + 1), -1, np.int64)
-    ranks[dp[::-1], ops.stage[::-1]] = ops.rank[::-1]  # the first row of a place wins
-    return ranks

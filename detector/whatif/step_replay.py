@@ -23,7 +23,7 @@ from .causes import FAIR_COMMUNICATION, USUAL
 from .dense_records import DenseRecords
 from .effects import SETS, Effects, fair_costs, without_stalls
 from .known_slow import SlowDevice, known_factor
-from .localize import in_passes, place_of_most
+from .localize import in_passes, most_of
 from .operations import Floats
 
 _PARTS = {Part.WHOLE: 1.0, Part.INPUT: 0.5, Part.WEIGHT: 0.5}
@@ -281,18 +281,17 @@ class StepReplay:
         cubes, quick = self.cubes, self._quick
         found = in_passes(self.effects, cubes.p2p.shape[0])
         waste = {
-            "transfers between stages": (cubes.p2p - quick["p2p"]).sum(axis=3),
-            "collectives": cubes.collective - quick["collective"],
+            "transfers between stages": (cubes.p2p - quick["p2p"]).sum(axis=(2, 3)),
+            "collectives": (cubes.collective - quick["collective"]).sum(axis=2),
         }
-        most = max(waste, key=lambda name: float(waste[name].sum()))
-        if waste[most].any():
-            place = place_of_most(waste[most].sum(axis=2))
-            found[Cause.COMMUNICATION] = f"most is in {most}{place}"
+        kind, place = most_of(waste)
+        if kind:
+            found[Cause.COMMUNICATION] = f"most is in {kind}{place}"
         data = cubes.data.sum(axis=2)
         held_up = (cubes.passes - self._passes(self.effects.times)).sum(axis=0)
         for inner in (cubes.microbatch_data, held_up):
             data = data + inner.sum(axis=(2, 3)).reshape(-1, *data.shape).sum(axis=0)
-        if place := place_of_most(data):
+        if place := most_of({"host": data})[1]:
             found[Cause.HOST] = f"most is on the ranks{place}"
         return found
 

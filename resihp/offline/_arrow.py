@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 
@@ -57,5 +58,15 @@ def to_numpy(column: Any) -> NDArray[Any]:
 
     The column may be a chunked one; one of whole numbers must not hold empty values.
     """
-    values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
-    return values
+    chunks = getattr(column, "chunks", [column])
+    parts = [_part(chunk) for chunk in chunks if len(chunk)]
+    if len(parts) == 1:
+        return parts[0]
+    empty = np.empty(0, column.type.to_pandas_dtype())
+    return np.concatenate(parts) if parts else empty
+
+
+def _part(chunk: Any) -> NDArray[Any]:
+    if chunk.null_count:
+        chunk = chunk.fill_null(float("nan"))
+    return np.from_dlpack(chunk)

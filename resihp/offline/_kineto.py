@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Op, Replica, Stage, TraceError
 
-from ._meta import read_meta, whole_number
-from ._trace import Trace, filled
+from ._trace import Trace, filled, read_meta, tensor_parallel
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
 _MICROBATCH = re.compile(r"(?:microbatch|micro_batch|mb|#)\s*[=_:# ]?\s*(\d+)", re.IGNORECASE)
@@ -246,7 +245,7 @@ def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
         path=path,
         format="kineto-json",
         job=job,
-        tp=max(whole_number(meta, "tp_size"), layout.tp),
+        tp=tensor_parallel(meta, layout.tp),
         columns=filled(
             {name: np.array([getattr(row, name) for row in rows]) for name in _Row._fields}
         ),

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
 from detector.whatif.operations import COLLECTIVE, P2P, Floats, OpGrid, OpKind, OpTable
-from resihp.contracts import COLUMNS, Job, Op, Plan, TelemetryBatch
+from resihp.contracts import COLUMNS, Job, Op, Plan, TelemetryBatch, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -206,3 +206,42 @@ def filled(columns: Columns) -> Columns:
         for name, (dtype, default) in COLUMNS.items()
     }
     return {**found, "plan_version": np.zeros(size, np.int64)}
+
+
+def read_meta(trace: Path) -> dict[str, str]:
+    """The `name: value` lines of the YAML file that belongs to a trace; empty if there is none.
+
+    `trace-X.parquet` belongs to `meta-X.yaml`; else `<stem>.yaml` or `meta.yaml` in its folder.
+    """
+    names = (trace.stem.replace("trace", "meta", 1), trace.stem, "meta")
+    for name in names:
+        for suffix in (".yaml", ".yml"):
+            path = trace.with_name(name + suffix)
+            if path.is_file():
+                return _parse(path)
+    return {}
+
+
+def tensor_parallel(meta: dict[str, str], recorded: int) -> int:
+    """The tensor-parallel degree in the facts, if it is above the recorded one."""
+    given = meta.get("tp_size", "1")
+    if not given.isdecimal() or int(given) < 1:
+        raise TraceError(f"meta: tp_size must be a whole number above 0, not {given!r}")
+    return max(int(given), recorded)
+
+
+def _parse(path: Path) -> dict[str, str]:
+    facts = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from None
+    for line in lines:
+        text = line.split("#", 1)[0].strip()
+        if text in ("", "---"):
+            continue
+        name, colon, value = text.partition(":")
+        if not colon:
+            raise TraceError(f"{path}: expected 'name: value', not {text!r}")
+        facts[name.strip()] = value.strip().strip("'\"")
+    return facts

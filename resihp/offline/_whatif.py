@@ -12,8 +12,7 @@ from detector.whatif.operations import COMPUTE, LABELS, OpGrid, OpKind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 
 from ._arrow import ParquetColumns, is_number, to_numpy
-from ._meta import read_meta, whole_number
-from ._trace import Rows, Trace
+from ._trace import Rows, Trace, read_meta, tensor_parallel
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 _KINDS = {label: kind for kind, label in LABELS.items()}
@@ -38,7 +37,7 @@ def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
         chunks=max(chunks, 1),
         schedule=Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B,
     )
-    tp = max(whole_number(meta, "tp_size"), layout.tp)
+    tp = tensor_parallel(meta, layout.tp)
     grid = OpGrid.of(ops)
     rows = Rows.of(ops, grid)
     return Trace(path=path, format="whatif-parquet", job=job, tp=tp, grid=grid, rows=rows)

@@ -44,13 +44,14 @@ def print_summary(analysis: Analysis, console: Console | None = None) -> None:
 def facts(analysis: Analysis) -> list[str]:
     """Size, length and format of the recording; the layout is the last one of the job."""
     layout, trace = analysis.layout, analysis.trace
+    step_ms = analysis.costs.step * (1.0 if analysis.whatif is None else 1e3)
     changes = [plural(len(trace.plans), "change of layout")] if trace.plans else []
     return [
         f"{plural(layout.dp, 'replica')} × {plural(layout.pp, 'stage')} × TP {analysis.tp}",
         *changes,
         f"{plural(len(trace.ranks), 'rank')} recorded",
         plural(len(trace.steps), "step"),
-        f"{1e3 * step_seconds(analysis):.0f} ms per step",
+        f"{step_ms:.0f} ms per step",
         analysis.trace.format,
     ]
 
@@ -62,11 +63,6 @@ def health(analysis: Analysis) -> str:
     if unwell:
         return f"{unwell} of {devices} {'is' if unwell == 1 else 'are'} not healthy."
     return f"{devices}, {'healthy' if len(analysis.verdicts) == 1 else 'all healthy'}."
-
-
-def step_seconds(analysis: Analysis) -> float:
-    """Mean step time in seconds."""
-    return analysis.costs.step * (1e-3 if analysis.whatif is None else 1.0)
 
 
 def headline(analysis: Analysis) -> str:
