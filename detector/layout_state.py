@@ -44,7 +44,7 @@ class LayoutState(Persistent):
         self.assembler = StepAssembler(self.places, job.quotas, job.chunks)
         self.model = LengthModel(job, self.places, correction)
         self.cross_stage = CrossStageModel(job, self.places)
-        self.tests = RankTests(self.places, settings)
+        self.tests = RankTests(self.places.peers, settings)
         self.correlated = CorrelatedRanks(self.places)
         self.replicas = ReplicaTest(self.places, settings)
         self.hosts = HostTest(self.places, settings)
@@ -122,7 +122,7 @@ class LayoutState(Persistent):
             self.status_table.carried |= self.status_table.status == FAIL_SLOW
 
     def _restart_tests(self) -> None:
-        self.tests = RankTests(self.places, self._settings)
+        self.tests = RankTests(self.places.peers, self._settings)
         self.replicas = ReplicaTest(self.places, self._settings)
 
     def _able(self) -> Bools:

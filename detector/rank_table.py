@@ -83,12 +83,6 @@ class RankTable:
             last=last,
         )
 
-    @classmethod
-    def of_classes(cls, classes: Ints) -> RankTable:
-        """A table of anything that falls into classes of peers, without places in a layout."""
-        ids, ones = np.arange(classes.size, dtype=np.int64), np.ones(classes.size)
-        return cls(ids, ids, ids, ids, ids, classes, ones, ones, ones, ones)
-
 
 def _slots(group: Ints) -> Ints:
     """Position of each entry among those of its group."""

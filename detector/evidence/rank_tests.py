@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ..arrays import Bools, Floats, Ints, appended, mad_sigma, mean, median
 from ..persistence import Persistent, State
-from ..rank_table import RankTable
 from ..residuals import StepResidual, common_change, noise_of
 from ..settings import DetectorSettings
 from .sequential import EDetector
@@ -96,19 +95,19 @@ class RankTests(Persistent):
         "past_test",
     )  # fmt: skip
 
-    def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
-        size = places.size
-        self._places = places
+    def __init__(self, classes: Ints, settings: DetectorSettings) -> None:
+        size = classes.size
+        self._classes = classes
         self.name_at = float(np.log(max(size * settings.false_alarm_steps, _LEAST_HORIZON)))
         self.ceiling = self.name_at + 6.0
         self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
-        peers = places.class_sizes[places.peers]
+        peers = np.bincount(classes)[classes]
         self._majority, self._pair = peers >= 3, peers == 2
         self.window = np.empty((0, size), np.float32)
         self.steps = np.empty(0, np.int64)
         self.count = 0
         self._wider = 1.0
-        order = np.argsort(places.peers, kind="stable")
+        order = np.argsort(classes, kind="stable")
         self._pairs = order[self._pair[order]].reshape(-1, 2).T
         self.falls = np.empty((0, size), np.float32)
         self.mean = np.zeros(size)
@@ -162,10 +161,7 @@ class RankTests(Persistent):
         of the expectation, which a pair has no majority to remove."""
         recent = self.falls[: 1 - _LAG][-_FALL_STEPS:]
         known = np.isfinite(recent).sum(axis=0) >= _FALL_STEPS - 1
-        result: Floats = np.zeros(self._places.size)
-        if known.any():
-            result[known] = np.nanmedian(recent[:, known], axis=0)
-        return result
+        return np.where(known, median(recent, 0)[0], 0.0) if known.any() else np.zeros(known.size)
 
     def _track_pairs(self, change: Floats, trusted: Bools) -> None:
         """Notes the smaller fall of the two ranks of each pair, as long as both are trusted."""
@@ -183,8 +179,8 @@ class RankTests(Persistent):
         if np.count_nonzero(np.isfinite(value)) < 4:
             return value.copy()
         noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
-        change, peers = value - self.mean, self._places.peers
-        return value - common_change(change, peers, trusted, self.past, noise)
+        change = value - self.mean
+        return value - common_change(change, self._classes, trusted, self.past, noise)
 
     def _offset_spread(self) -> float:
         """Spread of healthy devices around their peers, with a prior for small jobs."""
@@ -241,9 +237,9 @@ class RankTests(Persistent):
         known = np.where(self.past > 0, self.mean, -np.inf)
         return np.where(self._majority, np.minimum(self.mean, most), known)
 
-    def unsettled(self, now: StepEvidence) -> Bools:
+    def unsettled(self) -> Bools:
         """Ranks with neither enough peers nor a baseline."""
-        return now.seen & ~self._majority & (self.past < _SETTLED)
+        return ~self._majority & (self.past < _SETTLED)
 
     def alike(self, level: float) -> bool:
         """Returns whether a residual (log) is within the spread of healthy devices."""
@@ -283,13 +279,10 @@ class LevelTest(Persistent):
         self, classes: Ints, settings: DetectorSettings, *, least: float, error: float
     ) -> None:
         count = classes.size
-        ids = np.arange(count, dtype=np.int64)
         few = np.bincount(classes)[classes] < _MAJORITY
-        _, classes = np.unique(np.where(few, -1 - ids, classes), return_inverse=True)
-        classes = classes.reshape(-1).astype(np.int64)
-        places = RankTable.of_classes(classes)
+        _, classes = np.unique(np.where(few, -1 - np.arange(count), classes), return_inverse=True)
         self._error, self._least = error, float(np.log(least))
-        self.tests = RankTests(places, settings)
+        self.tests = RankTests(classes, settings)
         self.slow = np.zeros(count, bool)
         self.factor = np.ones(count)
         self.since = np.full(count, -1, np.int64)

@@ -142,7 +142,7 @@ class StatusTable(Persistent):
     def _fix_early_baseline(self, tests: RankTests, now: StepEvidence) -> None:
         """Sets the baseline of a rank without peers that slows before it has one: to the level of
         the steps before the onset, if there are enough and they are within the healthy spread."""
-        early = tests.unsettled(now) & (now.evidence >= SUSPECT_AT)
+        early = now.seen & tests.unsettled() & (now.evidence >= SUSPECT_AT)
         for rank in np.flatnonzero(early).tolist():
             series = tests.window[:, rank]
             series = series[np.isfinite(series)]
