@@ -27,7 +27,7 @@ from .arrays import Ints
 from .diagnosis import diagnose
 from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY
 from .expectation.predictor import LearnedCorrection, Predictor
-from .hangs import Hang, HangTracker, silence_note
+from .hangs import Hang, HangTracker
 from .heartbeat import HeartbeatTracker
 from .layout_state import LayoutState
 from .links_and_hosts import LinkVerdict
@@ -223,10 +223,10 @@ class Detector(Persistent):
         dead = [rank for rank in self._heartbeats.dead(now) if rank not in self._notes]
         failed: list[Verdict] = []
         for rank in dead:
-            position = self._hangs.last_position(rank)
+            last_seen = self._hangs.last_seen(rank)
             self._hangs.forget([rank])
             failed += self.report_failure([rank], detail=_SILENCE)
-            self._notes[rank] = (_SILENCE, *silence_note(position))
+            self._notes[rank] = (_SILENCE, *last_seen)
         hanging, self._hanging = self._hanging, self._hanging_ranks(now)
         changed = {
             rank

@@ -110,10 +110,16 @@ class HangTracker(Persistent):
             self._stays.pop(rank, None)
             self._first_steps.pop(rank, None)
 
-    def last_position(self, rank: int) -> TrainingPosition | None:
-        """The last position of a rank that did not move since."""
-        stay = self._stays.get(rank)
-        return None if stay is None else stay.position
+    def last_seen(self, rank: int) -> tuple[str, ...]:
+        """The last known position of a rank that fell silent, as evidence."""
+        if rank not in self._stays:
+            return ()
+        position = self._stays[rank].position
+        place = "outside of all timed blocks"
+        if position.op is not None:
+            place = f"in {position.op.name.lower()}"
+            place += f" of microbatch {position.microbatch}" if position.microbatch >= 0 else ""
+        return (f"last seen {place} in step {position.step}",)
 
     def hangs(self, now: float, ranks: RankTable) -> dict[int, Hang]:
         """The ranks of a layout that hang and do not merely wait for another rank."""
@@ -157,14 +163,3 @@ class HangTracker(Persistent):
         if position.op is None or position.step <= self._first_steps.get(rank, -1):
             return _PAUSE_S
         return min(max(_SHORTEST_S, _FACTOR * self._longest_s), _PAUSE_S)
-
-
-def silence_note(position: TrainingPosition | None) -> tuple[str, ...]:
-    """The last known position of a rank that fell silent, as evidence."""
-    if position is None:
-        return ()
-    place = "outside of all timed blocks"
-    if position.op is not None:
-        place = f"in {position.op.name.lower()}"
-        place += f" of microbatch {position.microbatch}" if position.microbatch >= 0 else ""
-    return (f"last seen {place} in step {position.step}",)

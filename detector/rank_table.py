@@ -62,31 +62,25 @@ class RankTable:
         for group, (dp, pp, stage) in enumerate(stages):
             start, stop = stage.layers[0], stage.layers[0] + stage.layer_count
             is_last = float(stage.chunks[-1][1] == layout.layers)
-            for rank, units in zip(stage.ranks, stage.shares, strict=True):
-                rows.append((rank, dp, pp, group, start, stop, units / sum(stage.shares), is_last))
+            members = sorted(zip(stage.ranks, stage.shares, strict=True))
+            for slot, (rank, units) in enumerate(members):
+                share = units / sum(stage.shares)
+                rows.append((rank, dp, pp, group, slot, start, stop, share, is_last))
         rows.sort()
         table = np.array(rows, np.float64)
-        ranks, dp, pp, group, start, stop = table[:, :6].astype(np.int64).T
-        share, last = table[:, 6], table[:, 7]
-        kind = np.stack([start, stop, np.round(share * 1e9).astype(np.int64)], axis=1)
+        ranks, dp, pp, group, slot, start, stop = table[:, :7].astype(np.int64).T
+        shares, last = table[:, 7], table[:, 8]
+        kind = np.stack([start, stop, np.round(shares * 1e9).astype(np.int64)], axis=1)
         _, peers = np.unique(kind, axis=0, return_inverse=True)
         return cls(
             ranks=ranks,
             dp=dp,
             pp=pp,
             group=group,
-            slot=_slots(group),
+            slot=slot,
             peers=peers.reshape(-1).astype(np.int64),
             layers=(stop - start).astype(np.float64),
-            share=share,
+            share=shares,
             first=(start == 0).astype(np.float64),
             last=last,
         )
-
-
-def _slots(group: Ints) -> Ints:
-    """Position of each entry among those of its group."""
-    order = np.argsort(group, kind="stable")
-    slot = np.empty(group.size, np.int64)
-    slot[order] = np.arange(group.size) - np.searchsorted(group[order], group[order])
-    return slot

@@ -54,17 +54,9 @@ class _Cells:
         """A transfer over the link behind a stage."""
         return self.of_pass(3, 0, 0) + stage * self.microbatches + microbatch
 
-    def collective(self, stage: int) -> int:
-        """The step's collectives; its optimizer and its data follow."""
-        return self.link(self.stages, 0) + stage
-
-    def optimizer(self, stage: int) -> int:
-        """The step's optimizer."""
-        return self.collective(self.stages) + stage
-
-    def data(self, stage: int) -> int:
-        """The step's data loading."""
-        return self.optimizer(self.stages) + stage
+    def of_step(self, kind: int, stage: int) -> int:
+        """The collectives (0), the optimizer (1) or the data (2) of a step."""
+        return self.link(self.stages, 0) + kind * self.stages + stage
 
     def place(self, cell: int) -> tuple[int, int, int]:
         """Name (an index into `SPAN_NAMES`), stage and microbatch (-1: none) of a row."""
@@ -72,9 +64,9 @@ class _Cells:
         direction, place = divmod(virtual, self.stages * self.chunks)
         if direction < 3:
             return direction, place % self.stages, microbatch
-        if cell < self.collective(0):
+        if cell < self.of_step(0, 0):
             return 3, virtual - 3 * self.stages * self.chunks, microbatch
-        kind, stage = divmod(cell - self.collective(0), self.stages)
+        kind, stage = divmod(cell - self.of_step(0, 0), self.stages)
         return 4 + kind, stage, -1
 
 
@@ -109,7 +101,7 @@ class _Builder:
         ends: dict[_Key, int] = {}  # the operation that ends with a pass's result
         stages, chunks = len(orders), 1 + max(item.chunk for order in orders for item in order)
         for stage, order in enumerate(orders):
-            last = self.add(self.cells.data(stage), replica, [])
+            last = self.add(self.cells.of_step(2, stage), replica, [])
             for item in order:
                 virtual, direction = item.chunk * stages + stage, int(item.op is Op.BACKWARD)
                 if self.loads and not direction:
@@ -119,9 +111,9 @@ class _Builder:
                 last = self.add(cell, replica, [last], _PARTS[item.part])
                 if item.part is not Part.WEIGHT:
                     ends[direction, virtual, item.microbatch] = last
-            last = self.add(self.cells.collective(stage), replica, [last])
+            last = self.add(self.cells.of_step(0, stage), replica, [last])
             self.synced.setdefault(stage, []).append(last)
-            self.add(self.cells.optimizer(stage), replica, [last])
+            self.add(self.cells.of_step(1, stage), replica, [last])
         for (direction, virtual, microbatch), end in ends.items():
             source = virtual + 1 if direction else virtual - 1
             if 0 <= source < stages * chunks:
