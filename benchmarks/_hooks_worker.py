@@ -208,17 +208,17 @@ def interleaved(plain: Step, tool: Step, seconds: float, burst: int) -> dict[str
     while time.perf_counter() < end:
         for _ in range(burst):
             first, second = (plain, tool) if len(pairs) % 2 else (tool, plain)
-            one, other = _timed(first), _timed(second)
+            one, other = timed(first), timed(second)
             pairs.append((one, other) if first is plain else (other, one))
         if burst > 1:
             time.sleep(burst * REST_S)
     result = {"step_us": statistics.median(plain[0] for plain, _ in pairs) * 1e6}
     for clock, name in enumerate(("wall", "cpu")):
-        result |= _difference([tool[clock] - plain[clock] for plain, tool in pairs], name)
+        result |= difference([tool[clock] - plain[clock] for plain, tool in pairs], name)
     return {**result, "pairs": len(pairs)}
 
 
-def _difference(differences: list[float], name: str) -> dict[str, float]:
+def difference(differences: list[float], name: str) -> dict[str, float]:
     """Median and its 95% interval by ranks."""
     ranked, half = sorted(differences), 0.98 * len(differences) ** 0.5
     low = ranked[max(0, int(len(ranked) / 2 - half))]
@@ -230,7 +230,7 @@ def _difference(differences: list[float], name: str) -> dict[str, float]:
     }
 
 
-def _timed(step: Step) -> tuple[float, float]:
+def timed(step: Step) -> tuple[float, float]:
     cpu, wall = time.thread_time(), time.perf_counter()
     step()
     return time.perf_counter() - wall, time.thread_time() - cpu

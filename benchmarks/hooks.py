@@ -15,7 +15,6 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ class Sink(http.server.BaseHTTPRequestHandler):
         self.send_response(202)
         self.send_header("Content-Length", "0")
         self.end_headers()
+    do_PUT = do_POST
     def log_message(self, *words): pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
 print(server.server_port, flush=True)
@@ -73,24 +73,37 @@ def _options() -> argparse.Namespace:
 
 
 def _measure_ours(seconds: float, device: str) -> dict[str, Any]:
-    with _running([sys.executable, "-c", _SINK], stdout=subprocess.PIPE) as sink:
-        assert sink.stdout is not None
-        address = f"http://127.0.0.1:{int(sink.stdout.readline())}"
+    with sink() as address:
         return _work(sys.executable, "resihp", address, seconds, device)
 
 
 def _measure_peer(seconds: float, device: str) -> dict[str, Any]:
+    with peer_aggregator() as (python, address):
+        return _work(python, "traceml", address, seconds, device)
+
+
+@contextmanager
+def sink() -> Iterator[str]:
+    """Run a receiver of ResiHP's messages in another process; its address."""
+    with _running([sys.executable, "-c", _SINK], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+
+
+@contextmanager
+def peer_aggregator() -> Iterator[tuple[str, str]]:
+    """Install the peer and run its aggregator; the peer's Python interpreter, and the
+    aggregator's address as the workers take it."""
     with tempfile.TemporaryDirectory(prefix="resihp-peer-") as folder:
         python = _install_peer(Path(folder) / "venv")
-        port = _free_port()
+        port = free_port()
         serve = [
             str(python.with_name("traceml")), "serve", "--mode", "summary", "--logs-dir", folder,
             "--run-name", "benchmark", "--aggregator-port", str(port),
         ]  # fmt: skip
         with _running(serve, stdout=subprocess.DEVNULL):
             _wait_for(port)
-            address = f"127.0.0.1|{port}|benchmark|{folder}"
-            return _work(str(python), "traceml", address, seconds, device)
+            yield str(python), f"127.0.0.1|{port}|benchmark|{folder}"
 
 
 def _install_peer(folder: Path) -> Path:
@@ -102,7 +115,8 @@ def _install_peer(folder: Path) -> Path:
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
     site = next((folder / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    lent = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "borrowed.pth").write_text("\n".join(lent) + "\n", encoding="utf-8")
     return python
 
 
@@ -136,7 +150,8 @@ def _running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[st
             process.stdout.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,188 @@
+"""Cost and findings of `resihp.instrument` on ordinary loops: `python -m benchmarks.instrument`.
+
+Part `cost`: what it adds to a step of two ranks over gloo, beside the hooks by hand and beside
+TraceML in the same run, each with its receiver in another process. Bursts of steps without a tool
+and under each tool take turns in one process; `remove` switches the tool off. Added time is the
+difference of neighbouring bursts; TraceML's steps without are taken with its patches in place.
+
+Part `cells`: four real processes with a sidecar, one of them slow: which ranks are named, and
+after how many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ._instrument_cells import COLUMNS, Cell, Outcome, cells, document, row, run_cells
+from ._report import machine, print_table, write_json
+from .hooks import PEER, free_port, peer_aggregator, sink
+
+_WORKER = "benchmarks._instrument_worker"
+_RANKS = 2
+_OURS = "none,again,hooks,instrument"
+_PARTS = ("cost", "cells")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = _options()
+    results: dict[str, Any] = {}
+    if "cost" in options.parts:
+        results["cost"] = _cost(15.0 if options.quick else options.seconds, peer=options.peer)
+    if "cells" in options.parts:
+        results["cells"] = _cells(options.seeds, quick=options.quick)
+    print(f"\n{machine()}")
+    if options.json:
+        write_json(options.json, results)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.instrument", description=__doc__)
+    parser.add_argument("--json", metavar="PATH", help="write the figures there as well")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="measure ours alone")
+    parser.add_argument("--parts", type=_parts, default=_PARTS, help="of cost,cells (default both)")
+    parser.add_argument("--quick", action="store_true", help="few cells and seconds, one seed")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of the cost (default 150)")
+    return parser.parse_args()
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if not set(parts) <= set(_PARTS):
+        raise argparse.ArgumentTypeError(f"must be of {','.join(_PARTS)}")
+    return parts
+
+
+def _cost(seconds: float, *, peer: bool) -> dict[str, Any]:
+    with sink() as address:
+        results = {"resihp": _work(sys.executable, _OURS, address, seconds)}
+    note = "left out (--no-peer)"
+    if peer:
+        try:
+            with peer_aggregator() as (python, address):
+                results["traceml"] = _work(python, "none,traceml", address, seconds / 2)
+            note = f"{PEER}, its aggregator running"
+        except (subprocess.SubprocessError, OSError, RuntimeError) as error:
+            note = f"TraceML could not be measured here: {error}"
+    _show_cost(results)
+    print(f"Peer: {note}")
+    return {**results, "peer": note}
+
+
+def _work(python: str, tools: str, address: str, seconds: float) -> dict[str, Any]:
+    """Run the ranks; what rank 0 measured."""
+    shared = {
+        **os.environ, "WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }  # fmt: skip
+    command = [python, "-m", _WORKER, tools, address, str(seconds)]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank-{rank}.log") for rank in range(_RANKS)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            with log.open("w") as file:
+                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
+        try:
+            end = time.monotonic() + 3 * seconds + 120
+            for process in ranks:
+                process.wait(max(0.0, end - time.monotonic()))
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+    found = [line for line in lines if line.startswith("RESULT ")]
+    if not found:
+        raise RuntimeError((lines or ["the worker failed"])[-1])
+    result: dict[str, Any] = json.loads(found[-1].removeprefix("RESULT "))
+    return result
+
+
+_CASES = (
+    ("plain_1", "plain module, 1 microbatch"),
+    ("plain_8", "plain module, 8 microbatches"),
+    ("ddp_1", "DDP, 1 microbatch"),
+    ("ddp_8", "DDP, 8 microbatches"),
+    ("fsdp2_2", "FSDP2 of 2 units, 1 microbatch"),
+    ("fsdp2_12", "FSDP2 of 12 units, 1 microbatch"),
+    ("ddp_large", "DDP, large, 8 microbatches"),
+    ("fsdp2_large", "FSDP2 of 8 units, large, 8 microbatches"),
+)
+_TOOLS = ("instrument", "hooks", "beyond", "again")
+
+
+def _show_cost(results: dict[str, dict[str, Any]]) -> None:
+    ours = results["resihp"]["cases"]
+    peer = results.get("traceml", {}).get("cases", {})
+    columns = (
+        "", "step", "instrument", "hooks by hand", "beyond them", "nothing, again", "TraceML",
+    )  # fmt: skip
+    for clock, words in (("wall", "by the wall"), ("cpu", "of the training thread's processor")):
+        rows = [
+            (
+                name, f"{ours[case]['step_us']:.0f}",
+                *(_added(ours[case][tool], clock) for tool in _TOOLS),
+                _added(peer[case]["traceml"], clock) if case in peer else "-",
+            )
+            for case, name in _CASES
+        ]  # fmt: skip
+        print_table(f"Added to a step, µs {words}, median and 95% interval", columns, rows)
+    _show_parts(results["resihp"])
+    print(f"Records: {results['resihp']['records']}")
+
+
+def _added(figures: dict[str, float], clock: str) -> str:
+    low, high = figures[f"{clock}_low_us"], figures[f"{clock}_high_us"]
+    return f"{figures[f'{clock}_us']:.1f} ({low:.1f} to {high:.1f})"
+
+
+def _show_parts(ours: dict[str, Any]) -> None:
+    """What `instrument` adds by what there is of it, from two sizes of a loop."""
+    rows = []
+    for clock in ("wall", "cpu"):
+        for kind in ("plain", "ddp"):
+            few, many = (_middle(ours["cases"][f"{kind}_{count}"]["beyond"], clock)
+                         for count in (1, 8))  # fmt: skip
+            each, error = (many[0] - few[0]) / 7, (many[1] + few[1]) / 7
+            rows.append((f"a microbatch beyond the hooks, {kind}, {clock}", each, error))
+            rows.append((f"a step beyond the hooks, {kind}, {clock}", few[0] - each, few[1]))
+        few, many = (_middle(ours["cases"][f"fsdp2_{units}"]["beyond"], clock) for units in (2, 12))
+        each, error = (many[0] - few[0]) / 10, (many[1] + few[1]) / 10
+        rows.append((f"an FSDP unit, {clock}", each, error))
+    shown = [(name, f"{value:.2f}", f"{error:.2f}") for name, value, error in rows]
+    shown.append(("a wait within a pass, in a tight loop", f"{ours['wait_us']:.2f}", "-"))
+    print_table("Its parts, µs", ("", "added", "±"), shown)
+
+
+def _middle(figures: dict[str, float], clock: str) -> tuple[float, float]:
+    """Median, and half of its interval."""
+    half = (figures[f"{clock}_high_us"] - figures[f"{clock}_low_us"]) / 2
+    return figures[f"{clock}_us"], half
+
+
+def _cells(seeds: int, *, quick: bool) -> list[dict[str, Any]]:
+    results: list[tuple[Cell, list[Outcome]]] = []
+    for cell, runs in run_cells(cells(quick=quick), 1 if quick else seeds):
+        results.append((cell, runs))
+        print(f"{' '.join(row(cell, runs))} [{runs[-1].seconds:.0f} s]", file=sys.stderr)
+    title = "Ranks named, and steps from the first slow one until they are"
+    print_table(title, COLUMNS, [row(cell, runs) for cell, runs in results])
+    late = [each for _, runs in results for each in runs if each.unapplied]
+    if late:
+        print(f"In {len(late)} runs the sidecar had not taken all steps into account in time.")
+    return document(results)
+
+
+if __name__ == "__main__":
+    main()
