@@ -32,12 +32,11 @@ from .heartbeat import HeartbeatTracker
 from .layout_state import LayoutState
 from .links_and_hosts import LinkVerdict
 from .persistence import Persistent, pack, unpack
-from .probation import Probation
-from .probes import ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
+from .probes import Probation, ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .recent_steps import RecentSteps
 from .settings import DetectorSettings
 from .verdict_text import verdict_of
-from .whatif.known_slow import SlowDevice
+from .whatif.effects import SlowDevice
 
 _MOST_AHEAD = 64
 """Messages of a newer plan than the known one that are kept."""

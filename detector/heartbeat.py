@@ -45,23 +45,10 @@ class _Sender:
     longest: float = 0.0
     dead: bool = False
 
-    def learn(self, gap: float) -> None:
-        """Takes the gap between two beats into account; seconds."""
-        self.gaps += 1.0 - _FADE * self.gaps
-        self.total += gap - _FADE * self.total
-        self.squares += gap * gap - _FADE * self.squares
-        self.longest = max(gap, self.longest - _FADE_LONGEST * self.longest)
-
     @property
     def mean(self) -> float:
         """Mean gap in seconds."""
         return self.total / self.gaps
-
-    @property
-    def lost(self) -> float:
-        """Share of the beats that are lost or as late; rather too large than too small."""
-        spread = max(self.squares / self.gaps / self.mean**2 - 1.0, 0.0)
-        return min((self.gaps * spread + _DOUBT) / (self.gaps + _DOUBT), _MOST_LOST)
 
 
 class HeartbeatTracker(Persistent):
@@ -100,7 +87,10 @@ class HeartbeatTracker(Persistent):
             gap = now - sender.last
             if gap > self.limit_s:  # one long silence must not hide all later ones
                 gap = min(gap, max(self.limit_s, self._time_out(sender)))
-            sender.learn(gap)
+            sender.gaps += 1.0 - _FADE * sender.gaps
+            sender.total += gap - _FADE * sender.total
+            sender.squares += gap * gap - _FADE * sender.squares
+            sender.longest = max(gap, sender.longest - _FADE_LONGEST * sender.longest)
         sender.last, sender.dead = now, False
 
     def knows(self, rank: int) -> bool:
@@ -115,7 +105,9 @@ class HeartbeatTracker(Persistent):
     def _time_out(self, sender: _Sender) -> float:
         if not sender.gaps:
             return math.inf
-        lost = sender.lost
+        # Share of the beats that are lost or as late; rather too large than too small.
+        spread = max(sender.squares / sender.gaps / sender.mean**2 - 1.0, 0.0)
+        lost = min((sender.gaps * spread + _DOUBT) / (sender.gaps + _DOUBT), _MOST_LOST)
         interval = (1.0 - lost) * sender.mean
         silence = interval * (0.5 + self.phi / -math.log10(lost))
         return max(self.floor_s, silence, min(2.0 * sender.longest, self.limit_s))

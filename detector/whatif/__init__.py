@@ -2,7 +2,7 @@
 
 from .analysis import WhatIf
 from .causes import Causes
-from .known_slow import SlowDevice
+from .effects import SlowDevice
 from .operations import OpGrid, OpKind
 
 __all__ = ["Causes", "OpGrid", "OpKind", "SlowDevice", "WhatIf"]

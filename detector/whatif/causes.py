@@ -10,6 +10,7 @@ host        no garbage collection, no stalled pass, and no launch later than usu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,12 +19,10 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Cause
 
-from ..arrays import quantile
+from ..arrays import mean, quantile
 from .analysis import WhatIf
-from .effects import EFFECTS, SETS, Effects, fair_costs, without_stalls
-from .known_slow import SlowDevice, known_factor
-from .localize import in_passes, most_of
-from .operations import COLLECTIVE, COMPUTE, P2P, Floats, OpKind
+from .effects import EFFECTS, SETS, Effects, SlowDevice, fair_costs, known_factor, without_stalls
+from .operations import COLLECTIVE, COMPUTE, P2P, Floats, Ints, OpKind
 
 _ALONE = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.OPTIMIZER, OpKind.GC)
 USUAL = 0.1
@@ -88,14 +87,18 @@ class Causes:
     @cached_property
     def lost_s(self) -> dict[Cause, float]:
         """Mean seconds per step that each cause costs; 0 or more."""
-        steps = {gone: float(self._step_s(self.effects.without(gone)).mean()) for gone in SETS}
-        lost = fair_costs(steps)
-        lost[Cause.SEQUENCE_IMBALANCE] *= self.effects.shared_work
-        lost[Cause.COMMUNICATION] = self._communication(float(self.whatif.no_delay_s.mean()))
+        whatif = self.whatif
+        silent = whatif.recording.of_kind(*P2P, *COLLECTIVE)[:, None, None]
+        without = np.where(silent, 0.0, whatif.ideal_own_s)
+        communication = (whatif.own_s, self._quick, whatif.ideal_own_s, without)
         delay, usual = self._delays
-        best = self.whatif.step_s(self._undisturbed_s, usual)
-        lost[Cause.HOST] = float((self.whatif.step_s(self.whatif.own_s, delay) - best).mean())
-        return {cause: max(seconds, 0.0) for cause, seconds in lost.items()}
+        best = whatif.step_s(self._undisturbed_s, usual)
+        return lost_by_cause(
+            self.effects,
+            lambda times: float(self._step_s(times).mean()),
+            communication=[float(whatif.step_s(own).mean()) for own in communication],
+            host=float((whatif.step_s(whatif.own_s, delay) - best).mean()),
+        )
 
     def _step_s(self, times: Floats) -> NDArray[np.float64]:
         """Steps [T] with these compute times."""
@@ -166,19 +169,34 @@ class Causes:
                 quick[rows] = np.minimum(quick[rows], usual)
         return quick
 
-    def _communication(self, actual: float) -> float:
-        rec = self.whatif.recording
-        uneven = actual - float(self.whatif.step_s(self._quick).mean())
-        silent = rec.of_kind(*P2P, *COLLECTIVE)[:, None, None]
-        without = float(self.whatif.step_s(np.where(silent, 0.0, self.whatif.ideal_own_s)).mean())
-        excess = self.whatif.ideal_step_s - (1.0 + FAIR_COMMUNICATION) * without
-        return max(uneven, 0.0) + max(excess, 0.0)
-
     @cached_property
     def _delays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Launch delays as recorded, and limited to what is usual for the operation."""
         delay = _launch_delays(self.whatif)
         return delay, np.minimum(delay, quantile(delay, USUAL, axis=(1, 2)))
+
+
+def lost_by_cause(
+    effects: Effects,
+    step: Callable[[Floats], float],
+    *,
+    communication: Sequence[float],
+    host: float,
+) -> dict[Cause, float]:
+    """Mean time per step that each cause costs; 0 or more.
+
+    step           mean step with these compute times
+    communication  mean step as it was, and with the quickest communication; the ideal one, and
+                   that without any communication
+    host           cost of the host
+    """
+    lost = fair_costs({gone: step(effects.without(gone)) for gone in SETS})
+    lost[Cause.SEQUENCE_IMBALANCE] *= effects.shared_work
+    actual, quick, ideal, silent = communication
+    excess = ideal - (1.0 + FAIR_COMMUNICATION) * silent
+    lost[Cause.COMMUNICATION] = max(actual - quick, 0.0) + max(excess, 0.0)
+    lost[Cause.HOST] = host
+    return {cause: max(cost, 0.0) for cause, cost in lost.items()}
 
 
 def _launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
@@ -194,3 +212,74 @@ def _launch_delays(whatif: WhatIf) -> NDArray[np.float64]:
         if before:
             delay[op] = start[op] - np.fmax.reduce(end[before], axis=0)
     return np.maximum(np.nan_to_num(delay), 0.0)
+
+
+_LEAST = 1.02  # least ratio to the rest that is reported
+_MOST = 0.5  # share from which a place has most of something
+
+
+def in_passes(effects: Effects, stages: int) -> dict[Cause, str]:
+    """Sentences on the heaviest stage and on uneven microbatches."""
+    alike = effects.without([Cause.DEVICE])
+    found = {}
+    if stages > 1 and (words := _heavy_stage(alike, stages)):
+        found[Cause.STAGE_IMBALANCE] = words
+    if words := _uneven_work(alike):
+        found[Cause.SEQUENCE_IMBALANCE] = words
+    return found
+
+
+def _heavy_stage(alike: NDArray[np.float64], stages: int) -> str:
+    """Sentence on the heaviest stage, by the median replica's mean time over all its chunks."""
+    passes = quantile(mean(alike, axis=(3, 4)), 0.5, axis=2)[:, :, 0, 0, 0]
+    weight = np.nansum(passes, axis=0).reshape(-1, stages).sum(axis=0)
+    heavy = int(np.argmax(weight))
+    others = float(np.delete(weight, heavy).mean())
+    ratio = float(weight[heavy]) / others if others > 0 else 1.0
+    if ratio < _LEAST:
+        return ""
+    rest = "the others" if stages > 2 else "the other one"
+    return f"stage {heavy} takes {ratio:.2f}x as long as {rest}, whatever the devices"
+
+
+def _uneven_work(alike: NDArray[np.float64]) -> str:
+    """Sentence on the largest work of a microbatch relative to the mean of its step."""
+    relative = alike / mean(alike, axis=(2, 3, 4))
+    work = mean(relative, axis=(0, 1))[0, 0]
+    of_step = mean(work, axis=(0, 2))
+    longest = _usual_most(work / of_step, (0, 2))
+    fullest = _usual_most(mean(work, axis=2) / of_step, 0)
+    if longest < _LEAST:
+        return ""
+    words = f"the longest one of a step has {longest:.2f}x the mean work"
+    if work.shape[0] > 1 and fullest >= _LEAST:
+        words += f", the fullest replica {fullest:.2f}x"
+    return words
+
+
+def _usual_most(values: Floats, axis: int | tuple[int, ...]) -> float:
+    return float(np.nan_to_num(mean(quantile(values, 1.0, axis), axis=(0, 1, 2)), nan=1.0).item())
+
+
+def most_of(lost: Mapping[str, Floats], replicas: Ints | None = None) -> tuple[str, str]:
+    """The kind with most of the lost time [S, D], and where it is; empty where none is lost.
+
+    `replicas` [D] are their numbers, if they are not counted from 0.
+    """
+    kind = max(lost, key=lambda name: float(lost[name].sum()))
+    return (kind, _place(lost[kind], replicas)) if lost[kind].any() else ("", "")
+
+
+def _place(lost: Floats, replicas: Ints | None) -> str:
+    """The stage and replica with most of the lost time, as words; empty where none has."""
+    total = float(lost.sum())
+    if total <= 0:
+        return ""
+    stage, replica = np.unravel_index(int(np.argmax(lost)), lost.shape)
+    if lost.size > 1 and float(lost[stage, replica]) > _MOST * total:
+        number = replica if replicas is None else replicas[replica]
+        return f" of stage {stage} in replica {number}"
+    heavy = int(np.argmax(lost.sum(axis=1)))
+    if lost.shape[0] > 1 and float(lost[heavy].sum()) > _MOST * total:
+        return f" of stage {heavy}"
+    return ""

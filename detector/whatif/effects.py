@@ -9,7 +9,7 @@ stage.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -18,10 +18,10 @@ from math import factorial
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Cause
+from resihp.contracts import Cause, Layout, Status, Verdict
 
 from ..arrays import deviation, mean, median, quantile, running_median
-from .operations import Floats
+from .operations import Floats, Ints
 
 EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
@@ -288,3 +288,52 @@ def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
         rows = error <= max(5.0 * float(np.median(error)), 1e-6)
     fitted[use] = np.maximum(predicted, 0.05 * float(np.median(y)))
     return fitted
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowDevice:
+    """A device that the detector has named, and that a what-if analysis need not find again.
+
+    dp, pp  replica and stage that it is part of
+    factor  its slowdown
+    since   first slow step; None: from the start
+    until   first step in which it was healthy again; None: still slow
+    """
+
+    rank: int
+    dp: int
+    pp: int
+    factor: float
+    since: int | None = None
+    until: int | None = None
+
+    @classmethod
+    def named(cls, verdicts: Iterable[Verdict], layout: Layout) -> tuple[SlowDevice, ...]:
+        """The devices of a layout that verdicts name, the slowest first."""
+        places = {place.rank: place for place in layout.places()}
+        found = [
+            cls(rank=v.rank, dp=place.dp, pp=place.pp, factor=v.slowdown, since=v.since_step)
+            for v in verdicts
+            if v.status is Status.FAIL_SLOW and (place := places.get(v.rank)) is not None
+        ]
+        return tuple(sorted(found, key=lambda device: (-device.factor, device.rank)))
+
+
+def known_factor(
+    slow: Sequence[SlowDevice], steps: Ints, replicas: Ints, *, stages: int, chunks: int
+) -> NDArray[np.float64]:
+    """Factor [1, C, D, T, 1] of the slowest known device of every place at every step.
+
+    `steps` [T] and `replicas` [D] are their numbers. The places are those of `Effects`: each chunk
+    of a stage is as slow as the device that holds the stage.
+    """
+    factor = np.ones((1, stages * chunks, replicas.size, steps.size, 1))
+    for device in slow:
+        on = np.ones(steps.size, bool) if device.since is None else steps >= device.since
+        if device.until is not None:
+            on &= steps < device.until
+        if device.pp < stages:
+            held = factor[0, device.pp :: stages, :, :, 0]
+            rows = np.ix_(np.arange(chunks), replicas == device.dp, on)
+            held[rows] = np.maximum(held[rows], device.factor)
+    return factor

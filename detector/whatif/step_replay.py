@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +18,9 @@ from resihp.pipeline.graph import Graph
 from resihp.pipeline.orders import Part, Pass, job_orders
 
 from ..arrays import mean, median, quantile
-from .causes import FAIR_COMMUNICATION, USUAL
+from .causes import USUAL, in_passes, lost_by_cause, most_of
 from .dense_records import DenseRecords
-from .effects import SETS, Effects, fair_costs, without_stalls
-from .known_slow import SlowDevice, known_factor
-from .localize import in_passes, most_of
+from .effects import Effects, SlowDevice, known_factor, without_stalls
 from .operations import Floats
 
 _PARTS = {Part.WHOLE: 1.0, Part.INPUT: 0.5, Part.WEIGHT: 0.5}
@@ -218,20 +215,22 @@ class StepReplay:
     @cached_property
     def lost_ms(self) -> dict[Cause, float]:
         """Mean milliseconds per step that each cause costs; 0 or more."""
-        effects = self.effects
-
-        def step_ms(gone: frozenset[Cause]) -> float:
-            return self._mean_ms(replace(self.cubes, passes=self._passes(effects.without(gone))))
-
-        lost = fair_costs({gone: step_ms(gone) for gone in SETS})
-        lost[Cause.SEQUENCE_IMBALANCE] *= effects.shared_work
-        lost[Cause.COMMUNICATION] = self._communication()
-        lost[Cause.HOST] = self._lost(
-            passes=self._passes(effects.times),
-            data=np.zeros_like(self.cubes.data),
-            microbatch_data=np.zeros_like(self.cubes.microbatch_data),
+        cubes, ideal = self.cubes, self._ideal
+        silent = replace(
+            ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
         )
-        return {cause: max(cost, 0.0) for cause, cost in lost.items()}
+        no_host = replace(
+            cubes,
+            passes=self._passes(self.effects.times),
+            data=ideal.data,
+            microbatch_data=ideal.microbatch_data,
+        )
+        return lost_by_cause(
+            self.effects,
+            lambda passes: self._mean_ms(replace(cubes, passes=self._passes(passes))),
+            communication=[self._mean_ms(c) for c in (cubes, self._quick, ideal, silent)],
+            host=self.step_ms - self._mean_ms(no_host),
+        )
 
     @cached_property
     def _ideal(self) -> DenseRecords:
@@ -273,8 +272,8 @@ class StepReplay:
         cubes, quick = self.cubes, self._quick
         found = in_passes(self.effects, cubes.p2p.shape[0])
         waste = {
-            "transfers between stages": (cubes.p2p - quick["p2p"]).sum(axis=(2, 3)),
-            "collectives": (cubes.collective - quick["collective"]).sum(axis=2),
+            "transfers between stages": (cubes.p2p - quick.p2p).sum(axis=(2, 3)),
+            "collectives": (cubes.collective - quick.collective).sum(axis=2),
         }
         kind, place = most_of(waste)
         if kind:
@@ -288,25 +287,14 @@ class StepReplay:
         return found
 
     @cached_property
-    def _quick(self) -> dict[str, NDArray[np.float64]]:
+    def _quick(self) -> DenseRecords:
         """Communication as fast as in its best cases."""
         cubes = self.cubes
-        return {
-            "p2p": np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
-            "collective": np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
-        }
-
-    def _communication(self) -> float:
-        ideal = self._ideal
-        uneven = self._lost(**self._quick)
-        silent = replace(
-            ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
+        return replace(
+            cubes,
+            p2p=np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
+            collective=np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
         )
-        excess = self.ideal_ms - (1.0 + FAIR_COMMUNICATION) * self._mean_ms(silent)
-        return max(uneven, 0.0) + max(excess, 0.0)
-
-    def _lost(self, **other: Any) -> float:
-        return self.step_ms - self._mean_ms(replace(self.cubes, **other))
 
     def _mean_ms(self, cubes: DenseRecords) -> float:
         return float(self.graph.step_ms(cubes).mean())

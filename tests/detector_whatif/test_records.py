@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from detector.diagnosis import Costs, costs_of, diagnose
-from detector.whatif.known_slow import SlowDevice, known_factor
+from detector.whatif.effects import SlowDevice, known_factor
 from detector.whatif.step_replay import StepReplay
 from resihp.contracts import (
     Cause,
