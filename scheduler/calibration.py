@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from resihp.contracts import Job, LayerCost, Schedule
 
@@ -96,14 +96,10 @@ def _with_latency(job: Job, step_ms: float, collective_ms: float | None) -> Job:
 
 def _scaled(cost: LayerCost, forward: float, backward: float) -> LayerCost:
     both = (forward + backward) / 2.0
-    return LayerCost(
-        forward_ms=forward * cost.forward_ms,
-        backward_ms=backward * cost.backward_ms,
-        fixed_ms=both * cost.fixed_ms,
-        embedding_ms=both * cost.embedding_ms,
-        head_ms=both * cost.head_ms,
-        step_ms=both * cost.step_ms,
-    )
+    scaled = {name: both * value for name, value in asdict(cost).items()}
+    scaled["forward_ms"] = forward * cost.forward_ms
+    scaled["backward_ms"] = backward * cost.backward_ms
+    return LayerCost(**scaled)
 
 
 def _step_ms(job: Job) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Op, Replica, Schedule, Stage
-from resihp.pipeline.orders import Part, Pass, most_in_flight, stage_order
+from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight
 
 _UNLIMITED = 1 << 30
 
@@ -45,7 +45,9 @@ class MemoryFootprint:
         if model is None:
             return cls(0.0, float(activation), 0.0, 0.0, memory.budget_bytes)
         ends = model.embedding_params * per_param
-        return cls(model.layer_params * per_param, float(activation), ends, ends, job_budget(job))
+        return cls(
+            model.layer_params * per_param, float(activation), ends, ends, memory.budget_bytes
+        )
 
     @property
     def is_known(self) -> bool:
@@ -78,11 +80,6 @@ class MemoryFootprint:
         return [whole * share / units for share in stage.shares]
 
 
-def job_budget(job: Job) -> float | None:
-    """Budget of one device in bytes; None where it is unlimited."""
-    return None if job.memory.budget_bytes is None else float(job.memory.budget_bytes)
-
-
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
     """True if every rank of `layout` has enough memory under `schedule`."""
     footprint = MemoryFootprint.of(job, layout.dp)
@@ -97,7 +94,11 @@ def replica_fits(
     budget, last = footprint.budget_bytes, len(replica.stages) - 1
     if budget is None:
         return True
-    limit = _limits(job, replica, quota, schedule)
+    if replica.chunks == 1:
+        limit: Sequence[int] = most_in_flight(schedule, last + 1, job.max_in_flight)
+    else:
+        orders = job_orders(job, last + 1, quota, Schedule.INTERLEAVED, replica.chunks)
+        limit = [most_held(order) for order in orders]
     for index, stage in enumerate(replica.stages):
         held = footprint.stage_bytes(
             stage, first=index == 0, last=index == last, in_flight=min(limit[index], quota)
@@ -105,17 +106,6 @@ def replica_fits(
         if max(held) > budget:
             return False
     return True
-
-
-def _limits(job: Job, replica: Replica, quota: int, schedule: Schedule) -> Sequence[int]:
-    stages, most = len(replica.stages), job.max_in_flight
-    if replica.chunks == 1:
-        return most_in_flight(schedule, stages, most)
-    given = {"stages": stages, "microbatches": quota, "chunks": replica.chunks}
-    return [
-        most_held(stage_order(Schedule.INTERLEAVED, stage=s, max_in_flight=most, **given))
-        for s in range(stages)
-    ]
 
 
 def most_held(order: Sequence[Pass]) -> int:

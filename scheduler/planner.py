@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from resihp.contracts import ContractError, Job, Layout, Plan, Schedule
 
 from .cost_model import layer_cost
 from .reasons import reasons
-from .search import interleaved, search
+from .search import FoundPlan, interleaved, search
 from .simulator import Speeds, speed_map
 from .step_time import expected_step_ms
 from .switching_rule import ReplanDecision, SkiRental, decide
@@ -106,24 +105,13 @@ def replan(
     return decide(job, current, plan, known, rental, horizon_steps=horizon_steps)
 
 
-class _Chosen(NamedTuple):
-    """Contents of a plan; times without the fixed cost of a step."""
-
-    layout: Layout
-    quotas: tuple[int, ...]
-    schedule: Schedule
-    makespan_ms: float
-    bound_ms: float
-    why: tuple[str, ...] = ()
-
-
 def _chosen(
     job: Job, current: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
-) -> _Chosen:
+) -> FoundPlan:
     """Best result of the search, with interleaved stages where the job has them."""
     found = search(job, current, speeds, expired)
     schedule = found.evaluator.setting.schedule
-    plain = _Chosen(found.layout, found.quotas, schedule, found.makespan_ms, found.bound_ms)
+    plain = FoundPlan(found.layout, found.quotas, schedule, found.makespan_ms, found.bound_ms)
     if job.schedule is not Schedule.INTERLEAVED or job.chunks == 1 or job.schedules:
         return plain
     option = interleaved(job, found, current, speeds, expired)
@@ -131,9 +119,7 @@ def _chosen(
         return plain._replace(why=(f"stages hold one model chunk: {option}",))
     if option.makespan_ms > plain.makespan_ms * (1 + _TOLERANCE):
         return plain._replace(why=("stages hold one model chunk, which is faster here",))
-    return _Chosen(
-        option.layout, option.quotas, Schedule.INTERLEAVED, option.makespan_ms, option.bound_ms
-    )
+    return option
 
 
 def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:

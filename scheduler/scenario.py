@@ -140,24 +140,17 @@ def play_scenario(
         if fault.rank not in set(job.layout.ranks):
             raise ContractError("fault", f"rank {fault.rank} does not work in the job's layout")
     healthy = policy_outcome("nothing", job, {})
-    return [_played(job, scenario, name, healthy, progress) for name in policies]
-
-
-def _played(
-    job: Job,
-    scenario: Scenario,
-    name: str,
-    healthy: PolicyOutcome,
-    progress: Callable[[str, float], None],
-) -> PolicyRun:
-    times = [*scenario.changes(), 3600.0 * scenario.hours]
-    current = healthy
-    segments = []
-    for start, end in pairwise(times):
-        current, pause = _next(job, name, current, scenario.speeds_at(start), scenario.restart_s)
-        segments.append(Segment(start, end, min(pause, end - start), current.step_ms))
-        progress(name, end)
-    return PolicyRun(name, tuple(segments), healthy.step_ms)
+    spans = list(pairwise([*scenario.changes(), 3600.0 * scenario.hours]))
+    runs = []
+    for name in policies:
+        current, segments = healthy, []
+        for start, end in spans:
+            speeds = scenario.speeds_at(start)
+            current, pause = _next(job, name, current, speeds, scenario.restart_s)
+            segments.append(Segment(start, end, min(pause, end - start), current.step_ms))
+            progress(name, end)
+        runs.append(PolicyRun(name, tuple(segments), healthy.step_ms))
+    return runs
 
 
 def _next(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Op, Plan, Replica, Schedule, Stage
-from resihp.pipeline.orders import Pass, stage_order
+from resihp.pipeline.orders import Pass, job_orders
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
@@ -137,17 +137,7 @@ def play_replica(
     loads   relative work of each microbatch
     chunks  model chunks per stage; of equal size if the replica has only one layer range per stage
     """
-    orders = [
-        stage_order(
-            schedule,
-            stage=stage,
-            stages=len(replica.stages),
-            microbatches=len(loads),
-            chunks=chunks,
-            max_in_flight=job.max_in_flight,
-        )
-        for stage in range(len(replica.stages))
-    ]
+    orders = job_orders(job, len(replica.stages), len(loads), schedule, chunks)
     if replica.chunks > 1:
         durations = _chunk_durations(job, replica, orders, loads, speeds)
     else:

@@ -108,16 +108,15 @@ def expected_step_ms(
     random = np.random.default_rng(_SEED)
     times = [stage_times(job, replica, speeds) for replica in layout.replicas]
     by_length: dict[int, list[int]] = defaultdict(list)
-    for index, replica in enumerate(layout.replicas):
-        if replica.chunks == 1:
-            by_length[len(replica.stages)].append(index)
     ends = np.zeros((layout.dp, _DRAWS))
     for row, replica in enumerate(layout.replicas):
-        if replica.chunks > 1:
-            for draw in range(_DRAWS):
-                loads = random.choice(relative, quotas[row])
-                played = play_replica(job, replica, loads, speeds, schedule, replica.chunks)[1]
-                ends[row, draw] = played.span
+        if replica.chunks == 1:
+            by_length[len(replica.stages)].append(row)
+            continue
+        for draw in range(_DRAWS):
+            loads = random.choice(relative, quotas[row])
+            played = play_replica(job, replica, loads, speeds, schedule, replica.chunks)[1]
+            ends[row, draw] = played.span
     for rows in by_length.values():
         counts = np.array([quotas[row] for row in rows])
         drawn = random.choice(relative, (len(rows) * _DRAWS, int(counts.max())))

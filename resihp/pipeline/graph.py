@@ -50,39 +50,33 @@ class Graph:
         synced: Sequence[int] = (),
     ) -> None:
         self.size = len(predecessors)
-        group_of = _group_of(self.size, groups)
+        group_of = np.full(self.size, -1, np.intp)
+        for index, group in enumerate(groups):
+            group_of[list(group)] = index
+        alone = np.flatnonzero(group_of < 0)
+        group_of[alone] = len(groups) + np.arange(alone.size)
         is_synced = np.zeros(int(group_of.max(initial=-1)) + 1, bool)
         is_synced[list(synced)] = True
         levels = _levels(predecessors, group_of)
         self._order = np.lexsort((group_of, levels[group_of]))
         self._rank = np.empty(self.size, np.intp)
         self._rank[self._order] = np.arange(self.size)
-        self._levels = self._plan(predecessors, group_of, is_synced, levels)
-
-    def _plan(
-        self,
-        predecessors: Sequence[Sequence[int]],
-        group_of: NDArray[np.intp],
-        is_synced: NDArray[np.bool_],
-        levels: NDArray[np.intp],
-    ) -> list[_Level]:
+        self._levels: list[_Level] = []
         of_operation = levels[group_of][self._order]
         edges = [*np.flatnonzero(np.diff(of_operation, prepend=-1)).tolist(), self.size]
-        plan = []
         for start, stop in pairwise(edges):
             operations = self._order[start:stop]
             waits_for = [
                 [int(self._rank[p]) for p in predecessors[op]] or [self.size] for op in operations
             ]
-            groups, inverse = np.unique(group_of[operations], return_inverse=True)
-            members: list[list[int]] = [[] for _ in groups]
+            here, inverse = np.unique(group_of[operations], return_inverse=True)
+            members: list[list[int]] = [[] for _ in here]
             for position, group in enumerate(inverse.tolist()):
                 members[group].append(position)
-            synced = np.flatnonzero(is_synced[groups])
-            plan.append(
-                _Level(start, stop, _columns(waits_for), _columns(members), inverse, synced)
+            waits = np.flatnonzero(is_synced[here])
+            self._levels.append(
+                _Level(start, stop, _columns(waits_for), _columns(members), inverse, waits)
             )
-        return plan
 
     def replay(self, duration: Times, delay: Times | None = None) -> tuple[Times, Times]:
         """Start and end of every operation, from durations [operation, replica, case].
@@ -146,15 +140,6 @@ def _ready(start: Times, level: _Level) -> Times:
     if level.synced.size:
         ready[level.synced] = ready[level.synced].max(axis=1, keepdims=True)
     return ready[level.group]
-
-
-def _group_of(size: int, groups: Sequence[Sequence[int]]) -> NDArray[np.intp]:
-    group_of = np.full(size, -1, np.intp)
-    for index, group in enumerate(groups):
-        group_of[list(group)] = index
-    alone = np.flatnonzero(group_of < 0)
-    group_of[alone] = len(groups) + np.arange(alone.size)
-    return group_of
 
 
 def _levels(predecessors: Sequence[Sequence[int]], group_of: NDArray[np.intp]) -> NDArray[np.intp]:

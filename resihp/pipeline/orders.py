@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from itertools import pairwise
 
 from resihp.contracts import ContractError, Job, Op, Schedule
 
@@ -97,31 +98,23 @@ def stage_order(
     if chunks > 1:
         return _interleaved(stage, stages, microbatches, chunks, max_in_flight)
     owed = most_ahead(schedule, stages, max_in_flight)[stage]
-    ahead = min(owed, microbatches) - 1
+    put_off = None
     if schedule is Schedule.ZERO_BUBBLE:
         put_off = most_in_flight(schedule, stages, max_in_flight)[stage] - owed
-        return tuple(_zero_bubble(ahead, put_off, microbatches))
-    return tuple(_one_f_one_b(ahead, microbatches))
+    return tuple(_one_f_one_b(min(owed, microbatches) - 1, put_off, microbatches))
 
 
-def _one_f_one_b(ahead: int, microbatches: int) -> Iterator[Pass]:
+def _one_f_one_b(ahead: int, put_off: int | None, microbatches: int) -> Iterator[Pass]:
+    """Order of 1F1B; of a split backward the weight half follows `put_off` input halves later."""
+    part = Part.WHOLE if put_off is None else Part.INPUT
     for index in range(microbatches + max(ahead, 0)):
         if index < microbatches:
             yield Pass(Op.FORWARD, index)
         if index >= ahead:
-            yield Pass(Op.BACKWARD, index - ahead)
-
-
-def _zero_bubble(ahead: int, put_off: int, microbatches: int) -> Iterator[Pass]:
-    """Order of 1F1B in which the weight half follows `put_off` input halves later."""
-    for index in range(microbatches + max(ahead, 0)):
-        if index < microbatches:
-            yield Pass(Op.FORWARD, index)
-        if index >= ahead:
-            yield Pass(Op.BACKWARD, index - ahead, part=Part.INPUT)
-            if index - ahead >= put_off:
+            yield Pass(Op.BACKWARD, index - ahead, part=part)
+            if put_off is not None and index - ahead >= put_off:
                 yield Pass(Op.BACKWARD, index - ahead - put_off, part=Part.WEIGHT)
-    for index in range(max(microbatches - put_off, 0), microbatches):
+    for index in range(max(microbatches - (put_off or 0), 0), microbatches):
         yield Pass(Op.BACKWARD, index, part=Part.WEIGHT)
 
 
@@ -131,7 +124,8 @@ def _interleaved(
     groups = max(microbatches // stages, 1)
     size = -(-microbatches // groups)
     forward, backward = [], []
-    for group in _ranges(microbatches, groups):
+    edges = [microbatches * group // groups for group in range(groups + 1)]
+    for group in (range(*pair) for pair in pairwise(edges)):  # as even as they go
         forward += [Pass(Op.FORWARD, m, c) for c in range(chunks) for m in group]
         backward += [Pass(Op.BACKWARD, m, c) for c in reversed(range(chunks)) for m in group]
     ahead = (stages - stage - 1) * 2 + (chunks - 1) * size
@@ -146,28 +140,18 @@ def _interleaved(
     return tuple(order)
 
 
-def _ranges(total: int, parts: int) -> Iterator[range]:
-    """`parts` ranges over `total`, as even as they go."""
-    for part in range(parts):
-        yield range(total * part // parts, total * (part + 1) // parts)
-
-
 def job_orders(
-    job: Job, stages: int, quota: int, schedule: Schedule | None = None
+    job: Job,
+    stages: int,
+    quota: int,
+    schedule: Schedule | None = None,
+    chunks: int | None = None,
 ) -> list[tuple[Pass, ...]]:
     """The order of every stage of a replica with `stages` stages and `quota` microbatches.
 
-    `schedule`: another one than the job's own.
+    schedule, chunks  others than the job's own
     """
     chosen = schedule or job.schedule
-    return [
-        stage_order(
-            chosen,
-            stage=stage,
-            stages=stages,
-            microbatches=quota,
-            chunks=job.chunks if chosen is Schedule.INTERLEAVED else 1,
-            max_in_flight=job.max_in_flight,
-        )
-        for stage in range(stages)
-    ]
+    chunks = chunks or (job.chunks if chosen is Schedule.INTERLEAVED else 1)
+    given = {"microbatches": quota, "chunks": chunks, "max_in_flight": job.max_in_flight}
+    return [stage_order(chosen, stage=stage, stages=stages, **given) for stage in range(stages)]

@@ -117,7 +117,9 @@ def _needs(orders: Sequence[Order], links: _Links, *, blocking: bool) -> _Needs:
     for stage, row in enumerate(_sources(orders)):
         for index, source in enumerate(row):
             if source is not None:
-                delay = _delay(links, orders[stage][index], stage)
+                item = orders[stage][index]
+                link = links[0][stage - 1] if item.op is Op.FORWARD else links[1][stage]
+                delay = link[item.microbatch]
                 needs[stage][index].append((*source, delay))
                 if blocking:
                     _hold_both(needs, source, (stage, index), delay)
@@ -161,10 +163,3 @@ def _sources(orders: Sequence[Order]) -> list[list[_Place | None]]:
             row.append(source)
         sources.append(row)
     return sources
-
-
-def _delay(links: _Links, item: Pass, stage: int) -> float:
-    """Of the transfer that a pass of this stage waits for."""
-    if item.op is Op.FORWARD:
-        return links[0][stage - 1][item.microbatch]
-    return links[1][stage][item.microbatch]

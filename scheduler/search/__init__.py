@@ -1,6 +1,6 @@
 """Joint search: TP groups into replicas, layers over stages, microbatches over replicas."""
 
-from .interleaved import interleaved
+from .interleaved import FoundPlan, interleaved
 from .joint import search
 
-__all__ = ["interleaved", "search"]
+__all__ = ["FoundPlan", "interleaved", "search"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from operator import itemgetter
+from typing import NamedTuple
 
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, even_quotas
 
@@ -22,14 +23,15 @@ _LEAST_GAIN = 1e-3  # current layers are kept unless others are faster by this f
 _TRIES = 4  # layer partitions of a chain that are timed
 
 
-@dataclass(frozen=True)
-class InterleavedLayout:
-    """Layout of interleaved stages; times without the fixed cost of a step."""
+class FoundPlan(NamedTuple):
+    """Contents of a plan; times without the fixed cost of a step."""
 
     layout: Layout
     quotas: tuple[int, ...]
+    schedule: Schedule
     makespan_ms: float
     bound_ms: float
+    why: tuple[str, ...] = ()
 
 
 def interleaved(
@@ -38,7 +40,7 @@ def interleaved(
     current: Layout,
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
-) -> InterleavedLayout | str:
+) -> FoundPlan | str:
     """Arrangement with the job's number of model chunks per stage, or the reason against it.
 
     The layers of a stage are divided evenly over its chunks, larger parts first; current layers
@@ -62,7 +64,8 @@ def interleaved(
     layout = Layout(tuple(replica for _, replica in best))
     setting = replace(found.evaluator.setting, schedule=Schedule.INTERLEAVED)
     bound_ms = quick_bound(setting, chains, quotas, job.chunks)
-    return InterleavedLayout(layout, tuple(quotas), makespan_ms, min(makespan_ms, bound_ms))
+    bound_ms = min(makespan_ms, bound_ms)
+    return FoundPlan(layout, tuple(quotas), Schedule.INTERLEAVED, makespan_ms, bound_ms)
 
 
 class _Shapes:
