@@ -7,14 +7,13 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from resihp.client import Client
-from resihp.contracts import ServiceError, Status, Verdict, from_json
+from resihp.contracts import ServiceError, Status, from_json
 from resihp.testing.local_ranks import LocalRanks
 from service import Sidecar
 
@@ -39,7 +38,7 @@ def play(settings: DemoSettings, folder: Path, display: LiveDisplay) -> DemoReco
     start = time.monotonic()
     for leftover in (folder / "sidecar", folder / "logs"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for file in chain.from_iterable(folder.glob(name) for name in ("*.jsonl", "*.f64")):
+    for file in (*folder.glob("*.jsonl"), *folder.glob("*.f64")):
         file.unlink()
     run = _Run(settings, folder, display)
     display.phase("Starting the sidecar on an embedded Redis")
@@ -83,7 +82,7 @@ class _Run:
         self._switches: dict[int, LayoutChangeRecord] = {}
         self._verdicts: list[VerdictRecord] = []
         self._health: dict[tuple[int, int], SlowdownRecord] = {}
-        self._latest: dict[int, Verdict] = {}
+        self._latest: dict[int, Status] = {}
         self._dead: set[int] = set()
 
     def follow(self, ranks: LocalRanks, client: Client) -> None:
@@ -106,16 +105,24 @@ class _Run:
     def record(self, reference: tuple[float, ...], seconds: float) -> DemoRecord:
         """The record of the run, checked."""
         settings = self._settings
-        steps = tuple(self._steps[step] for step in sorted(self._steps))
+        slow, dead = settings.slow_rank, settings.dead_rank
         switches = tuple(self._switches[version] for version in sorted(self._switches))
+        died = next((change.step for change in switches if dead in change.lost), settings.dead_at)
+        versions = f"Python {platform.python_version()}, torch {version('torch')}"
         record = DemoRecord(
-            machine=_machine(),
+            machine=f"{os.cpu_count()} cores, {platform.machine()}, {versions}",
             quotas=settings.job().quotas,
             trained=_trained(settings),
             seconds=seconds,
             layout=settings.layout,
-            script=_script(settings, switches),
-            steps=steps,
+            script={
+                "slow_rank": -1 if slow is None else slow,
+                "slow_factor": settings.slow_factor,
+                "slow_at": settings.slow_at,
+                "dead_rank": -1 if dead is None else dead,
+                "dead_at": died,
+            },
+            steps=tuple(self._steps[step] for step in sorted(self._steps)),
             reference=reference,
             switches=switches,
             verdicts=tuple(self._verdicts),
@@ -174,10 +181,9 @@ class _Run:
         step = max(self._steps, default=0)
         seen = []
         for verdict in verdicts:
-            known = self._latest.get(verdict.rank)
-            changed = verdict.status is not (known.status if known else Status.HEALTHY)
-            self._latest[verdict.rank] = verdict
-            if changed:
+            before = self._latest.get(verdict.rank, Status.HEALTHY)
+            self._latest[verdict.rank] = verdict.status
+            if verdict.status is not before:
                 self._verdicts.append(VerdictRecord(at_step=step, verdict=verdict))
                 self._display.verdict(self._verdicts[-1])
             seen.append(
@@ -211,23 +217,6 @@ class _Tail:
                     return  # still being written
                 self._offset += len(line)
                 yield json.loads(line)
-
-
-def _script(settings: DemoSettings, switches: Sequence[LayoutChangeRecord]) -> dict[str, float]:
-    slow, dead = settings.slow_rank, settings.dead_rank
-    died = next((switch.step for switch in switches if dead in switch.lost), settings.dead_at)
-    return {
-        "slow_rank": -1 if slow is None else slow,
-        "slow_factor": settings.slow_factor,
-        "slow_at": settings.slow_at,
-        "dead_rank": -1 if dead is None else dead,
-        "dead_at": died,
-    }
-
-
-def _machine() -> str:
-    python, torch_ = platform.python_version(), version("torch")
-    return f"{os.cpu_count()} cores, {platform.machine()}, Python {python}, torch {torch_}"
 
 
 def _trained(settings: DemoSettings) -> str:

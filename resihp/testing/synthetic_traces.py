@@ -72,7 +72,7 @@ class Recipe:
 
 def record(recipe: Recipe, seed: int = 0) -> OpTable:
     """The operations of such a job. The same recipe and seed give the same recording."""
-    plan = _Plan.of(recipe)
+    plan = _Plan(recipe)
     own = plan.durations(recipe, np.random.default_rng(seed))
     start, end = plan.graph.replay(own)
     shape = own.shape
@@ -120,38 +120,25 @@ def write_whatif(path: str | Path, ops: OpTable) -> None:
 class _Plan:
     """The operations of one replica and what each waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self._rows: list[tuple[int, int, int, int, int]] = []  # kind, stage, seq, mb, chunk
         self._before: list[list[int]] = []
         self._count: dict[tuple[OpKind, int], int] = {}
         self._ends: dict[tuple[OpKind, int, int], int] = {}  # kind, virtual stage, microbatch
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> _Plan:
-        plan = cls()
         for stage in range(recipe.pp):
-            plan._add_stage(recipe, stage)
-        groups = plan._transfers()
-        pairs = len(groups)
+            self._add_stage(recipe, stage)
+        groups = self._transfers()
+        synced = [len(groups) + 1]
         groups += [
-            [op for op, row in enumerate(plan._rows) if row[0] == kind]
+            [op for op, row in enumerate(self._rows) if row[0] == kind]
             for kind in (OpKind.EMBEDDING_REDUCE, OpKind.CLIP)
         ]
-        synced = [pairs + 1]
-        for op, row in enumerate(plan._rows):
+        for op, row in enumerate(self._rows):
             if row[0] in (OpKind.PARAMS_GATHER, OpKind.GRADS_SCATTER):
                 synced.append(len(groups))
                 groups.append([op])
-        plan.graph = Graph(plan._before, groups, synced)
-        plan.kind, plan.stage, plan.seq, plan.microbatch, plan.chunk = np.array(plan._rows).T
-        return plan
-
-    graph: Graph
-    kind: NDArray[np.intp]
-    stage: NDArray[np.intp]
-    seq: NDArray[np.intp]
-    microbatch: NDArray[np.intp]
-    chunk: NDArray[np.intp]
+        self.graph = Graph(self._before, groups, synced)
+        self.kind, self.stage, self.seq, self.microbatch, self.chunk = np.array(self._rows).T
 
     def _add(
         self, kind: OpKind, stage: int, before: list[int], mb: int = -1, chunk: int = -1

@@ -51,7 +51,7 @@ def exchange_groups(
     """
     current = list(chains)
     typical = max(1, round(evaluator.setting.microbatches / len(current)))
-    known: dict[Chain, float] = {}
+    known: dict[tuple[Chain, int], float] = {}
     capacity = evaluator.capacities(current, typical, makespan_ms, whole=True, known=known)
     least = min(len(set(evaluator.columns)) - 1, *map(len, chains))
     looked_at = 0
@@ -166,16 +166,15 @@ def insert_spare(
 def drop_slow_stages(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
     """Chains without stages that are so slow that their replica is faster without them."""
     typical = max(1, round(evaluator.setting.microbatches / len(chains)))
-    speed = 1.0 / (evaluator.setting.table.forward_ms + evaluator.setting.table.backward_ms)
     current = list(chains)
     active = list(range(len(current)))
     while active:
         trial = {}
         for index in active:
             chain = current[index]
-            slowest = min(chain, key=lambda g: (speed[g], g))
-            mean = float(speed[list(chain)].mean())
-            if len(chain) > 1 and speed[slowest] < 0.5 * mean:
+            slowest = min(chain, key=lambda g: (evaluator.speed((g,)), g))
+            mean = evaluator.speed(chain) / len(chain)
+            if len(chain) > 1 and evaluator.speed((slowest,)) < 0.5 * mean:
                 trial[index] = tuple(g for g in chain if g != slowest)
         evaluator.prepare((current[i], typical) for i in trial)
         evaluator.prepare((chain, typical) for chain in trial.values())

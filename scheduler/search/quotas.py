@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -71,10 +71,7 @@ class ChainEvaluator:
             key = (self.signature(chain), microbatches)
             if key not in self._best:
                 missing[key] = chain
-        entries = list(missing)
-        for indices in by_length(missing.values()):
-            keys = [entries[index] for index in indices]
-            rows = self._rows([missing[key] for key in keys], [quota for _, quota in keys])
+        for keys, rows in self._batches(missing):
             if is_small(self.setting.layers, rows.stages):
                 layers, ends = exhaustive_partition(rows)
             else:
@@ -85,6 +82,15 @@ class ChainEvaluator:
             parts = zip(map(tuple, layers.tolist()), ends.tolist(), strict=True)
             self._best.update(zip(keys, parts, strict=True))
             self._slowest.update(zip(keys, rows.slowest(layers).tolist(), strict=True))
+
+    def _batches(
+        self, wanted: Mapping[tuple[Chain, int], Chain]
+    ) -> Iterator[tuple[list[tuple[Chain, int]], ChainBatch]]:
+        """Chains by signature and microbatches, in batches of equally many stages."""
+        entries = list(wanted)
+        for indices in by_length(wanted.values()):
+            keys = [entries[index] for index in indices]
+            yield keys, self._rows([wanted[key] for key in keys], [quota for _, quota in keys])
 
     def _rows(self, chains: Sequence[Chain], microbatches: Sequence[int]) -> ChainBatch:
         """Chains of equally many stages."""
@@ -116,10 +122,7 @@ class ChainEvaluator:
         for chain, quota in pairs:
             if self.best(chain, quota)[1] < inf and not is_small(self.setting.layers, len(chain)):
                 distinct.setdefault((self.signature(chain), quota), chain)
-        entries = list(distinct)
-        for indices in by_length(distinct.values()):
-            keys = [entries[index] for index in indices]
-            rows = self._rows([distinct[key] for key in keys], [quota for _, quota in keys])
+        for keys, rows in self._batches(distinct):
             layers, ends = multi_start_search(rows, within_ms=within_ms)
             found = zip(
                 keys, layers.tolist(), ends.tolist(), rows.slowest(layers).tolist(), strict=True
@@ -165,23 +168,19 @@ class ChainEvaluator:
         makespan_ms: float,
         *,
         whole: bool = False,
-        known: dict[Chain, float] | None = None,
+        known: dict[tuple[Chain, int], float] | None = None,
     ) -> list[float]:
         """Approximate microbatches (with fractions) that each chain can finish in `makespan_ms`.
 
         Extrapolated from the bound for `microbatches` by the time of the bottleneck stage, over
         the best candidate partition; 0 for an infeasible chain. `whole` gives complete
         microbatches more weight than fractions. `known` caches results of calls with the same
-        arguments by signature; it is updated.
+        arguments; it is updated.
         """
         known = {} if known is None else known
-        signatures = [self.signature(chain) for chain in chains]
-        pairs = zip(signatures, chains, strict=True)
-        missing = {signature: chain for signature, chain in pairs if signature not in known}
-        entries = list(missing)
-        for indices in by_length(missing.values()):
-            keys = [entries[index] for index in indices]
-            rows = self._rows([missing[key] for key in keys], [microbatches] * len(keys))
+        wanted = [(self.signature(chain), microbatches) for chain in chains]
+        pairs = zip(wanted, chains, strict=True)
+        for keys, rows in self._batches({key: chain for key, chain in pairs if key not in known}):
             layers, bounds = candidates(rows, few=True)
             fits = np.isfinite(bounds)
             capacity = microbatches + (makespan_ms - np.where(fits, bounds, 0.0)) / rows.slowest(
@@ -191,7 +190,7 @@ class ChainEvaluator:
             if whole:
                 best = _COMPLETE_WEIGHT * np.floor(best + 1e-9) + (1.0 - _COMPLETE_WEIGHT) * best
             known.update(zip(keys, best.tolist(), strict=True))
-        return [known[signature] for signature in signatures]
+        return [known[key] for key in wanted]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,16 +47,7 @@ class GroupTable:
     @classmethod
     def of(cls, groups: Sequence[TPGroup]) -> GroupTable:
         """Table of these groups."""
-        rows = [
-            (
-                g.cost.forward_ms,
-                g.cost.backward_ms,
-                g.cost.embedding_ms,
-                g.cost.head_ms,
-                max(g.shares) / sum(g.shares),
-            )
-            for g in groups
-        ]
+        rows = [(*astuple(g.cost), max(g.shares) / sum(g.shares)) for g in groups]
         numbers: dict[tuple[float, ...], int] = {}
         kind = [numbers.setdefault(row, len(numbers)) for row in rows]
         forward, backward, embedding, head, widest = np.array(rows, float).reshape(-1, 5).T
