@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     command = [sys.executable, options.script, *options.rest]
     try:
         for rank in ranks:
-            launcher.start(rank, command, _environment(rank, options, host, store.port))
+            environment = _environment(rank, options, host, store.port)
+            launcher.ranks[rank] = _RankProcess(command, environment)
         return launcher.wait()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -80,12 +81,8 @@ class _Launcher:
 
     def __init__(self, store: dist.Store, *, is_host: bool) -> None:
         self._store, self._is_host = store, is_host
-        self._ranks: dict[int, _RankProcess] = {}
+        self.ranks: dict[int, _RankProcess] = {}
         self._stop_requested = False
-
-    def start(self, rank: int, command: list[str], environment: Mapping[str, str]) -> None:
-        """Start a rank."""
-        self._ranks[rank] = _RankProcess(command, environment)
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: let the ranks end after the current step."""
@@ -95,11 +92,11 @@ class _Launcher:
         """Wait for the end of all ranks, announce deaths; returns the launcher's exit status."""
         codes: dict[int, int] = {}
         failed: int | None = None
-        while len(codes) < len(self._ranks):
+        while len(codes) < len(self.ranks):
             if self._stop_requested:
                 self._stop_requested = False
                 self._stop()
-            for rank, process in self._ranks.items():
+            for rank, process in self.ranks.items():
                 code = process.poll()
                 if rank in codes or code is None:
                     continue
@@ -118,14 +115,14 @@ class _Launcher:
                 "rank %d failed with status %d:\n%s",
                 failed,
                 codes[failed],
-                self._ranks[failed].last_lines(),
+                self.ranks[failed].last_lines(),
             )
             return codes[failed]
         return 0 if 0 in codes.values() else 1
 
     def kill(self) -> None:
         """Kill the ranks that have not ended."""
-        for process in self._ranks.values():
+        for process in self.ranks.values():
             process.kill()
 
     def _stop(self) -> None:
@@ -134,7 +131,7 @@ class _Launcher:
                 self._store.set(keys.STOPPED, "the launcher was told to end the job")
                 self._store.add(keys.SIGNAL, 1)
         finally:
-            for process in self._ranks.values():
+            for process in self.ranks.values():
                 process.terminate()
 
 

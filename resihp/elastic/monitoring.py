@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -24,15 +23,11 @@ class TrainingMonitor(Protocol):
         """Take a microbatch record."""
         ...
 
-    @property
-    def between_steps(self) -> Callable[[], None]:
+    def between_steps(self) -> None:
         """Run the probes that the sidecar has requested."""
-        ...
 
-    @property
-    def while_idle(self) -> Callable[[], None]:
-        """The same on a rank without work, which also sends heartbeats."""
-        ...
+    def while_idle(self) -> None:
+        """Do the same on a rank without work, which also sends heartbeats."""
 
 
 def attach_monitor(

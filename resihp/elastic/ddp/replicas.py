@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -212,7 +213,8 @@ class Replicas:
         self.recoveries += 1
         self._rendezvous.request_recovery(reason)
         if self._state_broadcast is not None:
-            self._state_broadcast.abandon()
+            with suppress(PeerLostError):  # its thread notices that the groups are aborted
+                self._state_broadcast.finish()
             self._state_broadcast = None
         replicas = [self.coordinates.ranks(replica) for replica in self.alive]
         decision = agree(self._rendezvous, self._report(step), self._microbatches, bound=replicas)

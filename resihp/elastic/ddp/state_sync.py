@@ -54,10 +54,6 @@ class StateBroadcast:
         if self._broken is not None:
             raise PeerLostError(self._broken)
 
-    def abandon(self) -> None:
-        """Wait until the thread has noticed that the groups are aborted."""
-        self._thread.join()
-
     def _run(self) -> None:
         try:
             self._send(torch.tensor([len(self._whole)]))
