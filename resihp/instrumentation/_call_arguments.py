@@ -42,14 +42,22 @@ def work_of_call(
         return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
     if len(args) == 1 and isinstance(args[0], Mapping):  # a batch as one dictionary
         kwargs = {**args[0], **kwargs}
-    for name, form in _NAMES.items():
-        value = kwargs.get(name)
-        if value is not None and _is_usable(form, value):
-            return snapshot_of(form, value)
-    for value in (*(kwargs.get(name) for name in _INPUTS), *args):
-        if isinstance(value, torch.Tensor) and value.ndim:
+    if not _NAMES.keys().isdisjoint(kwargs):
+        for name, form in _NAMES.items():
+            value = kwargs.get(name)
+            if value is not None and _is_usable(form, value):
+                return snapshot_of(form, value)
+    for name in _INPUTS:
+        if name in kwargs and _is_input(kwargs[name]):
+            return _work_of_shape(kwargs[name])
+    for value in args:
+        if _is_input(value):
             return _work_of_shape(value)
     return None
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _is_usable(form: Form, value: Any) -> bool:

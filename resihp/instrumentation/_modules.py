@@ -27,9 +27,8 @@ _DEPTH = 3
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 
-def backward_under_way() -> int:
-    """Return the number of the backward pass that this thread runs; -1 outside of any."""
-    return -1 if _graph_task is None else int(_graph_task())
+backward_under_way: Callable[[], int] = _graph_task or (lambda: -1)
+"""Returns the number of the backward pass that this thread runs; -1 outside of any."""
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None] | None:
@@ -55,7 +54,9 @@ class ModulePasses:
     ) -> None:
         self._timer, self._lengths = timer, lengths
         self._index = -1
-        self._gradients = FinalWait(timer)
+        self._gradients = FinalWait(timer, timer.end)
+        self._work_of_call = timer.safely(work_of_call)  # functions are made once, not a call
+        self._begin = timer.safely(self._begin_backward)
         before, after = timer.safely(self._before), timer.safely(self._after)
         if getattr(module, "_compiled_call_impl", None) is not None:  # its hooks are compiled too
             patches.wrap(module, "_compiled_call_impl", self._called)
@@ -98,7 +99,7 @@ class ModulePasses:
         self._index = -1
         timer = self._timer
         if torch.is_grad_enabled() and backward_under_way() < 0:
-            work = timer.safely(work_of_call)(args, kwargs, self._lengths)
+            work = self._work_of_call(args, kwargs, self._lengths)
             self._index = timer.begin(FORWARD, work=work)
 
     def _after(self, output: Any) -> None:
@@ -107,44 +108,61 @@ class ModulePasses:
             return
         self._timer.end()
         if self._gradients.is_possible:
-            begin = self._timer.safely(partial(self._begin_backward, index))
+            begin = partial(self._begin, index)
             for tensor in gradient_tensors(output):
-                tensor.register_hook(begin)
+                before_gradient(tensor, begin)
 
-    def _begin_backward(self, index: int, gradient: torch.Tensor) -> None:
-        timer = self._timer
-        if not self._gradients.is_expected() and timer.begin(BACKWARD, index=index) >= 0:
-            self._gradients.expect(timer.end)
+    def _begin_backward(self, index: int, _: Any) -> None:
+        gradients = self._gradients
+        if not gradients.is_expected() and self._timer.begin(BACKWARD, index=index) >= 0:
+            gradients.expect()
 
 
 class FinalWait:
-    """Waiting of a backward pass after its last gradient, which is DDP's."""
+    """Waiting of a backward pass after its last gradient, which is DDP's.
 
-    def __init__(self, timer: PassTimer) -> None:
-        self._timer = timer
+    then  called at the end of each backward pass that was expected
+    """
+
+    def __init__(self, timer: PassTimer, then: Callable[[], None] | None = None) -> None:
+        self._timer, self._then = timer, then
         self._queue = queue_callback()
         self.is_possible = self._queue is not None
         self._expected = -2
+        self._begun: Any = None
+        self._on_gradients = timer.safely(self._gradients_ready)
+        self._on_end = timer.safely(self._all_done)
 
     def is_expected(self) -> bool:
         """Return whether the backward pass that runs now is timed already."""
         return self._expected == backward_under_way()
 
-    def expect(self, then: Callable[[], None]) -> None:
-        """Time the waiting of the backward pass that runs now, and call `then` at its end."""
+    def expect(self) -> None:
+        """Time the waiting of the backward pass that runs now."""
         assert self._queue is not None
         self._expected = backward_under_way()
-        self._queue(self._timer.safely(partial(self._gradients_ready, then)))
+        self._queue(self._on_gradients)
 
-    def _gradients_ready(self, then: Callable[[], None]) -> None:
+    def _gradients_ready(self) -> None:
         assert self._queue is not None
-        begun = self._timer.begin_wait()
-        self._queue(self._timer.safely(partial(self._all_done, begun, then)))
+        self._begun = self._timer.begin_wait()
+        self._queue(self._on_end)
 
-    def _all_done(self, begun: Any, then: Callable[[], None]) -> None:
+    def _all_done(self) -> None:
+        begun, self._begun = self._begun, None
         self._timer.end_wait(begun)
         self._expected = -2
-        then()
+        if self._then is not None:
+            self._then()
+
+
+def before_gradient(tensor: torch.Tensor, call: Callable[[Any], None]) -> None:
+    """Have `call` called before a gradient passes through `tensor`, which is no leaf."""
+    node = tensor.grad_fn
+    if node is None:
+        tensor.register_hook(call)
+    else:  # cheaper than a hook of the tensor
+        node.register_prehook(call)
 
 
 def gradient_tensors(output: Any) -> list[torch.Tensor]:

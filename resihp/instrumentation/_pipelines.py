@@ -58,6 +58,8 @@ class StagePasses:
     ) -> None:
         self._chunk, self._timer, self._lengths = chunk, timer, lengths
         self._gradients = FinalWait(timer)
+        self._work_of_call = timer.safely(work_of_call)
+        self._on_gradient = timer.safely(self._expect)
         wrappers = (self._forward, self._backward, self._backward_weight)
         for method, wrapper in zip(_METHODS, wrappers, strict=True):
             patches.wrap(stage, method, wrapper)
@@ -101,7 +103,7 @@ class StagePasses:
         if torch.is_grad_enabled():
             inner = _argument(args, kwargs, 1, "args") or ()
             named = _argument(args, kwargs, 2, "kwargs") or {}
-            work = self._timer.safely(work_of_call)(inner, named, self._lengths)
+            work = self._work_of_call(inner, named, self._lengths)
             index = _argument(args, kwargs, 0, "fwd_chunk_id")
             self._timer.begin(FORWARD, chunk=self._chunk, index=index, work=work)
 
@@ -124,13 +126,12 @@ class StagePasses:
             return
         self._timer.end()
         if self._gradients.is_possible:
-            expect = self._timer.safely(self._expect)
             for tensor in gradient_tensors(output):
-                tensor.register_hook(expect)
+                tensor.register_hook(self._on_gradient)
 
     def _expect(self, gradient: torch.Tensor) -> None:
         if self._timer.op == BACKWARD and not self._gradients.is_expected():
-            self._gradients.expect(lambda: None)
+            self._gradients.expect()
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
