@@ -96,7 +96,7 @@ def peer_aggregator() -> Iterator[tuple[str, str]]:
     aggregator's address as the workers take it."""
     with tempfile.TemporaryDirectory(prefix="resihp-peer-") as folder:
         python = _install_peer(Path(folder) / "venv")
-        port = free_port()
+        port = _free_port()
         serve = [
             str(python.with_name("traceml")), "serve", "--mode", "summary", "--logs-dir", folder,
             "--run-name", "benchmark", "--aggregator-port", str(port),
@@ -150,8 +150,7 @@ def _running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[st
             process.stdout.close()
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

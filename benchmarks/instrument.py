@@ -1,9 +1,10 @@
 """Cost and findings of `resihp.instrument` on ordinary loops: `python -m benchmarks.instrument`.
 
-Part `cost`: what it adds to a step of two ranks over gloo, beside the hooks by hand and beside
-TraceML in the same run, each with its receiver in another process. Bursts of steps without a tool
-and under each tool take turns in one process; `remove` switches the tool off. Added time is the
-difference of neighbouring bursts; TraceML's steps without are taken with its patches in place.
+Part `cost`: what it adds to a step, beside the hooks by hand and beside TraceML in the same run,
+each with its receiver in another process. Bursts of steps without a tool and under each tool take
+turns in one process; `remove` switches the tool off. Added time is the difference of neighbouring
+bursts; TraceML's steps without are taken with its patches in place. Collectives complete at once,
+so that the times of a step spread little; those of the cells are real.
 
 Part `cells`: four real processes with a sidecar, one of them slow: which ranks are named, and
 after how many steps.
@@ -16,17 +17,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from ._instrument_cells import COLUMNS, Cell, Outcome, cells, document, row, run_cells
 from ._report import machine, print_table, write_json
-from .hooks import PEER, free_port, peer_aggregator, sink
+from .hooks import PEER, peer_aggregator, sink
 
 _WORKER = "benchmarks._instrument_worker"
-_RANKS = 2
 _OURS = "none,again,hooks,instrument"
 _PARTS = ("cost", "cells")
 
@@ -79,32 +77,16 @@ def _cost(seconds: float, *, peer: bool) -> dict[str, Any]:
 
 
 def _work(python: str, tools: str, address: str, seconds: float) -> dict[str, Any]:
-    """Run the ranks; what rank 0 measured."""
-    shared = {
-        **os.environ, "WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }  # fmt: skip
-    command = [python, "-m", _WORKER, tools, address, str(seconds)]
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"rank-{rank}.log") for rank in range(_RANKS)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
-        try:
-            end = time.monotonic() + 3 * seconds + 120
-            for process in ranks:
-                process.wait(max(0.0, end - time.monotonic()))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+    """Run the worker; what it measured."""
+    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [python, "-m", _WORKER, tools, address, str(seconds)],
+        env=own, capture_output=True, text=True, timeout=3 * seconds + 120, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
     found = [line for line in lines if line.startswith("RESULT ")]
     if not found:
-        raise RuntimeError((lines or ["the worker failed"])[-1])
+        raise RuntimeError((done.stderr.strip().splitlines() or ["the worker failed"])[-1])
     result: dict[str, Any] = json.loads(found[-1].removeprefix("RESULT "))
     return result
 
