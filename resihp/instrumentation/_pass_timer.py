@@ -119,9 +119,11 @@ class PassTimer:
             )
 
     def end_update(self) -> None:
-        """End the optimizer's update, and the step with it."""
+        """End the optimizer's update, and the step with it, also where the update ran the passes:
+        `optimizer.step(closure)`."""
         if self.op == OPTIMIZER:
             self.end()
+        if self._open is None:
             self._end_step()
 
     def end_step(self) -> None:
