@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup demo test lint types imports tests soak serve clean
+.PHONY: help setup demo test lint types imports tests integrations soak serve clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 setup: .venv/.installed  ## create .venv with everything, pinned
 
@@ -37,8 +37,17 @@ imports: setup
 tests: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
+integrations: .venv-integrations/.installed  ## the trainers that people use, in an environment of their own
+	.venv-integrations/bin/python -m pytest -m integrations tests/integrations $(ARGS)
+
+.venv-integrations/.installed: pyproject.toml constraints-integrations.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt torch
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt -e '.[integrations]'
+	@touch $@
+
 soak: setup  ## the long campaigns
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
-clean:  ## remove .venv and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+clean:  ## remove environments and caches
+	rm -rf .venv .venv-integrations .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -22,6 +22,8 @@ PACKAGES = (
     "detector",
     "scheduler",
     "service",
+    "resihp.integrations.transformers",
+    "resihp.integrations.lightning",
     "resihp.testing",
 )
 ON_PURPOSE = (

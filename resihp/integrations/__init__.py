@@ -1,0 +1,1 @@
+"""Trainers that people use: one module each, which alone imports the trainer's package."""

@@ -1,0 +1,130 @@
+"""Observation of one training by the callback of a trainer."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from resihp.client import Client
+from resihp.formatting import plural
+from resihp.hooks import Monitor
+from resihp.hooks._stats import FailureLog
+from resihp.hooks.monitor import DEFAULT_URL
+from resihp.instrumentation import InstrumentedMonitor, instrument
+from resihp.instrumentation._inferred_job import job_name
+
+from ._verdicts import VerdictReader, largest_slowdown, summary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_END_TIMEOUT_S = 2.0
+SLOWDOWN, VERDICT = "resihp/slowdown_max", "resihp/verdict"
+"""Names under which the trainer's logger gets the largest slowdown and the worst verdict."""
+
+
+class TrainingObserver:
+    """Monitor of a training, and on rank 0 a reader of the verdicts on it.
+
+    No method raises: failures are counted in `monitor.stats`, and logged once.
+
+    options   of `resihp.instrument`. Raises `TypeError` for one that it does not have
+    monitor   of the present training, or of the last one; None before the first
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        _check_names(options)
+        self.monitor: InstrumentedMonitor | None = None
+        self._options = dict(options)
+        self._failures = FailureLog()
+        self._reader: VerdictReader | None = None
+        self._is_open = False
+        self._url = ""
+
+    @property
+    def reads_verdicts(self) -> bool:
+        """True on the rank that logs them."""
+        return self._reader is not None
+
+    def begin(self, target: Any, optimizer: Any, step: int, **defaults: Any) -> None:
+        """Observe a training of `target` that begins with `step`."""
+        self.safely(self._begin)(target, optimizer, step, defaults)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what is to be logged; nothing while no verdict is known, and on other ranks."""
+        verdicts = () if self._reader is None else self._reader.latest
+        if not verdicts:
+            return {}
+        return {SLOWDOWN: largest_slowdown(verdicts), VERDICT: summary(verdicts)}
+
+    def end(self, error: BaseException | None = None) -> str | None:
+        """Send what is left and the `error` that ends the training, leave it as it was, and return
+        a summary on rank 0; None on other ranks and if there is no training."""
+        return self.safely(self._end)(error) if self._is_open else None
+
+    def safely(self, callback: Callable[P, R]) -> Callable[P, R | None]:
+        """Return `callback` for use by a trainer: its failure is counted, not raised."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            try:
+                return callback(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 the boundary: training goes on
+                self._failed(error)
+                return None
+
+        return call
+
+    def _begin(self, target: Any, optimizer: Any, step: int, defaults: Mapping[str, Any]) -> None:
+        if self._is_open:
+            self._end(None)
+        options = {**defaults, **self._options}
+        options["job"] = job = options.get("job") or job_name()
+        self.monitor = monitor = instrument(target, optimizer, **options)
+        self._is_open = True
+        monitor.current_step = step
+        if monitor.rank == 0:
+            self._url = options.get("url") or os.environ.get("RESIHP_URL") or DEFAULT_URL
+            token = options.get("token") or os.environ.get("RESIHP_TOKEN")
+            self._reader = VerdictReader(
+                options.get("client") or Client(self._url, token),
+                job,
+                is_due=lambda: monitor.stats.sent > 0,
+                on_failure=self._failed,
+            )
+
+    def _end(self, error: BaseException | None) -> str | None:
+        self._is_open = False
+        reader, self._reader = self._reader, None
+        if self.monitor is None:
+            return None
+        self.monitor.remove()
+        self.monitor._close(_END_TIMEOUT_S, error)
+        if reader is None:
+            return None
+        reader.finish(_END_TIMEOUT_S)
+        stats = self.monitor.stats
+        if not reader.latest:
+            return f"ResiHP: no verdict ({self._url}: {_sent(stats.sent, stats.dropped)})"
+        verdicts = reader.latest
+        return (
+            f"ResiHP: {summary(verdicts)} ({plural(len(verdicts), 'rank')}; rank 0: "
+            f"{_sent(stats.sent, stats.dropped)})"
+        )
+
+    def _failed(self, error: Exception) -> None:
+        failures = self.monitor._recording.failures if self.monitor is not None else self._failures
+        failures.add("the callback of a trainer", error)
+
+
+def _sent(sent: int, dropped: int) -> str:
+    return f"{plural(sent, 'record')} sent, {dropped:,} lost"
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = {*inspect.signature(instrument).parameters, *inspect.signature(Monitor).parameters}
+    known -= {"target", "optimizer", "options"}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"ResiHPCallback has no option {name!r}; it has {sorted(known)}")

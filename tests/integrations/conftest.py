@@ -1,0 +1,148 @@
+"""Examples run by torchrun beside a real sidecar, whose verdicts are followed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from resihp.client import Client
+from resihp.contracts import (
+    Heartbeat,
+    Job,
+    Op,
+    ServiceError,
+    Status,
+    TelemetryBatch,
+    Verdict,
+)
+from resihp.contracts.codec import WireFormat, decode
+from service.launch import Sidecar
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TIMEOUT_S = 400.0
+
+
+@dataclass
+class Training:
+    """A finished run of an example: output, and the ranks that were found slow or stopped on its
+    way, with the first verdict that said so."""
+
+    output: str
+    named: dict[int, Verdict] = field(default_factory=dict)
+
+    def assert_named(self, slow_rank: int) -> None:
+        """Assert that this rank was found slow, and no other."""
+        assert set(self.named) == {slow_rank}, f"{self.named}\n{self.output}"
+        assert self.named[slow_rank].status is Status.FAIL_SLOW
+
+
+Run = Callable[..., Training]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Function that runs an example on several ranks."""
+
+    def start(example: str, *options: str, ranks: int = 3, sidecar: str = "") -> Training:
+        if sidecar:
+            return _train(example, options, ranks, sidecar, tmp_path)
+        with Sidecar(tmp_path / "sidecar") as service:
+            return _train(example, options, ranks, service.url, tmp_path)
+
+    return start
+
+
+def _train(example: str, options: tuple[str, ...], ranks: int, url: str, folder: Path) -> Training:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    command = [sys.executable, *launch, str(EXAMPLES / example), *options]
+    environment = {
+        **os.environ,
+        "RESIHP_URL": url,
+        "RESIHP_JOB": "example",
+        "RESIHP_PROBES": "0",  # a probe would find the real device, which is healthy
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    client = Client(url)
+    training = Training("")
+    log = folder / "output"
+    deadline_s = time.monotonic() + TIMEOUT_S
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [*command, "--folder", str(folder / "trainer")],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            while process.poll() is None and time.monotonic() < deadline_s:
+                time.sleep(0.2)
+                _note_verdicts(client, training)
+        finally:
+            process.terminate()
+    _note_verdicts(client, training)
+    training.output = log.read_text(errors="replace")
+    assert process.returncode == 0, training.output
+    return training
+
+
+def _note_verdicts(client: Client, training: Training) -> None:
+    try:
+        verdicts = client.verdicts("example")
+    except ServiceError:
+        return
+    for verdict in verdicts:
+        if verdict.status in (Status.FAIL_SLOW, Status.FAIL_STOP):
+            training.named.setdefault(verdict.rank, verdict)
+
+
+class InProcessSidecar:
+    """A sidecar for trainings of one rank in this process, that finds this rank slow."""
+
+    def __init__(self) -> None:
+        self.batches: list[TelemetryBatch] = []
+        self.jobs: list[Job] = []
+        self.heartbeats: list[Heartbeat] = []
+        self.error: Exception | None = None
+
+    def register(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def send_telemetry(
+        self, job: str, message: bytes, form: WireFormat, key: str | None = None
+    ) -> None:
+        self.batches.append(decode(message, form))
+
+    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> None:
+        self.heartbeats.append(heartbeat)
+
+    def verdicts(self, job: str) -> list[Verdict]:
+        if self.error is not None:
+            raise self.error
+        return [Verdict(rank=0, status=Status.FAIL_SLOW, slowdown=1.5, since_step=3)]
+
+    def passes(self) -> list[tuple[int, int, Op]]:
+        """Step, microbatch and op of all records."""
+        found = TelemetryBatch.concat(self.batches)
+        columns = (found.step.tolist(), found.microbatch.tolist(), found.op.tolist())
+        return [(step, index, Op(op)) for step, index, op in zip(*columns, strict=True)]
+
+
+@pytest.fixture
+def sidecar() -> InProcessSidecar:
+    return InProcessSidecar()
+
+
+@pytest.fixture
+def quick_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts are read much more often than in practice."""
+    monkeypatch.setattr("resihp.integrations._verdicts._INTERVAL_S", 0.02)

@@ -1,0 +1,160 @@
+"""`ResiHPCallback` in the Trainer of Lightning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resihp.contracts import Op
+
+from .conftest import InProcessSidecar, Run
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+PASSES = [
+    record
+    for step in range(4)
+    for record in (
+        *((step, index, op) for index in range(3) for op in (Op.FORWARD, Op.BACKWARD)),
+        (step, -1, Op.OPTIMIZER),
+    )
+]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_a_slow_rank_is_named(run: Run, strategy: str, tmp_path: Path) -> None:
+    training = run("lightning_trainer.py", "--slow-rank", "1", "--strategy", strategy)
+    training.assert_named(1)
+    assert training.output.count("ResiHP: rank 1 fail_slow") == 1
+    assert "(3 ranks; rank 0: 350 records sent, 0 lost)" in training.output
+    (log,) = tmp_path.rglob("metrics.csv")
+    assert "resihp/slowdown_max" in log.read_text()
+    assert "rank 1 fail_slow" in log.read_text()
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Callable[..., Any]:
+    """Function that trains a module on one rank, with these callbacks, and evaluates it."""
+    import lightning
+    import torch
+    from lightning.pytorch.loggers import CSVLogger
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return {"loss": self.layer(batch[0]).square().mean()}
+
+        def validation_step(self, batch: Any, index: int) -> Any:
+            with torch.enable_grad():  # as some metrics do
+                self.layer(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(*callbacks: Any, ckpt_path: Any = None, **arguments: Any) -> Any:
+        data = DataLoader(TensorDataset(torch.randn(24, 3, 4)), batch_size=2)
+        given = {
+            "accelerator": "cpu", "max_steps": 4, "accumulate_grad_batches": 3,
+            "logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": False,
+            "default_root_dir": tmp_path, "enable_model_summary": False, **arguments,
+        }  # fmt: skip
+        trainer = lightning.Trainer(callbacks=list(callbacks), **given)
+        trainer.fit(Module(), data, data, ckpt_path=ckpt_path)
+        return trainer
+
+    return train
+
+
+def test_microbatches_are_recorded_and_evaluation_is_not(
+    fit: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from resihp.integrations.lightning import ResiHPCallback
+
+    callback = ResiHPCallback(client=sidecar, job="own", heartbeat_s=0.0)
+    trainer = fit(callback)
+    assert sidecar.passes() == PASSES
+    assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
+    assert callback.monitor.stats.failures == 0
+    assert "training_step" not in vars(trainer.lightning_module)
+
+
+def test_a_batch_tells_the_work_in_it(fit: Callable[..., Any], sidecar: InProcessSidecar) -> None:
+    from resihp.integrations.lightning import ResiHPCallback
+
+    def lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        (x,) = args
+        return [len(row) for row in x]
+
+    fit(ResiHPCallback(client=sidecar, lengths=lengths, heartbeat_s=0.0))
+    assert {batch.tokens.max() for batch in sidecar.batches} == {6}
+
+
+def test_a_resumed_training_goes_on_counting(
+    fit: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from resihp.integrations.lightning import ResiHPCallback
+
+    path = fit(max_steps=2).checkpoint_callback.best_model_path
+    fit(ResiHPCallback(client=sidecar, heartbeat_s=0.0), ckpt_path=path)
+    assert sidecar.passes() == [record for record in PASSES if record[0] >= 2]
+
+
+def test_verdicts_reach_the_logger(
+    fit: Callable[..., Any], sidecar: InProcessSidecar, quick_verdicts: None, tmp_path: Path
+) -> None:
+    import lightning
+
+    from resihp.integrations.lightning import ResiHPCallback
+
+    class Waits(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            deadline_s = time.monotonic() + 60.0
+            while trainer.global_step and time.monotonic() < deadline_s:
+                if callback._observer.metrics():
+                    break
+                time.sleep(0.01)
+
+    callback = ResiHPCallback(client=sidecar, interval_s=0.01)
+    trainer = fit(Waits(), callback)
+    assert trainer.callback_metrics["resihp/slowdown_max"] == 1.5
+    (log,) = tmp_path.rglob("metrics.csv")
+    assert log.read_text().count("rank 0 fail_slow 1.50x since step 3") == 1
+
+
+def test_a_failure_of_the_callback_is_counted(
+    fit: Callable[..., Any], sidecar: InProcessSidecar, quick_verdicts: None
+) -> None:
+    from resihp.integrations.lightning import ResiHPCallback
+
+    sidecar.error = RuntimeError("scripted")
+    callback = ResiHPCallback(client=sidecar)
+    assert fit(callback).global_step == 4
+    assert callback.monitor.stats.failures > 0
+
+
+def test_an_error_of_the_users_is_reported_and_the_module_is_left_as_it_was(
+    fit: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    import lightning
+
+    from resihp.integrations.lightning import ResiHPCallback
+
+    modules = []
+
+    class Fails(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            modules.append(module)
+            raise ValueError("scripted")
+
+    with pytest.raises(ValueError, match="scripted"):
+        fit(ResiHPCallback(client=sidecar), Fails())
+    assert "training_step" not in vars(modules[0])
+    assert "ValueError: scripted" in str(sidecar.heartbeats[-1])

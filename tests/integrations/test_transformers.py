@@ -1,0 +1,146 @@
+"""`ResiHPCallback` in the Trainer of transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resihp.contracts import Op
+
+from .conftest import InProcessSidecar, Run
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+
+def test_a_slow_rank_is_named(run: Run) -> None:
+    training = run("transformers_trainer.py", "--slow-rank", "2")
+    training.assert_named(2)
+    assert "'resihp/verdict': 'rank 2 fail_slow" in training.output
+    assert "'resihp/slowdown_max'" in training.output
+    assert training.output.count("ResiHP: rank 2 fail_slow") == 1
+
+
+def test_training_needs_no_sidecar(run: Run) -> None:
+    options = ("--steps", "12")
+    training = run("transformers_trainer.py", *options, ranks=2, sidecar="http://127.0.0.1:9")
+    assert "'train_loss'" in training.output
+    assert training.output.count("ResiHP: no verdict") == 1
+    assert "resihp/" not in training.output
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path) -> Callable[..., Any]:
+    """Function that makes a trainer of one rank with these callbacks, evaluating at each step."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    def make(*callbacks: Any, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        tokens = torch.randint(16, (24, 8))
+        rows = [{"input_ids": row, "labels": row} for row in tokens]
+        config = LlamaConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1,
+        )  # fmt: skip
+        given = {
+            "output_dir": str(tmp_path / "trainer"), "max_steps": 4, "logging_steps": 1,
+            "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3,
+            "eval_strategy": "steps", "eval_steps": 1, "save_steps": 2, "report_to": "none",
+            "use_cpu": True, "disable_tqdm": True, **arguments,
+        }  # fmt: skip
+        return Trainer(
+            model=LlamaForCausalLM(config), args=TrainingArguments(**given), train_dataset=rows,
+            eval_dataset=rows[:2], callbacks=list(callbacks),
+        )  # fmt: skip
+
+    return make
+
+
+def passes(steps: range) -> list[tuple[int, int, Op]]:
+    """Records of steps of three microbatches."""
+    return [
+        record
+        for step in steps
+        for record in (
+            *((step, index, op) for index in range(3) for op in (Op.FORWARD, Op.BACKWARD)),
+            (step, -1, Op.OPTIMIZER),
+        )
+    ]
+
+
+def test_microbatches_are_recorded_and_evaluation_is_not(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from resihp.integrations.transformers import ResiHPCallback
+
+    callback = ResiHPCallback(client=sidecar, job="own", heartbeat_s=0.0)
+    trainer = trainer_of(callback)
+    plain = type(trainer).log
+    trainer.train()
+    assert sidecar.passes() == passes(range(4))
+    assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
+    assert callback.monitor.stats.failures == 0
+    assert type(trainer).log is plain
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_a_resumed_training_goes_on_counting(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from resihp.integrations.transformers import ResiHPCallback
+
+    trainer_of(max_steps=2).train()
+    callback = ResiHPCallback(client=sidecar, heartbeat_s=0.0)
+    trainer_of(callback).train(resume_from_checkpoint=True)
+    assert sidecar.passes() == passes(range(2, 4))
+
+
+def test_what_is_logged_reaches_every_callback_and_the_history(
+    trainer_of: Callable[..., Any],
+    sidecar: InProcessSidecar,
+    quick_verdicts: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import TrainerCallback
+
+    from resihp.integrations.transformers import ResiHPCallback
+
+    logged: list[dict[str, Any]] = []
+
+    class Reporter(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            deadline_s = time.monotonic() + 60.0
+            while not callback._observer.metrics() and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+
+        def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            logged.append(logs)
+
+    callback = ResiHPCallback(client=sidecar, interval_s=0.01)
+    trainer = trainer_of(Reporter(), callback)
+    trainer.train()
+    text = "rank 0 fail_slow 1.50x since step 3"
+    for logs in (logged, trainer.state.log_history):
+        losses = [entry for entry in logs if "loss" in entry]
+        assert [entry["resihp/slowdown_max"] for entry in losses] == [1.5] * 4
+        assert [entry["resihp/verdict"] for entry in losses] == [text] * 4
+        assert not [e for e in logs if "eval_loss" in e and "resihp/verdict" in e]
+    assert capsys.readouterr().out.count(f"ResiHP: {text}") == 1
+
+
+def test_a_failure_of_the_callback_is_counted(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar, quick_verdicts: None
+) -> None:
+    from resihp.integrations.transformers import ResiHPCallback
+
+    sidecar.error = RuntimeError("scripted")
+    callback = ResiHPCallback(client=sidecar)
+    trainer = trainer_of(callback)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert callback.monitor.stats.failures > 0
