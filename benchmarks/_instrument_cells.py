@@ -63,6 +63,7 @@ class Outcome:
     slow       the rank that was slow; -1: none was
     named      first step in which a rank was called slow, by rank
     since      first slow step according to that verdict, by rank
+    last       status and slowdown in the last verdict, by rank
     unapplied  the sidecar did not take all steps into account in time
     seconds    duration of the run
     """
@@ -71,6 +72,7 @@ class Outcome:
     slow: int
     named: dict[int, int]
     since: dict[int, int | None]
+    last: dict[int, tuple[str, float]]
     unapplied: bool
     seconds: float
 
@@ -120,7 +122,9 @@ def _run(url: str, folder: Path, cell: Cell, job: str, seed: int) -> Outcome:
             raise RuntimeError(ranks.logs())
     unapplied = not _wait_until_applied(url, job)
     named, since = _named(url, job)
-    return Outcome(seed, slow.rank, named, since, unapplied, time.monotonic() - begun)
+    verdicts = urllib3.request("GET", f"{url}/v1/jobs/{job}/verdicts").json()["verdicts"]
+    last = {each["rank"]: (each["status"], each["slowdown"]) for each in verdicts}
+    return Outcome(seed, slow.rank, named, since, last, unapplied, time.monotonic() - begun)
 
 
 def _wait_until_applied(url: str, job: str, timeout_s: float = 30.0) -> bool:
@@ -163,7 +167,7 @@ def _events(url: str, job: str) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "loop", "slow rank", "runs", "right", "late", "missed", "wrong names", "steps to name",
-    "from step",
+    "from step", "at the end",
 )  # fmt: skip
 
 
@@ -174,6 +178,7 @@ def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
     others = [f"{rank}@{step}" for run in runs for rank, step in run.named.items()
               if rank != run.slow]  # fmt: skip
     told = [run.since[run.slow] for run in runs if run.slow in run.named]
+    last = [run.last[run.slow] for run in runs if run.slow in run.last]
     healthy = cell.is_healthy
     what = f"{cell.factor}x {cell.passes}, from step {cell.since}"
     name = f"{cell.kind}, {cell.microbatches} microbatch{'es' if cell.microbatches > 1 else ''}"
@@ -187,6 +192,7 @@ def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
         " ".join(others) or "0",
         f"{statistics.median(taken):.0f}" if taken else "-",
         " ".join("start" if step is None else str(step) for step in told) or "-",
+        ", ".join(f"{status} {slowdown:.2f}" for status, slowdown in last) or "-",
     )
 
 

@@ -49,7 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", type=_parts, default=_PARTS, help="of cost,cells (default both)")
     parser.add_argument("--quick", action="store_true", help="few cells and seconds, one seed")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of the cost (default 150)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of the cost (default 90)")
     return parser.parse_args()
 
 

@@ -40,8 +40,9 @@ def work_of_call(
     """
     if lengths is not None:
         return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
-    if len(args) == 1 and isinstance(args[0], Mapping):  # a batch as one dictionary
-        kwargs = {**args[0], **kwargs}
+    first = args[0] if len(args) == 1 else None
+    if not isinstance(first, torch.Tensor) and isinstance(first, Mapping):
+        kwargs = {**first, **kwargs}  # a batch as one dictionary
     if not _NAMES.keys().isdisjoint(kwargs):
         for name, form in _NAMES.items():
             value = kwargs.get(name)

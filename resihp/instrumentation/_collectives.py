@@ -57,8 +57,10 @@ def _install() -> bool:
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
+    compiling = torch.compiler.is_compiling  # a constant for the compiler, which sees no more
+
     def wait(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a constant for the compiler, which sees no more
+        if compiling():
             return original(*args, **kwargs)
         for timer in _timers:
             begun = timer.begin_wait()
