@@ -41,6 +41,10 @@ class CudaClock:
         event.record()
         return event
 
+    def stream(self) -> int:
+        """Return the handle of the current stream."""
+        return int(self._cuda.current_stream().cuda_stream)
+
     def adopt_thread(self) -> None:
         """Set the device of the calling thread: its first query would otherwise create a context
         on device 0, of hundreds of megabytes."""

@@ -2,7 +2,8 @@
 
 Every wait that Python code makes goes through `Work.wait`: collectives that a loop calls, the
 unsharding and reduction of FSDP2, transfers of pipelines. Functional collectives, which DTensor
-uses, go through `wait_tensor`. DDP waits in C++: see `_modules`.
+uses, go through `wait_tensor`. On CUDA, FSDP2 has its stream wait for events of other streams. DDP
+waits in C++: see `_modules`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,10 @@ def forget(timer: PassTimer) -> None:
 def _install() -> bool:
     import torch.distributed._functional_collectives as functional
 
-    work = getattr(torch.distributed, "Work", None)
-    return (
-        work is not None
-        and _patches.wrap(work, "wait", _timed)
-        and _patches.wrap(functional, "wait_tensor", _timed)
-    )
+    places = [(getattr(torch.distributed, "Work", None), "wait"), (functional, "wait_tensor")]
+    if torch.cuda.is_available():
+        places.append((torch.cuda.Stream, "wait_event"))
+    return all(owner is not None and _patches.wrap(owner, name, _timed) for owner, name in places)
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:

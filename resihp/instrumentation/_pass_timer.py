@@ -38,7 +38,7 @@ class PassTimer:
         self._passes = self._counted_step = 0
         self._has_begun = False
         self._between_steps = between_steps
-        self._thread = 0
+        self._thread, self._stream = 0, -1
         self._open: Span | None = None
         self._step: StepSpan | None = None
         self._ends_with_backward = False
@@ -155,10 +155,13 @@ class PassTimer:
             self.end_wait(stamp)
 
     def begin_wait(self) -> tuple[Span, Any] | None:
-        """Begin to wait for other ranks; None outside of passes, in other threads, and within
-        waiting that is counted already."""
-        span = self.recording.open
+        """Begin to wait for other ranks; None outside of passes, in other threads and streams of
+        the device, and within waiting that is counted already."""
+        recording = self.recording
+        span = recording.open
         if span is None or span.waiting or not self.measures_waiting or get_ident() != self._thread:
+            return None
+        if recording.device is not None and recording.device.stream() != self._stream:
             return None
         span.waiting = True
         return span, span.stamp()
@@ -173,6 +176,8 @@ class PassTimer:
     def _enter(self, span: Any) -> None:
         self._has_begun = True
         self._thread = get_ident()  # autograd runs the passes of a device in a thread of its own
+        device = self.recording.device
+        self._stream = -1 if device is None else device.stream()
         span.__enter__()
         if self.measures_waiting:
             span.measure_waiting()
