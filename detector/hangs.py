@@ -50,10 +50,11 @@ class Hang:
         """Sentences on the hang as of `now`."""
         position = self.position
         lasted = duration(1e3 * max(0.0, now - self.since_s))
+        where = "waiting for other ranks " if position.waiting else ""
         if position.op is None:
-            where = f"outside of all timed blocks since step {position.step}"
+            where += f"outside of all timed blocks since step {position.step}"
         else:
-            where = f"in {position.op.name.lower()} of step {position.step}"
+            where += f"in {position.op.name.lower()} of step {position.step}"
             where += f", microbatch {position.microbatch}" if position.microbatch >= 0 else ""
         lines = [f"its training thread has been {where} for {lasted}; its process is alive"]
         if not self.named:

@@ -82,20 +82,16 @@ def pace_lines(record: DemoRecord) -> list[str]:
     if record.flops_per_ms is None:
         return []
     lines = [paced(record.flops_per_ms, record.wanted_flops_per_ms or 0.0)]
-    before = 1.0
-    for step, pace in pace_changes(record):
-        lines.append(pace_change(step, record.flops_per_ms * pace, lowered=pace < before))
-        before = pace
+    lines += [pace_change(step, record.flops_per_ms * pace) for step, pace in pace_changes(record)]
     if len(lines) > 1:
         lines.append("step times are given at the pace of the first step")
     return lines
 
 
-def pace_change(step: int, flops_per_ms: float, *, lowered: bool) -> str:
-    """A change of the pace as a sentence without its full stop."""
-    why = "this machine became busy" if lowered else "this machine is less busy"
+def pace_change(step: int, flops_per_ms: float) -> str:
+    """A lowered pace as a sentence without its full stop."""
     pace = f"{flops_per_ms / 1e6:.2g} GFLOP/s"
-    return f"{why}: all devices alike paced to {pace} from step {step} on"
+    return f"this machine became busy: all devices alike paced to {pace} from step {step} on"
 
 
 def layout_lines(layout: Layout, quotas: tuple[int, ...]) -> list[str]:

@@ -152,7 +152,7 @@ class _Run:
             self._display.phase(f"Training, {paced(self._flops_per_ms, settings.flops_per_ms)}")
         if before is not None and before.pace != seen.pace and self._flops_per_ms:
             pace = self._flops_per_ms * seen.pace
-            self._display.pace(seen.step, pace, lowered=seen.pace < before.pace)
+            self._display.pace(seen.step, pace)
         self._steps[seen.step] = seen
         self._display.step(seen)
         if settings.slow_rank is not None and seen.step + 1 == settings.slow_at:

@@ -63,6 +63,7 @@ class HeartbeatSender:
     def reset(self, process: str) -> None:
         """Start as the process `process` that has not sent anything."""
         self._process, self._sequence = process, 0
+        self._is_known = False
         self._last_sign_s = self._last_beat_s = float("-inf")
         self._seen: tuple[int, Span | None, bool, int] | None = None
         self._since_s = monotonic()
@@ -77,7 +78,12 @@ class HeartbeatSender:
         self._passes += int(np.count_nonzero(passes))
 
     def telemetry_accepted(self) -> None:
-        """Note that a message of records has shown that this rank lives."""
+        """Note that a message of records has shown that this rank lives.
+
+        A heartbeat follows the first one at once: those before were of an unknown job.
+        """
+        if not self._is_known:
+            self._is_known, self._last_beat_s = True, float("-inf")
         self._last_sign_s = monotonic()
 
     def observe(self, entries: int) -> None:

@@ -118,10 +118,10 @@ class LiveDisplay:
                 self.view.first_fault = at
             self._log("fault", text, at)
 
-    def pace(self, step: int, flops_per_ms: float, *, lowered: bool) -> None:
+    def pace(self, step: int, flops_per_ms: float) -> None:
         """Log that all devices are paced to another speed from a step on."""
         with self._lock:
-            self._log("phase", pace_change(step, flops_per_ms, lowered=lowered), step)
+            self._log("phase", pace_change(step, flops_per_ms), step)
 
     def dead(self, rank: int) -> None:
         """Log the end of a rank."""

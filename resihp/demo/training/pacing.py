@@ -4,8 +4,9 @@ A paced rank computes for real and is then held until its emulated device would 
 works while the real computation is the shorter of the two: on a slow or busy machine a device that
 is meant to be slow would take no longer than the others. So the ranks measure their load, real over
 paced time, on a few steps of the same training before the run, and in every step of the run. Where
-the load of the busiest rank exceeds `LIMIT`, all ranks lower the pace of all devices alike, and
-raise it again, at most to the measured one, where the load has been small for some steps.
+the load of the busiest rank exceeds `LIMIT`, all ranks lower the pace of all devices alike. It is
+not raised again: a machine that became busy may do so once more, and each change of the pace is one
+of all devices that the detector has to tell from slow ones.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ from resihp.elastic.step.pacing import Pacer
 LIMIT = 0.6
 """Load above which the pace is lowered."""
 TARGET = 0.4
-"""Load at which a changed pace aims."""
-SMALL = 0.25
-"""Load below which a lowered pace is raised."""
+"""Load at which a lowered pace aims."""
 CALIBRATION_STEPS = 6
 _FIRST_MEASURED = 2  # the steps before it load libraries and allocate memory
-_BUSY_STEPS, _CALM_STEPS = 2, 6  # in a row, before the pace is lowered or raised
+_BUSY_STEPS = 2  # in a row, before the pace is lowered
 _LAG = 2  # steps until the loads of a step are final on every rank
 
 
@@ -77,15 +76,12 @@ class LoadTable:
 
         A pure function of the final loads: every rank computes the same paces by itself.
         """
-        first, since = pace, _FIRST_MEASURED
+        since = _FIRST_MEASURED
         for step in range(self._shape[0]):
             loads = [self.highest(at) for at in range(since, step - _LAG + 1)]
-            busy, calm = loads[-_BUSY_STEPS:], loads[-_CALM_STEPS:]
-            is_busy = len(busy) == _BUSY_STEPS and min(busy) > LIMIT
-            is_calm = len(calm) == _CALM_STEPS and max(calm) < SMALL and pace < first
-            if is_busy or is_calm:
-                load = fmean(busy) if is_busy else max(calm)
-                pace, since = min(pace * TARGET / load, first), step
+            busy = loads[-_BUSY_STEPS:]
+            if len(busy) == _BUSY_STEPS and min(busy) > LIMIT:
+                pace, since = pace * TARGET / fmean(busy), step
             yield pace
 
 
