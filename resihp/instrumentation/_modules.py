@@ -145,7 +145,7 @@ class FinalWait:
 
     def _gradients_ready(self) -> None:
         assert self._queue is not None
-        self._begun = self._timer.begin_wait()
+        self._begun = self._timer.begin_final_wait()
         self._queue(self._on_end)
 
     def _all_done(self) -> None:

@@ -157,11 +157,18 @@ class PassTimer:
     def begin_wait(self) -> tuple[Span, Any] | None:
         """Begin to wait for other ranks; None outside of passes, in other threads and streams of
         the device, and within waiting that is counted already."""
-        recording = self.recording
-        span = recording.open
-        if span is None or span.waiting or not self.measures_waiting or get_ident() != self._thread:
+        if get_ident() != self._thread:
             return None
-        if recording.device is not None and recording.device.stream() != self._stream:
+        device = self.recording.device
+        if device is not None and device.stream() != self._stream:
+            return None
+        return self.begin_final_wait()
+
+    def begin_final_wait(self) -> tuple[Span, Any] | None:
+        """Begin the waiting at the end of a backward pass, which autograd may leave to any of its
+        threads."""
+        span = self.recording.open
+        if span is None or span.waiting or not self.measures_waiting:
             return None
         span.waiting = True
         return span, span.stamp()
