@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import resihp
 
-WIDTH, LAYERS, MICROBATCHES = 32, 4, 2
+WIDTH, LAYERS, MICROBATCHES = 32, 2, 2
 
 
 class Model(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resihp.integrations.lightning import ResiHPCallback
 
-WIDTH, LAYERS, MICROBATCHES = 32, 4, 2
+WIDTH, LAYERS, MICROBATCHES = 32, 2, 2
 
 
 class Model(lightning.LightningModule):

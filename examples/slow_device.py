@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-FORWARD_S = 6e-3
+FORWARD_S = 12e-3
 JITTER = 0.1
 """No device takes exactly as long each time."""
 
@@ -22,9 +22,9 @@ JITTER = 0.1
 def option_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of the options that all examples have."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--slow-rank", type=int, default=-1, help="rank whose device turns slow")
-    parser.add_argument("--slow-since", type=int, default=30, help="step from which it is slow")
+    parser.add_argument("--slow-since", type=int, default=25, help="step from which it is slow")
     parser.add_argument("--factor", type=float, default=3.0, help="its slowdown")
     parser.add_argument("--folder", default="out", help="folder for the trainer's log")
     return parser

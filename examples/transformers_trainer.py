@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

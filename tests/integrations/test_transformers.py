@@ -16,8 +16,9 @@ from .conftest import InProcessSidecar, Run
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
 
-def test_a_slow_rank_is_named(run: Run) -> None:
-    training = run("transformers_trainer.py", "--slow-rank", "2")
+@pytest.mark.parametrize("example", ["transformers_trainer.py", "trl_sft.py"])
+def test_a_slow_rank_is_named(run: Run, example: str) -> None:
+    training = run(example, "--slow-rank", "2")
     training.assert_named(2)
     assert "'resihp/verdict': 'rank 2 fail_slow" in training.output
     assert "'resihp/slowdown_max'" in training.output
