@@ -84,6 +84,7 @@ class LengthModel(Persistent):
             prior=np.array([0.0, 1.0, 1.0]),
             ridge=np.array([0.04, 0.0016, 0.0016]),
             non_negative=np.ones(TERMS, bool),
+            guessed=job.model is None,
         )
         self._levels = RankLevels(places.peers)
 

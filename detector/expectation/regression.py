@@ -14,6 +14,9 @@ import numpy as np
 from ..arrays import Bools, Floats, Ints
 from ..persistence import Persistent
 
+_LEAST_SHARE = 1e-3
+"""Least share of a term in the typical work that its prior is weighed by."""
+
 
 class CellRegression(Persistent):
     """`cells` independent regressions on `terms` terms.
@@ -24,16 +27,26 @@ class CellRegression(Persistent):
     prior        shape (terms,): coefficients before any data, in those units
     ridge        shape (terms,): weight of the prior, in equivalent records
     non_negative shape (terms,): terms whose coefficient may not be negative
+    guessed      the proportions of the terms in `x` are a guess: the prior of a term that typically
+                 is a small part of `x` weighs as little, or it would hold against most records
     """
 
-    _saved = ("_unit", "_gram", "_moment", "theta", "_spread")
+    _saved = ("_unit", "_gram", "_moment", "theta", "_spread", "_ridge")
 
     def __init__(
-        self, cells: int, prior: Floats, ridge: Floats, non_negative: Bools, fade: float = 0.98
+        self,
+        cells: int,
+        prior: Floats,
+        ridge: Floats,
+        non_negative: Bools,
+        *,
+        fade: float = 0.98,
+        guessed: bool = False,
     ) -> None:
-        self._prior, self._ridge, self._non_negative = prior, ridge, non_negative
-        self._fade = fade
+        self._guessed = guessed
+        self._prior, self._non_negative, self._fade = prior, non_negative, fade
         terms = prior.size
+        self._ridge = np.tile(ridge, (cells, 1))
         self._unit = np.full((cells, terms), np.nan)
         self._gram = np.zeros((cells, terms, terms))
         self._moment = np.zeros((cells, terms))
@@ -52,11 +65,14 @@ class CellRegression(Persistent):
         for index in np.unique(cell[~self.ready[cell]]).tolist():
             rows = cell == index
             typical, time = np.median(terms[rows], axis=0), float(np.median(times[rows]))
-            unit = np.full(typical.size, time / max(float(typical[1:].sum()), 1e-30))
+            work = max(float(typical[1:].sum()), 1e-30)
+            unit = np.full(typical.size, time / work)
             unit[0] = time / max(float(typical[0]), 1e-30)
             self._unit[index] = unit
             self.theta[index] = self._prior * unit
-            self._spread[index] = np.diag(1.0 / self._ridge)
+            if self._guessed:
+                self._ridge[index, 1:] *= np.maximum(typical[1:] / work, _LEAST_SHARE) ** 2
+            self._spread[index] = np.diag(1.0 / self._ridge[index])
 
     def start_from(self, index: int, older: CellRegression, known: list[int]) -> None:
         """Opens a cell with the medians of the cells `known` of an older regression.
@@ -67,6 +83,7 @@ class CellRegression(Persistent):
         self._unit[index] = np.median(older._unit[known], axis=0)
         self.theta[index] = np.median(older.theta[known], axis=0)
         self._spread[index] = np.median(older._spread[known], axis=0)
+        self._ridge[index] = np.median(older._ridge[known], axis=0)
 
     def times(self, cell: Ints, terms: Floats) -> Floats:
         """Time of each record, in the unit of the learned times."""
@@ -113,8 +130,9 @@ class CellRegression(Persistent):
             for j in range(width):
                 self._gram[:, i, j] += np.bincount(cell, weighted * relative[:, j], cells)
         if touched.any():
-            gram = self._gram[touched] + np.diag(self._ridge)
-            moment = self._moment[touched] + self._ridge * self._prior
+            ridge = self._ridge[touched]
+            gram = self._gram[touched] + ridge[:, :, None] * np.eye(width)
+            moment = self._moment[touched] + ridge * self._prior
             best = _least_squares(gram, moment, self._non_negative)
             self.theta[touched] = best * self._unit[touched]
             self._spread[touched] = np.linalg.inv(gram)
