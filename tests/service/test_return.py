@@ -101,7 +101,7 @@ class Ranks:
             self.train()
             return condition()
 
-        eventually(holds, timeout_s=60.0)
+        eventually(holds, timeout_s=300.0)
 
     def status(self) -> Status | None:
         """What is said of the bad rank; None before there are verdicts."""
@@ -116,8 +116,7 @@ def test_a_device_that_recovered_outside_the_layout_is_taken_back(tmp_path: Path
         client = Client(http.url)
         client.register(job)
         ranks = Ranks(client, job)
-        ranks.until(lambda: ranks.step >= 25)
-        assert ranks.status() is Status.HEALTHY
+        ranks.until(lambda: ranks.step >= 25 and ranks.status() is Status.HEALTHY)
         ranks.slowness = HOW_SLOW
         ranks.until(lambda: BAD not in ranks.plan.layout.ranks)
         # It is probed out there, still slow: it stays out.
