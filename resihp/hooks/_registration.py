@@ -30,14 +30,19 @@ class DeferredJob(Protocol):
         ...
 
     def describe(self, *, now: bool) -> Job | None:
-        """Return the job; None while it is not known yet, but with `now` the best guess."""
+        """Return the job on the rank that registers it; None while it is not known yet, but with
+        `now` the best guess. None on all other ranks."""
+        ...
+
+    def is_described(self) -> bool:
+        """Return whether the other ranks may send: the job is known, or overdue."""
         ...
 
 
 class Registration:
     """One rank's part in the registration of its job; none where only the name is given.
 
-    Nothing is sent before a deferred job is known.
+    Nothing is sent before a deferred job is known, and one rank alone registers it.
 
     The first rank of the layout registers before its first message, so that a job that was
     restarted in another layout begins anew. The others leave it to that rank, so that thousands of
@@ -61,7 +66,9 @@ class Registration:
         if self._job is None and self._deferred is not None:
             self._job = self._deferred.describe(now=now)
             self._is_due = self._is_first()
-        return self._deferred is None or self._job is not None
+        if now or self._deferred is None or self._job is not None:
+            return True
+        return self._deferred.is_described()
 
     def register_if_due(self, registry: Registry) -> None:
         """Register if it is this rank's turn; called before each message."""

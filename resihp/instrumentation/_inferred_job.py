@@ -1,8 +1,10 @@
 """Name and layout of a job, from torch.distributed and from what each rank holds.
 
 Each rank writes its tensor-parallel group, pipeline group and stages to the store of the default
-process group. One rank reads them all, from the thread that sends telemetry and without waiting:
-training neither takes part in a collective operation nor blocks.
+process group. Rank 0 reads them all, from the thread that sends telemetry and without waiting, and
+marks there that it has. Each of the others looks for that mark alone, so that the store of a job of
+thousands of ranks has little to do. Training neither takes part in a collective operation nor
+blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -21,8 +23,10 @@ import torch
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage
 
 _KEY = "resihp/instrument"
+_DESCRIBED = f"{_KEY}/described"
 _PATIENCE_S = 60.0
-"""Time after which ranks that have not described themselves are taken for data-parallel ones."""
+"""Time after which ranks that have not described themselves are taken for data-parallel ones, and
+rank 0 is no longer waited for."""
 
 
 def job_name() -> str:
@@ -61,7 +65,7 @@ class InferredJob:
     """A job whose microbatches are counted in its first step.
 
     name         of the job
-    job          once it is known
+    job          on rank 0, once it is known
     layout       given by the user; None: inferred from the ranks' descriptions
     microbatches of all replicas in a step, given by the user; None: those of this rank's first
                  step times the number of replicas
@@ -92,15 +96,12 @@ class InferredJob:
             self._passes = passes // self._own.chunks
 
     def describe(self, *, now: bool) -> Job | None:
-        """Return the job; None while the first step lasts or other ranks are awaited."""
-        if self._asked_s is None:
-            self._asked_s = monotonic()
-        if self._microbatches is None and not self._passes and not now:
+        """Return the job on rank 0; None while the first step lasts or other ranks are awaited."""
+        if self._own.rank or (self._microbatches is None and not self._passes and not now):
             return None
         layout = self._layout
         if layout is None:
-            late = now or monotonic() - self._asked_s > _PATIENCE_S
-            ranks = self._others.read(accept_missing=late)
+            ranks = self._others.read(accept_missing=now or self._is_late())
             if ranks is None:
                 return None
             layout = layout_of(ranks)
@@ -114,7 +115,17 @@ class InferredJob:
             chunks=chunks,
             device=_device(),
         )
+        self._others.mark_described()
         return self.job
+
+    def is_described(self) -> bool:
+        """Return whether rank 0 has described the job, or is not waited for any more."""
+        return self._others.is_described() or self._is_late()
+
+    def _is_late(self) -> bool:
+        if self._asked_s is None:
+            self._asked_s = monotonic()
+        return monotonic() - self._asked_s > _PATIENCE_S
 
 
 def layout_of(ranks: Sequence[RankDescription]) -> Layout:
@@ -184,20 +195,27 @@ class _Descriptions:
         missing = [RankDescription(rank, (rank,)) for rank in ranks]
         if self._store is None or own.is_alone:
             return missing
-        found = dict(self._present(ranks))
-        if len(found) < self._world and not accept_missing:
+        keys = [f"{_KEY}/{rank}" for rank in ranks]
+        if not accept_missing and not self._store.check(keys):
             return None
-        return [found.get(rank, missing[rank]) for rank in ranks]
+        return [
+            _parsed(rank, self._store.get(key)) if self._store.check([key]) else missing[rank]
+            for rank, key in zip(ranks, keys, strict=True)
+        ]
 
-    def _present(self, ranks: range) -> Iterator[tuple[int, RankDescription]]:
-        for rank in ranks:
-            key = f"{_KEY}/{rank}"
-            if self._store.check([key]):
-                tensor, pipeline, stages, chunks = json.loads(self._store.get(key))
-                yield (
-                    rank,
-                    RankDescription(rank, tuple(tensor), tuple(pipeline), stages, chunks),
-                )
+    def mark_described(self) -> None:
+        """Tell the other ranks that the job is known."""
+        if self._store is not None:
+            self._store.set(_DESCRIBED, "1")
+
+    def is_described(self) -> bool:
+        """Return whether the mark is there."""
+        return self._store is None or bool(self._store.check([_DESCRIBED]))
+
+
+def _parsed(rank: int, text: bytes) -> RankDescription:
+    tensor, pipeline, stages, chunks = json.loads(text)
+    return RankDescription(rank, tuple(tensor), tuple(pipeline), stages, chunks)
 
 
 def _device() -> str:

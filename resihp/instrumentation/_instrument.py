@@ -11,7 +11,7 @@ from resihp.hooks import Monitor
 
 from . import _collectives
 from ._call_arguments import Lengths
-from ._inferred_job import InferredJob, job_name
+from ._inferred_job import InferredJob, RankDescription, job_name
 from ._modules import ModulePasses, queue_callback
 from ._optimizers import OptimizerSteps
 from ._parallelism import describe_module, describe_stages, own_rank
@@ -29,7 +29,7 @@ class InstrumentedMonitor(Monitor):
 
     @property
     def job(self) -> Job | None:
-        """Job as it is registered at the sidecar; None before its first records are sent."""
+        """Job as rank 0 registers it at the sidecar; None before, and on other ranks."""
         return self._inferred.job
 
     def remove(self) -> None:
@@ -84,17 +84,22 @@ def instrument(
     rank = options.pop("rank", None)
     if rank is None:
         rank = own_rank()
-    if stages:
-        own = describe_stages(stages, rank or 0)
-        modules = [stage.submod for stage in stages]
-        schedule = schedule_of(target)
-    else:
-        own, schedule = describe_module(modules, rank or 0), Schedule.ONE_F_ONE_B
+    own, schedule = RankDescription(rank or 0, (rank or 0,)), Schedule.ONE_F_ONE_B
+    unknown: Exception | None = None
+    try:
+        if stages:
+            schedule, own = schedule_of(target), describe_stages(stages, own.rank)
+        else:
+            own = describe_module(modules, own.rank)
+    except Exception as error:  # noqa: BLE001 the boundary: the rank counts as a replica
+        unknown = error
     inferred = InferredJob(
         job or job_name(), own, schedule, layout=layout, microbatches=microbatches
     )
     monitor = InstrumentedMonitor(job=inferred, url=url, token=token, rank=rank, **options)
     failures = monitor._recording.failures
+    if unknown is not None:
+        failures.add("reading the layout", unknown)
     can_wait = queue_callback() is not None
     timer = PassTimer(monitor._recording, monitor.between_steps, measures_waiting=can_wait)
     timer.on_step_end = inferred.count
@@ -106,6 +111,7 @@ def instrument(
             "this torch does not tell waiting for other ranks from a rank's own time: "
             "slow devices may not be found",
         )
+    modules = modules or [stage.submod for stage in stages]
     OptimizerSteps(timer, modules, optimizer, monitor._patches)
     if stages:
         for chunk, stage in enumerate(stages):

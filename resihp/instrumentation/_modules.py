@@ -57,10 +57,11 @@ class ModulePasses:
         self._gradients = FinalWait(timer, timer.end)
         self._work_of_call = timer.safely(work_of_call)  # functions are made once, not a call
         self._begin = timer.safely(self._begin_backward)
-        before, after = timer.safely(self._before), timer.safely(self._after)
         if getattr(module, "_compiled_call_impl", None) is not None:  # its hooks are compiled too
-            patches.wrap(module, "_compiled_call_impl", self._called)
+            around = timer.around(self._before, lambda _, __, output: self._after(output))
+            patches.wrap(module, "_compiled_call_impl", around)
         else:
+            before, after = timer.safely(self._before), timer.safely(self._after)
             compiling = torch.compiler.is_compiling  # a constant for the compiler
 
             def pre_hook(_: Any, args: Any, kwargs: Any) -> None:
@@ -76,17 +77,6 @@ class ModulePasses:
             patches.add(module.register_forward_hook(hook).remove)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
-
-    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        before, after = self._timer.safely(self._before), self._timer.safely(self._after)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before(args, kwargs)
-            output = original(*args, **kwargs)
-            after(output)
-            return output
-
-        return call
 
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:

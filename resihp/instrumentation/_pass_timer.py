@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from resihp.contracts import Op
 from resihp.hooks._spans import JoinedSpan, Recording, Span, StepSpan
@@ -13,6 +13,9 @@ from resihp.hooks._workload import Work
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
 
 FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
 
@@ -144,6 +147,26 @@ class PassTimer:
                 return None
 
         return call
+
+    def around(
+        self,
+        begin: Callable[[Arguments, Keywords], object],
+        end: Callable[[Arguments, Keywords, Any], object],
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return a wrapper of functions that calls `begin` with the arguments before, and `end`
+        with the arguments and the result after each call; not `end` if it raises."""
+        before, after = self.safely(begin), self.safely(end)
+
+        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                before(args, kwargs)
+                result = original(*args, **kwargs)
+                after(args, kwargs, result)
+                return result
+
+            return call
+
+        return wrapper
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

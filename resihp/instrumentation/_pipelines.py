@@ -6,7 +6,6 @@ outside of them. In a stage that is wrapped by DDP the backward pass ends with D
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from resihp.contracts import ContractError, Schedule
 
 from ._call_arguments import Lengths, work_of_call
 from ._modules import FinalWait, gradient_tensors
-from ._pass_timer import BACKWARD, FORWARD, PassTimer
+from ._pass_timer import BACKWARD, FORWARD, Arguments, Keywords, PassTimer
 from ._patches import Patches
 
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -60,44 +59,12 @@ class StagePasses:
         self._gradients = FinalWait(timer)
         self._work_of_call = timer.safely(work_of_call)
         self._on_gradient = timer.safely(self._expect)
-        wrappers = (self._forward, self._backward, self._backward_weight)
-        for method, wrapper in zip(_METHODS, wrappers, strict=True):
-            patches.wrap(stage, method, wrapper)
+        ends = (self._end_forward, self._end_input, self._end_weight)
+        begins = (self._begin_forward, self._begin_backward, self._begin_backward)
+        for method, begin, end in zip(_METHODS, begins, ends, strict=True):
+            patches.wrap(stage, method, timer.around(begin, end))
 
-    def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, observe = self._timer.safely(self._begin_forward), self._timer.safely(self._observe)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            begin(args, kwargs)
-            output = original(*args, **kwargs)
-            observe(output)
-            return output
-
-        return forward
-
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, end = self._timer.safely(self._begin_backward), self._timer.safely(self._end_input)
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            begin(args, kwargs)
-            result = original(*args, **kwargs)
-            end(args, kwargs)
-            return result
-
-        return backward
-
-    def _backward_weight(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, end = self._timer.safely(self._begin_backward), self._timer.safely(self._end_weight)
-
-        def backward_weight(*args: Any, **kwargs: Any) -> Any:
-            begin(args, kwargs)
-            result = original(*args, **kwargs)
-            end()
-            return result
-
-        return backward_weight
-
-    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_forward(self, args: Arguments, kwargs: Keywords) -> None:
         """Begin a pass: `forward_one_chunk(index, args, kwargs)` holds the arguments of the
         stage's module, which are () but on the first stage."""
         if torch.is_grad_enabled():
@@ -107,20 +74,20 @@ class StagePasses:
             index = _argument(args, kwargs, 0, "fwd_chunk_id")
             self._timer.begin(FORWARD, chunk=self._chunk, index=index, work=work)
 
-    def _begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_backward(self, args: Arguments, kwargs: Keywords) -> None:
         index = _argument(args, kwargs, 0, "bwd_chunk_id")
         self._timer.begin(BACKWARD, chunk=self._chunk, index=index)
 
-    def _end_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _end_input(self, args: Arguments, kwargs: Keywords, _: Any) -> None:
         if _argument(args, kwargs, 2, "full_backward") in (None, True):
             self._timer.end()
         else:
             self._timer.end_half(is_last=False)
 
-    def _end_weight(self) -> None:
+    def _end_weight(self, *_: Any) -> None:
         self._timer.end_half(is_last=True)
 
-    def _observe(self, output: Any) -> None:
+    def _end_forward(self, _: Arguments, __: Keywords, output: Any) -> None:
         """End a forward pass, and have DDP's waiting told from its backward pass."""
         if self._timer.op != FORWARD:
             return
@@ -134,7 +101,7 @@ class StagePasses:
             self._gradients.expect()
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+def _argument(args: Arguments, kwargs: Keywords, position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 

@@ -111,3 +111,43 @@ def test_job_name(monkeypatch, environment, script, name):
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "argv", [script])
     assert job_name() == name
+
+
+class CountingStore:
+    """A store that counts how often each rank's description is read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.reads = 0
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        self.reads += 1
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+def test_rank_0_alone_reads_the_descriptions():
+    layout, store = Layout.grid(dp=1, pp=2, tp=2, layers=2), CountingStore()
+    jobs = []
+    for own in described(layout, 1):
+        job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=None)
+        job._others._store, job._others._world = store, 4
+        job.count(2)
+        jobs.append(job)
+    first, *others = jobs
+    for job in jobs[:3]:
+        job._others.publish()
+    assert first.describe(now=False) is None  # the last rank has not described itself
+    jobs[3]._others.publish()
+    assert not any(job.is_described() for job in others)
+    assert [job.describe(now=False) for job in others] == [None] * 3
+    job = first.describe(now=False)
+    assert job is not None
+    assert job.layout == layout
+    assert all(job.is_described() for job in others)
+    assert store.reads == 4
