@@ -1,24 +1,38 @@
-"""Slow ranks in ordinary loops under `resihp.instrument`: which ranks the sidecar names, and when.
+"""Slow ranks in ordinary loops under `resihp.instrument`: which ranks are named, and when.
 
 Each cell runs four processes (`resihp.testing.ordinary_loops`) for a fixed number of steps and then
-reads every verdict that the sidecar published of the job.
+reads every verdict that the sidecar published of the job. The ranks' messages hold many steps, so
+the steps that the detector needed are counted by taking the recorded telemetry step by step.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import urllib3
 
+from detector import Detector
+from resihp.contracts import Job, Status, from_json
+from resihp.offline import read_trace, write_trace
 from resihp.testing.local_ranks import LocalRanks
-from resihp.testing.ordinary_loops import DocumentLengths, OrdinaryLoop, SlowRank, run_loop
+from resihp.testing.ordinary_loops import (
+    DocumentLengths,
+    OrdinaryLoop,
+    SlowRank,
+    recorded_batches,
+    run_loop,
+)
 from service import Sidecar
 
 STEPS = 70
@@ -55,26 +69,41 @@ class Cell:
         """True if no rank is slow."""
         return self.factor == 1.0
 
+    @property
+    def name(self) -> str:
+        """Name of the cell's job, and of its recordings."""
+        return f"{self.kind}-{self.microbatches}-{self.factor}-{self.passes}-{self.since}"
+
+    def slow_rank(self, seed: int) -> int:
+        """Rank that is slow, or has twice the tokens, in the run of a seed."""
+        return (seed + 1) % _RANKS
+
+
+@dataclass(frozen=True)
+class Names:
+    """Ranks that a detector called slow: the first step in which it did, the first slow step by
+    that verdict, and the status and slowdown in its last verdict; by rank."""
+
+    named: dict[int, int]
+    since: dict[int, int | None]
+    last: dict[int, tuple[str, float]]
+
 
 @dataclass(frozen=True)
 class Outcome:
     """Ranks that were named in one run of a cell.
 
-    slow       the rank that was slow; -1: none was
-    named      first step in which a rank was called slow, by rank
-    since      first slow step according to that verdict, by rank
-    last       status and slowdown in the last verdict, by rank
-    unapplied  the sidecar did not take all steps into account in time
-    seconds    duration of the run
+    slow      the rank that was slow; -1: none was
+    steps     by the detector, step by step
+    told      first step in a message by which the sidecar called a rank slow; None: not run live
+    seconds   duration of the run
     """
 
     seed: int
     slow: int
-    named: dict[int, int]
-    since: dict[int, int | None]
-    last: dict[int, tuple[str, float]]
-    unapplied: bool
-    seconds: float
+    steps: Names
+    told: dict[int, int] | None = None
+    seconds: float = 0.0
 
 
 def cells(*, quick: bool) -> list[Cell]:
@@ -93,60 +122,101 @@ def cells(*, quick: bool) -> list[Cell]:
     return [*found, *(cell for cell in first if cell not in found)]
 
 
-def run_cells(chosen: Sequence[Cell], seeds: int) -> Iterator[tuple[Cell, list[Outcome]]]:
-    """Run each cell once for every seed, with other documents and another slow rank."""
+@contextmanager
+def busy_processors(count: int) -> Iterator[None]:
+    """Run so many busy loops meanwhile, as other programs on the machine."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def run_cells(
+    chosen: Sequence[Cell], seeds: int, recordings: Path
+) -> Iterator[tuple[Cell, list[Outcome]]]:
+    """Run each cell once for every seed, with other documents and another slow rank; keep the
+    telemetry of each run in the folder `recordings`."""
+    recordings.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="resihp-cells-") as name:
         folder = Path(name)
         with Sidecar(folder / "sidecar") as sidecar:
-            for number, cell in enumerate(chosen):
-                runs = []
-                for seed in range(seeds):
-                    job = f"cell-{number}-{seed}"
-                    runs.append(_run(sidecar.url, folder / job, cell, job, seed))
-                yield cell, runs
+            for cell in chosen:
+                yield cell, [_run(sidecar.url, folder, recordings, cell, s) for s in range(seeds)]
 
 
-def _run(url: str, folder: Path, cell: Cell, job: str, seed: int) -> Outcome:
-    rank = (seed + 1) % _RANKS
+def recorded_cells(
+    chosen: Sequence[Cell], recordings: Path
+) -> Iterator[tuple[Cell, list[Outcome]]]:
+    """Take the recorded telemetry of each cell step by step, without running it."""
+    for cell in chosen:
+        runs = []
+        for path in sorted(recordings.glob(f"{cell.name}-*.parquet")):
+            seed = int(path.stem.rsplit("-", 1)[1])
+            slow = -1 if cell.is_healthy else cell.slow_rank(seed)
+            runs.append(Outcome(seed, slow, names_by_steps(path)))
+        if runs:
+            yield cell, runs
+
+
+def names_by_steps(path: Path) -> Names:
+    """Take recorded telemetry step by step."""
+    trace = read_trace(path)
+    detector = Detector(trace.job)
+    names = Names({}, {}, {})
+    for batch in trace.batches():
+        for verdict in detector.update(batch):
+            if verdict.status is Status.FAIL_SLOW and verdict.rank not in names.named:
+                names.named[verdict.rank] = int(batch.step[0])
+                names.since[verdict.rank] = verdict.since_step
+    last = {each.rank: (each.status.value, each.slowdown) for each in detector.verdicts()}
+    names.last.update(last)
+    return names
+
+
+def _run(url: str, folder: Path, recordings: Path, cell: Cell, seed: int) -> Outcome:
+    rank, job = cell.slow_rank(seed), f"{cell.name}-{seed}"
     documents = DocumentLengths(seed)
     slow = SlowRank(rank, cell.factor, _PASSES[cell.passes], cell.since)
     if cell.is_healthy:
         documents, slow = replace(documents, doubled=(rank, *DOUBLED)), SlowRank()
+    sent = folder / job / "sent"
+    sent.mkdir(parents=True)
     loop = OrdinaryLoop(
-        cell.kind, STEPS, slow, documents, cell.microbatches, url=url, job=job, ranks=_RANKS
+        cell.kind, STEPS, slow, documents, cell.microbatches, url, job, _RANKS, recording=sent
     )
     begun = time.monotonic()
-    with LocalRanks(job, folder) as ranks:
+    with LocalRanks(job, folder / job) as ranks:
         ranks.start(range(_RANKS), run_loop, loop)
         if any(ranks.wait(_PATIENCE_S).values()):
             raise RuntimeError(ranks.logs())
-    unapplied = not _wait_until_applied(url, job)
-    named, since = _named(url, job)
-    verdicts = urllib3.request("GET", f"{url}/v1/jobs/{job}/verdicts").json()["verdicts"]
-    last = {each["rank"]: (each["status"], each["slowdown"]) for each in verdicts}
-    return Outcome(seed, slow.rank, named, since, last, unapplied, time.monotonic() - begun)
+    _wait_until_applied(url, job)
+    told: dict[int, int] = {}
+    for verdict in _named(url, job):
+        told.setdefault(verdict["rank"], verdict["step"])
+    trace = recordings / f"{job}.parquet"
+    write_trace(trace, from_json(Job, json.loads((sent / "job.json").read_text())),
+                recorded_batches(sent))  # fmt: skip
+    shutil.rmtree(folder / job)
+    return Outcome(seed, slow.rank, names_by_steps(trace), told, time.monotonic() - begun)
 
 
-def _wait_until_applied(url: str, job: str, timeout_s: float = 30.0) -> bool:
+def _wait_until_applied(url: str, job: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = urllib3.request("GET", f"{url}/v1/jobs/{job}").json()
         if not status.get("backlog", 1) and status.get("last_step", -1) >= STEPS - 1:
-            return True
+            return
         time.sleep(0.05)
-    return False
+    raise TimeoutError(f"the sidecar has not taken all steps of {job} into account")
 
 
-def _named(url: str, job: str) -> tuple[dict[int, int], dict[int, int | None]]:
-    """First step in which each rank was called slow, and the first slow step that was told."""
-    named: dict[int, int] = {}
-    since: dict[int, int | None] = {}
-    for event in _events(url, job):
-        verdict = event.get("verdict", {})
-        if verdict.get("status") == "fail_slow" and verdict["rank"] not in named:
-            named[verdict["rank"]] = verdict["step"]
-            since[verdict["rank"]] = verdict["since_step"]
-    return named, since
+def _named(url: str, job: str) -> list[dict[str, Any]]:
+    """Return all verdicts that called a rank slow."""
+    found = (event.get("verdict", {}) for event in _events(url, job))
+    return [verdict for verdict in found if verdict.get("status") == "fail_slow"]
 
 
 def _events(url: str, job: str) -> list[dict[str, Any]]:
@@ -167,18 +237,25 @@ def _events(url: str, job: str) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "loop", "slow rank", "runs", "right", "late", "missed", "wrong names", "steps to name",
-    "from step", "at the end",
+    "told after", "from step", "at the end",
 )  # fmt: skip
 
 
 def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
     """Return the row of a cell in a table."""
-    taken = [run.named[run.slow] - cell.since for run in runs if run.slow in run.named]
+    right = [run for run in runs if run.slow in run.steps.named]
+    taken = [run.steps.named[run.slow] - cell.since + 1 for run in right]
+    told = [run.told[run.slow] - cell.since + 1 for run in runs if run.slow in (run.told or ())]
     late = sum(steps > LATE for steps in taken)
-    others = [f"{rank}@{step}" for run in runs for rank, step in run.named.items()
-              if rank != run.slow]  # fmt: skip
-    told = [run.since[run.slow] for run in runs if run.slow in run.named]
-    last = [run.last[run.slow] for run in runs if run.slow in run.last]
+    others = [
+        f"{rank}@{step}"
+        for run in runs
+        for names in (run.steps.named, run.told or {})
+        for rank, step in names.items()
+        if rank != run.slow
+    ]
+    since = [run.steps.since[run.slow] for run in right]
+    last = [run.steps.last[run.slow] for run in runs if run.slow in run.steps.last]
     healthy = cell.is_healthy
     what = f"{cell.factor}x {cell.passes}, from step {cell.since}"
     name = f"{cell.kind}, {cell.microbatches} microbatch{'es' if cell.microbatches > 1 else ''}"
@@ -190,8 +267,9 @@ def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
         "-" if healthy else str(late),
         "-" if healthy else str(len(runs) - len(taken)),
         " ".join(others) or "0",
-        f"{statistics.median(taken):.0f}" if taken else "-",
-        " ".join("start" if step is None else str(step) for step in told) or "-",
+        " ".join(map(str, sorted(taken))) or "-",
+        f"{statistics.median(told):.0f}" if told else "-",
+        " ".join("start" if step is None else str(step) for step in since) or "-",
         ", ".join(f"{status} {slowdown:.2f}" for status, slowdown in last) or "-",
     )
 

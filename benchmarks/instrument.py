@@ -17,10 +17,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ._instrument_cells import COLUMNS, Cell, Outcome, cells, document, row, run_cells
+from ._instrument_cells import (
+    COLUMNS,
+    Cell,
+    Outcome,
+    busy_processors,
+    cells,
+    document,
+    recorded_cells,
+    row,
+    run_cells,
+)
 from ._report import machine, print_table, write_json
 from .hooks import PEER, peer_aggregator, sink
 
@@ -36,7 +48,7 @@ def main() -> None:
     if "cost" in options.parts:
         results["cost"] = _cost(15.0 if options.quick else options.seconds, peer=options.peer)
     if "cells" in options.parts:
-        results["cells"] = _cells(options.seeds, quick=options.quick)
+        results["cells"] = _cells(options)
     print(f"\n{machine()}")
     if options.json:
         write_json(options.json, results)
@@ -50,7 +62,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few cells and seconds, one seed")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--seconds", type=float, default=90.0, help="of the cost (default 90)")
-    return parser.parse_args()
+    parser.add_argument("--recordings", metavar="FOLDER", help="keep the cells' telemetry there")
+    parser.add_argument("--only", default="*", help="cells of these names, e.g. 'ddp-1-1.2-*'")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside the cells")
+    parser.add_argument("--replay", action="store_true", help="take the cells from --recordings")
+    options = parser.parse_args()
+    if options.replay and not options.recordings:
+        parser.error("--replay needs --recordings")
+    return options
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -153,16 +172,23 @@ def _middle(figures: dict[str, float], clock: str) -> tuple[float, float]:
     return figures[f"{clock}_us"], half
 
 
-def _cells(seeds: int, *, quick: bool) -> list[dict[str, Any]]:
+def _cells(options: argparse.Namespace) -> list[dict[str, Any]]:
     results: list[tuple[Cell, list[Outcome]]] = []
-    for cell, runs in run_cells(cells(quick=quick), 1 if quick else seeds):
-        results.append((cell, runs))
-        print(f"{' '.join(row(cell, runs))} [{runs[-1].seconds:.0f} s]", file=sys.stderr)
+    chosen = [each for each in cells(quick=options.quick) if fnmatch(each.name, options.only)]
+    with (
+        tempfile.TemporaryDirectory(prefix="resihp-recordings-") as folder,
+        busy_processors(options.busy),
+    ):
+        kept = Path(options.recordings or folder)
+        if options.replay:
+            found = recorded_cells(chosen, kept)
+        else:
+            found = run_cells(chosen, 1 if options.quick else options.seeds, kept)
+        for cell, runs in found:
+            results.append((cell, runs))
+            print(f"{' '.join(row(cell, runs))} [{runs[-1].seconds:.0f} s]", file=sys.stderr)
     title = "Ranks named, and steps from the first slow one until they are"
     print_table(title, COLUMNS, [row(cell, runs) for cell, runs in results])
-    late = [each for _, runs in results for each in runs if each.unapplied]
-    if late:
-        print(f"In {len(late)} runs the sidecar had not taken all steps into account in time.")
     return document(results)
 
 

@@ -91,10 +91,9 @@ class StepProgress(Persistent):
         index = self.index(batch.rank)
         usable = index >= 0
         self._track_restart(batch, index, usable)
+        self.silent[index[usable]] = 0  # also where it is late: else it stays late for ever
         usable &= batch.step > self._closed
-        reporting = np.unique(index[usable])
-        self._messages[reporting] += 1
-        self.silent[reporting] = 0
+        self._messages[np.unique(index[usable])] += 1
         return batch if usable.all() else batch.select(usable)
 
     def _track_restart(self, batch: TelemetryBatch, index: Ints, usable: Bools) -> None:

@@ -7,6 +7,7 @@ on the slow device. Lengths of documents differ by rank, step and microbatch.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgpack
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from resihp.client import Client
+from resihp.contracts import TelemetryBatch, to_json
+from resihp.contracts.codec import WireFormat, decode
 
 WIDTH, LAYERS, TOKENS = 32, 4, 256
 _MS_PER_TOKEN, _MS_PER_SQUARE = 0.005, 0.00002
@@ -142,6 +149,37 @@ class OrdinaryLoop:
     url: str = ""
     job: str = "loop"
     ranks: int = 4
+    recording: Path | None = None
+    """Folder in which the ranks keep what they sent, for `recorded_batches`."""
+
+
+class RecordingClient(Client):
+    """Client that also keeps the messages that the sidecar accepted, in a file."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        super().__init__(url)
+        self._path = path
+
+    def send_telemetry(
+        self, job: str, message: bytes, form: WireFormat, key: str | None = None
+    ) -> dict[str, Any]:
+        """Send an encoded batch, then keep it."""
+        answer = super().send_telemetry(job, message, form, key)
+        with self._path.open("ab") as file:
+            file.write(msgpack.packb(message))
+        return answer
+
+
+def recorded_batches(folder: Path) -> list[TelemetryBatch]:
+    """Return the batches that all ranks of a loop sent, a whole step each, in order."""
+    sent = TelemetryBatch.concat(
+        decode(message)
+        for path in sorted(folder.glob("rank*.messages"))
+        for message in msgpack.Unpacker(path.open("rb"))
+    )
+    sent = sent.select(np.lexsort((sent.rank, sent.step)))
+    edges = np.flatnonzero(np.diff(sent.step)) + 1
+    return [sent.select(rows) for rows in np.split(np.arange(len(sent)), edges)]
 
 
 def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | None = None) -> None:
@@ -161,9 +199,10 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | N
     parts = getattr(target, "_stages", None) or [getattr(target, "_stage", target)]
     modules: list[nn.Module] = [getattr(part, "submod", part) for part in parts]
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=1e-3)
-    monitor = resihp.instrument(
-        target, optimizer, job=loop.job, url=loop.url or None, probes=False
-    )  # a probe would find the real device, which is healthy
+    options: dict[str, Any] = {"probes": False}  # one would find the real device, which is healthy
+    if loop.recording is not None:
+        options["client"] = RecordingClient(loop.url, loop.recording / f"rank{rank}.messages")
+    monitor = resihp.instrument(target, optimizer, job=loop.job, url=loop.url or None, **options)
     for step, run in enumerate(steps):
         device.step = step
         for module in modules:
@@ -180,6 +219,8 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | N
                 break
     print(f"{monitor.job}\n{monitor.stats}", flush=True)  # noqa: T201 the log of a test
     monitor.close(10.0)
+    if loop.recording is not None and monitor.job is not None:
+        (loop.recording / "job.json").write_text(json.dumps(to_json(monitor.job)))
     dist.barrier()
 
 

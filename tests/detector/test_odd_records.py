@@ -7,7 +7,7 @@ import pytest
 
 from detector import Detector
 from detector.step_assembler import numbered
-from resihp.contracts import Job, Layout, Status, TelemetryBatch
+from resihp.contracts import Job, Layout, Status, TelemetryBatch, Verdict
 from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
@@ -25,7 +25,7 @@ def judged(batches: list[TelemetryBatch]) -> set[int]:
     """Everyone who was ever named; the diagnosis must be possible as well."""
     detector, named = Detector(JOB), set()
     for batch in batches:
-        named |= {v.rank for v in detector.update(batch) if v.status is Status.FAIL_SLOW}
+        named |= names(detector.update(batch))
     detector.diagnosis()
     assert Detector.restore(JOB, detector.save()).save() == detector.save()
     return named
@@ -93,3 +93,23 @@ def test_a_model_that_changes_while_the_job_runs_blames_nobody(
         changed.append(replace(batch, compute_ms=batch.compute_ms * factor))
     assert judged(changed) == {SLOW}
     assert judged(changed[:32]) == set()
+
+
+def test_a_rank_whose_messages_always_come_last_is_waited_for_again() -> None:
+    """Messages of many steps: a rank that was late once, as at a start, must not stay so."""
+    batches, cut = stream(with_lengths=True, faulty=True, steps=40), 4
+    detector, named, held = Detector(JOB), set(), list[TelemetryBatch]()
+    for first in range(0, 40, cut):
+        part = TelemetryBatch.concat(batches[first : first + cut])
+        late = part.select(part.rank == SLOW)
+        for rank in (r for r in JOB.layout.ranks if r != SLOW):
+            named |= names(detector.update(part.select(part.rank == rank)))
+        held.append(late)
+        while held and first >= 3 * cut:
+            named |= names(detector.update(held.pop(0)))
+    assert named == {SLOW}
+    assert {v.status for v in detector.verdicts() if v.rank != SLOW} == {Status.HEALTHY}
+
+
+def names(verdicts: list[Verdict]) -> set[int]:
+    return {verdict.rank for verdict in verdicts if verdict.status is Status.FAIL_SLOW}
