@@ -43,9 +43,12 @@ DOUBLED = (30, 40)
 _RANKS = 4
 _PATIENCE_S = 120.0
 _LOOPS = (
-    ("ddp", 1), ("ddp", 4), ("fsdp2", 1), ("hsdp", 1), ("tensor_parallel", 1), ("1f1b", 4),
-    ("interleaved", 4), ("zero_bubble", 4),
+    ("ddp", 1, 1.0), ("ddp", 4, 1.0), ("fsdp2", 1, 1.0), ("fsdp2", 1, 4.0), ("hsdp", 1, 1.0),
+    ("hsdp", 1, 4.0), ("tensor_parallel", 1, 1.0), ("tensor_parallel", 1, 4.0), ("1f1b", 4, 1.0),
+    ("interleaved", 4, 1.0), ("zero_bubble", 4, 1.0),
 )  # fmt: skip
+"""Kinds, microbatches a step, and pace: at 1.0 a microbatch takes a device 20 ms, which is little
+beside what FSDP2 and DTensor compute on the host for it."""
 _PASSES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
 
 
@@ -56,6 +59,7 @@ class Cell:
     factor   slowdown of one rank; 1.0: all are healthy, one has twice the tokens for ten steps
     passes   a key of `_PASSES`
     since    first slow step
+    pace     time of a healthy device over 20 ms for a microbatch
     """
 
     kind: str
@@ -63,6 +67,7 @@ class Cell:
     factor: float = 1.0
     passes: str = "both"
     since: int = 0
+    pace: float = 1.0
 
     @property
     def is_healthy(self) -> bool:
@@ -72,7 +77,8 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's job, and of its recordings."""
-        return f"{self.kind}-{self.microbatches}-{self.factor}-{self.passes}-{self.since}"
+        what = f"{self.factor}-{self.passes}-{self.since}"
+        return f"{self.kind}-{self.microbatches}-{20 * self.pace:.0f}ms-{what}"
 
     def slow_rank(self, seed: int) -> int:
         """Rank that is slow, or has twice the tokens, in the run of a seed."""
@@ -113,11 +119,11 @@ def cells(*, quick: bool) -> list[Cell]:
         slow = [Cell(kind, count, 1.5, since=ONSET) for kind, count in chosen]
         return [*slow, Cell("ddp", 1, 1.2, "backward", ONSET), Cell("ddp", 1)]
     found = []
-    for kind, count in _LOOPS:
+    for kind, count, pace in _LOOPS:
         for factor in (1.5, 1.2):
-            found += [Cell(kind, count, factor, passes, ONSET) for passes in _PASSES]
-            found.append(Cell(kind, count, factor, "both", 0))
-        found.append(Cell(kind, count))
+            found += [Cell(kind, count, factor, passes, ONSET, pace) for passes in _PASSES]
+            found.append(Cell(kind, count, factor, "both", 0, pace))
+        found.append(Cell(kind, count, pace=pace))
     first = [Cell("ddp", 1, factor, passes) for factor in (1.5, 1.2) for passes in _PASSES]
     return [*found, *(cell for cell in first if cell not in found)]
 
@@ -185,7 +191,7 @@ def _run(url: str, folder: Path, recordings: Path, cell: Cell, seed: int) -> Out
     sent = folder / job / "sent"
     sent.mkdir(parents=True)
     loop = OrdinaryLoop(
-        cell.kind, STEPS, slow, documents, cell.microbatches, url, job, _RANKS, recording=sent
+        cell.kind, STEPS, slow, documents, cell.microbatches, url, job, _RANKS, sent, cell.pace
     )
     begun = time.monotonic()
     with LocalRanks(job, folder / job) as ranks:
@@ -258,7 +264,7 @@ def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
     last = [run.steps.last[run.slow] for run in runs if run.slow in run.steps.last]
     healthy = cell.is_healthy
     what = f"{cell.factor}x {cell.passes}, from step {cell.since}"
-    name = f"{cell.kind}, {cell.microbatches} microbatch{'es' if cell.microbatches > 1 else ''}"
+    name = f"{cell.kind}, {cell.microbatches} x {20 * cell.pace:.0f} ms"
     return (
         name,
         "none, tokens doubled" if healthy else what,

@@ -51,12 +51,14 @@ class EmulatedDevice:
 
     rank: int
     slow: SlowRank
+    pace: float = 1.0
     step: int = 0
     works_ms: list[float] = field(default_factory=lambda: [1.0])
 
     def run(self, op: str, microbatch: int) -> None:
         """Sleep for one layer's pass; a backward pass takes twice as long."""
-        ms = self.works_ms[microbatch % len(self.works_ms)] * (2.0 if op == "backward" else 1.0)
+        ms = self.pace * self.works_ms[microbatch % len(self.works_ms)]
+        ms *= 2.0 if op == "backward" else 1.0
         slow = self.slow
         if self.rank == slow.rank and op in slow.ops and self.step >= slow.since:
             ms *= slow.factor
@@ -151,6 +153,8 @@ class OrdinaryLoop:
     ranks: int = 4
     recording: Path | None = None
     """Folder in which the ranks keep what they sent, for `recorded_batches`."""
+    pace: float = 1.0
+    """Time of a healthy device over that by `forward_ms`."""
 
 
 class RecordingClient(Client):
@@ -193,7 +197,7 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | N
     torch.manual_seed(0)
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
-    device = EmulatedDevice(rank, loop.slow)
+    device = EmulatedDevice(rank, loop.slow, loop.pace)
     target, steps = LOOPS[loop.kind](loop, rank, device)
     _kept.append((target, store))
     parts = getattr(target, "_stages", None) or [getattr(target, "_stage", target)]
