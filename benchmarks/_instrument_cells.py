@@ -251,7 +251,9 @@ def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
     """Return the row of a cell in a table."""
     right = [run for run in runs if run.slow in run.steps.named]
     taken = [run.steps.named[run.slow] - cell.since + 1 for run in right]
-    told = [run.told[run.slow] - cell.since + 1 for run in runs if run.slow in (run.told or ())]
+    told = [
+        run.told[run.slow] - cell.since + 1 for run in runs if run.told and run.slow in run.told
+    ]
     late = sum(steps > LATE for steps in taken)
     others = [
         f"{rank}@{step}"
