@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks import _detector_cases as cases
@@ -19,6 +20,8 @@ from benchmarks._detector_oracle import COLUMNS as POSSIBLE
 from benchmarks._detector_oracle import oracle_rows
 from benchmarks._detector_peers import peer_trials
 from benchmarks._detector_replicas import replica_rows
+from benchmarks._instrument_cells import COLUMNS as LOOPS
+from benchmarks._instrument_cells import cells, recorded_cells, row
 from benchmarks._report import machine, print_table, write_json
 from resihp.testing.scenarios import Noise
 
@@ -145,7 +148,15 @@ def costs(figures: Figures, ranks: int) -> None:
     record_table(figures, "one detector, one core", names, throughput_rows(ranks))
 
 
-PARTS = ("recorded", "limits", "generated", "links", "costs")
+def ordinary_loops(figures: Figures) -> None:
+    """Loops under `resihp.instrument`, as `benchmarks.instrument` recorded them: noisy times."""
+    folder = Path(__file__).parents[1] / "tests" / "detector" / "ordinary_loops"
+    found = recorded_cells(cells(quick=False), folder)
+    rows = [list(row(cell, runs)) for cell, runs in found]
+    record_table(figures, "ordinary loops of four ranks, recorded", LOOPS, rows)
+
+
+PARTS = ("recorded", "limits", "generated", "loops", "links", "costs")
 
 
 def main() -> None:
@@ -165,6 +176,7 @@ def main() -> None:
         "recorded": partial(recorded_jobs, figures, trials, clean_steps),
         "limits": partial(recorded_limits, figures, trials),
         "generated": partial(generated_jobs, figures, trials, clean_steps),
+        "loops": partial(ordinary_loops, figures),
         "links": partial(links_and_replicas, figures, trials),
         "costs": partial(costs, figures, 1_024 if options.quick else 16_384),
     }
