@@ -34,6 +34,7 @@ from .links_and_hosts import LinkVerdict
 from .persistence import Persistent, pack, unpack
 from .probes import Probation, ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .recent_steps import RecentSteps
+from .sensors import Sensors
 from .settings import DetectorSettings
 from .verdict_text import verdict_of
 from .whatif.effects import SlowDevice
@@ -64,7 +65,7 @@ class Detector(Persistent):
 
     _saved = (
         "plan_version", "counters", "_probe_budget", "_probation", "_layout_state", "_heartbeats",
-        "_processes", "_hangs", "_notes", "_recent", "_ahead",
+        "_processes", "_hangs", "_sensors", "_notes", "_recent", "_ahead",
     )  # fmt: skip
     _processes: dict[int, tuple[str, int]]
     _notes: dict[int, tuple[str, ...]]
@@ -86,6 +87,7 @@ class Detector(Persistent):
         self._heartbeats = HeartbeatTracker()
         self._processes = {}
         self._hangs = HangTracker()
+        self._sensors = Sensors(self._layout_state.places)
         self._hanging: dict[int, Hang] = {}
         self._now = 0.0
         self._probe_budget = ProbeBudget(self.settings.probes_per_minute)
@@ -116,6 +118,7 @@ class Detector(Persistent):
             self.counters["restarts"] += 1
             self._layout_state = self._layout_state.successor(self.job)
             self._recent.clear()
+            self._sensors.clear()
             for message in messages:
                 self._take(message)
         changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
@@ -137,7 +140,9 @@ class Detector(Persistent):
     def diagnosis(self) -> Diagnosis:
         """Diagnosis of the last steps; no cause before the first."""
         named = np.flatnonzero(self._layout_state.status_table.status == FAIL_SLOW).tolist()
-        slow = SlowDevice.named((self._verdict(at) for at in named), self.job.layout)
+        by_host = self._sensors.by_host(self._layout_state.status_table, named)
+        verdicts = (self._verdict(at) for at in named)
+        slow = SlowDevice.named(verdicts, self.job.layout, by_host=by_host)
         return diagnose(self.job, self.job.layout, self._recent.batches(), slow)
 
     def apply_plan(self, plan: Plan) -> None:
@@ -158,6 +163,7 @@ class Detector(Persistent):
         for rank, slowdown, since in self._layout_state.leaving(plan.layout.ranks):
             self._probation.leave(rank, slowdown, since, last_step)
         self._layout_state = self._layout_state.successor(self.job)
+        self._sensors.move(self._layout_state.places)
         for rank, (slowdown, since) in self._probation.back(plan.layout.ranks).items():
             self._layout_state.carry(rank, slowdown, since)
         self._recent.clear()
@@ -183,6 +189,7 @@ class Detector(Persistent):
         an error is reported as failed.
         """
         before, failed = self._layout_state.snapshot(), list[Verdict]()
+        explained = list[int]()
         for heartbeat in heartbeats:
             known = [rank for rank in heartbeat.ranks if self._is_known(rank)]
             self.counters["unknown_ranks"] += len(heartbeat.ranks) - len(known)
@@ -198,7 +205,10 @@ class Detector(Persistent):
                 self._revive(rank)
                 if heartbeat.position is not None:
                     self._hangs.observe(rank, heartbeat.position, now)
-        changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before))}
+                if self._sensors.observe(rank, heartbeat, self._layout_state.status_table):
+                    explained.append(rank)
+        causes = [self._verdict(at) for at in self._positions(explained)]
+        changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}
         return [changed[rank] for rank in sorted(changed)]
 
     def heard(self, ranks: Iterable[int], now: float) -> list[Verdict]:
@@ -232,8 +242,13 @@ class Detector(Persistent):
             for rank in hanging.keys() | self._hanging.keys()
             if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
         }
-        index = self._layout_state.places.index(np.array(sorted(changed | set(dead)), np.int64))
-        return [self._verdict(at) for at in index[index >= 0].tolist()]
+        return [self._verdict(at) for at in self._positions(sorted(changed | set(dead)))]
+
+    def _positions(self, ranks: Sequence[int]) -> list[int]:
+        """Positions of those ranks that are in the layout."""
+        index = self._layout_state.places.index(np.array(ranks, np.int64))
+        found: list[int] = index[index >= 0].tolist()
+        return found
 
     def _hanging_ranks(self, now: float) -> dict[int, Hang]:
         """Ranks that hang. While a rank has stopped all others may wait for it, and while one is
@@ -264,6 +279,7 @@ class Detector(Persistent):
     def _forget(self, ranks: Sequence[int]) -> None:
         self._heartbeats.forget(ranks)
         self._hangs.forget(ranks)
+        self._sensors.forget(ranks)
         for rank in ranks:
             self._processes.pop(rank, None)
 
@@ -360,6 +376,7 @@ class Detector(Persistent):
         rank = int(state.places.ranks[at])
         notes = self._notes.get(rank, ()) if table.status[at] == FAIL_STOP else ()
         notes = (*notes, *state.annotations.notes_of(at, state.slow_links()))
+        notes = (*self._sensors.evidence(at, table), *notes)
         verdict = verdict_of(rank, at, table, state.last_step, notes)
         hang = self._hanging.get(rank)
         return verdict if hang is None else _with_hang(verdict, hang, self._now)

@@ -22,7 +22,7 @@ class Costs:
 
     step and ideal are means over `steps` steps; `lost` per step, 0 or more. `separates_devices` is
     whether the records separate slow devices from more work; `where` names the place at which a
-    cause is largest.
+    cause is largest. `by_host` is that part of the host's cost by which it makes ranks slow.
     """
 
     step: float
@@ -31,6 +31,7 @@ class Costs:
     steps: int
     separates_devices: bool = True
     where: Mapping[Cause, str] = field(default_factory=dict)
+    by_host: float = 0.0
 
     @property
     def slowdown(self) -> float:
@@ -41,7 +42,7 @@ class Costs:
         differ by design, evenly spread work may take longer than the step did; the ideal is then
         the step without its largest cause.
         """
-        ideal = min(self.ideal, self.step - self.lost.get(Cause.DEVICE, 0.0))
+        ideal = min(self.ideal, self.step - self.lost.get(Cause.DEVICE, 0.0) - self.by_host)
         if ideal >= self.step:
             ideal = self.step - max(self.lost.values(), default=0.0)
         return max(self.step / ideal, 1.0) if ideal > 0 else 1.0
@@ -63,6 +64,7 @@ class Costs:
             steps=steps,
             separates_devices=all(part.separates_devices for part in parts),
             where=max(parts, key=lambda part: part.steps).where if parts else {},
+            by_host=over(part.by_host for part in parts),
         )
 
 
@@ -88,6 +90,7 @@ def costs_of(
         steps=replayed.steps,
         separates_devices=replayed.effects.separates_devices,
         where=replayed.where,
+        by_host=replayed.by_host_ms,
     )
 
 
@@ -107,24 +110,31 @@ def conclude(
     """The diagnosis from the cost of each cause.
 
     Shares are of the cost of all causes. No cause is named where even the largest costs
-    less than `WORTH_NAMING` of the step, or less than `WORTH_SAYING` for slow devices where the
-    detector has named some (`slow`). Slow devices are not named where the records do not separate
-    them from more work, unless the detector has. `slowdown` overrides the one that follows from
-    `costs`.
+    less than `WORTH_NAMING` of the step, or less than `WORTH_SAYING` for slow devices and hosts
+    where the detector has named some (`slow`). Slow devices are not named where the records do not
+    separate them from more work, unless the detector has. `slowdown` overrides the one that follows
+    from `costs`.
     """
     total = sum(costs.lost.values())
     shares: dict[Cause, float] = {
         cause: costs.lost.get(cause, 0.0) / total if total > 0 else 0.0 for cause in CAUSES
     }
     worst = max(CAUSES, key=lambda cause: shares[cause])
-    least = WORTH_SAYING if slow and worst is Cause.DEVICE else WORTH_NAMING
+    devices = [device for device in slow if not device.by_host]
+    ranks = {Cause.DEVICE: bool(devices), Cause.HOST: len(devices) < len(slow)}
+    least = WORTH_SAYING if ranks.get(worst) else WORTH_NAMING
     costly = total > 0 and costs.lost[worst] >= least * costs.step
-    named = costly and (worst is not Cause.DEVICE or costs.separates_devices or bool(slow))
+    named = costly and (worst is not Cause.DEVICE or costs.separates_devices or bool(devices))
     words: tuple[str, ...] = ()
     if costly or slow:
         of_step = {cause: cost / costs.step for cause, cost in costs.lost.items() if costs.step}
         words = sentences(
-            of_step, costs.where, slow, separated=costs.separates_devices, least=WORTH_NAMING
+            of_step,
+            costs.where,
+            slow,
+            separated=costs.separates_devices,
+            least=WORTH_NAMING,
+            by_host=costs.by_host / costs.step if costs.step else 0.0,
         )
     return Diagnosis(
         slowdown=costs.slowdown if slowdown is None else slowdown,
@@ -169,27 +179,36 @@ def sentences(
     *,
     separated: bool,
     least: float,
+    by_host: float = 0.0,
 ) -> tuple[str, ...]:
     """Sentences on the cost of each cause, the largest first; `shares` of the step.
 
-    `least` is the share from which unnamed slow devices are mentioned as such.
+    `least` is the share from which unnamed slow devices are mentioned as such. `by_host` is the
+    share that those of `slow` cost which are slow because of their hosts.
     """
-    lines = []
-    for cause, share in sorted(shares.items(), key=lambda item: -item[1]):
+    hosts, slow = (
+        [device for device in slow if device.by_host],
+        [device for device in slow if not device.by_host],
+    )
+    shares = {**shares, Cause.HOST: shares.get(Cause.HOST, 0.0) - by_host} if hosts else shares
+    lines = [(by_host, _held_back(hosts, by_host))] if hosts else []
+    for cause, share in shares.items():
         if share < WORTH_SAYING:
             continue
         if cause is not Cause.DEVICE:
             place = f": {where[cause]}" if cause in where else ""
-            lines.append(f"{_CAUSES[cause]} {share:.1%} of the step{place}; {_ADVICE[cause]}.")
+            line = f"{_CAUSES[cause]} {share:.1%} of the step{place}; {_ADVICE[cause]}."
         elif slow:
-            lines.append(_named(slow, share))
+            line = _named(slow, share)
         else:
             unnamed = f"; {_NOT_NAMED}" if separated and share >= least else ""
             words = _CAUSES[cause] if separated else _NOT_SEPARATED
-            lines.append(f"{words} {share:.1%} of the step{unnamed}.")
+            line = f"{words} {share:.1%} of the step{unnamed}."
+        lines.append((share, line))
+    said = tuple(line for _, line in sorted(lines, key=lambda item: -item[0]))
     if shares.get(Cause.DEVICE, 0.0) < WORTH_SAYING:
-        return (*lines, _hidden(slow)) if slow else tuple(lines)
-    return tuple(lines) if separated or slow else (*lines, _NO_LENGTHS)
+        return (*said, _hidden(slow)) if slow else said
+    return said if separated or slow else (*said, _NO_LENGTHS)
 
 
 def _subject(slow: Sequence[SlowDevice], one: str, several: str) -> str:
@@ -215,6 +234,19 @@ def _named(slow: Sequence[SlowDevice], share: float) -> str:
         slow,
         f"{costs}: {speed}.",
         f"compute longer than they should, {costs}: check the devices, or give them less work.",
+    )
+
+
+def _held_back(slow: Sequence[SlowDevice], share: float) -> str:
+    """Sentence on ranks that are slow because of their hosts, as their sensors show."""
+    if share < WORTH_SAYING:
+        return _hidden(slow)
+    costs = f"which costs {share:.1%} of the step"
+    return _subject(
+        slow,
+        f"{costs}: its host holds it back, not its device (see the evidence of its verdict).",
+        f"compute longer than they should, {costs}: their hosts hold them back, not their devices "
+        "(see the evidence of their verdicts).",
     )
 
 

@@ -9,7 +9,7 @@ stage.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -40,13 +40,15 @@ class Effects:
     `work` [K, D, T, M] holds what is known of every microbatch's size, up to a factor each;
     None where nothing is recorded. `mates` are the times of another rank that computes the same
     microbatches; None where there is none. `known` [1, C, D, T, 1] are the factors of devices that
-    are known to be slow: they are removed first, the rest is estimated.
+    are known to be slow: they are removed first, the rest is estimated. `by_host` are those of them
+    that are slow because of their hosts.
     """
 
     times: Floats
     work: Floats | None = None
     mates: NDArray[np.float64] | None = None
     known: NDArray[np.float64] | float = 1.0
+    by_host: NDArray[np.float64] | None = None
 
     @property
     def separates_devices(self) -> bool:
@@ -77,6 +79,18 @@ class Effects:
         if Cause.STAGE_IMBALANCE in gone:
             times = times * self._stage
         return times if Cause.DEVICE in gone else times * self.device
+
+    def host_share(self, step: Callable[[Floats], float]) -> float:
+        """Share of the cost of slow devices that their hosts cause, by the mean saving over both
+        orders of removal; `step` is the mean step with some compute times."""
+        if self.by_host is None:
+            return 0.0
+        both, neither = step(self.times), step(self._alike)
+        devices, hosts = step(self.times / self.by_host), step(self._alike * self.by_host)
+        of_hosts = max(both - devices + hosts - neither, 0.0)
+        of_devices = max(both - hosts + devices - neither, 0.0)
+        total = of_hosts + of_devices
+        return of_hosts / total if total > 0 else 0.0
 
     @cached_property
     def _alike(self) -> NDArray[np.float64]:
@@ -298,6 +312,7 @@ class SlowDevice:
     factor  its slowdown
     since   first slow step; None: from the start
     until   first step in which it was healthy again; None: still slow
+    by_host its host is the cause, as its sensors show
     """
 
     rank: int
@@ -306,13 +321,24 @@ class SlowDevice:
     factor: float
     since: int | None = None
     until: int | None = None
+    by_host: bool = False
 
     @classmethod
-    def named(cls, verdicts: Iterable[Verdict], layout: Layout) -> tuple[SlowDevice, ...]:
-        """The devices of a layout that verdicts name, the slowest first."""
+    def named(
+        cls, verdicts: Iterable[Verdict], layout: Layout, *, by_host: Collection[int] = ()
+    ) -> tuple[SlowDevice, ...]:
+        """The devices of a layout that verdicts name, the slowest first. `by_host` are the ranks
+        whose hosts are the cause."""
         places = {place.rank: place for place in layout.places()}
         found = [
-            cls(rank=v.rank, dp=place.dp, pp=place.pp, factor=v.slowdown, since=v.since_step)
+            cls(
+                rank=v.rank,
+                dp=place.dp,
+                pp=place.pp,
+                factor=v.slowdown,
+                since=v.since_step,
+                by_host=v.rank in by_host,
+            )
             for v in verdicts
             if v.status is Status.FAIL_SLOW and (place := places.get(v.rank)) is not None
         ]

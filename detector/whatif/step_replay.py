@@ -196,11 +196,20 @@ class StepReplay:
         )
         graph = StepGraph.of(job, whole)
         there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 is not a measurement
-        known = known_factor(
-            slow, cubes.steps, np.arange(layout.dp), stages=layout.pp, chunks=job.chunks
+
+        def factor(devices: Sequence[SlowDevice]) -> NDArray[np.float64]:
+            replicas = np.arange(layout.dp)
+            return known_factor(devices, cubes.steps, replicas, stages=layout.pp, chunks=job.chunks)
+
+        held_back = [device for device in slow if device.by_host]
+        effects = Effects(
+            without_stalls(there),
+            cubes.work,
+            cubes.mates,
+            factor(slow),
+            factor(held_back) if held_back else None,
         )
-        times = without_stalls(there)
-        return cls(whole, graph, Effects(times, cubes.work, cubes.mates, known))
+        return cls(whole, graph, effects)
 
     @property
     def steps(self) -> int:
@@ -215,6 +224,19 @@ class StepReplay:
     @cached_property
     def lost_ms(self) -> dict[Cause, float]:
         """Mean milliseconds per step that each cause costs; 0 or more."""
+        lost = dict(self._lost_ms)
+        lost[Cause.DEVICE] -= self.by_host_ms
+        lost[Cause.HOST] += self.by_host_ms
+        return lost
+
+    @cached_property
+    def by_host_ms(self) -> float:
+        """Milliseconds per step that ranks cost which are slow because of their hosts."""
+        return self._lost_ms[Cause.DEVICE] * self.effects.host_share(self._step_with)
+
+    @cached_property
+    def _lost_ms(self) -> dict[Cause, float]:
+        """Cost of each cause, with that of all slow ranks as their devices'."""
         cubes, ideal = self.cubes, self._ideal
         silent = replace(
             ideal, p2p=np.zeros_like(ideal.p2p), collective=np.zeros_like(ideal.collective)
@@ -227,7 +249,7 @@ class StepReplay:
         )
         return lost_by_cause(
             self.effects,
-            lambda passes: self._mean_ms(replace(cubes, passes=self._passes(passes))),
+            self._step_with,
             communication=[self._mean_ms(c) for c in (cubes, self._quick, ideal, silent)],
             host=self.step_ms - self._mean_ms(no_host),
         )
@@ -261,7 +283,7 @@ class StepReplay:
         if not ideal:
             return self.graph.spans_ms(self.cubes)
         best = self._ideal
-        if self.step_ms - self.lost_ms[Cause.DEVICE] < self.ideal_ms:
+        if self.step_ms - self._lost_ms[Cause.DEVICE] < self.ideal_ms:
             passes = mean(self.effects.without([Cause.DEVICE]), axis=(1, 2, 3, 4))
             best = replace(best, passes=np.broadcast_to(passes, self.cubes.passes.shape))
         return self.graph.spans_ms(best)
@@ -295,6 +317,10 @@ class StepReplay:
             p2p=np.minimum(cubes.p2p, _level(cubes.p2p, USUAL)),
             collective=np.minimum(cubes.collective, _level(cubes.collective, USUAL)),
         )
+
+    def _step_with(self, passes: Floats) -> float:
+        """Mean step with these times of the passes."""
+        return self._mean_ms(replace(self.cubes, passes=self._passes(passes)))
 
     def _mean_ms(self, cubes: DenseRecords) -> float:
         return float(self.graph.step_ms(cubes).mean())

@@ -86,6 +86,9 @@ class Client:
     def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> None:
         """Report that the ranks of a process are alive, where they are, or that they leave."""
         document = {key: value for key, value in to_json(heartbeat).items() if value}
+        if heartbeat.sensors is not None:
+            readings = heartbeat.sensors.readings()
+            document["sensors"] = {"seconds": heartbeat.sensors.seconds, **readings}
         self._send("POST", _path(job, "heartbeats"), document)
 
     def report_failure(

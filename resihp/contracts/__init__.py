@@ -21,6 +21,7 @@ from .heartbeat import Heartbeat, TrainingPosition
 from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
 from .layout import Layout, Place, Replica, Schedule, Stage
 from .plan import Plan
+from .sensors import SensorSample
 from .telemetry import COLUMNS, Op, TelemetryBatch
 from .verdict import Cause, Diagnosis, Status, Verdict
 
@@ -52,6 +53,7 @@ __all__ = [
     "Replica",
     "ResiHPError",
     "Schedule",
+    "SensorSample",
     "ServiceError",
     "Stage",
     "StateLostError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import ContractError
+from .sensors import SensorSample
 from .telemetry import Op
 
 
@@ -42,6 +43,7 @@ class Heartbeat:
     sequence  number of this heartbeat of the process; 0 where it does not count
     step      present step, for senders that do not know a position
     position  position of the training thread; None where not known
+    sensors   readings of its host and accelerator since the last sample; None where there are none
     left      the process ends on purpose: no heartbeat follows
     error     error that ends the process; "" where it ends without one
     """
@@ -51,5 +53,6 @@ class Heartbeat:
     sequence: int = 0
     step: int | None = None
     position: TrainingPosition | None = None
+    sensors: SensorSample | None = None
     left: bool = False
     error: str = ""

@@ -50,6 +50,12 @@ class CudaClock:
         on device 0, of hundreds of megabytes."""
         self._cuda.set_device(self._device)
 
+    def device_uuid(self) -> str | None:
+        """Return the driver's name of the device; None where torch does not tell it."""
+        properties = getattr(self._cuda, "get_device_properties", None)
+        uuid = properties and getattr(properties(self._device), "uuid", None)
+        return f"GPU-{uuid}" if uuid else None
+
     def recycle(self, *events: Any) -> None:
         """Take back events whose times have been read."""
         self._free.extend(events)

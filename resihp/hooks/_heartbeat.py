@@ -10,6 +10,7 @@ import numpy as np
 
 from resihp.contracts import Heartbeat, Op, ServiceError, TelemetryBatch, TrainingPosition
 
+from ._sampler import Sampler
 from ._spans import FORWARD, Recording, Span
 from ._stats import FailureLog
 
@@ -54,9 +55,10 @@ class HeartbeatSender:
         failures: FailureLog,
         *,
         interval_s: float,
+        sampler: Sampler | None = None,
     ) -> None:
         self._receiver, self._job, self._rank = receiver, job, rank
-        self._recording, self._failures = recording, failures
+        self._recording, self._failures, self._sampler = recording, failures, sampler
         self.interval_s = interval_s
         self.reset("")
 
@@ -68,6 +70,8 @@ class HeartbeatSender:
         self._seen: tuple[int, Span | None, bool, int] | None = None
         self._since_s = monotonic()
         self._step, self._passes = -1, 0
+        if self._sampler is not None:
+            self._sampler.reset()
 
     def count(self, batch: TelemetryBatch) -> None:
         """Count the passes in a batch of records, in their order."""
@@ -99,6 +103,8 @@ class HeartbeatSender:
         now_s, interval_s = monotonic(), self.interval_s
         if interval_s <= 0:
             return
+        if self._sampler is not None:
+            self._sampler.tick()
         since_beat_s = now_s - self._last_beat_s
         is_silent = now_s - max(self._last_sign_s, self._last_beat_s) >= interval_s
         if is_silent or since_beat_s >= _UNCONDITIONAL * interval_s:
@@ -119,6 +125,7 @@ class HeartbeatSender:
             sequence=self._sequence,
             step=position.step,
             position=position,
+            sensors=self._sampler.sample() if self._sampler is not None and not left else None,
             left=left,
             error=error[:1_000],
         )
@@ -129,6 +136,9 @@ class HeartbeatSender:
             refused = lost.status is not None and 400 <= lost.status < 500
             if refused and lost.status not in (_UNKNOWN_JOB, 429):
                 self._failures.warn_once("heartbeat", f"the sidecar refuses heartbeats: {lost}")
+        else:
+            if heartbeat.sensors is not None and self._sampler is not None:
+                self._sampler.keep()
 
     def _position(self) -> TrainingPosition:
         step, span, waiting, _ = self._seen or (self._recording.step, None, False, 0)

@@ -22,6 +22,7 @@ from ._heartbeat import HeartbeatReceiver, HeartbeatSender
 from ._probes import Probes
 from ._record import Record
 from ._registration import Registration, Registry
+from ._sampler import Sampler
 from ._spans import Recording, Span
 from ._stats import FailureLog
 
@@ -110,14 +111,16 @@ class Sender:
         heartbeat_s: float,
         seed: int,
         probes: Probes,
+        sensors: bool,
     ) -> None:
         self._receiver, self._job, self._rank = receiver, registration.name, rank
         self._registration, self._recording, self._probes = registration, recording, probes
         self._failures: FailureLog = recording.failures
         self._batch_records, self._interval_s, self._seed = batch_records, interval_s, seed
         self._heartbeat = HeartbeatSender(
-            receiver, self._job, rank, recording, self._failures, interval_s=heartbeat_s
-        )
+            receiver, self._job, rank, recording, self._failures, interval_s=heartbeat_s,
+            sampler=Sampler(recording) if sensors else None,
+        )  # fmt: skip
         self.buffer = Buffer(capacity, self._start)
         self.reset()
 
@@ -150,6 +153,7 @@ class Sender:
             self._thread.join(timeout_s)
 
     def _start(self) -> None:
+        self._recording.thread_id = threading.get_native_id()
         thread = threading.Thread(target=self._run, name="resihp-sender", daemon=True)
         try:
             thread.start()

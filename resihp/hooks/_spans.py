@@ -29,6 +29,7 @@ class Recording:
     device              clock of the device; None where blocks are timed by the host's clock
     put                 takes a finished block
     on_first_step       called as the first step begins, and then None
+    thread_id           the training thread, by the system's number; 0 before its first record
     """
 
     open: Span | None
@@ -45,7 +46,7 @@ class Recording:
         *,
         look_for_cuda: bool,
     ) -> None:
-        self.step = self.plan_version = 0
+        self.step = self.plan_version = self.thread_id = 0
         self.open = None
         self.recorded = False
         self.next_index: dict[int, int] = {}

@@ -17,6 +17,7 @@ from ._clocks import CudaClock, HostClock
 from ._heartbeat import size_of_job, spread_interval
 from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._registration import DeferredJob, Registration
+from ._sampler import sensors_allowed
 from ._sender import Sender, TelemetryReceiver, fatal_error
 from ._spans import DeviceSpan, Exchange, HostSpan, Recording, StepSpan, Waiting
 from ._stats import FailureLog, Stats
@@ -55,6 +56,8 @@ class Monitor:
     seed           of the jitter between retries; default the rank
     probes         False forbids short probes between two steps, which the sidecar requests from a
                    suspect and a healthy rank; default RESIHP_PROBES, else allowed
+    sensors        False forbids the reading of sensors of host and device, which heartbeats carry;
+                   default RESIHP_SENSORS, else allowed
     link_probe     times a transfer with a peer, for probes of links; it bounds its own waiting
     """
 
@@ -74,6 +77,7 @@ class Monitor:
         seed: int | None = None,
         probes: bool | None = None,
         link_probe: LinkProbe | None = None,
+        sensors: bool | None = None,
     ) -> None:
         self.rank = _rank_of_process(rank)
         _check(job, capacity, batch_records, interval_s, heartbeat_s)
@@ -93,6 +97,7 @@ class Monitor:
             batch_records=batch_records, interval_s=interval_s,
             heartbeat_s=spread_interval(heartbeat_s, ranks),
             seed=self.rank if seed is None else seed, probes=self._probes,
+            sensors=sensors_allowed() if sensors is None else sensors,
         )  # fmt: skip
         self._recording.put = self._sender.buffer.put
         self._recording.on_first_step = self._sender.buffer.open

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from resihp.contracts import ContractError, Job, Op
+from resihp.contracts import ContractError, Job, Op, SensorSample
 from resihp.contracts.codec import WireFormat
 
 from ..errors import ContentEncodingError, MediaTypeError
@@ -45,6 +45,7 @@ class HeartbeatBody(_Strict):
     process: Annotated[str, Field(max_length=64)] = ""
     sequence: Annotated[int, Field(ge=0, lt=2**63)] = 0
     position: HeartbeatPosition | None = None
+    sensors: SensorSample | None = None
     left: bool = False
     error: Detail = ""
 

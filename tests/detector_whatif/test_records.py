@@ -199,3 +199,35 @@ def test_a_device_counts_as_slow_only_while_it_was():
         == [[1, 1, 1, 1]] * 2 + [[1, 2, 1, 2]] * 2 + [[1, 1, 1, 1]] * 2
     )
     assert (factor[0, :, 0] == 1.0).all()
+
+
+def of_host(rank, layout, *, by_host=True):
+    verdict = Verdict(rank=rank, status=Status.FAIL_SLOW, slowdown=1.5, since_step=2)
+    return SlowDevice.named([verdict], layout, by_host={rank} if by_host else ())[0]
+
+
+def test_what_a_slow_rank_costs_is_its_hosts_if_that_holds_it_back():
+    layout = Layout.grid(dp=4, pp=2, tp=1, layers=4)
+    job = job_of(layout, 4)
+    batch = records(job, slow={3: 1.5})
+    device = costs_of(job, layout, [batch], [of_host(3, layout, by_host=False)])
+    host = costs_of(job, layout, [batch], [of_host(3, layout)])
+    assert device.lost[Cause.DEVICE] > 0.1 * device.step
+    assert host.lost[Cause.DEVICE] == 0.0
+    moved = device.lost[Cause.DEVICE] + device.lost[Cause.HOST]
+    assert host.lost[Cause.HOST] == pytest.approx(moved)
+    assert host.by_host == pytest.approx(device.lost[Cause.DEVICE])
+    assert (host.step, host.slowdown) == (device.step, device.slowdown)
+    assert diagnose(job, layout, [batch], [of_host(3, layout)]).root_cause is Cause.HOST
+
+
+def test_of_a_slow_host_and_a_slow_device_each_pays_its_part():
+    layout = Layout.grid(dp=4, pp=1, tp=1, layers=4)
+    job = job_of(layout, 4)
+    batch = records(job, slow={1: 1.5, 3: 1.5})
+    both = [of_host(1, layout), of_host(3, layout, by_host=False)]
+    costs = costs_of(job, layout, [batch], both)
+    assert costs.lost[Cause.HOST] == pytest.approx(costs.lost[Cause.DEVICE], rel=0.05)
+    lines = diagnose(job, layout, [batch], both).detail
+    assert any("Rank 1" in line and "holds it back" in line for line in lines)
+    assert any("Rank 3" in line and "check the device" in line for line in lines)

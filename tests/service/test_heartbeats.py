@@ -9,8 +9,18 @@ import pytest
 from conftest import Http, eventually, job_of, running
 
 from resihp.client import Client
-from resihp.contracts import Heartbeat, Op, ServiceError, Status, TrainingPosition
+from resihp.contracts import (
+    Cause,
+    Heartbeat,
+    Op,
+    SensorSample,
+    ServiceError,
+    Status,
+    TrainingPosition,
+)
+from resihp.contracts.codec import WireFormat, encode
 from resihp.hooks import Monitor
+from resihp.testing.scenarios import Fault, steps_of
 from service import Settings
 from service.worker.adapters import load_adapters
 
@@ -43,6 +53,12 @@ def test_an_unknown_job_is_refused(http: Http):
         ({"ranks": [0], "position": {"step": -1}}, "position.step"),
         ({"ranks": [0], "position": {"step": 1, "op": 6}}, "position.op"),
         ({"ranks": [0], "position": {"step": 1, "for_s": -1.0}}, "position.for_s"),
+        ({"ranks": [0], "sensors": {"seconds": 1.0, "cpu_steal": -0.1}}, "cpu_steal"),
+        ({"ranks": [0], "sensors": {"seconds": 1.0, "power_w": 1e13}}, "power_w"),
+        ({"ranks": [0], "sensors": {"seconds": 1.0, "xid": "48"}}, "sensors.xid"),
+        ({"ranks": [0], "sensors": {"seconds": 1.0, "smell": 1.0}}, "sensors.smell"),
+        ({"ranks": [0], "sensors": {"seconds": 0.0}}, "seconds"),
+        ({"ranks": [0], "sensors": {"cpu_steal": 0.1}}, "sensors.seconds"),
         ({"ranks": [0], "sequence": -1}, "sequence"),
         ({"ranks": [0], "left": 1}, "left"),
         ({"ranks": [0], "mood": "fine"}, "mood"),
@@ -91,6 +107,26 @@ def test_a_position_makes_a_hang_known_at_once_and_a_goodbye_with_an_error_a_fai
     assert [(v.rank, v.evidence) for v in failed] == [
         (6, ("its process ended with ValueError: bad batch",))
     ]
+
+
+def test_the_sensors_of_a_slow_rank_tell_why(real: Http):
+    job = job_of("why")
+    real.register(job)
+    client = Client(real.url)
+    faults = [Fault(rank=3, factor=1.6, from_step=20)]
+    for batch in steps_of(job, [256, 900, 2000], steps=50, seed=1, faults=faults):
+        step = int(batch.step[0])
+        client.send_telemetry("why", encode(batch), WireFormat.MSGPACK)
+        for ranks in ((0, 1, 2, 4, 5, 6, 7), (3,)) if step % 4 == 1 else ():
+            held = ranks == (3,) and step >= 20
+            sample = SensorSample(seconds=1.0, cpu_throttled=0.4 if held else 0.0, cpu_quota=0.5)
+            process = f"p{ranks[0]}"
+            beat = Heartbeat(ranks=ranks, process=process, sequence=step, step=step, sensors=sample)
+            client.send_heartbeat("why", beat)
+    words = "its cgroup (quota 0.5 CPUs) throttled it 40% of the time since step 20; its peers 0%"
+    eventually(lambda: words in client.verdicts("why")[3].evidence)
+    eventually(lambda: client.diagnosis("why").root_cause is Cause.HOST)
+    assert client.verdicts("why")[3].status is Status.FAIL_SLOW
 
 
 def test_ranks_that_are_no_part_of_the_job_change_nothing(real: Http):
