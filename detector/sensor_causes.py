@@ -48,19 +48,25 @@ class SensorCause:
     peers: float
 
 
-def _lost_time(own: float, peers: float) -> float:
-    return math.log((1.0 - min(peers, 0.95)) / (1.0 - min(own, 0.95)))
+_Explains = Callable[[float, float, float], float]
+"""Slowdown (log) that a reading explains at most: of the rank's, of its peers', and of the share of
+the time that the rank spends in its passes."""
 
 
-def _clock(own: float, peers: float) -> float:
+def _lost_time(own: float, peers: float, busy: float) -> float:
+    """Time that was lost of the passes."""
+    return math.log((1.0 - min(peers / busy, 0.95)) / (1.0 - min(own / busy, 0.95)))
+
+
+def _clock(own: float, peers: float, busy: float) -> float:
     return math.log(max(peers, 1e-9) / max(own, 1e-9))
 
 
-def _faults(own: float, peers: float) -> float:
+def _faults(own: float, peers: float, busy: float) -> float:
     return math.log1p(_FAULT_S * (own - peers))
 
 
-def _state(own: float, peers: float) -> float:
+def _state(own: float, peers: float, busy: float) -> float:
     """A state, such as throttling, at most doubles a time."""
     return math.log1p(own - peers)
 
@@ -83,13 +89,13 @@ class _Kind:
     as errors do), how it is written, and whether low readings are the worse ones."""
 
     cause: Cause
-    explains: Callable[[float, float], float] | None
+    explains: _Explains | None
     written: Callable[[float], str]
     sentence: str
     low_is_worse: bool = False
 
 
-def _host(sentence: str, explains: Callable[[float, float], float] = _lost_time) -> _Kind:
+def _host(sentence: str, explains: _Explains = _lost_time) -> _Kind:
     return _Kind(Cause.HOST, explains, _share, sentence)
 
 
@@ -161,6 +167,7 @@ def causes_of(
     the one that explains most first; `peers` are positions of healthy ranks."""
     if peers.size > _MOST_PEERS:
         peers = peers[np.linspace(0, peers.size - 1, _MOST_PEERS).astype(np.int64)]
+    busy = _busy(history, at, onset)
     found, least = [], _FAIR_PART * math.log(max(slowdown, 1.001))
     for name in history.names:
         kind = _KINDS.get(name)
@@ -174,10 +181,19 @@ def causes_of(
         sign = -1.0 if kind.low_is_worse else 1.0
         value, usual = _middle(name, own), float(np.median(theirs))
         if _is_beyond(sign * value, sign * theirs) and _is_beyond(sign * value, sign * past):
-            explained = kind.explains(value, usual) if kind.explains is not None else 0.0
+            explained = kind.explains(value, usual, busy) if kind.explains is not None else 0.0
             if kind.explains is None or explained >= least:
                 found.append(SensorCause(name, kind.cause, explained, value, usual))
     return tuple(sorted(found, key=lambda cause: -cause.explained))
+
+
+def _busy(history: SensorHistory, at: int, onset: int) -> float:
+    """Share of the time that a rank spends in its passes; 1 where that is not known."""
+    values = (
+        history.since("busy", np.array([at]), onset) if "busy" in history.names else np.empty(0)
+    )
+    middle = float(np.median(values)) if values.size else 0.0
+    return min(middle, 1.0) if middle > 0.0 else 1.0
 
 
 def _middle(name: str, own: Floats) -> float:

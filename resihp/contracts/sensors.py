@@ -14,6 +14,8 @@ MOST_READING = 1e12
 class SensorSample:
     """Readings beside a rank's records, over the last `seconds`; None where not measured.
 
+    busy           share of the time that the rank spent in its passes, not waiting for others
+
     Of the host, by its kernel:
     cpu_throttled  share of the time for which the CPU quota of its cgroup, or of one above, held it
                    back
@@ -39,6 +41,7 @@ class SensorSample:
     """
 
     seconds: float
+    busy: float | None = None
     cpu_throttled: float | None = None
     cpu_quota: float | None = None
     cpu_steal: float | None = None

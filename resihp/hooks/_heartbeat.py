@@ -75,6 +75,8 @@ class HeartbeatSender:
 
     def count(self, batch: TelemetryBatch) -> None:
         """Count the passes in a batch of records, in their order."""
+        if self._sampler is not None:
+            self._sampler.count(batch)
         step = int(batch.step[-1])
         if step != self._step:
             self._step, self._passes = step, 0

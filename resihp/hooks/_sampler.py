@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
-from resihp.contracts import SensorSample
+from resihp.contracts import Op, SensorSample, TelemetryBatch
 
 from ._device_sensors import device_sensors
 from ._kernel_sensors import kernel_sensors
@@ -84,7 +84,13 @@ class Sampler:
         self._readings: list[_Readings] = []
         self._device: object = None
         self._is_started = False
+        self._busy_s: float | None = None
         self._since_s = self._due_s = self._sampled_s = 0.0
+
+    def count(self, batch: TelemetryBatch) -> None:
+        """Count the time in the passes of a batch of records."""
+        spent_ms = float(batch.compute_ms[batch.op <= Op.OPTIMIZER].sum())
+        self._busy_s = (self._busy_s or 0.0) + 1e-3 * spent_ms
 
     def tick(self) -> None:
         """Read what is averaged, if that is due; the first call finds the sensors."""
@@ -92,6 +98,7 @@ class Sampler:
         if not self._is_started:
             self._is_started = True
             self._since_s, self._due_s = now_s, now_s + _EVERY_S
+            self._begin(lambda: [Sensor("busy", Quantity.TOTAL, lambda: self._busy_s)])
             self._begin(partial(self._find, self._recording.thread_id))
         device = self._recording.device
         if device is not self._device:

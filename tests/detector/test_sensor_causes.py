@@ -192,6 +192,16 @@ def test_a_change_that_is_too_small_for_the_slowdown_is_no_cause() -> None:
     assert "waited for a CPU" in Monitored(of_slow(cpu_waiting=0.04), factor=1.05).run().said()
 
 
+def test_time_that_is_lost_counts_by_the_time_that_the_rank_computes() -> None:
+    """A rank that computes for a tenth of the time, and waits for others, is slowed by 1.5x where
+    it loses a thirtieth of the time."""
+    read = of_slow(cpu_waiting=0.05)
+    job = Monitored(lambda rank, step: {**read(rank, step), "busy": 0.1}).run()
+    assert "waited for a CPU 5.0% of the time" in job.said()
+    job = Monitored(lambda rank, step: {**read(rank, step), "busy": 0.9}).run()
+    assert "waited for a CPU" not in job.said()
+
+
 def test_healthy_ranks_have_no_evidence() -> None:
     job = Monitored(
         lambda rank, step: {"cpu_throttled": 0.5 if rank == 2 and step > 20 else 0.0}

@@ -16,9 +16,13 @@ MOUNTS = Path("/sys/fs/cgroup")
 class CgroupFolder:
     """A new cgroup of one controller; removed at the end, once its processes have left."""
 
-    def __init__(self, controller: str) -> None:
-        self.path = MOUNTS / controller / f"resihp-test-{os.getpid()}-{time.monotonic_ns()}"
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.path.mkdir()
+
+    def part(self, name: str) -> CgroupFolder:
+        """Make a cgroup inside this one."""
+        return CgroupFolder(self.path / name)
 
     def write(self, name: str, value: int) -> None:
         (self.path / name).write_text(str(value))
@@ -35,15 +39,21 @@ class CgroupFolder:
         self.write("cpu.cfs_quota_us", round(100_000 * share))
 
     def remove(self) -> None:
+        for part in self.path.iterdir():
+            if part.is_dir():
+                self._remove(part)
+        self._remove(self.path)
+
+    def _remove(self, path: Path) -> None:
         top = self.path.parent / "cgroup.procs"
         deadline = time.monotonic() + 30.0
-        while self.path.exists():
-            for pid in (self.path / "cgroup.procs").read_text().split():
+        while path.exists():
+            for pid in (path / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):
                     top.write_text(pid)
             with contextlib.suppress(OSError):
-                self.path.rmdir()
-            assert time.monotonic() < deadline, f"{self.path} is still in use"
+                path.rmdir()
+            assert time.monotonic() < deadline, f"{path} is still in use"
             time.sleep(0.02)
 
 
@@ -51,7 +61,9 @@ class CgroupFolder:
 def cgroup(controller: str, file: str) -> Iterator[CgroupFolder]:
     """A new cgroup whose controller has `file`; skips the test where there can be none."""
     try:
-        folder = CgroupFolder(controller)
+        folder = CgroupFolder(
+            MOUNTS / controller / f"resihp-test-{os.getpid()}-{time.monotonic_ns()}"
+        )
     except OSError as error:
         pytest.skip(f"no cgroup of {controller}, version 1, can be made here: {error}")
     try:

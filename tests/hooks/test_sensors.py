@@ -6,9 +6,10 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from resihp.contracts import SensorSample
+from resihp.contracts import Op, SensorSample, TelemetryBatch
 from resihp.contracts.sensors import SENSOR_NAMES
 from resihp.hooks import CudaClock, HostClock
 from resihp.hooks._device_sensors import device_sensors
@@ -229,6 +230,22 @@ def test_what_is_not_sent_is_in_the_next_sample(kernel):
     assert kernel.sampler.sample().cpu_waiting == 0.5
 
 
+def test_the_share_of_the_time_in_passes_is_told_without_that_of_transfers(kernel):
+    started(kernel)
+    ops = np.array([Op.FORWARD, Op.BACKWARD, Op.OPTIMIZER, Op.P2P, Op.DATA])
+    batch = TelemetryBatch(
+        rank=np.zeros(5, int),
+        step=np.zeros(5, int),
+        microbatch=np.zeros(5, int),
+        op=ops,
+        compute_ms=np.array([100.0, 200.0, 50.0, 900.0, 900.0]),
+    )
+    kernel.sampler.count(batch)
+    kernel.after(1.0)
+    kernel.sampler.count(batch)
+    assert kernel.after(1.0) == SensorSample(seconds=1.0, busy=0.35)
+
+
 # Devices
 
 
@@ -366,7 +383,7 @@ def test_every_sensor_is_a_field_of_a_sample(kernel):
     kernel.thread()
     host, device = kernel.sensors(THREAD), device_sensors(clock(), Nvml())
     names = [sensor.name for sensor in (*host, *device)]
-    assert sorted(names) == sorted(SENSOR_NAMES)
+    assert sorted([*names, "busy"]) == sorted(SENSOR_NAMES)
     assert {sensor.quantity for sensor in device} == set(Quantity)
 
 
