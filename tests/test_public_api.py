@@ -24,6 +24,8 @@ PACKAGES = (
     "service",
     "resihp.integrations.transformers",
     "resihp.integrations.lightning",
+    "resihp.integrations.megatron",
+    "resihp.integrations.ray",
     "resihp.testing",
 )
 ON_PURPOSE = (

@@ -30,14 +30,32 @@ rank 0 is no longer waited for."""
 
 
 def job_name() -> str:
-    """Return RESIHP_JOB, else the launcher's run id and the script's name."""
-    name = os.environ.get("RESIHP_JOB")
+    """Return RESIHP_JOB, else the name of the run in a worker of Ray Train, else the launcher's
+    run id and the script's name."""
+    name = os.environ.get("RESIHP_JOB") or _run_of_ray()
     if not name:
         script = Path(sys.argv[0] or "job").stem or "job"
         run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         name = script if run == "none" else f"{script}-{run}"
-    printable = "".join(c if c.isprintable() and c != "/" else "-" for c in name)
-    return printable[:128]
+    return acceptable(name)
+
+
+def acceptable(name: str) -> str:
+    """Return `name` without what the name of a job may not have.
+
+    >>> acceptable("runs/of today")
+    'runs-of today'
+    """
+    return "".join(c if c.isprintable() and c != "/" else "-" for c in name)[:128]
+
+
+def _run_of_ray() -> str | None:
+    """Name of the run of Ray Train of which this process is a worker; None elsewhere."""
+    train = sys.modules.get("ray.train")
+    try:
+        return None if train is None else str(train.get_context().get_experiment_name())
+    except Exception:  # noqa: BLE001 another process that has imported Ray, or another Ray
+        return None
 
 
 @dataclass(frozen=True)

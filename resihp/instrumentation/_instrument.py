@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,16 +83,46 @@ def instrument(
             "must be a module, or a schedule or stage of torch.distributed.pipelining, "
             f"not {type(target).__name__}",
         )
+    monitor = monitor_of(
+        partial(_describe, target, stages),
+        job=job, layout=layout, microbatches=microbatches, url=url, token=token, **options,
+    )  # fmt: skip
+    timer, patches = monitor._timer, monitor._patches
+    modules = modules or [stage.submod for stage in stages]
+    OptimizerSteps(timer, modules, optimizer, patches)
+    if stages:
+        for chunk, stage in enumerate(stages):
+            StagePasses(stage, chunk, timer, lengths, patches)
+        if microbatches is None and (count := microbatches_of(target)):
+            monitor._inferred.count(count * len(stages))
+    else:
+        ModulePasses(target, timer, lengths, patches)
+    return monitor
+
+
+def monitor_of(
+    describe: Callable[[int], tuple[Schedule, RankDescription]],
+    *,
+    job: str | None = None,
+    layout: Layout | None = None,
+    microbatches: int | None = None,
+    url: str | None = None,
+    token: str | None = None,
+    **options: Any,
+) -> InstrumentedMonitor:
+    """Return a monitor of a loop whose passes the caller reports to its timer.
+
+    describe  returns the order of the passes and the coordinates of a rank; where it fails, the
+              rank counts as a replica
+    others    as in `instrument`
+    """
     rank = options.pop("rank", None)
     if rank is None:
         rank = own_rank()
-    own, schedule = RankDescription(rank or 0, (rank or 0,)), Schedule.ONE_F_ONE_B
+    schedule, own = Schedule.ONE_F_ONE_B, RankDescription(rank or 0, (rank or 0,))
     unknown: Exception | None = None
     try:
-        if stages:
-            schedule, own = schedule_of(target), describe_stages(stages, own.rank)
-        else:
-            own = describe_module(modules, own.rank)
+        schedule, own = describe(own.rank)
     except Exception as error:  # noqa: BLE001 the boundary: the rank counts as a replica
         unknown = error
     inferred = InferredJob(
@@ -111,13 +143,10 @@ def instrument(
             "this torch does not tell waiting for other ranks from a rank's own time: "
             "slow devices may not be found",
         )
-    modules = modules or [stage.submod for stage in stages]
-    OptimizerSteps(timer, modules, optimizer, monitor._patches)
-    if stages:
-        for chunk, stage in enumerate(stages):
-            StagePasses(stage, chunk, timer, lengths, monitor._patches)
-        if microbatches is None and (count := microbatches_of(target)):
-            inferred.count(count * len(stages))
-    else:
-        ModulePasses(target, timer, lengths, monitor._patches)
     return monitor
+
+
+def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, RankDescription]:
+    if stages:
+        return schedule_of(target), describe_stages(stages, rank)
+    return Schedule.ONE_F_ONE_B, describe_module([target], rank)

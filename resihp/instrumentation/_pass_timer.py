@@ -73,6 +73,15 @@ class PassTimer:
         self._enter(span)
         return index
 
+    def identify(self, *, chunk: int, index: int, work: Work | None = None) -> None:
+        """Say which pass is under way, and that this thread runs it, where that was not known as it
+        began."""
+        span = self._open
+        if span is not None:
+            span.chunk, span.microbatch = chunk, index
+            span.work = span.work if work is None else work
+            self._thread = get_ident()
+
     def end(self) -> None:
         """End the pass under way."""
         span = self._open

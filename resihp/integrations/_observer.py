@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from resihp.client import Client
 from resihp.formatting import plural
@@ -26,17 +26,27 @@ SLOWDOWN, VERDICT = "resihp/slowdown_max", "resihp/verdict"
 
 
 class TrainingObserver:
-    """Monitor of a training, and on rank 0 a reader of the verdicts on it.
+    """Monitor of a training, and on one rank a reader of the verdicts on it.
 
-    No method raises: failures are counted in `monitor.stats`, and logged once.
+    No method raises: failures are counted in `monitor.stats`, and logged once. In a `with`
+    statement it is closed at the end, with the error that ended the block.
 
-    options   of `resihp.instrument`. Raises `TypeError` for one that it does not have
-    monitor   of the present training, or of the last one; None before the first
+    options       of `resihp.instrument`. Raises `TypeError` for one that it does not have
+    instrument    used in its place
+    logging_rank  rank that reads the verdicts and has the trainer's log
+    monitor       of the present training, or of the last one; None before the first
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        instrument: Callable[..., InstrumentedMonitor] = instrument,
+        *,
+        logging_rank: int = 0,
+    ) -> None:
         _check_names(options)
         self.monitor: InstrumentedMonitor | None = None
+        self._instrument, self._logging_rank = instrument, logging_rank
         self._options = dict(options)
         self._failures = FailureLog()
         self._reader: VerdictReader | None = None
@@ -61,8 +71,20 @@ class TrainingObserver:
 
     def end(self, error: BaseException | None = None) -> str | None:
         """Send what is left and the `error` that ends the training, leave it as it was, and return
-        a summary on rank 0; None on other ranks and if there is no training."""
+        a summary on the logging rank; None on others and if there is no training."""
         return self.safely(self._end)(error) if self._is_open else None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the training, and print its summary on the logging rank."""
+        summary = self.end(error)
+        if summary is not None:
+            print(summary, flush=True)  # noqa: T201 as trainers without a logger do
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     def safely(self, callback: Callable[P, R]) -> Callable[P, R | None]:
         """Return `callback` for use by a trainer: its failure is counted, not raised."""
@@ -81,10 +103,10 @@ class TrainingObserver:
             self._end(None)
         options = {**defaults, **self._options}
         options["job"] = job = options.get("job") or job_name()
-        self.monitor = monitor = instrument(target, optimizer, **options)
+        self.monitor = monitor = self._instrument(target, optimizer, **options)
         self._is_open = True
         monitor.current_step = step
-        if monitor.rank == 0:
+        if monitor.rank == self._logging_rank:
             self._url = options.get("url") or os.environ.get("RESIHP_URL") or DEFAULT_URL
             token = options.get("token") or os.environ.get("RESIHP_TOKEN")
             self._reader = VerdictReader(
@@ -109,8 +131,8 @@ class TrainingObserver:
             return f"ResiHP: no verdict ({self._url}: {_sent(stats.sent, stats.dropped)})"
         verdicts = reader.latest
         return (
-            f"ResiHP: {summary(verdicts)} ({plural(len(verdicts), 'rank')}; rank 0: "
-            f"{_sent(stats.sent, stats.dropped)})"
+            f"ResiHP: {summary(verdicts)} ({plural(len(verdicts), 'rank')}; "
+            f"rank {self.monitor.rank}: {_sent(stats.sent, stats.dropped)})"
         )
 
     def _failed(self, error: Exception) -> None:
@@ -127,4 +149,4 @@ def _check_names(options: Mapping[str, Any]) -> None:
     known -= {"target", "optimizer", "options"}
     for name in options:
         if name not in known:
-            raise TypeError(f"ResiHPCallback has no option {name!r}; it has {sorted(known)}")
+            raise TypeError(f"there is no option {name!r}, but {sorted(known)}")

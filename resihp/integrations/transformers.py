@@ -47,9 +47,7 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was, and print a summary."""
         self._patches.remove()
-        summary = self._observer.end()
-        if summary is not None:
-            print(summary, flush=True)  # noqa: T201 as the trainer's own `PrinterCallback` does
+        self._observer.close()
 
     def _with_verdicts(self, log: Callable[..., None]) -> Callable[..., None]:
         metrics = self._observer.safely(self._metrics_of)

@@ -54,9 +54,12 @@ Run = Callable[..., Training]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Function that runs an example on several ranks."""
+    """Function that runs an example on several ranks; those of a script that starts them itself
+    are `None`, and it names the job too."""
 
-    def start(example: str, *options: str, ranks: int = 3, sidecar: str = "") -> Training:
+    def start(
+        example: str | Path, *options: str, ranks: int | None = 3, sidecar: str = ""
+    ) -> Training:
         if sidecar:
             return _train(example, options, ranks, sidecar, tmp_path)
         with Sidecar(tmp_path / "sidecar") as service:
@@ -65,13 +68,16 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
-def _train(example: str, options: tuple[str, ...], ranks: int, url: str, folder: Path) -> Training:
+def _train(
+    example: str | Path, options: tuple[str, ...], ranks: int | None, url: str, folder: Path
+) -> Training:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    command = [sys.executable, *launch, str(EXAMPLES / example), *options]
+    script = (*(launch if ranks else ()), str(EXAMPLES / example))
+    command = [sys.executable, *script, *options]
     environment = {
         **os.environ,
         "RESIHP_URL": url,
-        "RESIHP_JOB": "example",
+        **({"RESIHP_JOB": "example"} if ranks else {}),
         "RESIHP_PROBES": "0",  # a probe would find the real device, which is healthy
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
