@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import machine, print_table, write_json
+from resihp.testing.cuda_profiles import CudaJob
 from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 
 _SHAPES = {
@@ -88,6 +89,21 @@ def measure(traces: dict[str, Path], repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_profile(folder: Path, steps: int) -> dict[str, Any]:
+    """One run on profiler files of 8 ranks, of which one computes 1.3 times as long."""
+    CudaJob(ranks=8, slow=5, factor=1.3, steps=steps, operators=200).write(folder, packed=False)
+    run = analyze(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    return {
+        "job": f"profiler files of 8 ranks, {steps} steps",
+        "MiB": round(size),
+        "seconds": round(run.seconds, 1),
+        "peak MiB": round(run.mebibytes),
+        "MiB per second": round(size / run.seconds),
+        "named": [d["rank"] for d in run.found["devices"] if d["verdict"] == "fail_slow"],
+    }
+
+
 def made_up(folder: Path) -> dict[str, Path]:
     """Writes the made-up jobs."""
     traces = {}
@@ -109,14 +125,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.analyze", description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile-steps", type=int, default=150, help="0: no profiler files")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(published() | made_up(Path(folder)), arguments.repeats)
-    columns = list(rows[0])
-    print_table("resihp analyze --json", columns, [[row[c] for c in columns] for row in rows])
+        profiles = Path(folder) / "profiles"
+        profiles.mkdir()
+        steps = arguments.profile_steps
+        profiled = [measure_profile(profiles, steps)] if steps else []
+    for table in filter(None, (rows, profiled)):
+        columns = list(table[0])
+        print_table("resihp analyze --json", columns, [[row[c] for c in columns] for row in table])
     print(f"\n{machine()}")
     if arguments.json:
-        write_json(arguments.json, {"rows": rows})
+        write_json(arguments.json, {"rows": rows, "profiled": profiled})
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import torch
 
 from resihp.contracts import ContractError, Job, Layout, Schedule
 from resihp.hooks import Monitor
+from resihp.layout.rank_groups import RankDescription
 
 from . import _collectives
 from ._call_arguments import Lengths
-from ._inferred_job import InferredJob, RankDescription, job_name
+from ._inferred_job import InferredJob, job_name
 from ._modules import ModulePasses, queue_callback
 from ._optimizers import OptimizerSteps
 from ._parallelism import describe_module, describe_stages, own_rank

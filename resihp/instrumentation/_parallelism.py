@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._inferred_job import RankDescription
+from resihp.layout.rank_groups import RankDescription
 
 
 def own_rank() -> int | None:

@@ -33,7 +33,7 @@ def read_trace(path: str | Path) -> Trace:
     try:
         if not all(json):
             return _parquet_trace(path, files)
-        from ._kineto import kineto_trace
+        from .kineto import kineto_trace
 
         return kineto_trace(path, files)
     except ContractError as error:

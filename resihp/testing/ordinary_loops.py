@@ -133,6 +133,16 @@ class DocumentLengths:
         return lengths
 
 
+@dataclass(frozen=True)
+class PaddedLengths(DocumentLengths):
+    """One document in each microbatch, whose tensor is as long."""
+
+    def lengths(self, rank: int, step: int, microbatch: int) -> list[int]:
+        """Return the length of one microbatch's document."""
+        draw = random.Random(f"{self.seed}/{rank}/{step}/{microbatch}")
+        return [draw.randrange(TOKENS // 2, TOKENS)]
+
+
 def forward_ms(lengths: list[int]) -> float:
     """Time of one layer's forward pass on a healthy device."""
     squares = sum(length * length for length in lengths)
@@ -186,6 +196,50 @@ def recorded_batches(folder: Path) -> list[TelemetryBatch]:
     return [sent.select(rows) for rows in np.split(np.arange(len(sent)), edges)]
 
 
+Steps = Iterator[Callable[[], None]]
+
+
+@dataclass
+class RankLoop:
+    """The loop of one rank, ready to train.
+
+    target   what `resihp.instrument` takes: a model or a schedule
+    """
+
+    target: Any
+    optimizer: torch.optim.Optimizer
+    device: EmulatedDevice
+    _steps: Steps
+    _blocks: list[PacedBlock]
+
+    @classmethod
+    def join(cls, rank: int, host: str, port: int, loop: OrdinaryLoop) -> RankLoop:
+        """Join the job as one of `loop.ranks` ranks."""
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
+        device = EmulatedDevice(rank, loop.slow, loop.pace)
+        target, steps = LOOPS[loop.kind](loop, rank, device)
+        _kept.append((target, store))
+        parts = getattr(target, "_stages", None) or [getattr(target, "_stage", target)]
+        modules: list[nn.Module] = [getattr(part, "submod", part) for part in parts]
+        optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=1e-3)
+        blocks = [b for module in modules for b in module.modules() if isinstance(b, PacedBlock)]
+        return cls(target, optimizer, device, steps, blocks)
+
+    def train(self) -> Iterator[int]:
+        """Yield the number of each step after its update."""
+        for step, run in enumerate(self._steps):
+            self.device.step = step
+            for block in self._blocks:
+                block.calls = 0
+            run()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            yield step
+
+
 def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | None = None) -> None:
     """Train as one of `loop.ranks` ranks, until the file `stop` is there or the steps are done.
 
@@ -193,29 +247,14 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | N
     """
     import resihp
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
-    device = EmulatedDevice(rank, loop.slow, loop.pace)
-    target, steps = LOOPS[loop.kind](loop, rank, device)
-    _kept.append((target, store))
-    parts = getattr(target, "_stages", None) or [getattr(target, "_stage", target)]
-    modules: list[nn.Module] = [getattr(part, "submod", part) for part in parts]
-    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=1e-3)
+    own = RankLoop.join(rank, host, port, loop)
     options: dict[str, Any] = {"probes": False}  # one would find the real device, which is healthy
     if loop.recording is not None:
         options["client"] = RecordingClient(loop.url, loop.recording / f"rank{rank}.messages")
-    monitor = resihp.instrument(target, optimizer, job=loop.job, url=loop.url or None, **options)
-    for step, run in enumerate(steps):
-        device.step = step
-        for module in modules:
-            for block in module.modules():
-                if isinstance(block, PacedBlock):
-                    block.calls = 0
-        run()
-        optimizer.step()
-        optimizer.zero_grad()
+    monitor = resihp.instrument(
+        own.target, own.optimizer, job=loop.job, url=loop.url or None, **options
+    )
+    for _ in own.train():
         if stop is not None:
             stopped = torch.tensor(float(stop.exists()))
             dist.all_reduce(stopped)
@@ -226,9 +265,6 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | N
     if loop.recording is not None and monitor.job is not None:
         (loop.recording / "job.json").write_text(json.dumps(to_json(monitor.job)))
     dist.barrier()
-
-
-Steps = Iterator[Callable[[], None]]
 
 
 def _plain_steps(loop: OrdinaryLoop, rank: int, device: EmulatedDevice, model: Any) -> Steps:
@@ -243,7 +279,8 @@ def _plain_steps(loop: OrdinaryLoop, rank: int, device: EmulatedDevice, model: A
                 no_sync = getattr(model, "no_sync", nullcontext)
                 with nullcontext() if is_last else no_sync():
                     edges = torch.tensor([0, *each]).cumsum(0)
-                    loss = model(torch.randn(1, 8, WIDTH), cu_seqlens=edges).square().mean()
+                    rows = sum(each) if isinstance(loop.documents, PaddedLengths) else 8
+                    loss = model(torch.randn(1, rows, WIDTH), cu_seqlens=edges).square().mean()
                     loss.backward()
 
         yield run

@@ -9,12 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import Layout, Schedule
-from resihp.instrumentation._inferred_job import (
-    InferredJob,
-    RankDescription,
-    job_name,
-    layout_of,
-)
+from resihp.instrumentation._inferred_job import InferredJob, job_name
+from resihp.layout.rank_groups import RankDescription, layout_of
 
 
 def described(layout: Layout, chunks: int) -> list[RankDescription]:

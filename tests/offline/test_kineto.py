@@ -1,4 +1,4 @@
-"""Profiler files: of a real CPU run, and of a made-up job with devices."""
+"""Profiler files: of a real CPU run, and of made-up jobs with devices."""
 
 import gzip
 import json
@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from resihp.contracts import Op, TraceError
+from resihp.contracts import Op, Status, TraceError
 from resihp.offline import analyze, read_trace
+from resihp.testing.cuda_profiles import LAYERS, US_PER_TOKEN, CudaJob
 
 FORWARD_MS, BACKWARD_MS, NCCL_MS = 4.0, 8.0, 2.0
 
@@ -43,6 +44,7 @@ def device_events(rank, *, slow=1.0, steps=6, microbatches=2, peer=None):
                     clock += 50.0
                 annotate(name, start, clock)
         kernel("ncclDevKernel_AllReduce_Sum", clock + 10, NCCL_MS + (2.0 - slow))
+        clock += 4000.0  # the optimizer waits for the sum
         annotate("Optimizer.step#AdamW.step", clock + 100, clock + 300)
         kernel("adam", clock + 150, 0.5)
         clock += 400.0
@@ -108,6 +110,78 @@ def test_a_trace_without_computation_is_refused(tmp_path):
         read_trace(tmp_path / "a.json")
 
 
+def named(trace):
+    return [v.rank for v in analyze(trace).verdicts if v.status is not Status.HEALTHY]
+
+
+def test_passes_that_nobody_named_are_found_on_devices(tmp_path):
+    CudaJob(steps=3, seed=1).write(tmp_path)
+    trace = read_trace(tmp_path)
+    assert trace.job.microbatches == 2 * 4
+    random = np.random.default_rng(1)
+    for batch in trace.batches():
+        for rank in range(4):
+            for microbatch in range(2):
+                tokens, speed = int(random.integers(128, 256)), random.normal(1.0, 0.01)
+                rows = (batch.rank == rank) & (batch.microbatch == microbatch)
+                us = LAYERS * tokens * US_PER_TOKEN * speed
+                assert batch.op[rows].tolist() == [Op.FORWARD, Op.BACKWARD]
+                np.testing.assert_allclose(batch.compute_ms[rows], [us * 1e-3, 2 * us * 1e-3])
+                assert set(batch.tokens[rows].tolist()) == {tokens}
+                assert set(batch.sum_sq_len[rows].tolist()) == {tokens**2}
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_slow_device_is_named_without_marks(tmp_path, microbatches):
+    CudaJob(steps=24, slow=2, microbatches=microbatches).write(tmp_path)
+    assert named(read_trace(tmp_path)) == [2]
+    CudaJob(steps=24, microbatches=microbatches).write(tmp_path)
+    assert named(read_trace(tmp_path)) == []
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_ranks_that_recorded_other_steps_are_compared_in_those_of_all(tmp_path, numbered):
+    late, whole = tmp_path / "late", tmp_path / "whole"
+    for folder, skipped in ((late, {2: 4, 3: 1}), (whole, {})):
+        folder.mkdir()
+        CudaJob(steps=30, slow=1, numbered=numbered, skipped=skipped).write(folder)
+    trace = read_trace(late)
+    assert len(trace.steps) == 26
+    assert trace.steps[0] == (9 if numbered else 4)
+    assert named(trace) == [1]
+    for batch, same in zip(trace.batches(), [*read_trace(whole).batches()][4:], strict=True):
+        np.testing.assert_allclose(batch.compute_ms, same.compute_ms)
+        np.testing.assert_allclose(batch.wait_ms, same.wait_ms)
+
+
+def test_ranks_without_a_common_step_are_refused(tmp_path):
+    CudaJob(steps=8, skipped={2: 4}).write(tmp_path)
+    late = (tmp_path / "rank2.json.gz").read_bytes()
+    CudaJob(steps=4).write(tmp_path)
+    (tmp_path / "rank2.json.gz").write_bytes(late)
+    with pytest.raises(TraceError, match="no step in common"):
+        read_trace(tmp_path)
+
+
+def test_a_file_that_is_missing_hides_no_slow_device(tmp_path):
+    CudaJob(slow=2).write(tmp_path)
+    (tmp_path / "rank1.json.gz").unlink()
+    trace = read_trace(tmp_path)
+    assert trace.ranks == (0, 2, 3)
+    assert named(trace) == [2]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_a_file_that_ends_early_is_refused(tmp_path, share):
+    CudaJob(steps=2).write(tmp_path)
+    whole = tmp_path / "rank1.json.gz"
+    text = gzip.decompress(whole.read_bytes())
+    for content in (whole.read_bytes()[:-40], gzip.compress(text[: int(share * len(text))])):
+        whole.write_bytes(content)
+        with pytest.raises(TraceError, match=r"rank1.*not readable JSON"):
+            read_trace(tmp_path)
+
+
 @pytest.mark.parametrize("annotated", [True, False])
 def test_a_run_on_the_host_alone_is_read(tmp_path, annotated):
     torch = pytest.importorskip("torch")
@@ -134,6 +208,6 @@ def test_a_run_on_the_host_alone_is_read(tmp_path, annotated):
     assert len(trace.steps) == 3
     for batch in trace.batches():
         for op in (Op.FORWARD, Op.BACKWARD):
-            assert int((batch.op == op).sum()) == (2 if annotated else 1)
+            assert batch.microbatch[batch.op == op].tolist() == [0, 1]
         assert (batch.op == Op.OPTIMIZER).any()
         assert (batch.compute_ms > 0).all()

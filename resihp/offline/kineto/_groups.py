@@ -1,0 +1,73 @@
+"""Layout of a job from the process groups in its profiles, else from who sends to whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from resihp.contracts import Layout
+from resihp.layout.rank_groups import RankDescription, layout_of
+
+from ._rank_records import RankRecords
+
+_TENSOR = re.compile(r"(?:mesh_)?tp|tensor_model_parallel_group", re.IGNORECASE)
+_PIPELINE = re.compile(r"(?:mesh_)?pp|pipeline_model_parallel_group", re.IGNORECASE)
+
+
+def layout_of_ranks(ranks: Sequence[RankRecords], chunks: int) -> Layout:
+    """The layout, with `chunks` model chunks in each stage.
+
+    A replica of which any rank was recorded is whole: the groups of its other ranks are those of a
+    regular grid.
+    """
+    recorded = sorted(one.rank for one in ranks)
+    tensor = _groups(ranks, _TENSOR)
+    pipeline = _groups(ranks, _PIPELINE) or _chains(ranks, recorded)
+    for rank in recorded:
+        group, stages = tensor.get(rank, (rank,)), pipeline.get(rank, (rank,))
+        for mate in group:
+            for stage in stages:
+                tensor.setdefault(mate + stage - rank, _shifted(group, stage - rank))
+                pipeline.setdefault(mate + stage - rank, _shifted(stages, mate - rank))
+    return layout_of(
+        [
+            RankDescription(rank, tensor[rank], order, len(order) * chunks, chunks)
+            for rank, order in sorted(pipeline.items())
+        ]
+    )
+
+
+_Groups = dict[int, tuple[int, ...]]
+
+
+def _shifted(ranks: Iterable[int], by: int) -> tuple[int, ...]:
+    return tuple(rank + by for rank in ranks)
+
+
+def _groups(ranks: Iterable[RankRecords], kind: re.Pattern[str]) -> _Groups:
+    """The group of a kind of every rank that is in one of several ranks."""
+    return {
+        rank: group.ranks
+        for one in ranks
+        for group in one.groups
+        if kind.fullmatch(group.description) and len(group.ranks) > 1
+        for rank in group.ranks
+    }
+
+
+def _chains(ranks: Sequence[RankRecords], recorded: Sequence[int]) -> _Groups:
+    """Ranks that send to each other form a pipeline, in the order of their numbers; none where
+    these are not equally long."""
+    root = {rank: rank for rank in recorded}
+    for rank in ranks:
+        for one in (each.communication for each in rank.exposed):
+            if one.is_p2p and one.peer in root:
+                ends = root[rank.rank], root[one.peer]
+                root = {of: min(ends) if at in ends else at for of, at in root.items()}
+    chains: Mapping[int, list[int]] = {
+        first: [rank for rank in recorded if root[rank] == first] for first in root.values()
+    }
+    lengths = {len(chain) for chain in chains.values()}
+    if lengths <= {1} or len(lengths) > 1:
+        return {}
+    return {rank: tuple(chain) for chain in chains.values() for rank in chain}

@@ -1,0 +1,315 @@
+"""Contents of one rank's profiler file as columns. Times are in microseconds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import TraceError
+
+from ._event_stream import EventStream
+from ._intervals import Times
+
+_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_LAUNCH = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
+_HOST = frozenset({"cpu_op", "operator"})
+_COMMUNICATION = re.compile(r"nccl|rccl|gloo:|c10d::|_?c10d_functional::|mpi:|record_param_comms")
+_P2P = re.compile(r"sendrecv|(?:^|[:_ ])(?:isend|irecv|send|recv)", re.IGNORECASE)
+_ENGINE = "autograd::engine::evaluate_function"
+_NO_OPERATOR = ("Optimizer.step#", "enumerate(DataLoader)")
+"""Annotations that older profilers record as operators."""
+_MATRICES = {"aten::addmm": (1, 2), "aten::mm": (0, 1), "aten::_scaled_mm": (0, 1)}
+_ATTENTION = "aten::scaled_dot_product_attention"
+
+
+class OperatorKind(IntEnum):
+    """Kind of an operator on the host.
+
+    ENGINE is what the autograd engine evaluates, with all that runs in it.
+    """
+
+    COMPUTE = 0
+    ENGINE = 1
+    COMMUNICATION = 2
+
+
+class Mark(NamedTuple):
+    """Stretch of time of one host thread that has a name."""
+
+    start_us: float
+    stop_us: float
+    thread: int
+    name: str
+
+
+class Communication(NamedTuple):
+    """One collective or transfer.
+
+    group    ranks that take part, as the profiler writes them; "" where it does not
+    peer     the other end of a transfer; -1 where unknown
+    host_us  moment at which the host issued it
+    """
+
+    name: str
+    group: str
+    is_p2p: bool
+    peer: int
+    host_us: float
+    start_us: float
+    stop_us: float
+
+
+class ProcessGroup(NamedTuple):
+    """A process group with its description, such as `mesh_tp`."""
+
+    description: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Operators:
+    """Operators on the host as columns.
+
+    sequence  autograd's number of the forward operator, or of the one that is evaluated; -1: none
+    backward  1 where the operator runs in a backward pass, else 0
+    """
+
+    start: Times
+    stop: Times
+    thread: NDArray[np.int64]
+    kind: NDArray[np.int8]
+    sequence: NDArray[np.int64]
+    backward: NDArray[np.int8]
+
+    def select(self, rows: Any) -> Operators:
+        """The operators that a mask or an index picks."""
+        return Operators(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """Shapes of inputs that tell how much work there is, as columns.
+
+    rows, weights       rows of a matrix product, and elements of the matrix of weights
+    sequences, length   of an input with a dimension for sequences; 0: it has none
+    attention           whether attention said so
+    """
+
+    start: Times
+    rows: Times
+    weights: Times
+    sequences: Times
+    length: Times
+    attention: Times
+
+
+@dataclass(frozen=True, eq=False)
+class RankProfile:
+    """Contents of one file.
+
+    epoch_us  what to add to a time to have that of the host's clock; NaN where unknown
+    kernels   start, stop, and moment of launch [3, K] of the device's work, without communication,
+              in the order of launch
+    """
+
+    rank: int
+    epoch_us: float
+    groups: tuple[ProcessGroup, ...]
+    operators: Operators
+    shapes: Shapes
+    kernels: Times
+    communications: tuple[Communication, ...]
+    marks: tuple[Mark, ...]
+
+    @property
+    def on_device(self) -> bool:
+        """True if the work is that of a device, False if it is the host's."""
+        return self.kernels.size > 0
+
+
+def read_profile(path: Path, index: int) -> RankProfile:
+    """The contents of a file; `index` is the rank if it does not tell. Raises `TraceError`."""
+    stream, events = EventStream(path), _Events()
+    try:
+        for event in stream:
+            if event.get("ph") == "X" and "ts" in event:
+                events.add(event)
+        if not events.count:
+            raise TraceError(f"{path}: holds no timed events")
+        return events.profile(_rank(path, stream.header, index), stream.header)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path}: holds an event that cannot be read: {error}") from None
+
+
+def _rank(path: Path, header: Mapping[str, Any], index: int) -> int:
+    known = header.get("distributedInfo")
+    if isinstance(known, Mapping) and isinstance(known.get("rank"), int):
+        return int(known["rank"])
+    found = re.search(r"rank[_\-.]?(\d+)", path.name)
+    return int(found.group(1)) if found else index
+
+
+@dataclass
+class _Events:
+    """Events of a file while it is read."""
+
+    count: int = 0
+    _ops: tuple[array[Any], ...] = field(default_factory=lambda: _columns("ddqbqb"))
+    _shapes: tuple[array[Any], ...] = field(default_factory=lambda: _columns("dddddd"))
+    _kernels: tuple[array[Any], ...] = field(default_factory=lambda: _columns("ddq"))
+    _launches: tuple[array[Any], ...] = field(default_factory=lambda: _columns("qd"))
+    _marks: list[Mark] = field(default_factory=list)
+    _on_device: list[tuple[Communication, int]] = field(default_factory=list)
+    _on_host: list[Communication] = field(default_factory=list)
+    _threads: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Takes one event."""
+        self.count += 1
+        category, name = event.get("cat"), str(event.get("name", ""))
+        start = float(event["ts"])
+        stop = start + float(event.get("dur", 0.0))
+        arguments = event.get("args")
+        if not isinstance(arguments, Mapping):
+            arguments = {}
+        if category in _LAUNCH:
+            if "correlation" in arguments:
+                _append(self._launches, arguments["correlation"], start)
+        elif category in _DEVICE:
+            key = arguments.get("correlation", -1)
+            if _COMMUNICATION.match(name):
+                self._on_device.append((_communication(name, arguments, start, stop), key))
+            else:
+                _append(self._kernels, start, stop, key)
+        elif category == "user_annotation" or (category in _HOST and name.startswith(_NO_OPERATOR)):
+            if name.startswith("gloo:"):
+                self._on_host.append(_communication(name, arguments, start, stop))
+            elif not _COMMUNICATION.match(name):
+                self._marks.append(Mark(start, stop, self._thread(event), name))
+        elif category in _HOST:
+            self._add_operator(event, name, start, stop, arguments)
+
+    def _add_operator(
+        self,
+        event: Mapping[str, Any],
+        name: str,
+        start: float,
+        stop: float,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        thread, kind = self._thread(event), OperatorKind.COMPUTE
+        if name.startswith(_ENGINE):
+            kind = OperatorKind.ENGINE
+        elif _COMMUNICATION.match(name):
+            kind = OperatorKind.COMMUNICATION
+        sequence = arguments.get("Sequence number", -1)
+        backward = bool(arguments.get("Fwd thread id", 0))
+        sequence = sequence if 0 <= sequence < 1 << 62 else -1
+        _append(self._ops, start, stop, thread, kind, sequence, backward)
+        if "Input Dims" in arguments and not backward:
+            self._add_shapes(name, start, arguments["Input Dims"])
+
+    def _add_shapes(self, name: str, start: float, sizes: Any) -> None:
+        if name in _MATRICES:
+            left, right = (sizes[at] for at in _MATRICES[name])
+            if len(left) == len(right) == 2:
+                _append(self._shapes, start, left[0], right[0] * right[1], 0, 0, 0)
+        elif name == "aten::convolution":
+            rows = sizes[0][0] * math.prod(sizes[0][2:])
+            _append(self._shapes, start, rows, math.prod(sizes[1]), sizes[0][0], 1, 0)
+        elif name == "aten::linear" and len(sizes[0]) > 2:
+            *leading, length, _ = sizes[0]
+            _append(self._shapes, start, 0, 0, math.prod(leading), length, 0)
+        elif name == _ATTENTION and len(sizes[0]) > 2:
+            _append(self._shapes, start, 0, 0, sizes[0][0], sizes[0][-2], 1)
+
+    def _thread(self, event: Mapping[str, Any]) -> int:
+        return self._threads.setdefault(event.get("tid"), len(self._threads))
+
+    def profile(self, rank: int, header: Mapping[str, Any]) -> RankProfile:
+        """All that was taken, in the order of time."""
+        keys, launched = (np.array(column) for column in self._launches)
+        order = np.argsort(keys, kind="stable")
+        keys, launched = keys[order], launched[order]
+        start, stop, key = (np.array(column) for column in self._kernels)
+        kernels = np.array([start, stop, _launched(keys, launched, key, start)], np.float64)
+        ops = Operators(*(np.array(column) for column in self._ops))
+        found = self._on_host
+        if self._on_device:
+            starts = np.array([one.start_us for one, _ in self._on_device])
+            key = np.array([key for _, key in self._on_device], np.int64)
+            issued = _launched(keys, launched, key, starts).tolist()
+            pairs = zip(self._on_device, issued, strict=True)
+            found = [one._replace(host_us=host) for (one, _), host in pairs]
+        return RankProfile(
+            rank=rank,
+            epoch_us=_epoch_us(header),
+            groups=_groups(header),
+            operators=ops.select(np.lexsort((-ops.stop, ops.start))),
+            shapes=Shapes(*(np.array(column, np.float64) for column in self._shapes)),
+            kernels=kernels[:, np.argsort(kernels[2], kind="stable")],
+            communications=tuple(sorted(found, key=lambda one: one.host_us)),
+            marks=tuple(sorted(self._marks)),
+        )
+
+
+def _columns(codes: str) -> tuple[array[Any], ...]:
+    return tuple(array(code) for code in codes)
+
+
+def _append(columns: Sequence[array[Any]], *values: Any) -> None:
+    for column, value in zip(columns, values, strict=True):
+        column.append(value)
+
+
+def _launched(
+    keys: NDArray[np.int64], moments: Times, wanted: NDArray[np.int64], otherwise: Times
+) -> Times:
+    """Moment of launch for each correlation."""
+    if not keys.size:
+        return otherwise
+    at = np.minimum(np.searchsorted(keys, wanted), keys.size - 1)
+    return np.where(keys[at] == wanted, moments[at], otherwise)
+
+
+def _communication(
+    name: str, arguments: Mapping[str, Any], start: float, stop: float
+) -> Communication:
+    what = str(arguments.get("Collective name", name))
+    peer = -1
+    for key in ("Dst Rank", "Src Rank", "dst", "src"):
+        if isinstance(arguments.get(key), int) and arguments[key] >= 0:
+            peer = int(arguments[key])
+            break
+    group = str(arguments.get("Process Group Ranks", ""))
+    return Communication(what, group, bool(_P2P.search(what)), peer, start, start, stop)
+
+
+def _epoch_us(header: Mapping[str, Any]) -> float:
+    base = header.get("baseTimeNanoseconds")
+    return float(base) * 1e-3 if isinstance(base, int | float | str) and base else math.nan
+
+
+def _groups(header: Mapping[str, Any]) -> tuple[ProcessGroup, ...]:
+    known = header.get("distributedInfo")
+    groups = known.get("pg_config") if isinstance(known, Mapping) else None
+    if isinstance(groups, str):
+        groups = json.loads(groups)
+    found = []
+    for group in groups if isinstance(groups, list) else ():
+        ranks = group.get("ranks") if isinstance(group, Mapping) else None
+        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
+            found.append(ProcessGroup(str(group.get("pg_desc", "")), tuple(ranks)))
+    return tuple(found)
