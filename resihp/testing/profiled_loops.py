@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from .local_ranks import LocalRanks
 from .ordinary_loops import OrdinaryLoop, RankLoop
 
-_SKIPPED = 2
+SKIPPED_STEPS = 2
 """First steps, which prepare much that later ones find: not recorded."""
-_PATIENCE_S = 120.0
+_PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def run_profiled(
     For `resihp.testing.local_ranks`.
     """
     own = RankLoop.join(rank, host, port, loop)
-    plan = schedule(wait=_SKIPPED - 1, warmup=1, active=loop.steps - _SKIPPED, repeat=1)
+    plan = schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=loop.steps - SKIPPED_STEPS, repeat=1)
     steps = own.train()
     if not choice.marks_steps:
-        for _ in range(_SKIPPED):
+        for _ in range(SKIPPED_STEPS):
             next(steps)
     dist.barrier()
     with profile(
