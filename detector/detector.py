@@ -17,7 +17,6 @@ from resihp.contracts import (
     Schedule,
     Status,
     TelemetryBatch,
-    TrainingPosition,
     Verdict,
     from_json,
     to_json,
@@ -203,8 +202,7 @@ class Detector(Persistent):
             self._heartbeats.beat(ranks, now)
             for rank in ranks:
                 self._revive(rank)
-                if heartbeat.position is not None:
-                    self._hangs.observe(rank, heartbeat.position, now)
+                self._hangs.observe(rank, heartbeat, now)
                 if self._sensors.observe(rank, heartbeat, self._layout_state.status_table):
                     explained.append(rank)
         causes = [self._verdict(at) for at in self._positions(explained)]
@@ -258,6 +256,11 @@ class Detector(Persistent):
         if self._heartbeats.any_quiet(now):
             return self._hanging
         return self._hangs.hangs(now, self._layout_state.places)
+
+    def asked_stacks(self) -> tuple[int, ...]:
+        """Ranks whose next heartbeats are to have the stacks of their training threads, as of the
+        last `check_alive`: a few of those that hang, and one that waits for them."""
+        return self._hangs.asked_stacks() if self._hanging else ()
 
     def _is_known(self, rank: int) -> bool:
         in_layout = self._layout_state.places.index(np.array([rank]))[0] >= 0
@@ -382,9 +385,11 @@ class Detector(Persistent):
         return verdict if hang is None else _with_hang(verdict, hang, self._now)
 
 
-def _naming(hang: Hang | None) -> tuple[bool, TrainingPosition] | None:
+def _naming(hang: Hang | None) -> tuple[object, ...] | None:
     """The part of a hang whose change is worth a new verdict."""
-    return None if hang is None else (hang.named, replace(hang.position, for_s=0.0))
+    if hang is None:
+        return None
+    return hang.named, replace(hang.position, for_s=0.0), hang.stack, hang.collectives
 
 
 def _with_hang(verdict: Verdict, hang: Hang, now: float) -> Verdict:

@@ -7,44 +7,58 @@ ranks that only wait are told apart: those in a block that waits for other ranks
 same step with fewer finished passes than a rank that holds the same layers. Where all ranks of the
 layout wait, those that are behind are the cause.
 
+A rank that loads data waits for nobody, and all others may wait for it. Its time-out is longer,
+because the first batch of a pass over the data takes its time, and has a history of its own.
+
 A rank outside of all timed blocks (evaluation, checkpoint, set-up) pauses: that is reported after
 ten minutes only, the default time-out of torch's collectives, and if a rank waits; until then the
-ranks that may wait for it do not hang. The same time-out holds in the first step of a process,
-which compiles and connects.
+ranks that may wait for it do not hang. No shorter time is safe: a job's first checkpoint by one
+rank looks the same. The same time-out holds in the first step of a process, which compiles and
+connects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from resihp.contracts import TrainingPosition
-from resihp.formatting import duration, rank_list
+from resihp.contracts import Heartbeat, Op, TrainingPosition
+from resihp.formatting import duration, listed, plural, rank_list
 
 from .persistence import Persistent
 from .rank_table import RankTable
 
 _SHORTEST_S = 10.0
+_SHORTEST_DATA_S = 30.0
 _PAUSE_S = 600.0
 _FACTOR = 2.0
 """Time-out over the longest stay in a block that a rank came back from."""
+_MOST_STACKS = 8
+_MOST_PLACES = 3
+_EXCHANGES = {Op.COLLECTIVE: "in a collective", Op.P2P: "in a transfer"}
 
 
 @dataclass(frozen=True)
 class Hang:
     """A rank whose training thread hangs.
 
-    since_s    by the clock of the heartbeats
-    suspects   ranks that may be the cause, this one included
-    named      they are few enough to be named as the cause
-    waiting    number of ranks that wait for them
+    since_s      by the clock of the heartbeats
+    suspects     ranks that may be the cause, this one included
+    named        they are few enough to be named as the cause
+    others       number and places of the ranks that wait for them; "" without any
+    stack        of its training thread, if it was sent
+    collectives  what the flight recorders of this rank and of one that waits say
     """
 
     position: TrainingPosition
     since_s: float
     suspects: tuple[int, ...]
     named: bool
-    waiting: int
+    others: str
+    stack: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
 
     def evidence(self, now: float) -> tuple[str, ...]:
         """Sentences on the hang as of `now`."""
@@ -61,49 +75,69 @@ class Hang:
             lines.append("the rank that the others wait for cannot be told from the positions")
         elif len(self.suspects) > 1:
             lines.append(f"one of {rank_list(self.suspects)} is the cause")
-        if self.named and self.waiting:
-            lines.append(f"{self.waiting} other ranks wait")
-        return tuple(lines)
+        if self.named and self.others:
+            lines.append(self.others)
+        if self.stack:
+            lines.append(f"its stack, the innermost frame first: {' <- '.join(self.stack)}")
+        return (*lines, *self.collectives)
 
 
 @dataclass(slots=True)
 class _Stay:
-    """Position of a rank that does not move, `since_s`; `is_suspect` if nothing excuses it."""
+    """Position of a rank that does not move, `since_s`; `is_suspect` if nothing excuses it.
+    `stack` and `collective` as in its heartbeats."""
 
     position: TrainingPosition
     since_s: float
     is_suspect: bool = False
+    stack: tuple[str, ...] = ()
+    collective: str = ""
+
+    @property
+    def is_idle(self) -> bool:
+        """True outside of passes, where the rank waits for no other."""
+        return self.position.op in (None, Op.DATA)
 
 
 class HangTracker(Persistent):
     """Positions of the ranks of one job. Times are seconds of the heartbeats' clock."""
 
-    _saved = ("_stays", "_first_steps", "_longest_s")
+    _saved = ("_stays", "_first_steps", "_longest_s", "_longest_data_s")
     _stays: dict[int, _Stay]
     _first_steps: dict[int, int]
 
     def __init__(self) -> None:
         self._stays = {}
         self._first_steps = {}
-        self._longest_s = 0.0
+        self._longest_s = self._longest_data_s = 0.0
+        self._asked: tuple[int, ...] = ()
 
-    def observe(self, rank: int, position: TrainingPosition, now: float) -> None:
-        """Note a position that a heartbeat carried."""
+    def observe(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        """Note the position that a heartbeat carries, if any, and the stack."""
+        position = heartbeat.position
+        if position is None:
+            return
         self._first_steps.setdefault(rank, position.step)
         since_s = now - position.for_s
         known = self._stays.get(rank)
         if known is not None and replace(known.position, for_s=position.for_s) == position:
-            since_s = min(since_s, known.since_s)
-            self._stays[rank] = _Stay(position, since_s, known.is_suspect)
+            known.position, known.since_s = position, min(since_s, known.since_s)
         else:
             self.moved(rank, now - position.for_s)
-            self._stays[rank] = _Stay(position, since_s)
+            known = self._stays[rank] = _Stay(position, since_s)
+        if heartbeat.stack:
+            known.stack, known.collective = heartbeat.stack, heartbeat.collective
 
     def moved(self, rank: int, now: float) -> None:
         """Note that a rank makes progress, e.g. that records of it arrived."""
         stay = self._stays.pop(rank, None)
-        if stay is not None and stay.is_suspect:
-            self._longest_s = max(self._longest_s, min(now - stay.since_s, _PAUSE_S))
+        if stay is None or not stay.is_suspect:
+            return
+        lasted_s = min(now - stay.since_s, _PAUSE_S)
+        if stay.is_idle:
+            self._longest_data_s = max(self._longest_data_s, lasted_s)
+        else:
+            self._longest_s = max(self._longest_s, lasted_s)
 
     def forget(self, ranks: Collection[int]) -> None:
         """Drop what is known of ranks."""
@@ -124,43 +158,119 @@ class HangTracker(Persistent):
 
     def hangs(self, now: float, ranks: RankTable) -> dict[int, Hang]:
         """The ranks of a layout that hang and do not merely wait for another rank."""
+        self._asked = ()
         if not any(now - stay.since_s > _SHORTEST_S for stay in self._stays.values()):
             return {}
         classes = dict(zip(ranks.ranks.tolist(), ranks.peers.tolist(), strict=True))
         stays = {rank: stay for rank, stay in self._stays.items() if rank in classes}
-        present = len(stays)
         busy = {rank: stay for rank, stay in stays.items() if not stay.position.waiting}
-        if busy or present < ranks.size:
-            stays = busy  # else all wait for each other
-        if present == len(busy) and all(stay.position.op is None for stay in busy.values()):
-            return {}  # the whole job pauses
-        step = min((stay.position.step for stay in stays.values()), default=0)
-        rear = [(classes[r], s.position) for r, s in stays.items() if s.position.step == step]
-        fewest: dict[int, int] = {}
-        for kind, position in rear:
-            fewest[kind] = min(fewest.get(kind, position.passes), position.passes)
-        pausing = [(kind, position.passes) for kind, position in rear if position.op is None]
-        suspects = []
-        for rank, stay in stays.items():
-            position, kind, lasted_s = stay.position, classes[rank], now - stay.since_s
-            blocked = position.op is not None
-            excused = (
-                lasted_s <= _SHORTEST_S
-                or position.step > step
-                or position.passes > fewest[kind]
-                or (blocked and any(k != kind or p <= position.passes for k, p in pausing))
-            )
-            stay.is_suspect = blocked and not excused
-            if not excused and lasted_s > self._time_out_s(rank, position):
-                suspects.append(rank)
-        waiting = present - len(suspects)
-        named = len(suspects) == 1 or 2 * len(suspects) <= ranks.size
+        nobody_waits = len(busy) == len(stays) and all(stay.is_idle for stay in busy.values())
+        all_wait = not busy and len(stays) == ranks.size
+        suspects = [
+            rank
+            for rank, stay in _without_excuse(stays if all_wait else busy, classes, now)
+            if now - stay.since_s > self._time_out_s(rank, stay, nobody_waits=nobody_waits)
+        ]
+        return self._found(suspects, stays, ranks.size) if suspects else {}
+
+    def _time_out_s(self, rank: int, stay: _Stay, *, nobody_waits: bool) -> float:
+        position = stay.position
+        if position.op is None:
+            return math.inf if nobody_waits else _PAUSE_S
+        if nobody_waits or position.step <= self._first_steps.get(rank, -1):
+            return _PAUSE_S
+        shortest_s, longest_s = _SHORTEST_S, self._longest_s
+        if position.op is Op.DATA:
+            shortest_s, longest_s = _SHORTEST_DATA_S, self._longest_data_s
+        return min(max(shortest_s, _FACTOR * longest_s), _PAUSE_S)
+
+    def _found(
+        self, suspects: Collection[int], stays: Mapping[int, _Stay], size: int
+    ) -> dict[int, Hang]:
+        """The hangs of `suspects`. The ranks to be asked for their stacks are the first of these,
+        and one that waits for them."""
+        named = len(suspects) == 1 or 2 * len(suspects) <= size
+        others = {rank: stay for rank, stay in stays.items() if rank not in suspects}
+        waiting = [rank for rank, stay in sorted(others.items()) if stay.position.waiting][:1]
+        asked = [*sorted(suspects)[:_MOST_STACKS], *waiting]
+        self._asked = tuple(rank for rank in asked if not stays[rank].stack)
+        places = [stay.position for stay in others.values()]
         return {
-            rank: Hang(stays[rank].position, stays[rank].since_s, tuple(suspects), named, waiting)
+            rank: Hang(
+                position=stays[rank].position,
+                since_s=stays[rank].since_s,
+                suspects=tuple(suspects),
+                named=named,
+                others=_others(places, stays[rank].position.step),
+                stack=stays[rank].stack,
+                collectives=tuple(
+                    f"flight recorder of rank {each}: {stays[each].collective}"
+                    for each in (rank, *waiting)
+                    if stays[each].collective
+                ),
+            )
             for rank in suspects
         }
 
-    def _time_out_s(self, rank: int, position: TrainingPosition) -> float:
-        if position.op is None or position.step <= self._first_steps.get(rank, -1):
-            return _PAUSE_S
-        return min(max(_SHORTEST_S, _FACTOR * self._longest_s), _PAUSE_S)
+    def asked_stacks(self) -> tuple[int, ...]:
+        """Ranks whose stacks are asked for: few of those that hang, and one that waits for them."""
+        return self._asked
+
+
+def _without_excuse(
+    stays: Mapping[int, _Stay], classes: Mapping[int, int], now: float
+) -> list[tuple[int, _Stay]]:
+    """Stays of ranks that neither are ahead of another one nor may wait for one."""
+    step = min((stay.position.step for stay in stays.values()), default=0)
+    rear = [(classes[rank], stay) for rank, stay in stays.items() if stay.position.step == step]
+    fewest: dict[int, int] = {}
+    for kind, stay in rear:
+        fewest[kind] = min(fewest.get(kind, stay.position.passes), stay.position.passes)
+    idle = [(kind, stay.position.passes) for kind, stay in rear if stay.is_idle]
+    found = []
+    for rank, stay in stays.items():
+        position, kind = stay.position, classes[rank]
+        is_excused = (
+            now - stay.since_s <= _SHORTEST_S
+            or position.step > step
+            or position.passes > fewest[kind]
+            or (
+                not stay.is_idle
+                and any(other != kind or passes <= position.passes for other, passes in idle)
+            )
+        )
+        stay.is_suspect = position.op is not None and not is_excused
+        if not is_excused:
+            found.append((rank, stay))
+    return found
+
+
+def _others(places: Iterable[TrainingPosition], step: int) -> str:
+    """Number and places of ranks that wait for one in `step`.
+
+    >>> waiting = TrainingPosition(step=9, op=Op.COLLECTIVE, waiting=True)
+    >>> _others([waiting] * 3, 9)
+    '3 other ranks wait in a collective of the same step'
+    >>> _others([waiting, waiting, TrainingPosition(step=8, op=Op.BACKWARD, waiting=True)], 8)
+    '3 other ranks wait: 2 in a collective of step 9 and 1 for others in backward of the same step'
+    """
+    counts = Counter(_place(position, step) for position in places)
+    total = counts.total()
+    if not total:
+        return ""
+    lead = f"{plural(total, 'other rank')} {'waits' if total == 1 else 'wait'}"
+    if len(counts) == 1:
+        return f"{lead} {next(iter(counts))}"
+    parts = [f"{count} {place}" for place, count in counts.most_common(_MOST_PLACES)]
+    left = total - sum(count for _, count in counts.most_common(_MOST_PLACES))
+    return f"{lead}: {listed([*parts, f'{left} elsewhere'] if left else parts)}"
+
+
+def _place(position: TrainingPosition, step: int) -> str:
+    if position.op is None:
+        where = "outside of all timed blocks"
+    elif position.op in _EXCHANGES:
+        where = _EXCHANGES[position.op]
+    else:
+        where = f"{'for others ' if position.waiting else ''}in {position.op.name.lower()}"
+    return f"{where} of {'the same step' if position.step == step else f'step {position.step}'}"

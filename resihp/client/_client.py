@@ -66,12 +66,9 @@ class Client:
         headers = {"Content-Type": form.value}
         if key is not None:
             headers["Idempotency-Key"] = key
-        answer = self._request("POST", _path(job, "telemetry"), body=message, headers=headers)
-        try:
-            document = answer.json()
-        except ValueError:  # the batch was accepted nevertheless
-            return {}
-        return document if isinstance(document, dict) else {}
+        return _document(
+            self._request("POST", _path(job, "telemetry"), body=message, headers=headers)
+        )
 
     def answer_probe(
         self, job: str, *, probe: str, rank: int, ms: float | None, detail: str = ""
@@ -83,13 +80,16 @@ class Client:
         """Report that these ranks are alive; later silence of one of them counts as its stop."""
         self.send_heartbeat(job, Heartbeat(ranks=tuple(ranks), step=step))
 
-    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> None:
-        """Report that the ranks of a process are alive, where they are, or that they leave."""
+    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> dict[str, Any]:
+        """Report that the ranks of a process are alive, where they are, or that they leave.
+
+        Returns the answer: with `stack` true, the next heartbeat is to have the stack.
+        """
         document = {key: value for key, value in to_json(heartbeat).items() if value}
         if heartbeat.sensors is not None:
             readings = heartbeat.sensors.readings()
             document["sensors"] = {"seconds": heartbeat.sensors.seconds, **readings}
-        self._send("POST", _path(job, "heartbeats"), document)
+        return _document(self._send("POST", _path(job, "heartbeats"), document))
 
     def report_failure(
         self,
@@ -177,9 +177,9 @@ class Client:
     def _get(self, path: str) -> Any:
         return _parse(self._request("GET", path))
 
-    def _send(self, method: str, path: str, document: Any) -> None:
+    def _send(self, method: str, path: str, document: Any) -> urllib3.BaseHTTPResponse:
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        self._request(method, path, body=body, headers=_JSON)
+        return self._request(method, path, body=body, headers=_JSON)
 
     def _request(
         self,
@@ -223,6 +223,15 @@ def _parse(answer: urllib3.BaseHTTPResponse) -> Any:
         return answer.json()
     except ValueError as error:
         raise ServiceError(f"the answer is not JSON: {error}") from None
+
+
+def _document(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
+    """Content of an answer to something that was accepted in any case; {} if it is no object."""
+    try:
+        document = answer.json()
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _problem(answer: urllib3.BaseHTTPResponse) -> str:

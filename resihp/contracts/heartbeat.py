@@ -46,6 +46,10 @@ class Heartbeat:
     sensors   readings of its host and accelerator since the last sample; None where there are none
     left      the process ends on purpose: no heartbeat follows
     error     error that ends the process; "" where it ends without one
+
+    Where the sidecar asked for them, because the rank hangs:
+    stack       Python frames of the training thread, the innermost first: "train.py:118 in load"
+    collective  what torch's flight recorder says of this process; "" where it says nothing
     """
 
     ranks: tuple[int, ...]
@@ -56,3 +60,5 @@ class Heartbeat:
     sensors: SensorSample | None = None
     left: bool = False
     error: str = ""
+    stack: tuple[str, ...] = ()
+    collective: str = ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import Protocol
 
@@ -10,8 +12,10 @@ import numpy as np
 
 from resihp.contracts import Heartbeat, Op, ServiceError, TelemetryBatch, TrainingPosition
 
+from ._flight_recorder import last_collective
 from ._sampler import Sampler
 from ._spans import FORWARD, Recording, Span
+from ._stack import stack_of
 from ._stats import FailureLog
 
 _UNKNOWN_JOB = 404
@@ -25,8 +29,8 @@ _EXCHANGES = (Op.P2P, Op.COLLECTIVE)
 class HeartbeatReceiver(Protocol):
     """Destination of heartbeats, e.g. `resihp.Client`. Raises `ServiceError`."""
 
-    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> None:
-        """Deliver one heartbeat."""
+    def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> object:
+        """Deliver one heartbeat; the answer may ask for the stack of the training thread."""
         ...
 
 
@@ -44,6 +48,9 @@ class HeartbeatSender:
 
     All methods are called by the sender's thread, and the position is what this thread sees of the
     training thread, which therefore pays nothing. A heartbeat that is lost is not repeated.
+
+    stacks  the next heartbeat has the stack of the training thread if the sidecar asks for it,
+            once for each place where the thread stays
     """
 
     def __init__(
@@ -55,8 +62,10 @@ class HeartbeatSender:
         failures: FailureLog,
         *,
         interval_s: float,
+        stacks: bool,
         sampler: Sampler | None = None,
     ) -> None:
+        self._stacks = stacks
         self._receiver, self._job, self._rank = receiver, job, rank
         self._recording, self._failures, self._sampler = recording, failures, sampler
         self.interval_s = interval_s
@@ -72,6 +81,8 @@ class HeartbeatSender:
         self._step, self._passes = -1, 0
         if self._sampler is not None:
             self._sampler.reset()
+        self._is_asked = False
+        self._told_since_s = 0.0
 
     def count(self, batch: TelemetryBatch) -> None:
         """Count the passes in a batch of records, in their order."""
@@ -131,9 +142,12 @@ class HeartbeatSender:
             left=left,
             error=error[:1_000],
         )
+        if self._is_asked and not left:
+            heartbeat = self._with_stack(heartbeat)
         try:
-            self._receiver.send_heartbeat(self._job, heartbeat)
+            answer = self._receiver.send_heartbeat(self._job, heartbeat)
         except ServiceError as lost:
+            self._is_asked = False
             self._last_beat_s -= (_UNCONDITIONAL - 1) * self.interval_s
             refused = lost.status is not None and 400 <= lost.status < 500
             if refused and lost.status not in (_UNKNOWN_JOB, 429):
@@ -141,6 +155,22 @@ class HeartbeatSender:
         else:
             if heartbeat.sensors is not None and self._sampler is not None:
                 self._sampler.keep()
+            if self._is_asked:
+                self._told_since_s = self._since_s
+            is_told = self._told_since_s == self._since_s
+            asks = isinstance(answer, Mapping) and answer.get("stack") is True
+            self._is_asked = self._stacks and asks and not is_told
+            if self._is_asked:
+                self._last_beat_s = float("-inf")
+
+    def _with_stack(self, heartbeat: Heartbeat) -> Heartbeat:
+        collective = ""
+        try:
+            collective = last_collective()
+        except Exception as error:  # noqa: BLE001 private to torch: the stack is told without it
+            self._failures.add("reading torch's flight recorder", error)
+        threads = (self._recording.pass_thread, self._recording.loop_thread)
+        return replace(heartbeat, stack=stack_of(threads), collective=collective)
 
     def _position(self) -> TrainingPosition:
         step, span, waiting, _ = self._seen or (self._recording.step, None, False, 0)

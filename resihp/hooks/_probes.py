@@ -109,9 +109,9 @@ class Probes:
         self.answers.clear()
 
 
-def allowed_by_environment() -> bool:
-    """Return whether RESIHP_PROBES allows probes, which is the default."""
-    return os.environ.get("RESIHP_PROBES", "").strip().lower() not in _OFF
+def allowed_by_environment(name: str) -> bool:
+    """Return whether the variable, RESIHP_PROBES or RESIHP_STACKS, allows it: the default."""
+    return os.environ.get(name, "").strip().lower() not in _OFF
 
 
 def _request(item: Any) -> RequestedProbe | None:

@@ -109,6 +109,7 @@ class Sender:
         batch_records: int,
         interval_s: float,
         heartbeat_s: float,
+        stacks: bool,
         seed: int,
         probes: Probes,
         sensors: bool,
@@ -119,7 +120,7 @@ class Sender:
         self._batch_records, self._interval_s, self._seed = batch_records, interval_s, seed
         self._heartbeat = HeartbeatSender(
             receiver, self._job, rank, recording, self._failures, interval_s=heartbeat_s,
-            sampler=Sampler(recording) if sensors else None,
+            stacks=stacks, sampler=Sampler(recording) if sensors else None,
         )  # fmt: skip
         self.buffer = Buffer(capacity, self._start)
         self.reset()
@@ -154,6 +155,7 @@ class Sender:
 
     def _start(self) -> None:
         self._recording.thread_id = threading.get_native_id()
+        self._recording.loop_thread = threading.get_ident()
         thread = threading.Thread(target=self._run, name="resihp-sender", daemon=True)
         try:
             thread.start()

@@ -30,6 +30,7 @@ class Recording:
     put                 takes a finished block
     on_first_step       called as the first step begins, and then None
     thread_id           the training thread, by the system's number; 0 before its first record
+    loop_thread         the same by Python's number, and pass_thread that of the last pass
     """
 
     open: Span | None
@@ -52,6 +53,7 @@ class Recording:
         self.next_index: dict[int, int] = {}
         self.now_ns, self.failures = now_ns, failures
         self.on_first_step = None
+        self.loop_thread = self.pass_thread = 0
         self.use(device)
         self._look_for_cuda = look_for_cuda
 
@@ -202,6 +204,11 @@ class HostSpan(Span):
             recording.recorded = True
             put = recording.put
             put(self)
+
+    def own_ns(self) -> int:
+        """Time since the block was entered, without waiting."""
+        elapsed_ns: int = self.stamp() - self._start
+        return elapsed_ns - max(0, self._wait_ns)
 
     def measure_waiting(self) -> None:
         self._wait_ns = max(0, self._wait_ns)

@@ -58,6 +58,9 @@ class Monitor:
                    suspect and a healthy rank; default RESIHP_PROBES, else allowed
     sensors        False forbids the reading of sensors of host and device, which heartbeats carry;
                    default RESIHP_SENSORS, else allowed
+    stacks         False forbids to send the Python stack of a training thread that hangs, which the
+                   sidecar requests: file names, lines and functions, without values; default
+                   RESIHP_STACKS, else allowed
     link_probe     times a transfer with a peer, for probes of links; it bounds its own waiting
     """
 
@@ -76,6 +79,7 @@ class Monitor:
         heartbeat_s: float = 1.0,
         seed: int | None = None,
         probes: bool | None = None,
+        stacks: bool | None = None,
         link_probe: LinkProbe | None = None,
         sensors: bool | None = None,
     ) -> None:
@@ -85,7 +89,9 @@ class Monitor:
         host = clock if isinstance(clock, HostClock) else HostClock()
         device = clock if isinstance(clock, CudaClock) else None
         self._recording = Recording(failures, host.now_ns, device, look_for_cuda=clock is None)
-        allowed = allowed_by_environment() if probes is None else probes
+        allowed = allowed_by_environment("RESIHP_PROBES") if probes is None else probes
+        if stacks is None:
+            stacks = allowed_by_environment("RESIHP_STACKS")
         self._probes = Probes(
             failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
         )
@@ -95,7 +101,7 @@ class Monitor:
                              token or os.environ.get("RESIHP_TOKEN")),
             Registration(job, self.rank, failures), self.rank, self._recording, capacity=capacity,
             batch_records=batch_records, interval_s=interval_s,
-            heartbeat_s=spread_interval(heartbeat_s, ranks),
+            heartbeat_s=spread_interval(heartbeat_s, ranks), stacks=stacks,
             seed=self.rank if seed is None else seed, probes=self._probes,
             sensors=sensors_allowed() if sensors is None else sensors,
         )  # fmt: skip

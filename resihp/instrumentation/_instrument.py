@@ -14,6 +14,7 @@ from resihp.layout.rank_groups import RankDescription
 
 from . import _collectives
 from ._call_arguments import Lengths
+from ._data_loaders import time_data_loaders
 from ._inferred_job import InferredJob, job_name
 from ._modules import ModulePasses, queue_callback
 from ._optimizers import OptimizerSteps
@@ -143,6 +144,12 @@ def monitor_of(
             "waiting",
             "this torch does not tell waiting for other ranks from a rank's own time: "
             "slow devices may not be found",
+        )
+    if not time_data_loaders(timer, monitor._patches):
+        failures.warn_once(
+            "data",
+            "this torch does not show its data loaders: a rank that hangs in one is reported after "
+            "ten minutes",
         )
     return monitor
 

@@ -91,6 +91,8 @@ class ModulePasses:
         if torch.is_grad_enabled() and backward_under_way() < 0:
             work = self._work_of_call(args, kwargs, self._lengths)
             self._index = timer.begin(FORWARD, work=work)
+        elif not torch.is_grad_enabled():
+            timer.forget_data()
 
     def _after(self, output: Any) -> None:
         index, self._index = self._index, -1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import nan
 from threading import get_ident
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from resihp.contracts import Op
-from resihp.hooks._spans import JoinedSpan, Recording, Span, StepSpan
+from resihp.hooks._spans import HostSpan, JoinedSpan, Recording, Span, StepSpan
 from resihp.hooks._workload import Work
 
 P = ParamSpec("P")
@@ -18,6 +19,7 @@ Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 
 FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
+_DATA = int(Op.DATA)
 
 
 class PassTimer:
@@ -41,7 +43,8 @@ class PassTimer:
         self._passes = self._counted_step = 0
         self._has_begun = False
         self._between_steps = between_steps
-        self._thread, self._stream = 0, -1
+        self._stream = -1
+        self._data_ns = 0
         self._open: Span | None = None
         self._step: StepSpan | None = None
         self._ends_with_backward = False
@@ -68,7 +71,10 @@ class PassTimer:
             self._report_passes()
         if index < 0:
             index = self._passes
-        self._passes += op == FORWARD
+        if op == FORWARD:
+            self._passes += 1
+            if self._data_ns:
+                self._record_data()
         span = recording.kind(recording, op, index, chunk, -1, work)
         self._enter(span)
         return index
@@ -189,7 +195,7 @@ class PassTimer:
     def begin_wait(self) -> tuple[Span, Any] | None:
         """Begin to wait for other ranks; None outside of passes, in other threads and streams of
         the device, and within waiting that is counted already."""
-        if get_ident() != self._thread:
+        if get_ident() != self.recording.pass_thread:
             return None
         device = self.recording.device
         if device is not None and device.stream() != self._stream:
@@ -212,10 +218,39 @@ class PassTimer:
             span.add_wait(stamp, span.stamp())
             span.waiting = False
 
+    def begin_data(self) -> HostSpan | None:
+        """Begin to wait for input; None in other threads than the loop's, and inside other blocks.
+
+        The time becomes a record with the next forward pass, unless `forget_data` is called before.
+        """
+        recording = self.recording
+        outer = recording.open
+        if get_ident() != recording.loop_thread or not (outer is None or _is_step(outer)):
+            return None
+        block = HostSpan(recording, _DATA, -1, 0, -1, None)
+        block.__enter__()
+        return block
+
+    def end_data(self, block: HostSpan) -> None:
+        """End the waiting for input that `begin_data` began."""
+        block.leave()
+        self._data_ns += block.own_ns()
+
+    def forget_data(self) -> None:
+        """Drop the waiting for input that was for no training, but for an evaluation."""
+        self._data_ns = 0
+
+    def _record_data(self) -> None:
+        recording, ms = self.recording, self._data_ns * 1e-6
+        self._data_ns = 0
+        put = recording.put
+        put((recording.plan_version, recording.step, -1, 0, _DATA, ms, nan, -1, -1, -1, -1, -1))
+
     def _enter(self, span: Any) -> None:
         self._has_begun = True
-        self._thread = get_ident()  # autograd runs the passes of a device in a thread of its own
-        device = self.recording.device
+        recording = self.recording
+        recording.pass_thread = get_ident()  # autograd may use a thread of its own
+        device = recording.device
         self._stream = -1 if device is None else device.stream()
         span.__enter__()
         if self.measures_waiting:

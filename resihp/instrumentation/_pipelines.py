@@ -73,6 +73,8 @@ class StagePasses:
             work = self._work_of_call(inner, named, self._lengths)
             index = _argument(args, kwargs, 0, "fwd_chunk_id")
             self._timer.begin(FORWARD, chunk=self._chunk, index=index, work=work)
+        else:
+            self._timer.forget_data()
 
     def _begin_backward(self, args: Arguments, kwargs: Keywords) -> None:
         index = _argument(args, kwargs, 0, "bwd_chunk_id")

@@ -17,6 +17,7 @@ from ..errors import ContentEncodingError, MediaTypeError
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
 Ranks = Annotated[list[Rank], Field(min_length=1, max_length=1_000_000)]
 Detail = Annotated[str, Field(max_length=4096)]
+Frame = Annotated[str, Field(max_length=256)]
 _Body = TypeVar("_Body", bound="_Strict")
 
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
@@ -38,7 +39,8 @@ class HeartbeatPosition(_Strict):
 
 
 class HeartbeatBody(_Strict):
-    """Sign of life of the process that holds these ranks."""
+    """Sign of life of the process that holds these ranks; `stack` and `collective` if an answer
+    asked for them."""
 
     ranks: Ranks
     step: int | None = None
@@ -48,6 +50,8 @@ class HeartbeatBody(_Strict):
     sensors: SensorSample | None = None
     left: bool = False
     error: Detail = ""
+    stack: Annotated[list[Frame], Field(max_length=32)] = []
+    collective: Annotated[str, Field(max_length=256)] = ""
 
 
 class AckBody(_Strict):

@@ -18,7 +18,7 @@ _MOST = 4_096
 @dataclass
 class _Batch:
     heartbeats: list[dict[str, Any]] = field(default_factory=list)
-    stored: asyncio.Task[None] | None = None
+    stored: asyncio.Task[frozenset[int]] | None = None
 
 
 class HeartbeatBatches:
@@ -28,19 +28,23 @@ class HeartbeatBatches:
         self._store = store
         self._open: dict[str, _Batch] = {}
 
-    async def add(self, job: str, heartbeat: dict[str, Any]) -> None:
-        """Return once the heartbeat is stored. Raises the errors of `HttpStore.put`."""
+    async def add(self, job: str, heartbeat: dict[str, Any]) -> frozenset[int]:
+        """Store a heartbeat; return the ranks of the job whose stacks are asked for.
+
+        Raises the errors of `HttpStore.put`.
+        """
         batch = self._open.get(job)
         if batch is None or len(batch.heartbeats) >= _MOST:
             batch = self._open[job] = _Batch()
             batch.stored = asyncio.create_task(self._store_later(job, batch))
         batch.heartbeats.append(heartbeat)
         assert batch.stored is not None
-        await asyncio.shield(batch.stored)
+        return await asyncio.shield(batch.stored)
 
-    async def _store_later(self, job: str, batch: _Batch) -> None:
+    async def _store_later(self, job: str, batch: _Batch) -> frozenset[int]:
         await asyncio.sleep(_WINDOW_S)
         if self._open.get(job) is batch:
             del self._open[job]
         body = json.dumps({"heartbeats": batch.heartbeats}, separators=(",", ":")).encode()
         await self._store.put(job, MessageKind.HEARTBEAT, body)
+        return await self._store.asked_stacks(job)

@@ -121,10 +121,12 @@ def _only_rank(batch: TelemetryBatch) -> int | None:
 @router.post("/{job}/heartbeats", **bodies.accepts(bodies.HeartbeatBody))
 async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Report that these ranks are alive, or with `left` that their process ends. A rank that has
-    sent heartbeats and falls silent has stopped; its telemetry counts as heartbeats too."""
+    sent heartbeats and falls silent has stopped; its telemetry counts as heartbeats too. With
+    `stack` true in the answer, the next heartbeat is to have the stack of the training thread."""
     heartbeat = await bodies.read(request, bodies.HeartbeatBody)
-    await ctx.heartbeats.add(job, heartbeat.model_dump(exclude_defaults=True))
-    return {"accepted": len(heartbeat.ranks)}
+    asked = await ctx.heartbeats.add(job, heartbeat.model_dump(exclude_defaults=True))
+    answer = {"accepted": len(heartbeat.ranks)}
+    return answer if asked.isdisjoint(heartbeat.ranks) else {**answer, "stack": True}
 
 
 @router.post("/{job}/failures", **bodies.accepts(bodies.FailureBody))

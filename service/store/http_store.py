@@ -102,6 +102,11 @@ class HttpStore:
         requests = await self._redis.hget(JobKeys(name).status, "probes")
         return loads(requests) if requests else {}
 
+    async def asked_stacks(self, name: str) -> frozenset[int]:
+        """Ranks whose heartbeats are to have the stacks of their training threads."""
+        ranks = await self._redis.hget(JobKeys(name).status, "stacks")
+        return frozenset(json.loads(ranks) if ranks else ())
+
     async def backlog(self, name: str) -> int:
         """Number of messages that no saved state contains yet."""
         return int(await self._redis.xlen(JobKeys(name).messages))

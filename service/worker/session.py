@@ -296,6 +296,7 @@ class JobSession:
             "last_step": self.last_step,
             "rollout": self.planning.rollout(),
             "probes": self._state.probes.by_rank(),
+            "stacks": list(self._detector.asked_stacks()),
         }
 
     def _keep_verdicts(self) -> None:

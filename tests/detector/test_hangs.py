@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from detector import Detector
 from resihp.contracts import Heartbeat, Job, Layout, Op, Status, TrainingPosition, Verdict
@@ -21,6 +23,7 @@ HUNG = at(Op.BACKWARD, 0, passes=1)
 BEHIND_IT = at(Op.BACKWARD, 1, passes=3)
 WAITING = at(Op.COLLECTIVE, passes=4, waiting=True)
 PAUSING = at()
+LOADING = at(Op.DATA)
 
 
 class Run:
@@ -30,20 +33,28 @@ class Run:
         self.detector, self.now = Detector(job), 0.0
         self.changed: list[Verdict] = []
         self.sequence = 0
+        self.asked: set[int] = set()
         self.stay(START, 3)
 
-    def stay(self, positions: Mapping[int, TrainingPosition], seconds: float) -> None:
-        """These ranks stay where they are."""
-        for second in range(int(seconds)):
-            self.now += 1.0
+    def stay(
+        self, positions: Mapping[int, TrainingPosition], seconds: float, every: int = 1
+    ) -> None:
+        """These ranks stay where they are, and send their stacks if they are asked to."""
+        for second in range(0, int(seconds), every):
+            self.now += every
             self.sequence += 1
+            asked = self.detector.asked_stacks()
+            stack = ("data.py:7 in read", "train.py:9 in main")
             beats = [
                 Heartbeat(
                     ranks=(rank,), process=f"p{rank}", sequence=self.sequence,
                     position=TrainingPosition(**{**vars(position), "for_s": float(second)}),
+                    stack=stack if rank in asked else (),
+                    collective=f"all_reduce number {rank}" if rank in asked else "",
                 )
                 for rank, position in positions.items()
             ]  # fmt: skip
+            self.asked.update(asked)
             self.changed += self.detector.take_heartbeats(beats, self.now)
             self.changed += self.detector.check_alive(self.now)
 
@@ -63,13 +74,14 @@ def test_the_rank_that_the_others_wait_for_is_named(others: TrainingPosition) ->
     run = Run()
     run.stay({0: others, 1: HUNG, 2: others, 3: others}, 20)
     assert run.named() == {1: Status.SUSPECT}
-    (verdict,) = run.changed
+    verdict = run.changed[0]
     assert verdict.since_step == 9
     assert verdict.evidence[0].startswith(
         "its training thread has been in backward of step 9, microbatch 0 for 1"
     )
     assert verdict.evidence[0].endswith("its process is alive")
-    assert verdict.evidence[1] == "3 other ranks wait"
+    where = {BEHIND_IT: "in backward", WAITING: "in a collective"}[others]
+    assert verdict.evidence[1] == f"3 other ranks wait {where} of the same step"
 
 
 def test_where_all_are_at_the_same_place_nobody_is_named() -> None:
@@ -90,7 +102,8 @@ def test_a_rank_that_moves_on_is_healthy_again_and_its_stay_is_learned() -> None
     run.stay(later, 50)
     assert run.named() == {}
     run.stay(later, 20)
-    assert [v.status for v in run.changed] == [Status.SUSPECT, Status.HEALTHY, Status.SUSPECT]
+    statuses = [v.status for v in run.changed if len(v.evidence) <= 2]  # without the stack
+    assert statuses == [Status.SUSPECT, Status.HEALTHY, Status.SUSPECT]
 
 
 @pytest.mark.parametrize("others", [BEHIND_IT, HUNG, WAITING])
@@ -166,3 +179,130 @@ def test_the_state_of_hangs_is_saved() -> None:
     run.changed.clear()
     run.stay({0: WAITING, 1: HUNG, 2: WAITING, 3: WAITING}, 20)
     assert run.named() == {1: Status.SUSPECT}
+
+
+def test_the_stack_is_asked_for_and_told_with_the_collectives() -> None:
+    run = Run()
+    run.stay({0: WAITING, 1: HUNG, 2: WAITING, 3: WAITING}, 20)
+    assert run.asked == {1, 0}  # the one that hangs, and one that waits for it
+    assert run.detector.asked_stacks() == ()
+    assert run.changed[-1].evidence[2:] == (
+        "its stack, the innermost frame first: data.py:7 in read <- train.py:9 in main",
+        "flight recorder of rank 1: all_reduce number 1",
+        "flight recorder of rank 0: all_reduce number 0",
+    )
+    assert [verdict.rank for verdict in run.changed] == [1, 1]  # once without the stack
+    run.move(range(4))
+    assert run.changed[-1].evidence == ()
+
+
+def test_few_ranks_are_asked_for_their_stacks() -> None:
+    large = Job(name="job", layout=Layout.grid(dp=64, pp=1, tp=1, layers=4), microbatches=64)
+    run = Run(large)
+    run.stay(dict.fromkeys(range(64), TrainingPosition(step=0)), 3)
+    run.stay(dict.fromkeys(range(64), HUNG), 15)
+    assert run.asked == set(range(8))
+
+
+def test_a_rank_without_stacks_is_named_all_the_same() -> None:
+    detector = Detector(JOB)
+    for now in range(40):
+        for rank in range(4):
+            position = START[rank] if now < 3 else HUNG if rank == 1 else WAITING
+            detector.take_heartbeats([Heartbeat(ranks=(rank,), position=position)], float(now))
+        detector.check_alive(float(now))
+    assert detector.asked_stacks() == (1, 0)
+    assert len(detector.verdicts()[1].evidence) == 2
+
+
+@pytest.mark.parametrize("job", [JOB, STAGES], ids=["dp", "pp"])
+@pytest.mark.parametrize("others", [BEHIND_IT, HUNG, WAITING])
+def test_a_rank_that_hangs_in_its_data_loader_is_named(job: Job, others: TrainingPosition) -> None:
+    run = Run(job)
+    places = {0: LOADING, 1: others, 2: others, 3: others}
+    run.stay(places, 28)
+    assert run.changed == []
+    run.stay(places, 10)
+    assert run.named() == {0: Status.SUSPECT}
+    assert "has been in data of step 9 for 3" in run.changed[0].evidence[0]
+
+
+def test_loaders_have_a_history_of_their_own() -> None:
+    run = Run()
+    run.stay({0: LOADING, 1: WAITING, 2: WAITING, 3: WAITING}, 50)
+    run.move(range(4))
+    waiting = at(Op.COLLECTIVE, step=12, waiting=True)
+    later = {0: at(Op.DATA, step=12), 1: waiting, 2: waiting, 3: waiting}
+    run.stay(later, 95)
+    assert run.named() == {}
+    run.move(range(4))
+    run.stay({0: WAITING, 1: HUNG, 2: WAITING, 3: WAITING}, 15)
+    assert run.named() == {1: Status.SUSPECT}
+
+
+def test_a_job_in_which_all_load_data_is_told_after_ten_minutes() -> None:
+    run = Run()
+    run.stay(dict.fromkeys(range(4), LOADING), 595)
+    assert run.changed == []
+    run.stay(dict.fromkeys(range(4), LOADING), 10)
+    assert run.named() == dict.fromkeys(range(4), Status.INCONCLUSIVE)
+
+
+OPS = st.sampled_from([Op.FORWARD, Op.BACKWARD, Op.OPTIMIZER, Op.COLLECTIVE])
+
+
+@st.composite
+def waiting_places(draw: st.DrawFn) -> TrainingPosition:
+    """Where a rank may stand that waits for one at the beginning of step 9."""
+    op = draw(OPS)
+    is_told = op is Op.COLLECTIVE or draw(st.booleans())
+    return at(op, draw(st.integers(-1, 7)), passes=draw(st.integers(0, 8)), waiting=is_told)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(5, 2000)), min_size=1, max_size=4),
+    st.sampled_from([JOB, STAGES]),
+)
+def test_a_job_whose_ranks_all_pause_never_hangs(pauses: list[tuple[int, int]], job: Job) -> None:
+    run = Run(job)
+    for step, seconds in pauses:
+        run.stay(dict.fromkeys(range(4), at(step=step)), seconds, every=5)
+        run.move(range(4))
+    assert run.changed == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(waiting_places(), min_size=3, max_size=3),
+    st.integers(5, 590),
+    st.sampled_from([JOB, STAGES]),
+)
+def test_a_rank_that_pauses_for_minutes_makes_nobody_hang(
+    others: list[TrainingPosition], seconds: int, job: Job
+) -> None:
+    run = Run(job)
+    run.stay({0: PAUSING, **dict(enumerate(others, 1))}, seconds, every=5)
+    assert run.changed == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(waiting_places(), min_size=3, max_size=3),
+    st.integers(40, 250),
+    st.floats(0.1, 1.5),
+    st.sampled_from([JOB, STAGES]),
+)
+def test_a_loader_that_takes_as_long_as_before_does_not_hang(
+    others: list[TrainingPosition], seconds: int, share: float, job: Job
+) -> None:
+    run = Run(job)
+    places = {0: LOADING, **dict(enumerate(others, 1))}
+    run.stay(places, seconds, every=5)
+    assert run.named().keys() <= {0}
+    run.move(range(4))
+    run.changed.clear()
+    run.stay(places, share * seconds, every=5)
+    assert run.changed == []
+    run.stay(places, 2.1 * seconds + 15, every=5)
+    assert run.named() == {0: Status.SUSPECT}

@@ -22,6 +22,7 @@ class Sidecar:
         self.batches: list[TelemetryBatch] = []
         self.heartbeats: list[Heartbeat] = []
         self.heard_s: list[float] = []
+        self.asks_for_stacks = False
         self.keys: list[str] = []
         self.open = threading.Event()
         self.open.set()
@@ -42,6 +43,7 @@ class Sidecar:
     def send_heartbeat(self, job, heartbeat):
         self.heard_s.append(time.monotonic())
         self.heartbeats.append(heartbeat)
+        return {"accepted": 1, "stack": True} if self.asks_for_stacks else {"accepted": 1}
 
     @property
     def records(self) -> TelemetryBatch:

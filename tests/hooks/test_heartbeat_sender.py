@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from resihp.contracts import Heartbeat, Op
+from resihp.contracts import Heartbeat, Op, ServiceError
 from resihp.hooks._heartbeat import HeartbeatSender, spread_interval
 from resihp.hooks._spans import Recording
 from resihp.hooks._stats import FailureLog
@@ -86,11 +86,84 @@ def test_the_stay_at_a_place_is_timed_and_ends_with_a_record(beating, sidecar, w
     wait_until(lambda: begun_s() >= recorded_s - 0.002)
 
 
+def stacks(sidecar):
+    return [heartbeat.stack for heartbeat in sidecar.heartbeats if heartbeat.stack]
+
+
+def test_the_stack_of_the_training_thread_is_sent_once_for_each_place(beating, sidecar, wait_until):
+    monitor = beating(interval_s=60)
+    here = f"{os.path.basename(__file__)}:"
+
+    def stay_in_a_kernel():
+        told = len(stacks(sidecar))
+        wait_until(lambda: len(stacks(sidecar)) > told)
+        beats = len(sidecar.heartbeats)
+        wait_until(lambda: len(sidecar.heartbeats) > beats + 3)
+        assert len(stacks(sidecar)) == told + 1
+        return stacks(sidecar)[-1]
+
+    with monitor.step():
+        wait_until(lambda: len(sidecar.heartbeats) > 3)
+        assert not stacks(sidecar)  # nobody asked
+        sidecar.asks_for_stacks = True
+        frames = stay_in_a_kernel()
+        assert any("in until" in frame for frame in frames[:5])  # perhaps within its condition
+        assert any(frame.startswith(here) and "in stay_in_a_kernel" in frame for frame in frames)
+        assert len(frames) <= 16
+        assert not any("/" in frame for frame in frames)
+        with monitor.forward():
+            assert stay_in_a_kernel()
+
+
+def test_the_stack_of_a_loop_in_another_thread(beating, sidecar, wait_until):
+    """As of a trainer that runs in a thread of a service."""
+    monitor = beating(interval_s=60)
+    sidecar.asks_for_stacks = True
+    held = threading.Event()
+
+    def loop_of_a_trainer():
+        with monitor.step():
+            held.wait(300)
+
+    thread = threading.Thread(target=loop_of_a_trainer)
+    thread.start()
+    wait_until(lambda: stacks(sidecar))
+    held.set()
+    thread.join(300)
+    assert any("in loop_of_a_trainer" in frame for frame in stacks(sidecar)[0])
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_stacks_can_be_forbidden(beating, sidecar, wait_until, monkeypatch, by_environment):
+    if by_environment:
+        monkeypatch.setenv("RESIHP_STACKS", "0")
+    sidecar.asks_for_stacks = True
+    monitor = beating(interval_s=60, stacks=None if by_environment else False)
+    with monitor.step():
+        wait_until(lambda: len(sidecar.heartbeats) > 5)
+    monitor.close()
+    assert not stacks(sidecar)
+
+
+def test_a_sidecar_that_refuses_stacks_still_gets_heartbeats(beating, sidecar, wait_until):
+    def refuse(job, heartbeat):
+        sidecar.heartbeats.append(heartbeat)
+        if heartbeat.stack:
+            raise ServiceError("a stack is too long", status=422)
+        return {"stack": True}
+
+    sidecar.send_heartbeat = refuse
+    with beating(interval_s=60).step():
+        wait_until(lambda: sum(not beat.stack for beat in sidecar.heartbeats) > 5)
+
+
 def test_while_telemetry_is_accepted_few_heartbeats_are_sent(sidecar, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr("resihp.hooks._heartbeat.monotonic", lambda: now_s)
     recording = Recording(FailureLog(), lambda: 0, None, look_for_cuda=False)
-    sender = HeartbeatSender(sidecar, "j", 0, recording, recording.failures, interval_s=1.0)
+    sender = HeartbeatSender(
+        sidecar, "j", 0, recording, recording.failures, interval_s=1.0, stacks=True
+    )
     for _ in range(300):  # half a minute of a message every 0.5 s
         sender.beat_if_due()
         if round(now_s * 10) % 5 == 0:

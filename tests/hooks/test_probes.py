@@ -55,7 +55,7 @@ def test_where_probes_are_forbidden_the_sidecar_is_told():
 )
 def test_the_environment_forbids(monkeypatch, value, allowed):
     monkeypatch.setenv("RESIHP_PROBES", value)
-    assert allowed_by_environment() is allowed
+    assert allowed_by_environment("RESIHP_PROBES") is allowed
 
 
 def test_a_link_is_measured_by_what_the_trainer_gives():

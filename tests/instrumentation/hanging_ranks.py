@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import resihp
 
@@ -43,6 +44,18 @@ class Model(torch.nn.Module):
         return self.second(_Hang.apply(self.first(x), self.order))
 
 
+class _Batches(Dataset):
+    def __init__(self, order: Path) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index):
+        _carry_out(self.order)
+        return torch.randn(16, 64)
+
+
 def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
     """Train until killed; hang where `folder/WHERE-RANK` says for how many seconds."""
     torch.set_num_threads(1)
@@ -52,15 +65,24 @@ def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     _kept.append((model, store))
     resihp.instrument(model, optimizer, job="hanging", url=url, interval_s=0.2, heartbeat_s=0.2)
-    while True:
-        _carry_out(folder / f"loader-{rank}")
+    loader = DataLoader(_Batches(folder / f"loader-{rank}"), batch_size=None)
+    evaluation = DataLoader(_Batches(folder / f"evaluation-{rank}"), batch_size=None)
+    for batch in loader:
         time.sleep(0.02)
-        model(torch.randn(16, 64)).square().mean().backward()
+        with torch.no_grad():  # an evaluation by one rank, with a loader of its own
+            next(iter(evaluation))
+        model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _carry_out(order: Path) -> None:
-    if order.exists():
-        time.sleep(float(order.read_text()))
-        order.unlink()
+def order(path: Path, seconds: float) -> None:
+    """Order a rank to stay for `seconds` where the name of `path` says."""
+    path.with_suffix(".new").write_text(str(seconds))
+    path.with_suffix(".new").rename(path)
+
+
+def _carry_out(path: Path) -> None:
+    if path.exists():
+        time.sleep(float(path.read_text()))
+        path.unlink()

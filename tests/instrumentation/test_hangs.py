@@ -11,9 +11,10 @@ from resihp.client import Client
 from resihp.contracts import ServiceError, Status
 from resihp.testing.local_ranks import LocalRanks
 from service.launch import Sidecar
-from tests.instrumentation.hanging_ranks import RANKS, train
+from tests.instrumentation.hanging_ranks import RANKS, order, train
 
 PATIENCE_S = 250.0
+INNERMOST = {"backward": "_carry_out", "loader": "_carry_out", "collective": "all_reduce"}
 
 
 @pytest.mark.soak
@@ -22,6 +23,7 @@ PATIENCE_S = 250.0
     [
         ("backward", "has been in backward of step"),
         ("collective", "has been waiting for other ranks in forward of step"),
+        ("loader", "has been in data of step"),
     ],
 )
 def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
@@ -30,7 +32,9 @@ def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
         ranks.start(range(RANKS), train, sidecar.url, tmp_path)
         deadline = time.monotonic() + PATIENCE_S
         ordered, hanging = False, {}
-        while not hanging:
+        while not {"its stack", "flight recorder of rank 0"} <= {
+            line.split(",")[0].split(":")[0] for line in hanging.get(2, ())
+        }:
             ranks.poll(0.2)
             assert not ranks.exit_codes, ranks.logs()
             assert time.monotonic() < deadline, ranks.logs()
@@ -38,7 +42,7 @@ def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
             with contextlib.suppress(ServiceError):  # the job is registered after its first step
                 verdicts = client.verdicts("hanging")
             if len(verdicts) == RANKS and (verdicts[2].step or 0) > 100 and not ordered:
-                (tmp_path / f"{where}-2").write_text("300")
+                order(tmp_path / f"{where}-2", seconds=300)
                 ordered = True
             assert not [each for each in verdicts if each.status is Status.FAIL_STOP]
             hanging = {
@@ -46,6 +50,35 @@ def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
                 for each in verdicts
                 if "training thread" in " ".join(each.evidence)
             }
-        assert set(hanging) == {2}
-        assert words in hanging[2][0]
-        assert "3 other ranks wait" in hanging[2]
+            assert set(hanging) <= {2}
+        evidence = hanging[2]
+        assert words in evidence[0]
+        assert evidence[1] == "3 other ranks wait for others in backward of the same step"
+        assert f"in {INNERMOST[where]}" in evidence[2]
+        assert "hanging_ranks.py:" in evidence[2]
+        collectives = "\n".join(evidence[3:])
+        assert "flight recorder of rank 0: all_reduce number " in collectives
+        assert "flight recorder of rank 2: all_reduce number " in collectives
+
+
+@pytest.mark.soak
+def test_an_evaluation_by_one_rank_is_no_hang(tmp_path):
+    """For longer than the time-out of a data loader, from a loader of its own."""
+    evaluation = tmp_path / "evaluation-0"
+    with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
+        client = Client(sidecar.url)
+        ranks.start(range(RANKS), train, sidecar.url, tmp_path)
+        deadline = time.monotonic() + PATIENCE_S
+        ordered, steps = 0, 0
+        while not ordered or evaluation.exists() or steps < ordered + 100:
+            ranks.poll(0.2)
+            assert not ranks.exit_codes, ranks.logs()
+            assert time.monotonic() < deadline, ranks.logs()
+            with contextlib.suppress(ServiceError):
+                verdicts = client.verdicts("hanging")
+                assert not [each for each in verdicts if each.status is Status.FAIL_STOP]
+                assert "training thread" not in str([each.evidence for each in verdicts])
+                steps = verdicts[0].step or 0 if len(verdicts) == RANKS else 0
+            if steps > 100 and not ordered:
+                order(evaluation, seconds=45)
+                ordered = steps

@@ -9,89 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import resihp
-from resihp.contracts import ContractError, Op, TelemetryBatch
+from resihp.contracts import ContractError, Op
 from tests.hooks.conftest import Sidecar
-
-FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
-
-
-class Model(nn.Module):
-    """Two layers, whose output takes the form `form`."""
-
-    def __init__(self, form=lambda y: y) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.form = form
-        self.broken = False
-
-    def forward(self, x=None, **kwargs):
-        if self.broken:
-            raise ValueError("broken batch")
-        if x is None:
-            x = kwargs["inputs_embeds"]
-        return self.form(self.second(torch.relu(self.first(x))))
-
-
-class Observed:
-    """A loop under `instrument`, with the records that reach the sidecar."""
-
-    def __init__(self, target=None, optimizer=True, **options) -> None:
-        self.sidecar = Sidecar()
-        self.model = target if target is not None else Model()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.monitor = resihp.instrument(
-            self.model,
-            self.optimizer if optimizer else None,
-            job="loop",
-            client=self.sidecar,
-            rank=0,
-            **options,
-        )
-
-    def step(self, microbatches: int = 1) -> None:
-        for _ in range(microbatches):
-            self.model(torch.ones(2, 3, 4)).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def records(self) -> TelemetryBatch:
-        self.monitor.close(300.0)
-        return self.sidecar.records
-
-    def passes(self) -> list[tuple[int, int, int]]:
-        """(step, op, microbatch) of each record, in order."""
-        records = self.records()
-        return list(
-            zip(
-                records.step.tolist(),
-                records.op.tolist(),
-                records.microbatch.tolist(),
-                strict=True,
-            )
-        )
-
-
-@pytest.fixture
-def observe():
-    made = []
-
-    def make(*args, **options):
-        made.append(Observed(*args, **options))
-        return made[-1]
-
-    yield make
-    for observed in made:
-        observed.monitor.remove()
-        observed.monitor.close()
-
-
-def one_step(step: int, microbatches: int = 1) -> list[tuple[int, int, int]]:
-    passes = [(step, op, m) for m in range(microbatches) for op in (FORWARD, BACKWARD)]
-    return [*passes, (step, OPTIMIZER, -1)]
+from tests.instrumentation.observed import BACKWARD, FORWARD, OPTIMIZER, Model, one_step
 
 
 @pytest.mark.parametrize("optimizer", [True, False])

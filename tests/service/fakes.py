@@ -109,6 +109,9 @@ class FakeDetector:
             changed += self._set(rank, Status.FAIL_STOP, 1.0, step)
         return changed
 
+    def asked_stacks(self) -> tuple[int, ...]:
+        return ()
+
     def probe_requests(self, now: float) -> list[ProbeRequest]:
         return []
 

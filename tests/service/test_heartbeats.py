@@ -17,6 +17,7 @@ from resihp.contracts import (
     ServiceError,
     Status,
     TrainingPosition,
+    Verdict,
 )
 from resihp.contracts.codec import WireFormat, encode
 from resihp.hooks import Monitor
@@ -62,6 +63,9 @@ def test_an_unknown_job_is_refused(http: Http):
         ({"ranks": [0], "sequence": -1}, "sequence"),
         ({"ranks": [0], "left": 1}, "left"),
         ({"ranks": [0], "mood": "fine"}, "mood"),
+        ({"ranks": [0], "stack": ["frame"] * 33}, "stack"),
+        ({"ranks": [0], "stack": ["f" * 257]}, "stack.0"),
+        ({"ranks": [0], "collective": "c" * 257}, "collective"),
     ],
 )
 def test_what_is_wrong_with_a_heartbeat_is_named(http: Http, document, field):
@@ -79,30 +83,56 @@ def real(tmp_path_factory):
         yield http
 
 
+HUNG = TrainingPosition(step=5, op=Op.BACKWARD, microbatch=2, passes=5, for_s=40.0)
+WAITING = TrainingPosition(step=5, op=Op.COLLECTIVE, waiting=True, passes=8, for_s=40.0)
+
+
+class HangingJob:
+    """A job of eight ranks that wait for rank 3; all send heartbeats."""
+
+    def __init__(self, http: Http, name: str) -> None:
+        http.register(job_of(name))
+        self.client, self.name, self.sequence = Client(http.url), name, 0
+        self.beat(dict.fromkeys(range(8), TrainingPosition(step=0)))
+
+    def beat(self, positions: dict[int, TrainingPosition] | None = None, **more) -> set[int]:
+        """A heartbeat of each rank; the ranks that are asked for their stacks."""
+        self.sequence += 1
+        places = positions or {rank: HUNG if rank == 3 else WAITING for rank in range(8)}
+
+        def send(rank: int) -> dict:
+            return self.client.send_heartbeat(
+                self.name,
+                Heartbeat(
+                    ranks=(rank,), process=f"p{rank}", sequence=self.sequence,
+                    position=places[rank], **more,
+                ),
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = dict(zip(places, pool.map(send, places), strict=True))
+        return {rank for rank, answer in answers.items() if answer.get("stack")}
+
+    def verdict(self, status: Status) -> Verdict:
+        """The verdict of this status, once there is one."""
+
+        def found() -> Verdict | None:
+            self.beat()
+            verdicts = self.client.verdicts(self.name)
+            return next((verdict for verdict in verdicts if verdict.status is status), None)
+
+        return eventually(found)
+
+
 def test_a_position_makes_a_hang_known_at_once_and_a_goodbye_with_an_error_a_failure(real: Http):
-    real.register(job_of("places"))
-    client = Client(real.url)
-
-    def beat(sequence: int, rank: int, position: TrainingPosition, **more) -> None:
-        beat = Heartbeat(
-            ranks=(rank,), process=f"p{rank}", sequence=sequence, position=position, **more
-        )
-        client.send_heartbeat("places", beat)
-
-    start = TrainingPosition(step=0)
-    hung = TrainingPosition(step=5, op=Op.BACKWARD, microbatch=2, passes=5, for_s=40.0)
-    waiting = TrainingPosition(step=5, op=Op.COLLECTIVE, waiting=True, passes=8, for_s=40.0)
-    for rank in range(8):
-        beat(1, rank, start)
-        beat(2, rank, hung if rank == 3 else waiting)
-    verdict = eventually(
-        lambda: next((v for v in client.verdicts("places") if v.status is Status.SUSPECT), None)
-    )
+    job = HangingJob(real, "places")
+    verdict = job.verdict(Status.SUSPECT)
     assert verdict.rank == 3
     assert "in backward of step 5, microbatch 2 for 4" in verdict.evidence[0]
-    beat(3, 6, waiting, left=True, error="ValueError: bad batch")
+    assert verdict.evidence[1] == "7 other ranks wait in a collective of the same step"
+    job.beat({6: WAITING}, left=True, error="ValueError: bad batch")
     failed = eventually(
-        lambda: [v for v in client.verdicts("places") if v.status is Status.FAIL_STOP]
+        lambda: [v for v in job.client.verdicts("places") if v.status is Status.FAIL_STOP]
     )
     assert [(v.rank, v.evidence) for v in failed] == [
         (6, ("its process ended with ValueError: bad batch",))
@@ -127,6 +157,19 @@ def test_the_sensors_of_a_slow_rank_tell_why(real: Http):
     eventually(lambda: words in client.verdicts("why")[3].evidence)
     eventually(lambda: client.diagnosis("why").root_cause is Cause.HOST)
     assert client.verdicts("why")[3].status is Status.FAIL_SLOW
+
+
+def test_the_stack_of_a_rank_that_hangs_is_asked_for_until_it_comes(real: Http):
+    job = HangingJob(real, "stacks")
+    assert job.verdict(Status.SUSPECT).rank == 3
+    assert eventually(job.beat) == {0, 3}  # and that of one that waits for it
+    job.beat(stack=("data.py:7 in read", "train.py:9 in main"), collective="all_reduce number 8")
+    eventually(lambda: not job.beat())
+    assert job.verdict(Status.SUSPECT).evidence[2:] == (
+        "its stack, the innermost frame first: data.py:7 in read <- train.py:9 in main",
+        "flight recorder of rank 3: all_reduce number 8",
+        "flight recorder of rank 0: all_reduce number 8",
+    )
 
 
 def test_ranks_that_are_no_part_of_the_job_change_nothing(real: Http):

@@ -1,0 +1,24 @@
+"""Observed loops, and a clock set by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hooks.conftest import hands
+from tests.instrumentation.observed import Observed
+
+__all__ = ["hands"]
+
+
+@pytest.fixture
+def observe():
+    made = []
+
+    def make(*args, **options):
+        made.append(Observed(*args, **options))
+        return made[-1]
+
+    yield make
+    for observed in made:
+        observed.monitor.remove()
+        observed.monitor.close()
