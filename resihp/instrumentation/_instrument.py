@@ -91,7 +91,11 @@ def instrument(
     )  # fmt: skip
     timer, patches = monitor._timer, monitor._patches
     modules = modules or [stage.submod for stage in stages]
-    OptimizerSteps(timer, modules, optimizer, patches)
+    try:
+        OptimizerSteps(timer, modules, optimizer, patches)
+    except ContractError:
+        monitor.remove()
+        raise
     if stages:
         for chunk, stage in enumerate(stages):
             StagePasses(stage, chunk, timer, lengths, patches)

@@ -307,8 +307,11 @@ def test_other_targets_are_refused(target):
 
 
 def test_other_optimizers_are_refused():
+    wait, load = torch.distributed.Work.wait, torch.utils.data.DataLoader.__iter__
     with pytest.raises(ContractError, match="optimizer"):
         resihp.instrument(Model(), "adam", client=Sidecar())
+    assert torch.distributed.Work.wait is wait
+    assert torch.utils.data.DataLoader.__iter__ is load
 
 
 def test_wrapped_optimizers_count(observe):
