@@ -173,6 +173,9 @@ def _slow(
     )
 
 
+_LEAST_DATA_MS = 1.0
+
+
 class HostTest(Persistent):
     """Finds ranks whose hosts spend longer on data loading than those of their peers."""
 
@@ -190,9 +193,10 @@ class HostTest(Persistent):
         size = self._places.size
         spent = np.bincount(index[data], step.compute_ms[data], size)
         present = np.bincount(index[data], minlength=size) > 0
-        # A share of the compute time is added, so that a change of next to no time is none.
+        # A share of the compute time is added, so that a change of next to no time is none: loaders
+        # that prefetch take some hundred microseconds, with a large spread.
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
         busy = np.bincount(index[compute], step.compute_ms[compute], size)
         floor = 0.01 * float(np.median(busy[busy > 0])) if (busy > 0).any() else 0.0
-        value = np.log(np.maximum(spent + floor, 1e-9))
+        value = np.log(spent + max(floor, _LEAST_DATA_MS))
         return self.test.observe(number, np.where(present, value, np.nan))

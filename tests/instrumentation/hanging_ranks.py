@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +60,7 @@ class _Batches(Dataset):
 
 def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
     """Train until killed; hang where `folder/WHERE-RANK` says for how many seconds."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
