@@ -62,7 +62,7 @@ class HeartbeatSender:
         failures: FailureLog,
         *,
         interval_s: float,
-        stacks: bool,
+        stacks: bool = True,
         sampler: Sampler | None = None,
     ) -> None:
         self._stacks = stacks

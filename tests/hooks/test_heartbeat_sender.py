@@ -161,9 +161,7 @@ def test_while_telemetry_is_accepted_few_heartbeats_are_sent(sidecar, monkeypatc
     now_s = 100.0
     monkeypatch.setattr("resihp.hooks._heartbeat.monotonic", lambda: now_s)
     recording = Recording(FailureLog(), lambda: 0, None, look_for_cuda=False)
-    sender = HeartbeatSender(
-        sidecar, "j", 0, recording, recording.failures, interval_s=1.0, stacks=True
-    )
+    sender = HeartbeatSender(sidecar, "j", 0, recording, recording.failures, interval_s=1.0)
     for _ in range(300):  # half a minute of a message every 0.5 s
         sender.beat_if_due()
         if round(now_s * 10) % 5 == 0:
