@@ -144,10 +144,16 @@ class InProcessSidecar:
         return [Verdict(rank=0, status=Status.FAIL_SLOW, slowdown=1.5, since_step=3)]
 
     def passes(self) -> list[tuple[int, int, Op]]:
-        """Step, microbatch and op of all records."""
+        """Step, microbatch and op of all records but those of data loaders."""
         found = TelemetryBatch.concat(self.batches)
+        found = found.select(found.op != Op.DATA)
         columns = (found.step.tolist(), found.microbatch.tolist(), found.op.tolist())
         return [(step, index, Op(op)) for step, index, op in zip(*columns, strict=True)]
+
+    def loaded_steps(self) -> set[int]:
+        """Steps with records of data loaders."""
+        found = TelemetryBatch.concat(self.batches)
+        return set(found.step[found.op == Op.DATA].tolist())
 
 
 @pytest.fixture

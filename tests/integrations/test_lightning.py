@@ -81,6 +81,7 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     callback = ResiHPCallback(client=sidecar, job="own", heartbeat_s=0.0)
     trainer = fit(callback)
     assert sidecar.passes() == PASSES
+    assert {1, 2} <= sidecar.loaded_steps()
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert "training_step" not in vars(trainer.lightning_module)

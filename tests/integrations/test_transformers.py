@@ -83,6 +83,7 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     plain = type(trainer).log
     trainer.train()
     assert sidecar.passes() == passes(range(4))
+    assert {1, 2, 3} <= sidecar.loaded_steps()
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert type(trainer).log is plain
