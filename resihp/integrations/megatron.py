@@ -14,7 +14,6 @@ from resihp.contracts import ContractError, Schedule
 from resihp.hooks._workload import Form, Work, snapshot_of
 from resihp.instrumentation import InstrumentedMonitor
 from resihp.instrumentation._call_arguments import Lengths, work_of_call
-from resihp.instrumentation._inferred_job import RankDescription
 from resihp.instrumentation._instrument import monitor_of
 from resihp.instrumentation._modules import (
     FinalWait,
@@ -24,6 +23,7 @@ from resihp.instrumentation._modules import (
 )
 from resihp.instrumentation._optimizers import OptimizerSteps
 from resihp.instrumentation._pass_timer import BACKWARD, FORWARD, Arguments, Keywords
+from resihp.layout.rank_groups import RankDescription
 
 from ._observer import TrainingObserver
 
