@@ -26,6 +26,8 @@ PACKAGES = (
     "resihp.integrations.lightning",
     "resihp.integrations.megatron",
     "resihp.integrations.ray",
+    "resihp.integrations.torchtitan",
+    "resihp.integrations.deepspeed",
     "resihp.testing",
 )
 ON_PURPOSE = (

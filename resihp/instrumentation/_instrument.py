@@ -15,6 +15,14 @@ from resihp.layout.rank_groups import RankDescription
 from . import _collectives
 from ._call_arguments import Lengths
 from ._data_loaders import time_data_loaders
+from ._deepspeed_engines import (
+    EngineUpdates,
+    InstructionPasses,
+    can_time_instructions,
+    describe_pipeline_engine,
+    is_engine,
+    is_pipeline_engine,
+)
 from ._inferred_job import InferredJob, job_name
 from ._modules import ModulePasses, queue_callback
 from ._optimizers import OptimizerSteps
@@ -43,6 +51,17 @@ class InstrumentedMonitor(Monitor):
         _collectives.forget(self._timer)
         self._timer.end_step()
 
+    def _record_whole_steps(self, owner: Any, method: str, reason: str) -> None:
+        """Record nothing but each call of `owner.method`, as a step whose waiting is unknown, and
+        warn of the `reason`: passes cannot be told. Verdicts are `inconclusive` then."""
+        self.remove()
+        self._timer.measures_waiting = False
+        self._recording.failures.warn_once(
+            "passes", f"{reason}: steps are recorded as a whole, slow devices may not be found"
+        )
+        self._inferred.count(1)
+        self._patches.wrap(owner, method, self.step)
+
 
 def instrument(
     target: Any,
@@ -63,9 +82,10 @@ def instrument(
     optimizer's update, or where the loop uses `monitor.step()`. Time in which a pass waits for
     other ranks is told from its own. Nothing here fails or stops training.
 
-    target        a module (plain, DDP, FSDP2, tensor parallel by DTensor, combined, compiled), or a
-                  schedule or stage of `torch.distributed.pipelining`
-    optimizer     whose update ends a step, or several; None: any that holds parameters of `target`
+    target        a module (plain, DDP, FSDP2, tensor parallel by DTensor, combined, compiled), a
+                  schedule or stage of `torch.distributed.pipelining`, or an engine of DeepSpeed
+    optimizer     whose update ends a step, or several; None: any that holds parameters of `target`;
+                  an engine's own in any case
     job           name; default RESIHP_JOB, else the launcher's run id and the script's name
     layout        of all ranks; default from process groups, device meshes and stages
     microbatches  in a step, over all replicas; default those of the first step
@@ -90,6 +110,9 @@ def instrument(
         job=job, layout=layout, microbatches=microbatches, url=url, token=token, **options,
     )  # fmt: skip
     timer, patches = monitor._timer, monitor._patches
+    if is_engine(target):
+        _time_engine(target, monitor, lengths)
+        return monitor
     modules = modules or [stage.submod for stage in stages]
     try:
         OptimizerSteps(timer, modules, optimizer, patches)
@@ -161,4 +184,18 @@ def monitor_of(
 def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, RankDescription]:
     if stages:
         return schedule_of(target), describe_stages(stages, rank)
+    if is_pipeline_engine(target):
+        return Schedule.ONE_F_ONE_B, describe_pipeline_engine(target, rank)
     return Schedule.ONE_F_ONE_B, describe_module([target], rank)
+
+
+def _time_engine(engine: Any, monitor: InstrumentedMonitor, lengths: Lengths | None) -> None:
+    timer, patches = monitor._timer, monitor._patches
+    if not is_pipeline_engine(engine):
+        ModulePasses(engine, timer, lengths, patches)
+        EngineUpdates(engine, timer, patches)
+    elif can_time_instructions(engine):
+        InstructionPasses(engine, timer, lengths, patches)
+    else:
+        reason = "this DeepSpeed does not tell the passes of its pipelines"
+        monitor._record_whole_steps(engine, "train_batch", reason)
