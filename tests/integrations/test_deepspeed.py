@@ -27,7 +27,7 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("zero", ["1", "3"])  # reductions after the passes, and in them
 def test_a_slow_rank_is_named(run: Run, zero: str, tmp_path: Path) -> None:
     training = run("deepspeed_engine.py", "--slow-rank", "1", "--zero", zero)
     training.assert_named(1)

@@ -34,7 +34,7 @@ RECORDS = [
     [
         ((), 3, 1),
         (("--pipeline-stages", "2"), 4, 2),
-        (("--tensor-ranks", "2", "--factor", "6"), 4, 3),
+        (("--tensor-ranks", "2", "--factor", "6", "--slow-since", "12", "--steps", "30"), 4, 3),
     ],
     ids=["fsdp", "pipeline", "tensor"],
 )
