@@ -166,7 +166,8 @@ _NOT_SEPARATED = "Devices that compute longer than their peers, by more work or 
 _NO_LENGTHS = (
     "Whether the devices are slow or have more work cannot be told: the records carry no lengths, "
     "and no other rank computes the same microbatches by a timer of its own. Hooks record lengths "
-    "that are given as `monitor.microbatch(seq_lens=...)`."
+    "that are given as `monitor.microbatch(seq_lens=...)`, PyTorch's profiler records shapes with "
+    "`record_shapes=True`."
 )
 _NOT_NAMED = "which ones could not be told for certain: see the verdicts that are not healthy"
 _MOST_DEVICES = 4

@@ -30,6 +30,7 @@ class CudaJob:
     numbered   whether the profiler marks the steps
     skipped    number of first steps that a rank did not record, by rank
     operators  further operators of the host in each layer, of which large files consist
+    stages     of the pipelines that the process groups claim
     """
 
     ranks: int = 4
@@ -40,6 +41,7 @@ class CudaJob:
     numbered: bool = True
     skipped: dict[int, int] = field(default_factory=dict)
     operators: int = 0
+    stages: int = 1
     seed: int = 0
 
     def write(self, folder: Path, *, packed: bool = True) -> None:
@@ -87,7 +89,10 @@ class _Rank:
         opened = gzip.open(path, "wt", 3) if path.suffix == ".gz" else path.open("w")  # noqa: SIM115
         self._file: TextIO = opened
         ranks = list(range(job.ranks))
-        groups = [{"pg_name": "0", "pg_desc": "default_pg", "ranks": ranks}]
+        groups: list[Any] = [{"pg_name": "0", "pg_desc": "default_pg", "ranks": ranks}]
+        if job.stages > 1:
+            replicas = job.ranks // job.stages
+            groups.append({"pg_desc": "mesh_pp", "ranks": ranks[rank % replicas :: replicas]})
         known = {"rank": rank, "world_size": job.ranks, "pg_config": groups}
         self._file.write(f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(known)},\n')
         self._file.write('"traceEvents": [{"ph": "M", "name": "process_name", "args": {}}')

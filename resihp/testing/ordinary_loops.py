@@ -135,12 +135,14 @@ class DocumentLengths:
 
 @dataclass(frozen=True)
 class PaddedLengths(DocumentLengths):
-    """One document in each microbatch, whose tensor is as long."""
+    """One document of `least` tokens or more in each microbatch, whose tensor is as long."""
+
+    least: int = TOKENS // 2
 
     def lengths(self, rank: int, step: int, microbatch: int) -> list[int]:
         """Return the length of one microbatch's document."""
         draw = random.Random(f"{self.seed}/{rank}/{step}/{microbatch}")
-        return [draw.randrange(TOKENS // 2, TOKENS)]
+        return [draw.randrange(self.least, TOKENS)]
 
 
 def forward_ms(lengths: list[int]) -> float:

@@ -139,6 +139,14 @@ def test_a_slow_device_is_named_without_marks(tmp_path, microbatches):
     assert named(read_trace(tmp_path)) == []
 
 
+@pytest.mark.parametrize(("ranks", "knows_work"), [(4, True), (6, False)])
+def test_shapes_tell_the_work_where_no_other_stages_do(tmp_path, ranks, knows_work):
+    CudaJob(ranks=ranks, stages=2, steps=2).write(tmp_path)
+    trace = read_trace(tmp_path)
+    assert (trace.job.layout.dp, trace.job.layout.pp) == (ranks // 2, 2)
+    assert set(trace.records["tokens"][trace.records["op"] <= Op.BACKWARD] >= 0) == {knows_work}
+
+
 @pytest.mark.parametrize("numbered", [True, False])
 def test_ranks_that_recorded_other_steps_are_compared_in_those_of_all(tmp_path, numbered):
     late, whole = tmp_path / "late", tmp_path / "whole"

@@ -12,7 +12,14 @@ import pytest
 
 from resihp.contracts import Op, Status
 from resihp.offline import analyze, read_trace
-from resihp.testing.ordinary_loops import LAYERS, OrdinaryLoop, PaddedLengths, SlowRank, forward_ms
+from resihp.testing.ordinary_loops import (
+    LAYERS,
+    TOKENS,
+    OrdinaryLoop,
+    PaddedLengths,
+    SlowRank,
+    forward_ms,
+)
 from resihp.testing.profiled_loops import SKIPPED_STEPS, ProfilerChoice, record_loop
 
 RANKS, SLOW = 4, 1
@@ -29,12 +36,13 @@ LAYOUTS = {
 
 
 def loop_of(kind, *, steps, slow, pace=1.0, microbatches=None, seed=0):
-    count = 4 if len(LAYOUTS[kind][0]) > 1 else 2 if kind == "ddp" else 1
+    is_staged = len(LAYOUTS[kind][0]) > 1  # stages take tensors of one shape only
+    count = 4 if is_staged else 2 if kind == "ddp" else 1
     return OrdinaryLoop(
         kind,
         steps=steps,
         slow=slow,
-        documents=PaddedLengths(seed),
+        documents=PaddedLengths(seed, least=TOKENS - 1 if is_staged else TOKENS // 2),
         microbatches=microbatches or count,
         job=f"profiled-{kind}",
         ranks=RANKS,

@@ -42,6 +42,9 @@ def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
         chunks=chunks,
         schedule=Schedule.ZERO_BUBBLE if any(rank.is_split for rank in ranks) else schedule,
     )
+    if layout.pp > 1 and max(layout.pp, layout.dp) > 2:
+        # Times of other stages tell the work of a microbatch; shapes hide how documents are packed.
+        rows = [row._replace(tokens=-1, sum_sq_len=-1) for row in rows]
     meta = read_meta(files[0]) if len(files) == 1 else {}
     return Trace(
         path=path,
