@@ -86,7 +86,7 @@ class PassTimer:
         if span is not None:
             span.chunk, span.microbatch = chunk, index
             span.work = span.work if work is None else work
-            self._thread = get_ident()
+            self.recording.pass_thread = get_ident()
 
     def end(self) -> None:
         """End the pass under way."""
