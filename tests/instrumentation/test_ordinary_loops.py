@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from resihp.client import Client
-from resihp.contracts import ServiceError, Status
+from resihp.contracts import ServiceError, Status, Verdict
 from resihp.testing.local_ranks import LocalRanks
 from resihp.testing.ordinary_loops import (
     LOOPS,
@@ -42,7 +42,7 @@ def sidecar(tmp_path_factory) -> Iterator[Sidecar]:
 
 def train_until_named(sidecar: Sidecar, folder: Path, loop: OrdinaryLoop) -> str:
     """Train until the slow rank is named, and nobody else ever was; return the log of rank 0."""
-    client, stop = Client(sidecar.url), folder / "stop"
+    client, stop, verdicts = Client(sidecar.url), folder / "stop", list[Verdict]()
     with LocalRanks(loop.job, folder / "ranks") as ranks:
         ranks.start(range(loop.ranks), run_loop, loop, stop)
         deadline = time.monotonic() + PATIENCE_S
@@ -54,7 +54,7 @@ def train_until_named(sidecar: Sidecar, folder: Path, loop: OrdinaryLoop) -> str
             with contextlib.suppress(ServiceError):  # the job is registered after its first step
                 verdicts = client.verdicts(loop.job)
                 named |= {each.rank for each in verdicts if each.status is Status.FAIL_SLOW}
-            assert named <= {loop.slow.rank}
+            assert named <= {loop.slow.rank}, verdicts
         stop.touch()
         assert set(ranks.wait(PATIENCE_S).values()) == {0}, ranks.logs()
         return ranks.log(0).read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,6 +48,12 @@ class Training:
         """
         assert set(self.named) == {slow_rank}, f"{self.named}\n{self.output}"
         assert self.named[slow_rank].status is Status.FAIL_SLOW
+
+    def assert_sent(self, records: int, *, loads: int) -> None:
+        """Assert that no record was lost: those of passes and updates, and of data loaders at most
+        `loads`, because a batch that comes before the first pass is not timed."""
+        (sent,) = set(re.findall(r"(\d+) records sent, 0 lost", self.output))
+        assert records <= int(sent) <= records + loads
 
 
 Run = Callable[..., Training]
