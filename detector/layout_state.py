@@ -12,6 +12,7 @@ from resihp.contracts import Job, Op, TelemetryBatch
 from .arrays import Bools, Floats, Ints
 from .evidence.correlated_ranks import CorrelatedRanks
 from .evidence.intermittent import recent_level, with_intermittent
+from .evidence.pass_tests import PassTests
 from .evidence.rank_tests import RankTests
 from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY, SUSPECT, StatusTable
 from .evidence.whole_replicas import ReplicaTest
@@ -33,7 +34,7 @@ class LayoutState(Persistent):
 
     _saved = (
         "assembler", "model", "cross_stage", "_by_lengths", "correlated", "replicas", "hosts",
-        "links", "tensor_groups", "data_groups", "tests", "status_table", "annotations",
+        "links", "tensor_groups", "data_groups", "tests", "passes", "status_table", "annotations",
         "last_step",
     )  # fmt: skip
 
@@ -45,6 +46,7 @@ class LayoutState(Persistent):
         self.model = LengthModel(job, self.places, correction)
         self.cross_stage = CrossStageModel(job, self.places)
         self.tests = RankTests(self.places.peers, settings)
+        self.passes = PassTests(self.places.peers, settings)
         self.correlated = CorrelatedRanks(self.places)
         self.replicas = ReplicaTest(self.places, settings)
         self.hosts = HostTest(self.places, settings)
@@ -88,6 +90,7 @@ class LayoutState(Persistent):
             verifiable = self.cross_stage.verifiable(trusted)
             trusted, verifiable = trusted & verifiable, able & verifiable
         now = self.tests.observe(step, residual, trusted, able)
+        now = self.passes.joined(step, residual, trusted, now)
         now = with_intermittent(self.tests, now, verifiable, self._least, table.fresh)
         if residual.fixed is not None:
             slow = self.replicas.observe(records, index, step, residual.fixed)
@@ -97,7 +100,9 @@ class LayoutState(Persistent):
             now = replace(now, able=now.able & ~annotations.explained)
         self.correlated.observe(records, index)
         now, waits_for = self.correlated.attribute(self.tests, now)
-        self.status_table.update(self.tests, now, annotations.annotated)
+        named = table.status == FAIL_SLOW
+        table.update(self.tests, now, annotations.annotated)
+        self.passes.clear(named & (table.status == HEALTHY))
         annotations.note_waiting(waits_for)
         annotations.mark(SILENT, self.assembler.silent, step)
 
@@ -123,6 +128,7 @@ class LayoutState(Persistent):
 
     def _restart_tests(self) -> None:
         self.tests = RankTests(self.places.peers, self._settings)
+        self.passes = PassTests(self.places.peers, self._settings)
         self.replicas = ReplicaTest(self.places, self._settings)
 
     def _able(self) -> Bools:

@@ -20,7 +20,7 @@ from resihp.contracts import ContractError
 State = dict[str, Any]
 """Saved attributes: arrays, numbers, strings, and lists and dicts of them."""
 
-FORMAT = 12
+FORMAT = 13
 
 
 class Persistent:

@@ -38,6 +38,9 @@ class StepResidual:
     spread  robust standard deviation of single records around their rank's value
     wider   spread of healthy ranks over that of devices: reference ranks add their own offsets
     fixed   its variation with the fixed share; None where lengths are known
+    passes  value and error of the forward and of the backward passes alone, shape
+            (value or error, kind of pass, ranks); None where a step has enough microbatches to
+            tell the two apart by itself
     """
 
     value: Floats
@@ -46,6 +49,7 @@ class StepResidual:
     spread: float
     wider: float = 1.0
     fixed: FixedShare | None = None
+    passes: NDArray[np.float64] | None = None
 
 
 _NEAR = 4.0

@@ -169,7 +169,7 @@ class CrossStageModel(Persistent):
         logged, row = np.log(times[plane, rank, microbatch]), rank * self._planes + plane
         odd = group_median(logged, row, size * self._planes)[row] - logged
         weights = 1.0 / (1.0 + (np.maximum(odd, 0.0) / _ODD) ** 4)
-        value, left, records = self._levels.locate(
+        value, left, records, _ = self._levels.locate(
             residual, np.exp(logged - residual), rank, plane % 2 == 1, weights
         )
         spread = max(self._levels.spread, 1e-4)

@@ -125,14 +125,20 @@ class LengthModel(Persistent):
         self, residual: Floats, doubt: Floats, index: Ints, expected: Floats, backward: Bools
     ) -> StepResidual:
         size, weights = self._places.size, 1.0 / (1.0 + doubt**2)
-        value, left, records = self._levels.locate(residual, expected, index, backward, weights)
+        value, left, records, by_pass = self._levels.locate(
+            residual, expected, index, backward, weights
+        )
         spread = max(self._levels.spread, 1e-4)
         error = doubt * spread
         shared = np.bincount(index, weights * error, size) / np.maximum(
             np.bincount(index, weights, size), 1e-9
         )
         total = np.sqrt(spread**2 / np.maximum(left, 1e-9) + shared**2)
-        return StepResidual(value, total, records, spread)
+        if not self._levels.by_pass(records / (2.0 * self._job.chunks)):
+            return StepResidual(value, total, records, spread)
+        single = np.sqrt(2.0 * spread**2 / np.maximum(0.5 * records, 1.0) + shared**2)
+        passes = np.stack([by_pass, np.broadcast_to(single, by_pass.shape)])
+        return StepResidual(value, total, records, spread, passes=passes)
 
     def _start(self, cell: Ints, terms: Floats, times: Floats, index: Ints, trusted: Bools) -> None:
         """Fits the first step, with each rank's difference from its class removed."""

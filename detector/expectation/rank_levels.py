@@ -54,9 +54,9 @@ class RankLevels(Persistent):
 
     def locate(
         self, residual: Floats, expected: Floats, rank: Ints, backward: Bools, weights: Floats
-    ) -> tuple[Floats, Floats, Ints]:
+    ) -> tuple[Floats, Floats, Ints, Floats]:
         """Log of observed over expected time of each rank, NaN where there is none; the effective
-        and the actual number of its records.
+        and the actual number of its records; the same log by kind of pass, shape (2, ranks).
 
         Arguments are arrays over records. Where the two kinds of passes are apart, each gets its
         level, weighted by its expected time.
@@ -83,7 +83,13 @@ class RankLevels(Persistent):
             value[apart] = np.log((share * np.exp(level.reshape(size, 2)[apart])).sum(axis=1))
             left[apart] = 1.0 / (share**2 / kept.reshape(size, 2)[apart]).sum(axis=1)
         records = np.bincount(rank, minlength=size)
-        return np.where(records > 0, value, np.nan), left, records
+        by_pass = np.where(counts > 0, level, np.nan).reshape(size, 2).T
+        return np.where(records > 0, value, np.nan), left, records, by_pass
+
+    @staticmethod
+    def by_pass(microbatches: Floats) -> bool:
+        """Whether so few microbatches a step leave one kind of pass hidden behind the other."""
+        return bool(np.median(microbatches) < _ENOUGH)
 
     def of(self, value: Floats, microbatches: Floats) -> Floats:
         """Level of each rank in a step with the residuals `value` (NaN where there is none)."""

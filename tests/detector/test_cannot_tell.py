@@ -205,6 +205,22 @@ def test_one_kind_of_pass_of_one_microbatch_is_enough(
     assert named[0].slowdown == pytest.approx(1.16 if op == Op.FORWARD else 1.34, abs=0.02)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_slow_forward_passes_are_named_beside_noisy_backward_passes(seed: int) -> None:
+    job = job_of(4, 1, 1, per_replica=1)
+    detector = Detector(job, settings=DetectorSettings(train=False))
+    noise, named = np.random.default_rng(seed), dict[int, int]()
+    for batch in steps_of(job, LENGTHS, steps=40, seed=seed):
+        slow = (batch.rank == seed) & (batch.op == Op.FORWARD) & (batch.step >= 20)
+        times = batch.compute_ms * np.where(slow, 1.5, 1.0)
+        times *= np.exp(0.1 * noise.standard_t(5, times.size))
+        for verdict in detector.update(replace(batch, compute_ms=times)):
+            if verdict.status is Status.FAIL_SLOW:
+                named.setdefault(verdict.rank, int(batch.step[0]))
+    assert list(named) == [seed]
+    assert 20 < named[seed] < 34
+
+
 @pytest.mark.parametrize("from_step", [0, 12])
 @pytest.mark.parametrize(("tp", "slow"), [(2, 7), (4, 0), (4, 15)])
 def test_a_slow_member_does_not_get_the_opposite_group_named(
