@@ -88,7 +88,7 @@ class RankLevels(Persistent):
 
     @staticmethod
     def by_pass(microbatches: Floats) -> bool:
-        """Whether so few microbatches a step leave one kind of pass hidden behind the other."""
+        """Return whether steps of so few microbatches hide one kind of pass behind the other."""
         return bool(np.median(microbatches) < _ENOUGH)
 
     def of(self, value: Floats, microbatches: Floats) -> Floats:
