@@ -37,7 +37,7 @@ from ._report import machine, print_table, write_json
 from .hooks import PEER, peer_aggregator, sink
 
 _WORKER = "benchmarks._instrument_worker"
-_OURS = "none,again,hooks,instrument"
+_OURS = "none,again,hooks,callbacks,instrument"
 _PARTS = ("cost", "cells")
 
 
@@ -120,14 +120,16 @@ _CASES = (
     ("ddp_large", "DDP, large, 8 microbatches"),
     ("fsdp2_large", "FSDP2 of 8 units, large, 8 microbatches"),
 )
-_TOOLS = ("instrument", "hooks", "beyond", "again")
+_IN_PARTS = {"callbacks": "of empty callbacks", "beyond": "beyond the hooks"}
+_TOOLS = ("instrument", "callbacks", "hooks", "beyond", "again")
 
 
 def _show_cost(results: dict[str, dict[str, Any]]) -> None:
     ours = results["resihp"]["cases"]
     peer = results.get("traceml", {}).get("cases", {})
     columns = (
-        "", "step", "instrument", "hooks by hand", "beyond them", "nothing, again", "TraceML",
+        "", "step", "instrument", "empty callbacks", "hooks by hand", "beyond them",
+        "nothing, again", "TraceML",
     )  # fmt: skip
     for clock, words in (("wall", "by the wall"), ("cpu", "of the training thread's processor")):
         rows = [
@@ -153,11 +155,12 @@ def _show_parts(ours: dict[str, Any]) -> None:
     rows = []
     for clock in ("wall", "cpu"):
         for kind in ("plain", "ddp"):
-            few, many = (_middle(ours["cases"][f"{kind}_{count}"]["beyond"], clock)
-                         for count in (1, 8))  # fmt: skip
-            each, error = (many[0] - few[0]) / 7, (many[1] + few[1]) / 7
-            rows.append((f"a microbatch beyond the hooks, {kind}, {clock}", each, error))
-            rows.append((f"a step beyond the hooks, {kind}, {clock}", few[0] - each, few[1]))
+            for tool, words in _IN_PARTS.items():
+                few, many = (_middle(ours["cases"][f"{kind}_{count}"][tool], clock)
+                             for count in (1, 8))  # fmt: skip
+                each, error = (many[0] - few[0]) / 7, (many[1] + few[1]) / 7
+                rows.append((f"a microbatch {words}, {kind}, {clock}", each, error))
+                rows.append((f"a step {words}, {kind}, {clock}", few[0] - each, few[1]))
         few, many = (_middle(ours["cases"][f"fsdp2_{units}"]["beyond"], clock) for units in (2, 12))
         each, error = (many[0] - few[0]) / 10, (many[1] + few[1]) / 10
         rows.append((f"an FSDP unit, {clock}", each, error))
