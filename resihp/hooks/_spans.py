@@ -214,7 +214,8 @@ class HostSpan(Span):
         self._wait_ns = max(0, self._wait_ns)
 
     def stamp(self) -> int:
-        return self._recording.now_ns()
+        now_ns = self._recording.now_ns
+        return now_ns()
 
     def add_wait(self, start: int, stop: int) -> None:
         self._wait_ns = max(0, self._wait_ns) + stop - start

@@ -105,45 +105,45 @@ class ModulePasses:
                 before_gradient(tensor, begin)
 
     def _begin_backward(self, index: int, _: Any) -> None:
+        under_way = backward_under_way()
         gradients = self._gradients
-        if not gradients.is_expected() and self._timer.begin(BACKWARD, index=index) >= 0:
-            gradients.expect()
+        if gradients.expected != under_way and self._timer.begin(BACKWARD, index=index) >= 0:
+            gradients.expect(under_way)
 
 
 class FinalWait:
     """Waiting of a backward pass after its last gradient, which is DDP's.
 
-    then  called at the end of each backward pass that was expected
+    expected  number of the backward pass that is timed; -2 if none
+    then      called at the end of each backward pass that was expected
     """
 
     def __init__(self, timer: PassTimer, then: Callable[[], None] | None = None) -> None:
         self._timer, self._then = timer, then
         self._queue = queue_callback()
         self.is_possible = self._queue is not None
-        self._expected = -2
+        self.expected = -2
         self._begun: Any = None
         self._on_gradients = timer.safely(self._gradients_ready)
         self._on_end = timer.safely(self._all_done)
 
-    def is_expected(self) -> bool:
-        """Return whether the backward pass that runs now is timed already."""
-        return self._expected == backward_under_way()
-
-    def expect(self) -> None:
-        """Time the waiting of the backward pass that runs now."""
-        assert self._queue is not None
-        self._expected = backward_under_way()
-        self._queue(self._on_gradients)
+    def expect(self, under_way: int) -> None:
+        """Time the waiting of the backward pass that runs now, by `backward_under_way`."""
+        queue = self._queue
+        assert queue is not None
+        self.expected = under_way
+        queue(self._on_gradients)
 
     def _gradients_ready(self) -> None:
-        assert self._queue is not None
+        queue = self._queue
+        assert queue is not None
         self._begun = self._timer.begin_final_wait()
-        self._queue(self._on_end)
+        queue(self._on_end)
 
     def _all_done(self) -> None:
         begun, self._begun = self._begun, None
         self._timer.end_wait(begun)
-        self._expected = -2
+        self.expected = -2
         if self._then is not None:
             self._then()
 
@@ -159,6 +159,8 @@ def before_gradient(tensor: torch.Tensor, call: Callable[[Any], None]) -> None:
 
 def gradient_tensors(output: Any) -> list[torch.Tensor]:
     """Return tensors in `output` through which gradients will come, the first few."""
+    if isinstance(output, torch.Tensor):  # the common case, and the cheap one
+        return [output] if output.requires_grad and not output.is_leaf else []
     found: list[torch.Tensor] = []
     for value in _tensors(output, _DEPTH):
         if value.requires_grad and not value.is_leaf:

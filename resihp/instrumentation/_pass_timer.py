@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import nan
 from threading import get_ident
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 from resihp.contracts import Op
 from resihp.hooks._spans import HostSpan, JoinedSpan, Recording, Span, StepSpan
 from resihp.hooks._workload import Work
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
@@ -150,13 +150,13 @@ class PassTimer:
             self._drop()
         self._end_step()
 
-    def safely(self, callback: Callable[P, R]) -> Callable[P, R | None]:
+    def safely(self, callback: Callable[[*Ts], R]) -> Callable[[*Ts], R | None]:
         """Return `callback` for use in training code: its failure is counted, not raised."""
         failures = self.recording.failures
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        def call(*args: *Ts) -> R | None:
             try:
-                return callback(*args, **kwargs)
+                return callback(*args)
             except Exception as error:  # noqa: BLE001 the boundary: training goes on
                 failures.add("instrumentation", error)
                 return None

@@ -13,7 +13,7 @@ import torch
 from resihp.contracts import ContractError, Schedule
 
 from ._call_arguments import Lengths, work_of_call
-from ._modules import FinalWait, gradient_tensors
+from ._modules import FinalWait, backward_under_way, gradient_tensors
 from ._pass_timer import BACKWARD, FORWARD, Arguments, Keywords, PassTimer
 from ._patches import Patches
 
@@ -99,8 +99,9 @@ class StagePasses:
                 tensor.register_hook(self._on_gradient)
 
     def _expect(self, gradient: torch.Tensor) -> None:
-        if self._timer.op == BACKWARD and not self._gradients.is_expected():
-            self._gradients.expect()
+        under_way = backward_under_way()
+        if self._timer.op == BACKWARD and self._gradients.expected != under_way:
+            self._gradients.expect(under_way)
 
 
 def _argument(args: Arguments, kwargs: Keywords, position: int, name: str) -> Any:

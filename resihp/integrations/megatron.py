@@ -283,8 +283,9 @@ class _ChunkCalls:
     def _gradient_arrived(self, index: int, _: Any) -> None:
         if self._timer.op == BACKWARD:
             self._passes.identify(self._chunk, index)
-            if self._gradients.is_possible and not self._gradients.is_expected():
-                self._gradients.expect()
+            under_way = backward_under_way()
+            if self._gradients.is_possible and self._gradients.expected != under_way:
+                self._gradients.expect(under_way)
 
 
 def _nothing() -> None:
