@@ -133,15 +133,21 @@ class Detector(Persistent):
     def verdicts(self) -> list[Verdict]:
         """The current verdict on every rank of the layout, and on those that left it because they
         were slow; in the order of ranks."""
-        working = [self._verdict(at) for at in range(self._layout_state.places.size)]
+        working = self._verdicts_at(range(self._layout_state.places.size))
         return sorted([*working, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
+
+    def unhealthy(self) -> list[Verdict]:
+        """The verdicts on ranks of the layout that are slow or have stopped, and on all that left
+        it because they were slow: what a plan depends on, at the cost of these ranks alone."""
+        status = self._layout_state.status_table.status
+        slow = np.flatnonzero((status == FAIL_SLOW) | (status == FAIL_STOP)).tolist()
+        return [*self._verdicts_at(slow), *self._probation.verdicts()]
 
     def diagnosis(self) -> Diagnosis:
         """Diagnosis of the last steps; no cause before the first."""
         named = np.flatnonzero(self._layout_state.status_table.status == FAIL_SLOW).tolist()
         by_host = self._sensors.by_host(self._layout_state.status_table, named)
-        verdicts = (self._verdict(at) for at in named)
-        slow = SlowDevice.named(verdicts, self.job.layout, by_host=by_host)
+        slow = SlowDevice.named(self._verdicts_at(named), self.job.layout, by_host=by_host)
         return diagnose(self.job, self.job.layout, self._recent.batches(), slow)
 
     def apply_plan(self, plan: Plan) -> None:
@@ -205,7 +211,7 @@ class Detector(Persistent):
                 self._hangs.observe(rank, heartbeat, now)
                 if self._sensors.observe(rank, heartbeat, self._layout_state.status_table):
                     explained.append(rank)
-        causes = [self._verdict(at) for at in self._positions(explained)]
+        causes = self._verdicts_at(self._positions(explained))
         changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}
         return [changed[rank] for rank in sorted(changed)]
 
@@ -240,7 +246,7 @@ class Detector(Persistent):
             for rank in hanging.keys() | self._hanging.keys()
             if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
         }
-        return [self._verdict(at) for at in self._positions(sorted(changed | set(dead)))]
+        return self._verdicts_at(self._positions(sorted(changed | set(dead))))
 
     def _positions(self, ranks: Sequence[int]) -> list[int]:
         """Positions of those ranks that are in the layout."""
@@ -368,17 +374,20 @@ class Detector(Persistent):
     def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
         status, factor = before
         table = self._layout_state.status_table
-        moved = np.abs(np.log(table.factor / factor)) > _WORTH_TELLING
-        moved &= table.status == FAIL_SLOW
-        return [
-            self._verdict(at) for at in np.flatnonzero((table.status != status) | moved).tolist()
-        ]
+        changed = table.status != status
+        slow = np.flatnonzero(table.status == FAIL_SLOW)
+        changed[slow] |= np.abs(np.log(table.factor[slow] / factor[slow])) > _WORTH_TELLING
+        return self._verdicts_at(np.flatnonzero(changed).tolist())
 
-    def _verdict(self, at: int) -> Verdict:
+    def _verdicts_at(self, positions: Sequence[int]) -> list[Verdict]:
+        links = self._layout_state.slow_links() if positions else []
+        return [self._verdict(at, links) for at in positions]
+
+    def _verdict(self, at: int, links: Sequence[LinkVerdict]) -> Verdict:
         state, table = self._layout_state, self._layout_state.status_table
         rank = int(state.places.ranks[at])
         notes = self._notes.get(rank, ()) if table.status[at] == FAIL_STOP else ()
-        notes = (*notes, *state.annotations.notes_of(at, state.slow_links()))
+        notes = (*notes, *state.annotations.notes_of(at, links))
         notes = (*self._sensors.evidence(at, table), *notes)
         verdict = verdict_of(rank, at, table, state.last_step, notes)
         hang = self._hanging.get(rank)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 
 from ._json import OMIT_EMPTY
@@ -184,7 +185,7 @@ class Layout:
         """Number of layers of the model."""
         return self.replicas[0].layers
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that work, replica by replica, stage by stage."""
         return tuple(rank for replica in self.replicas for rank in replica.ranks)

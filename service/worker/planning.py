@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
@@ -191,7 +192,8 @@ class Planner:
         Plans when the speeds have changed since the last plan, or when the retry after a failure is
         due at `clock_s`. A dead rank in the current layout always leads to a plan.
         """
-        speeds = speeds_of(verdicts, state.speeds, state.current.layout.ranks)
+        working = chain(state.active.layout.ranks, state.current.layout.ranks)
+        speeds = speeds_of(verdicts, state.speeds, working)
         speeds |= dict.fromkeys(state.joiners, 1.0)
         if speeds_changed(state.speeds, speeds):
             state.speeds, state.retry = speeds, PlanningRetry()
@@ -232,11 +234,12 @@ def speeds_of(
     """Relative speeds of the devices that are not healthy: 1/slowdown, 0.0 if stopped.
 
     A device without a verdict that is not among the `working` ranks keeps its speed in `known`,
-    the speeds of the last plan.
+    the speeds of the last plan; a working one without a verdict is healthy.
     """
     verdicts = list(verdicts)
-    judged = {*working, *(verdict.rank for verdict in verdicts)}
-    speeds = {rank: speed for rank, speed in known.items() if rank not in judged}
+    left = known.keys() - {verdict.rank for verdict in verdicts}
+    left = left and left.difference(working)
+    speeds = {rank: speed for rank, speed in known.items() if rank in left}
     for verdict in verdicts:
         if verdict.status is Status.FAIL_STOP:
             speeds[verdict.rank] = 0.0

@@ -172,7 +172,7 @@ class JobSession:
         before = self.planning.active
         if self.planning.activate(batch.plan_version):
             self._switch(before)
-        if set(self.planning.active.layout.ranks).isdisjoint(batch.rank.tolist()):
+        if not self._steps.knows_any(batch.rank):
             return  # from a rank outside the layout, which reports only to receive probes
         self._forecast.add(batch)
         revived = self._detector.heard(np.unique(batch.rank).tolist(), self._state.clock_s)
@@ -260,7 +260,7 @@ class JobSession:
         plan = self._planner.next_plan(
             self.planning,
             self._forecast.job,
-            self._detector.verdicts(),
+            self._detector.unhealthy(),
             step=self.last_step + 1,
             clock_s=self._state.clock_s,
         )

@@ -47,6 +47,10 @@ class StepTimes(Persistent):
         self._progress = StepProgress(np.array(sorted(ranks), np.int64))
         self._times_ms = {}
 
+    def knows_any(self, ranks: NDArray[np.integer]) -> bool:
+        """Return whether one of these ranks is in the layout."""
+        return bool((self._progress.index(ranks) >= 0).any())
+
     def add(self, batch: TelemetryBatch, lost: Iterable[int] = ()) -> list[StepTime]:
         """Adds records; returns the steps that became whole. `lost` ranks are not waited for."""
         found = self._add(batch, lost)

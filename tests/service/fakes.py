@@ -79,6 +79,9 @@ class FakeDetector:
         evidence = (f"records={self.records}", f"checksum={self.checksum}")
         return [replace(verdict, evidence=evidence) for _, verdict in sorted(self.known.items())]
 
+    def unhealthy(self) -> list[Verdict]:
+        return [v for _, v in sorted(self.known.items()) if v.status is not Status.HEALTHY]
+
     def diagnosis(self) -> Diagnosis:
         return Diagnosis(slowdown=1.25, root_cause=Cause.DEVICE, attribution={Cause.DEVICE: 1.0})
 

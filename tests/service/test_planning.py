@@ -62,6 +62,29 @@ def test_a_plan_that_moves_little_is_published_at_once(sessions):
     assert [plan.version for plan in session.changes.plans] == [1]
 
 
+def test_a_device_that_recovers_before_the_plan_without_it_is_applied_is_healthy(sessions):
+    session = sessions()
+    tell(session, 0, 1, 2, slow=(3,))
+    assert 3 not in session.planning.newest.layout.ranks
+    assert 3 in session.planning.active.layout.ranks
+    tell(session, 3, 4)
+    assert session.planning.speeds == {}
+    assert session.planning.outcome["state"] == "kept"
+
+
+def test_a_message_costs_no_verdict_on_healthy_ranks(sessions, monkeypatch):
+    session = sessions()
+
+    def verdicts(_):
+        raise AssertionError("a verdict on every rank of the job was asked for")
+
+    monkeypatch.setattr(type(session._detector), "verdicts", verdicts)
+    tell(session, 0, 1, 2)
+    tell(session, 3, 4, slow=(3,))
+    assert "error" not in {kind for kind, _ in session.changes.events}
+    assert [plan.version for plan in session.changes.plans] == [1]
+
+
 def test_a_dear_plan_is_published_once_staying_has_cost_as_much(sessions):
     session = sessions(device="dear")
     tell(session, 0, slow=(3,))
