@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,6 +60,7 @@ def demo(
         dead_at=round(0.72 * steps),
         seed=seed,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends ranks and sidecar, too
     folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     trace = trace or folder / "trace.parquet"

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -31,7 +32,7 @@ class LocalRanks:
     """Processes of a job on this machine; a context manager that kills them at its end.
 
     `target(rank, host, port, *arguments)` runs in each process. Its output goes to
-    `folder/rank-N.log`.
+    `folder/rank-N.log`. The processes end with the one that started them, however that ends.
     """
 
     def __init__(self, job: str, folder: Path) -> None:
@@ -121,8 +122,16 @@ class LocalRanks:
 
 def _main(log: str, target: RankMain, rank: int, host: str, port: int, *arguments: Any) -> None:
     """Entry point of a rank's process."""
+    threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())
     os.environ["RANK"] = str(rank)
     target(rank, host, port, *arguments)
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
