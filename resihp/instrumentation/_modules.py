@@ -128,9 +128,12 @@ class FinalWait:
         self._on_end = timer.safely(self._all_done)
 
     def expect(self, under_way: int) -> None:
-        """Time the waiting of the backward pass that runs now, by `backward_under_way`."""
+        """Time the waiting of the backward pass that runs now, by `backward_under_way`; a second
+        call in it does nothing."""
         queue = self._queue
         assert queue is not None
+        if self.expected == under_way:
+            return
         self.expected = under_way
         queue(self._on_gradients)
 

@@ -99,9 +99,8 @@ class StagePasses:
                 tensor.register_hook(self._on_gradient)
 
     def _expect(self, gradient: torch.Tensor) -> None:
-        under_way = backward_under_way()
-        if self._timer.op == BACKWARD and self._gradients.expected != under_way:
-            self._gradients.expect(under_way)
+        if self._timer.op == BACKWARD:
+            self._gradients.expect(backward_under_way())
 
 
 def _argument(args: Arguments, kwargs: Keywords, position: int, name: str) -> Any:

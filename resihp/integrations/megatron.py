@@ -283,9 +283,8 @@ class _ChunkCalls:
     def _gradient_arrived(self, index: int, _: Any) -> None:
         if self._timer.op == BACKWARD:
             self._passes.identify(self._chunk, index)
-            under_way = backward_under_way()
-            if self._gradients.is_possible and self._gradients.expected != under_way:
-                self._gradients.expect(under_way)
+            if self._gradients.is_possible:
+                self._gradients.expect(backward_under_way())
 
 
 def _nothing() -> None:
