@@ -35,10 +35,6 @@ _OPTIMIZER = re.compile(r"^Optimizer\.step#", re.IGNORECASE)
 _OWN_OPTIMIZER = re.compile(r"optimizer[._ ]?step", re.IGNORECASE)
 _DATA = re.compile(r"dataloader|data[_ ]?load|get_batch|garbage|gc\.collect", re.IGNORECASE)
 _PASS = (
-    (_OPTIMIZER, Op.OPTIMIZER),
-    (re.compile(r"dataloader|data[_ ]?load|get_batch|garbage|gc\.collect", re.IGNORECASE), Op.DATA),
-)
-_PASS = (
     (re.compile(r"backward", re.IGNORECASE), Op.BACKWARD),
     (re.compile(r"forward", re.IGNORECASE), Op.FORWARD),
 )
