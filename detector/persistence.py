@@ -20,7 +20,7 @@ from resihp.contracts import ContractError
 State = dict[str, Any]
 """Saved attributes: arrays, numbers, strings, and lists and dicts of them."""
 
-FORMAT = 13
+FORMAT = 14
 
 
 class Persistent:

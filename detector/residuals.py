@@ -29,6 +29,24 @@ class FixedShare:
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """Largest errors (log) of the predictions of a step, 0 where the work is known; over ranks.
+
+    from_peers, from_past   of a rank's level against that of its peers, against its own past
+    moved                   whether its past is no longer a reference
+    """
+
+    from_peers: Floats
+    from_past: Floats
+    moved: Bools
+
+    def for_both_passes(self) -> Misfit:
+        """The same for the forward passes of all ranks, followed by their backward passes."""
+        peers, past = np.tile(self.from_peers, 2), np.tile(self.from_past, 2)
+        return Misfit(peers, past, np.tile(self.moved, 2))
+
+
+@dataclass(frozen=True)
 class StepResidual:
     """Residuals of one step; arrays over ranks.
 
@@ -41,6 +59,7 @@ class StepResidual:
     passes  value and error of the forward and of the backward passes alone, shape
             (value or error, kind of pass, ranks); None where a step has enough microbatches to
             tell the two apart by itself
+    misfit  how far the predictions may be wrong for work unlike any before; None without lengths
     """
 
     value: Floats
@@ -50,6 +69,7 @@ class StepResidual:
     wider: float = 1.0
     fixed: FixedShare | None = None
     passes: NDArray[np.float64] | None = None
+    misfit: Misfit | None = None
 
 
 _NEAR = 4.0

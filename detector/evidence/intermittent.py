@@ -73,12 +73,12 @@ def with_intermittent(
     least   least slowness (log) that is named
     fresh   step of each rank from which its residuals count
     """
-    high = tests.window[-TURNS:] - tests.mean > least
+    high = (tests.window[-TURNS:] - tests.mean > least) & ~tests.unlike[-TURNS:]
     ranks = np.flatnonzero(now.seen & (np.count_nonzero(high, axis=0) >= _FEW))
     if not ranks.size or tests.count < 2 * _FEW:
         return now
     series = tests.window[:, ranks].astype(np.float64)
-    series[tests.steps[:, None] < fresh[ranks]] = np.nan
+    series[(tests.steps[:, None] < fresh[ranks]) | tests.unlike[:, ranks]] = np.nan
     usual = float(np.median(now.scale))
     levels = _levels(series, tests.slowest_healthy()[ranks], now.error[ranks], usual)
     use = levels.apart & (levels.high - levels.healthy > least) & _in_turns(series, levels)

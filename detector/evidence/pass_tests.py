@@ -39,7 +39,13 @@ class PassTests(Persistent):
         if residual.passes is None:
             return now
         value, error = (np.concatenate(rows) for rows in residual.passes)
-        passes = StepResidual(value, error, np.ones(value.size, np.int64), residual.spread)
+        passes = StepResidual(
+            value,
+            error,
+            np.ones(value.size, np.int64),
+            residual.spread,
+            misfit=residual.misfit and residual.misfit.for_both_passes(),
+        )
         kinds = self._tests.observe(step, passes, np.tile(trusted, 2), np.ones(value.size, bool))
         each = kinds.evidence.reshape(2, -1)
         alone = np.logaddexp(*each) + np.log((1.0 - _BOTH) / 2.0)

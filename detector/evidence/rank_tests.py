@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Bools, Floats, Ints, appended, mad_sigma, mean, median
 from ..persistence import Persistent, State
-from ..residuals import StepResidual, common_change, noise_of
+from ..residuals import Misfit, StepResidual, common_change, noise_of
 from ..settings import DetectorSettings
 from .sequential import EDetector
 
@@ -44,6 +44,9 @@ TURNS = 16
 """Latest steps that are marked slow or healthy, for intermittently slow ranks."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""
+_UNEVEN = 0.25
+"""Standard deviation of a prediction's error between steps, as a share of the largest one."""
+_NO_MISFIT = Misfit(np.zeros(1), np.zeros(1), np.zeros(1, bool))
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,11 @@ class StepEvidence:
 
 class RankTests(Persistent):
     """Sequential tests of all ranks of one layout, with the window of residuals they use,
-    oldest step first."""
+    oldest step first, and of where these are of work unlike any before."""
 
     _saved = (
-        "window", "falls", "steps", "count", "mean", "past", "noise", "first", "peer_test",
-        "past_test",
+        "window", "unlike", "falls", "steps", "count", "mean", "past", "noise", "first",
+        "peer_test", "past_test",
     )  # fmt: skip
 
     def __init__(self, classes: Ints, settings: DetectorSettings) -> None:
@@ -104,6 +107,7 @@ class RankTests(Persistent):
         peers = np.bincount(classes)[classes]
         self._majority, self._pair = peers >= 3, peers == 2
         self.window = np.empty((0, size), np.float32)
+        self.unlike = np.empty((0, size), bool)
         self.steps = np.empty(0, np.int64)
         self.count = 0
         self._wider = 1.0
@@ -121,40 +125,56 @@ class RankTests(Persistent):
     ) -> StepEvidence:
         """Takes one step. `trusted` ranks update the baseline; only `able` ranks may be
         named: those that can be separated from others."""
+        misfit = residual.misfit or _NO_MISFIT
+        self._wider = residual.wider
+        offset = self._offset_spread()
+        self._forget_past(misfit.moved)
         deviation = self._centre(residual, trusted)
         seen = np.isfinite(deviation)
         self.window = appended(self.window, deviation, WINDOW_STEPS)
+        unlike = np.maximum(misfit.from_peers, misfit.from_past) > offset
+        self.unlike = appended(self.unlike, np.broadcast_to(unlike, seen.shape), WINDOW_STEPS)
         self.steps = appended(self.steps, step, WINDOW_STEPS)
         self.count += 1
-        self._wider = residual.wider
-        offset = self._offset_spread()
-        scale = self._scale(residual, deviation)
+        scale = np.hypot(self._scale(residual, deviation), _UNEVEN * misfit.from_peers)
         self.noise = spread = np.maximum(scale, _FLOOR)
-        prior = np.where(self._majority, offset, _UNKNOWN_OFFSET)
+        apart = np.hypot(offset, misfit.from_peers)
+        prior = np.where(self._majority, apart, _UNKNOWN_OFFSET)
         doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
         mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
         self._track_pairs(deviation - self.mean, trusted)
-        by_peers = deviation - self._bound * offset
-        by_past = deviation - mean - 3.0 * doubt - _DRIFT
+        by_peers = deviation - self._bound * offset - misfit.from_peers
+        by_past = deviation - mean - 3.0 * doubt - _DRIFT - self._misfit_of_past(misfit)
         settled = seen & self._settled(spread, offset)
         self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self.ceiling)
         self.past_test.update(by_past, spread, settled, self.ceiling)
         self._update_baseline(trusted, spread)
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
+        # Without lengths, the slower one of a pair may also be the one with more work.
+        pair = self._pair & (residual.misfit is not None)
         from_past = past >= peers
-        reference = np.where(from_past, mean, 0.0)
+        reference = np.where(from_past, mean, self._peers_level())
         return StepEvidence(
             evidence=np.maximum(peers, past) - np.log(2.0),
             excess=deviation - reference,
             reference=reference,
-            doubt=np.where(from_past, doubt, offset),
+            doubt=np.where(from_past, doubt, np.where(self._pair, np.sqrt(2.0), 1.0) * apart),
             scale=spread,
             error=residual.error,
             by_past=from_past,
             seen=seen,
-            able=able & (self._majority | (past >= self.name_at)),
+            able=able & (self._majority | pair | (past >= self.name_at)),
             turns=np.zeros((TURNS, deviation.size), bool),
         )
+
+    def _peers_level(self) -> Floats:
+        """Level (0 or less) of each rank's healthy peers: 0, the middle of three and more; of a
+        pair, the level of the other rank, for devices become slower than they were built, not
+        faster."""
+        level = np.where(self.past > 0, self.mean, median(self.window[-_FIRST:], 0)[0])
+        result: Floats = np.zeros(level.size)
+        result[self._pairs] = np.minimum(np.nan_to_num(level[self._pairs[::-1]]), 0.0)
+        return result
 
     def _fallen(self) -> Floats:
         """Recent fall of both ranks of a pair below their baselines (0 or less): a change
@@ -224,6 +244,17 @@ class RankTests(Persistent):
         plausible = np.abs(np.nan_to_num(self.first[0])) <= self._bound * offset + 3.0 * spread
         settled: Bools = past | (self._majority & (self.past <= 1) & plausible)
         return settled
+
+    def _misfit_of_past(self, misfit: Misfit) -> Floats:
+        """Error of the comparison with the past; with the peers, where there is hardly a past."""
+        new = self.past <= _SETTLED
+        return np.where(new, np.maximum(misfit.from_peers, misfit.from_past), misfit.from_past)
+
+    def _forget_past(self, ranks: Bools) -> None:
+        """Learns the baselines of ranks anew whose work is of another kind than before."""
+        if ranks.any():
+            self.past[ranks] = self.mean[ranks] = 0.0
+            self.first[:, ranks] = np.nan
 
     def anchor(self, rank: int, level: float, steps: float = 4.0 * _SETTLED) -> None:
         """Sets the baseline of a rank (log residual), as if observed for so many steps."""

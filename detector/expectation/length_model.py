@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from resihp.contracts import Job, Op, TelemetryBatch
@@ -13,6 +15,7 @@ from ..residuals import StepResidual
 from .predictor import LearnedCorrection
 from .rank_levels import RankLevels
 from .regression import CellRegression
+from .unlike_work import UnlikeWork
 
 TERMS = 3
 """Terms of the analytic model: fixed, linear in tokens, linear in squared lengths."""
@@ -74,7 +77,7 @@ class LengthModel(Persistent):
     device does not become the norm.
     """
 
-    _saved = ("correction", "regression", "_levels")
+    _saved = ("correction", "regression", "_levels", "_unlike")
 
     def __init__(self, job: Job, places: RankTable, correction: LearnedCorrection) -> None:
         self._job, self._places, self.correction = job, places, correction
@@ -87,6 +90,7 @@ class LengthModel(Persistent):
             guessed=job.model is None,
         )
         self._levels = RankLevels(places.peers)
+        self._unlike = UnlikeWork(places.peers)
 
     def residuals(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> StepResidual:
         """Scores one step of compute records, then learns from the ranks in `trusted`."""
@@ -110,7 +114,7 @@ class LengthModel(Persistent):
         self._learn(cell, terms, times, index, own, usual)
         self._levels.observe(result.value, trusted)
         self.correction.observe(features, left + applied, applied, usable)
-        return result
+        return replace(result, misfit=self._unlike.observe(batch, index, trusted))
 
     def _apart(
         self, ratio: Floats, index: Ints, result: StepResidual

@@ -165,6 +165,12 @@ class InProcessSidecar:
         columns = (found.step.tolist(), found.microbatch.tolist(), found.op.tolist())
         return [(step, index, Op(op)) for step, index, op in zip(*columns, strict=True)]
 
+    def work(self) -> set[tuple[int, int]]:
+        """Tokens and sequences of all forward passes."""
+        found = TelemetryBatch.concat(self.batches)
+        found = found.select(found.op == Op.FORWARD)
+        return {*zip(found.tokens.tolist(), found.sequences.tolist(), strict=True)}
+
     def loaded_steps(self) -> set[int]:
         """Steps with records of data loaders."""
         found = TelemetryBatch.concat(self.batches)

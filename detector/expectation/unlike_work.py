@@ -1,0 +1,101 @@
+"""Work unlike that of a rank's peers, and unlike its own before: how far predictions are to trust.
+
+A cost model is fitted to the work that it has seen, and the level of each rank is no part of the
+fit. Documents far longer or shorter than those of the peers are an extrapolation, whose error looks
+like a slow device, in every step anew. So it bounds what counts as slow, instead of adding to the
+noise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resihp.contracts import TelemetryBatch
+
+from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..persistence import Persistent
+from ..residuals import Misfit
+
+_MISFIT = 0.25
+"""Largest error of a prediction (log) for each unit (log) of distance from known work."""
+_WITHIN = 2.0
+"""Standard deviations within which work counts as known."""
+_RECENT, _PAST = 8.0, 100.0
+"""Steps over which the recent and the past work of a rank are averaged, at most."""
+_FAR = 0.05
+"""Error (log) from which a rank's work has changed its kind."""
+_MOVED_STEPS = 3
+"""Steps running of another kind of work from which the past is no reference."""
+_POOL = 0.1
+"""Rate at which the scatter of work between steps is averaged."""
+
+
+class UnlikeWork(Persistent):
+    """Mean work of every rank, recent and past, as logs of tokens and of mean length."""
+
+    _saved = ("_recent", "_past", "_scatter", "_before", "_count", "_outside")
+
+    def __init__(self, classes: Ints) -> None:
+        size = classes.size
+        self._classes = classes
+        self._recent, self._past = np.zeros((2, 2, size))
+        self._before = np.full((2, size), np.nan)
+        self._scatter = np.zeros(2)
+        self._count, self._outside = np.zeros((2, size))
+
+    def observe(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> Misfit:
+        """Take the records of a step; the past is learned from the ranks in `trusted`."""
+        work, seen = self._work_of(batch, index)
+        self._learn_scatter(work)
+        new = self._count == 0
+        self._recent[:, new] = self._past[:, new] = np.nan_to_num(work[:, new])
+        self._count = np.where(seen, self._count + 1.0, self._count)
+        steps = np.maximum(self._count, 1.0)
+        rate = np.where(seen, 1.0 / np.minimum(steps, _RECENT), 0.0)
+        self._recent += rate * np.nan_to_num(work - self._recent)
+        wide = _WITHIN * self._scatter[:, None]
+        narrow = wide / np.sqrt(np.minimum(steps, _RECENT))
+        centre = self._middle(self._recent, seen)
+        from_peers = _distance(work - centre, wide, self._recent - centre, narrow)
+        from_past = _distance(work - self._past, wide, self._recent - self._past, narrow)
+        self._outside = np.where(from_past > _FAR, self._outside + 1.0, 0.0)
+        moved = trusted & (self._outside >= _MOVED_STEPS)
+        known = seen & trusted & (from_past <= _FAR)
+        rate = np.where(known, 1.0 / np.minimum(steps, _PAST), 0.0)
+        self._past += rate * np.nan_to_num(work - self._past)
+        self._past[:, moved] = self._recent[:, moved] = work[:, moved]
+        self._count[moved], self._outside[moved] = 1.0, 0.0
+        return Misfit(from_peers, from_past, moved)
+
+    def _work_of(self, batch: TelemetryBatch, index: Ints) -> tuple[Floats, Bools]:
+        """Mean work of every rank in a step, shape (2, ranks), NaN where it has no records."""
+        tokens = np.log(np.maximum(batch.tokens, 1))
+        length = np.log(np.maximum(batch.sum_sq_len, 1)) - tokens
+        size = self._classes.size
+        counts = np.bincount(index, minlength=size)
+        sums = np.stack([np.bincount(index, one, size) for one in (tokens, length)])
+        return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan), counts > 0
+
+    def _learn_scatter(self, work: Floats) -> None:
+        """Standard deviation of a rank's work between steps, of all ranks together."""
+        change = (work - self._before) / np.sqrt(2.0)
+        self._before = work
+        for which, row in enumerate(change):
+            if np.isfinite(row).any():
+                seen = mad_sigma(row, 0.0)
+                first = not self._scatter[which]
+                self._scatter[which] += (1.0 if first else _POOL) * (seen - self._scatter[which])
+
+    def _middle(self, work: Floats, seen: Bools) -> Floats:
+        """Median work of each rank's class."""
+        size = int(self._classes.max()) + 1
+        rows = [group_median(row[seen], self._classes[seen], size) for row in work]
+        middle: Floats = np.nan_to_num(np.stack(rows))[:, self._classes]
+        return middle
+
+
+def _distance(now: Floats, wide: Floats, usual: Floats, narrow: Floats) -> Floats:
+    """Error for the distance of one step's work, or of that of several, beyond the known one."""
+    beyond = np.maximum(np.abs(np.nan_to_num(now)) - wide, np.abs(usual) - narrow)
+    result: Floats = _MISFIT * np.maximum(beyond, 0.0).sum(axis=0)
+    return result
