@@ -18,7 +18,7 @@ from ..residuals import Misfit
 
 _MISFIT = 0.25
 """Largest error of a prediction (log) for each unit (log) of distance from known work."""
-_WITHIN = 2.0
+_WITHIN = 3.0
 """Standard deviations within which work counts as known."""
 _RECENT, _PAST = 8.0, 100.0
 """Steps over which the recent and the past work of a rank are averaged, at most."""
@@ -38,6 +38,8 @@ class UnlikeWork(Persistent):
     def __init__(self, classes: Ints) -> None:
         size = classes.size
         self._classes = classes
+        # A mean of few ranks follows each of them.
+        self._apart = np.sqrt(1.0 - 1.0 / np.bincount(classes)[classes])
         self._recent, self._past = np.zeros((2, 2, size))
         self._before = np.full((2, size), np.nan)
         self._scatter = np.zeros(2)
@@ -47,25 +49,27 @@ class UnlikeWork(Persistent):
         """Take the records of a step; the past is learned from the ranks in `trusted`."""
         work, seen = self._work_of(batch, index)
         self._learn_scatter(work)
-        new = self._count == 0
-        self._recent[:, new] = self._past[:, new] = np.nan_to_num(work[:, new])
-        self._count = np.where(seen, self._count + 1.0, self._count)
-        steps = np.maximum(self._count, 1.0)
-        rate = np.where(seen, 1.0 / np.minimum(steps, _RECENT), 0.0)
-        self._recent += rate * np.nan_to_num(work - self._recent)
+        new = seen & (self._count == 0)
+        self._recent[:, new] = self._past[:, new] = work[:, new]
+        self._count[seen] += 1.0
+        self._follow(self._recent, work, seen, _RECENT)
         wide = _WITHIN * self._scatter[:, None]
-        narrow = wide / np.sqrt(np.minimum(steps, _RECENT))
-        centre = self._middle(self._recent, seen)
-        from_peers = _distance(work - centre, wide, self._recent - centre, narrow)
-        from_past = _distance(work - self._past, wide, self._recent - self._past, narrow)
-        self._outside = np.where(from_past > _FAR, self._outside + 1.0, 0.0)
-        moved = trusted & (self._outside >= _MOVED_STEPS)
-        known = seen & trusted & (from_past <= _FAR)
-        rate = np.where(known, 1.0 / np.minimum(steps, _PAST), 0.0)
-        self._past += rate * np.nan_to_num(work - self._past)
+        narrow = wide / np.sqrt(np.clip(self._count, 1.0, _RECENT))
+        centre, apart = self._middle(seen), self._apart
+        from_peers = _error(work - centre, apart * wide, self._recent - centre, apart * narrow)
+        from_past = _error(work - self._past, wide, self._recent - self._past, narrow)
+        other = seen & (from_past > _FAR)
+        self._outside = np.where(other, self._outside + 1.0, np.where(seen, 0.0, self._outside))
+        self._follow(self._past, work, seen & trusted & ~other, _PAST)
+        moved = seen & trusted & (self._outside >= _MOVED_STEPS)
         self._past[:, moved] = self._recent[:, moved] = work[:, moved]
         self._count[moved], self._outside[moved] = 1.0, 0.0
         return Misfit(from_peers, from_past, moved)
+
+    def _follow(self, level: Floats, work: Floats, ranks: Bools, most: float) -> None:
+        """Average the work of some ranks into their level, over `most` steps."""
+        rate = 1.0 / np.minimum(self._count[ranks], most)
+        level[:, ranks] += rate * (work - level)[:, ranks]
 
     def _work_of(self, batch: TelemetryBatch, index: Ints) -> tuple[Floats, Bools]:
         """Mean work of every rank in a step, shape (2, ranks), NaN where it has no records."""
@@ -86,15 +90,15 @@ class UnlikeWork(Persistent):
                 first = not self._scatter[which]
                 self._scatter[which] += (1.0 if first else _POOL) * (seen - self._scatter[which])
 
-    def _middle(self, work: Floats, seen: Bools) -> Floats:
-        """Median work of each rank's class."""
+    def _middle(self, seen: Bools) -> Floats:
+        """Median recent work of each rank's class."""
         size = int(self._classes.max()) + 1
-        rows = [group_median(row[seen], self._classes[seen], size) for row in work]
+        rows = [group_median(row[seen], self._classes[seen], size) for row in self._recent]
         middle: Floats = np.nan_to_num(np.stack(rows))[:, self._classes]
         return middle
 
 
-def _distance(now: Floats, wide: Floats, usual: Floats, narrow: Floats) -> Floats:
+def _error(now: Floats, wide: Floats, usual: Floats, narrow: Floats) -> Floats:
     """Error for the distance of one step's work, or of that of several, beyond the known one."""
     beyond = np.maximum(np.abs(np.nan_to_num(now)) - wide, np.abs(usual) - narrow)
     result: Floats = _MISFIT * np.maximum(beyond, 0.0).sum(axis=0)
