@@ -29,8 +29,6 @@ _MOST_OPEN = 256
 """Open steps beyond which the oldest one is closed."""
 _LEAST_BEHIND = 64
 """Messages of earlier steps that are kept, at least, to begin with after a restart."""
-_MAX_MS = 1e12
-"""Times are cut off here (32 years), so that a broken record overflows nothing."""
 
 
 @dataclass
@@ -229,7 +227,7 @@ class StepAssembler(Persistent):
         whole = whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
         replica = self._places.dp[self._places.index(whole.rank)]
         number = numbered(replica, whole.microbatch, self._largest_quota).astype(np.int32)
-        return replace(whole, microbatch=number, compute_ms=np.minimum(whole.compute_ms, _MAX_MS))
+        return replace(whole, microbatch=number)
 
     def state(self) -> State:
         """The saved attributes, the parts of each open step joined."""

@@ -37,14 +37,14 @@ def create_app(settings: Settings, adapters: AdapterFactory = load_adapters) -> 
     metrics = HttpMetrics()
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 app.state.context = await _open(stack, settings, adapters, metrics)
             except StartError as error:
                 app.state.start_error = error
                 raise
-            yield
+            yield {"metrics": metrics}  # for `TimedConnection`
 
     app = FastAPI(
         title="ResiHP sidecar",

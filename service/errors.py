@@ -39,6 +39,13 @@ class BodyTooLargeError(ResiHPError):
         super().__init__(f"the request body is larger than {limit} bytes; send smaller batches")
 
 
+class SlowRequestError(ResiHPError):
+    """The body of a request stops arriving."""
+
+    def __init__(self, silent_s: float) -> None:
+        super().__init__(f"no byte of the request body came for {silent_s:g} s, or it came slowly")
+
+
 class MediaTypeError(ResiHPError):
     """The content type is not one of the route's."""
 

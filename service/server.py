@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from .app import create_app
+from .connections import TimedConnection
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
@@ -25,8 +26,9 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
     """Serve until SIGINT or SIGTERM. Raises `StartError` with a message of one line."""
     app = create_app(settings, adapters)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5
-    )
+        app, http=TimedConnection, log_config=None, access_log=False, lifespan="on",
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
     listener = _bind(settings)
     # uvicorn raises the signal that ended it again after its shutdown.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
 
-    max_body_bytes: int = Field(32 * MIB, gt=0, description="largest request body")
+    max_body_bytes: int = Field(16 * MIB, gt=0, description="largest request body")
     max_records: int = Field(200_000, gt=0, description="most records of one telemetry message")
     max_jobs: int = Field(256, gt=0, description="most jobs registered at a time")
     max_backlog: int = Field(20_000, gt=0, description="most unapplied messages of a job")

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from .errors import ContractError
-from .telemetry import COLUMNS, TelemetryBatch
+from .json_size import parse_json
+from .telemetry import COLUMNS, TelemetryBatch, as_column
 
 VERSION = 1
 _FIELDS = ("version", "plan_version", "dropped", "columns")
+_MOST_PARTS = 200  # a JSON message has 2 objects, 12 lists and 16 names
+_PLAIN = {int, float, type(None)}
 
 
 class WireFormat(StrEnum):
@@ -48,21 +52,23 @@ def encode(batch: TelemetryBatch, form: WireFormat = WireFormat.MSGPACK) -> byte
 def decode(
     message: bytes, form: WireFormat = WireFormat.MSGPACK, *, max_records: int | None = None
 ) -> TelemetryBatch:
-    """The batch in `message`. Raises `ContractError` naming the field that is wrong."""
-    document = _parse(message, form)
-    if not isinstance(document, Mapping):
-        raise ContractError("", "the message must be an object")
-    for name in document:
-        if name not in _FIELDS:
-            raise ContractError(str(name), f"unknown field; known are {', '.join(_FIELDS)}")
+    """The batch in `message`. Raises `ContractError` naming the field that is wrong.
+
+    Sizes are checked before values are made: whatever its bytes, a message takes little more
+    memory than itself and `max_records` records.
+    """
+    most = len(message) if max_records is None else max_records
+    read = _read_json if form is WireFormat.JSON else _read_msgpack
+    document = read(message, most)
     for name in ("version", "columns"):
         if name not in document:
             raise ContractError(name, "is missing")
     if document["version"] != VERSION:
         raise ContractError("version", f"must be {VERSION}, not {document['version']!r}")
-    columns = _columns(document["columns"])
-    if max_records is not None and len(columns["rank"]) > max_records:
-        raise ContractError("columns", f"holds more than {max_records} records")
+    columns = document["columns"]
+    for name, (_, default) in COLUMNS.items():
+        if default is None and name not in columns:
+            raise ContractError(f"columns.{name}", "is missing")
     return TelemetryBatch(
         **columns,
         plan_version=document.get("plan_version", 0),
@@ -70,39 +76,95 @@ def decode(
     )
 
 
-def _parse(message: bytes, form: WireFormat) -> Any:
-    try:
-        if form is WireFormat.JSON:
-            return json.loads(message)
-        return msgpack.unpackb(message)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        name = "JSON" if form is WireFormat.JSON else "msgpack"
-        raise ContractError("", f"the message is not valid {name}: {error}") from None
-
-
-def _columns(columns: Any) -> dict[str, Any]:
-    if not isinstance(columns, Mapping):
+def _read_json(message: bytes, most: int) -> dict[str, Any]:
+    """The document in a message, its columns as arrays."""
+    document = parse_json(message, parts=_MOST_PARTS, values=most * len(COLUMNS))
+    if not isinstance(document, dict):
+        raise ContractError("", "the message must be an object")
+    for name in document:
+        _require_known(name, _FIELDS, "")
+    columns = document.get("columns", {})
+    if not isinstance(columns, dict):
         raise ContractError("columns", "must be an object")
-    for name in columns:
-        if name not in COLUMNS:
-            raise ContractError(
-                f"columns.{name}", f"unknown column; known are {', '.join(COLUMNS)}"
-            )
-    for name, (_, default) in COLUMNS.items():
-        if default is None and name not in columns:
-            raise ContractError(f"columns.{name}", "is missing")
-    return {name: _unpack(name, column) for name, column in columns.items()}
+    for name, values in columns.items():
+        _require_known(name, COLUMNS, "columns.")
+        columns[name] = _column(name, values, most)
+    return document
 
 
-def _unpack(name: str, column: Any) -> Any:
+def _read_msgpack(message: bytes, most: int) -> dict[str, Any]:
+    """The document in a message, its columns as arrays.
+
+    It is read part by part, for the limits of an unpacker bound each list, not their number.
+    """
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(message), max_array_len=0, max_map_len=0, max_ext_len=0
+    )
+    unpacker.feed(message)
+    document: dict[str, Any] = {}
+    try:
+        for name in _names(unpacker, _FIELDS, ""):
+            if name == "columns":
+                document[name] = {
+                    column: _column(column, _values(column, message, unpacker, most), most)
+                    for column in _names(unpacker, COLUMNS, "columns.")
+                }
+            else:
+                document[name] = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException) as error:
+        if isinstance(error, ContractError):
+            raise
+        raise ContractError("", f"the message is not valid msgpack: {error}") from None
+    if unpacker.tell() != len(message):
+        raise ContractError("", "the message is not valid msgpack: data follow its end")
+    return document
+
+
+def _names(unpacker: msgpack.Unpacker, known: Iterable[str], place: str) -> Iterator[str]:
+    """The names in the map that comes next; the caller takes the value of each."""
+    try:
+        size = unpacker.read_map_header()
+    except ValueError:
+        field = place.removesuffix(".")
+        raise ContractError(field, "must be an object") from None
+    for _ in range(size):
+        name = unpacker.unpack()
+        _require_known(name, known, place)
+        yield name
+
+
+def _values(name: str, message: bytes, unpacker: msgpack.Unpacker, most: int) -> Any:
+    """The value that comes next: bytes as they are, a list of at most `most` plain values."""
+    lead = message[unpacker.tell() : unpacker.tell() + 1]
+    if not (b"\x90" <= lead <= b"\x9f" or lead in (b"\xdc", b"\xdd")):  # msgpack's lists
+        return unpacker.unpack()
+    size = unpacker.read_array_header()
+    if size > most:
+        raise ContractError("columns", f"holds more than {most} records")
+    try:
+        return [unpacker.unpack() for _ in range(size)]
+    except ValueError as error:
+        raise ContractError(f"columns.{name}", f"must hold numbers: {error}") from None
+
+
+def _column(name: str, values: Any, most: int) -> NDArray[Any]:
     dtype = COLUMNS[name][0].newbyteorder("<")
-    if isinstance(column, bytes):
-        if len(column) % dtype.itemsize:
+    if isinstance(values, bytes):
+        if len(values) % dtype.itemsize:
             raise ContractError(f"columns.{name}", f"is not a whole number of {dtype.name} values")
-        return np.frombuffer(column, dtype)
-    if not isinstance(column, list):
+        values = np.frombuffer(values, dtype)
+    elif not isinstance(values, list):
         raise ContractError(f"columns.{name}", "must be a list")
-    return column
+    elif not set(map(type, values)) <= _PLAIN:  # numpy pads texts to the longest
+        raise ContractError(f"columns.{name}", "must hold numbers")
+    if len(values) > most:
+        raise ContractError("columns", f"holds more than {most} records")
+    return as_column(name, values)
+
+
+def _require_known(name: Any, known: Iterable[str], place: str) -> None:
+    if not isinstance(name, str) or name not in known:
+        raise ContractError(f"{place}{name}", f"unknown field; known are {', '.join(known)}")
 
 
 def _json_column(column: np.ndarray[Any, Any]) -> list[Any]:

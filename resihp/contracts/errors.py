@@ -11,10 +11,14 @@ class ResiHPError(Exception):
     """Base of all errors that ResiHP raises on purpose."""
 
 
+_MOST_WORDS = 500  # of a name or value that the sender chose
+
+
 class ContractError(ResiHPError, ValueError):
     """A value that breaks a contract; `field` is the dotted path of the invalid value."""
 
     def __init__(self, field: str, problem: str) -> None:
+        field, problem = field[:_MOST_WORDS], problem[:_MOST_WORDS]
         super().__init__(f"{field}: {problem}" if field else problem)
         self.field = field
         self.problem = problem

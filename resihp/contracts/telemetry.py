@@ -39,6 +39,12 @@ COLUMNS: dict[str, tuple[np.dtype[Any], float | None]] = {
     "max_len": (np.dtype(np.int64), -1),
     "peer": (np.dtype(np.int32), -1),
 }
+MOST_STEP = 2**53
+"""No step is later: JSON readers know whole numbers exactly up to here."""
+MOST_DROPPED = 2**32 - 1
+"""No message reports more dropped records, so that their sum over a job stays a 64-bit number."""
+MOST_MS = 1e15
+"""No time is longer (30,000 years): sums and squares of times stay finite."""
 _AT_LEAST = {
     "rank": 0,
     "step": 0,
@@ -50,7 +56,8 @@ _AT_LEAST = {
     "max_len": -1,
     "peer": -1,
 }
-_MOST = int(np.iinfo(np.int64).max)
+_AT_MOST = {"step": MOST_STEP, "op": int(max(Op))}
+_MOST = {"plan_version": int(np.iinfo(np.int64).max), "dropped": MOST_DROPPED}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,12 +101,12 @@ class TelemetryBatch:
         for name in COLUMNS:
             object.__setattr__(self, name, _column(name, getattr(self, name), size))
         _check_values(self)
-        for name in ("plan_version", "dropped"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
                 raise ContractError(name, "must be a whole number, 0 or more")
-            if value > _MOST:
-                raise ContractError(name, f"must be at most {_MOST}")
+            if value > most:
+                raise ContractError(name, f"must be at most {most}")
             object.__setattr__(self, name, int(value))
 
     def __len__(self) -> int:
@@ -130,7 +137,7 @@ class TelemetryBatch:
         return cls(
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS},
             plan_version=parts[0].plan_version,
-            dropped=sum(part.dropped for part in parts),
+            dropped=min(sum(part.dropped for part in parts), MOST_DROPPED),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -153,7 +160,7 @@ def _column(name: str, value: Any, size: int) -> NDArray[Any]:
             raise ContractError(name, "is missing")
         column = np.full(size, default, dtype)
     else:
-        column = _as_dtype(name, value, dtype)
+        column = as_column(name, value)
     if column.ndim != 1:
         raise ContractError(name, f"must have one dimension, not {column.ndim}")
     if column.size != size:
@@ -162,25 +169,36 @@ def _column(name: str, value: Any, size: int) -> NDArray[Any]:
     return column
 
 
-def _as_dtype(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+def as_column(name: str, value: Any) -> NDArray[Any]:
+    """The values of a column in its dtype, in an array that nobody else can change.
+
+    Raises `ContractError` naming the column.
+    """
+    dtype = COLUMNS[name][0]
     try:
         raw = np.asarray(value)
-        if raw.size == 0:
-            raw = raw.astype(dtype)
-        if raw.dtype == object:  # None stands for "not measured" in JSON
-            raw = np.array([np.nan if item is None else item for item in raw], np.float64)
-        if raw.dtype.kind not in "iuf" or (dtype.kind != "f" and raw.dtype.kind == "f"):
-            raise ContractError(name, f"must hold {_words(dtype)}, not {raw.dtype}")
-        if dtype.kind != "f" and raw.size:
-            limits = np.iinfo(dtype)
-            if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
-                raise ContractError(name, f"holds a value outside {limits.min}..{limits.max}")
-        column = raw.astype(dtype)
+        if raw.dtype != dtype:
+            return _converted(name, raw, dtype)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ContractError):
             raise
         raise ContractError(name, f"must hold {_words(dtype)}") from None
-    return column.copy() if column is value else column
+    is_own = isinstance(value, (list, tuple, range)) or isinstance(raw.base, bytes)
+    return raw if is_own else raw.copy()
+
+
+def _converted(name: str, raw: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if raw.size == 0:
+        return raw.astype(dtype)
+    if raw.dtype == object:  # None stands for "not measured" in JSON
+        raw = np.array([np.nan if item is None else item for item in raw], np.float64)
+    if raw.dtype.kind not in "iuf" or (dtype.kind != "f" and raw.dtype.kind == "f"):
+        raise ContractError(name, f"must hold {_words(dtype)}, not {raw.dtype}")
+    if dtype.kind != "f":
+        limits = np.iinfo(dtype)
+        if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
+            raise ContractError(name, f"holds a value outside {limits.min}..{limits.max}")
+    return raw.astype(dtype)
 
 
 def _words(dtype: np.dtype[Any]) -> str:
@@ -193,10 +211,13 @@ def _check_values(batch: TelemetryBatch) -> None:
     for name, least in _AT_LEAST.items():
         if int(getattr(batch, name).min()) < least:
             raise ContractError(name, f"holds a value below {least}")
-    if int(batch.op.max()) > max(Op):
-        raise ContractError("op", f"holds a code above {int(max(Op))}")
-    if not np.isfinite(batch.compute_ms).all() or float(batch.compute_ms.min()) < 0:
-        raise ContractError("compute_ms", "must be finite and 0 or more")
-    waits = batch.wait_ms[~np.isnan(batch.wait_ms)]
-    if waits.size and (not np.isfinite(waits).all() or float(waits.min()) < 0):
-        raise ContractError("wait_ms", "must be 0 or more, or NaN where not measured")
+    for name, most in _AT_MOST.items():
+        if int(getattr(batch, name).max()) > most:
+            raise ContractError(name, f"holds a value above {most}")
+    # Comparisons with NaN are false.
+    if not (batch.compute_ms.min() >= 0 and batch.compute_ms.max() <= MOST_MS):
+        raise ContractError("compute_ms", f"must be finite, 0 or more and at most {MOST_MS:g}")
+    if np.fmin.reduce(batch.wait_ms) < 0 or np.fmax.reduce(batch.wait_ms) > MOST_MS:
+        raise ContractError(
+            "wait_ms", f"must be 0 or more and at most {MOST_MS:g}, or NaN where not measured"
+        )

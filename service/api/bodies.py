@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from resihp.contracts import ContractError, Job, Op, SensorSample
-from resihp.contracts.codec import WireFormat
+from resihp.contracts import ContractError, Job, Op, SensorSample, TelemetryBatch, from_json
+from resihp.contracts.codec import WireFormat, decode, encode
+from resihp.contracts.json_size import parse_json, require_size
+from resihp.contracts.telemetry import MOST_STEP
 
 from ..errors import ContentEncodingError, MediaTypeError
 
+LARGE_BYTES = 128 * 1024
+"""A body beyond this size is decoded in a thread, one at a time; a smaller one costs less than the
+change of threads."""
+_MOST_RANKS = 131_072  # of one body
+DOCUMENT_SIZE = {"parts": 2**19, "values": 2**20}
+"""Limits of `require_size` for JSON: a job of so many ranks, in groups of four, is within them."""
+_MOST_MISTAKES, _LONGEST_NAME = 100, 100  # in an answer
+
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
-Ranks = Annotated[list[Rank], Field(min_length=1, max_length=1_000_000)]
+Ranks = Annotated[list[Rank], Field(min_length=1, max_length=_MOST_RANKS, fail_fast=True)]
+Step = Annotated[int, Field(ge=-1, le=MOST_STEP)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Detail = Annotated[str, Field(max_length=4096)]
 Frame = Annotated[str, Field(max_length=256)]
 _Body = TypeVar("_Body", bound="_Strict")
+_Made = TypeVar("_Made")
 
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
@@ -30,11 +44,11 @@ class _Strict(BaseModel):
 class HeartbeatPosition(_Strict):
     """Position of the training thread of a rank; `op` is a code of telemetry's column."""
 
-    step: Annotated[int, Field(ge=0)]
-    microbatch: Annotated[int, Field(ge=-1)] = -1
+    step: Annotated[int, Field(ge=0, le=MOST_STEP)]
+    microbatch: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     op: Annotated[int, Field(ge=min(Op), le=max(Op))] | None = None
     waiting: bool = False
-    passes: Annotated[int, Field(ge=0)] = 0
+    passes: Count = 0
     for_s: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -43,9 +57,9 @@ class HeartbeatBody(_Strict):
     asked for them."""
 
     ranks: Ranks
-    step: int | None = None
+    step: Step | None = None
     process: Annotated[str, Field(max_length=64)] = ""
-    sequence: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    sequence: Count = 0
     position: HeartbeatPosition | None = None
     sensors: SensorSample | None = None
     left: bool = False
@@ -59,27 +73,27 @@ class AckBody(_Strict):
 
     rank: Rank
     state: Literal["applied", "refused"]
-    step: int | None = None
+    step: Step | None = None
     detail: Detail = ""
     pause_ms: float | None = None
-    digest: str | None = None
+    digest: Annotated[str, Field(max_length=64)] | None = None
 
 
 class OwnPlanBody(_Strict):
     """A plan that the job made and applied by itself, and the ranks that it has lost so far."""
 
     plan: dict[str, Any]
-    lost: Annotated[list[Rank], Field(max_length=1_000_000)] = []
-    step: int | None = None
+    lost: Annotated[list[Rank], Field(max_length=_MOST_RANKS, fail_fast=True)] = []
+    step: Step | None = None
 
 
 class FailureBody(_Strict):
     """Stopped ranks, reported by a survivor."""
 
     ranks: Ranks
-    step: int | None = None
-    plan_version: int | None = None
-    reported_by: int | None = None
+    step: Step | None = None
+    plan_version: Count | None = None
+    reported_by: Rank | None = None
     detail: Detail = ""
 
 
@@ -87,7 +101,7 @@ class JoinersBody(_Strict):
     """Ranks that are ready to join the layout."""
 
     ranks: Ranks
-    step: int | None = None
+    step: Step | None = None
 
 
 class ProbeAnswerBody(_Strict):
@@ -99,22 +113,59 @@ class ProbeAnswerBody(_Strict):
 
 
 async def read(request: Request, model: type[_Body]) -> _Body:
-    """A JSON body of a model. Raises `RequestValidationError` and `MediaTypeError`."""
+    """A JSON body of a model. Raises `RequestValidationError`, `ContractError` and
+    `MediaTypeError`."""
     _require_json(request)
+    document = await request.body()
+    require_size(document, **DOCUMENT_SIZE)
     try:
-        return model.model_validate_json(await request.body())
+        return await off_loop(request, lambda: model.model_validate_json(document))
     except ValidationError as error:
-        items = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        if error.error_count() > _MOST_MISTAKES:
+            raise ContractError("", f"has {error.error_count()} mistakes") from None
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        items = [
+            {**item, "loc": ("body", *(str(part)[:_LONGEST_NAME] for part in item["loc"]))}
+            for item in found
+        ]
         raise RequestValidationError(items) from None
 
 
-async def read_document(request: Request) -> Any:
-    """A JSON body of any content. Raises `ContractError` and `MediaTypeError`."""
+async def read_job(request: Request, name: str) -> Job:
+    """The description of a job in a JSON body; `name` where it gives none. Raises `ContractError`
+    and `MediaTypeError`."""
     _require_json(request)
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise ContractError("", f"the body is not valid JSON: {error}") from None
+    body = await request.body()
+
+    def job() -> Job:
+        document = parse_json(body, **DOCUMENT_SIZE)
+        if isinstance(document, dict):
+            document.setdefault("name", name)
+        return from_json(Job, document)
+
+    return await off_loop(request, job)
+
+
+async def read_telemetry(request: Request, max_records: int) -> tuple[TelemetryBatch, bytes]:
+    """The records of a telemetry message, and the message in msgpack, the one format that workers
+    read. Raises `ContractError` and `MediaTypeError`."""
+    form = wire_format(request)
+    body = await request.body()
+
+    def records() -> tuple[TelemetryBatch, bytes]:
+        batch = decode(body, form, max_records=max_records)
+        return batch, body if form is WireFormat.MSGPACK else encode(batch)
+
+    return await off_loop(request, records)
+
+
+async def off_loop(request: Request, work: Callable[[], _Made]) -> _Made:
+    """The result of `work` on the body of a request. On a large one it is done in a thread, while
+    the event loop serves other requests, and one at a time, which bounds the memory."""
+    if len(await request.body()) <= LARGE_BYTES:
+        return work()
+    async with request.app.state.context.decoding:
+        return await asyncio.to_thread(work)
 
 
 def wire_format(request: Request) -> WireFormat:

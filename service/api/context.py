@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -16,13 +17,17 @@ from .notifier import Notifier
 
 @dataclass
 class AppContext:
-    """Resources of a running sidecar."""
+    """Resources of a running sidecar.
+
+    decoding  held while a large body is decoded in a thread
+    """
 
     settings: Settings
     store: HttpStore
     notifier: Notifier
     metrics: HttpMetrics
     heartbeats: HeartbeatBatches
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def _context(request: Request) -> AppContext:

@@ -7,10 +7,8 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from starlette.concurrency import run_in_threadpool
 
-from resihp.contracts import ContractError, Job, Plan, TelemetryBatch, from_json, to_json
-from resihp.contracts.codec import WireFormat, decode, encode
+from resihp.contracts import ContractError, Plan, TelemetryBatch, to_json
 
 from ..store.documents import MessageKind
 from . import bodies
@@ -31,10 +29,7 @@ RetryKey = Annotated[str | None, Depends(_retry_key)]
 @router.put("/{job}", openapi_extra=bodies.documented_job())
 async def register(job: str, request: Request, response: Response, ctx: Ctx) -> dict[str, Any]:
     """Register a job. Equal content changes nothing; other content resets the job."""
-    document = await bodies.read_document(request)
-    if isinstance(document, dict):
-        document.setdefault("name", job)
-    description = from_json(Job, document)
+    description = await bodies.read_job(request, job)
     if description.name != job:
         raise ContractError("name", f"is {description.name!r}, the address says {job!r}")
     first = Plan(
@@ -95,12 +90,7 @@ async def post_telemetry(job: str, request: Request, ctx: Ctx, key: RetryKey) ->
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
     `Idempotency-Key` is applied once. The answer lists the `probes` that the sending rank should
     run, if any: `{"id", "kind", "peer"}`."""
-    form = bodies.wire_format(request)
-    body = await request.body()
-    limit = ctx.settings.max_records
-    batch = await run_in_threadpool(decode, body, form, max_records=limit)
-    if form is WireFormat.JSON:  # workers read one format, the cheap one
-        body = await run_in_threadpool(encode, batch)
+    batch, body = await bodies.read_telemetry(request, ctx.settings.max_records)
     new = await ctx.store.put(
         job, MessageKind.TELEMETRY, body,
         records=len(batch), dropped=batch.dropped, retry_key=key,

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 from ..store.http_store import HttpStore
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+"""Each other method, of which a client can make up any number, is counted as "other"."""
 _COUNTERS = {
     "messages": "messages accepted",
     "records": "microbatch records accepted",
@@ -37,7 +39,7 @@ _GAUGES = {
 
 
 class HttpMetrics:
-    """Count and duration of the requests to this process."""
+    """Count and duration of the requests to this process, and connections cut."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,10 +52,20 @@ class HttpMetrics:
             registry=self.registry, buckets=_BUCKETS,
         )  # fmt: skip
 
+        self._cut = PrometheusCounter(
+            "resihp_http_cut", "connections closed because a request stopped arriving", ("part",),
+            registry=self.registry,
+        )  # fmt: skip
+
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request."""
+        method = method if method in _METHODS else "other"
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
+
+    def count_cut(self, part: str) -> None:
+        """Count a connection that is cut while it waits for the head or the body of a request."""
+        self._cut.labels(part).inc()
 
 
 async def exposition(store: HttpStore, http: HttpMetrics) -> bytes:

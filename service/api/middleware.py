@@ -1,16 +1,19 @@
-"""ASGI middleware: authorization, limit of the body size, metrics and request log."""
+"""ASGI middleware: authorization, limits of bodies in size and time, metrics and request log."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import time
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import BodyTooLargeError
+from ..errors import BodyTooLargeError, SlowRequestError
 from ..logs import logger
 from ..settings import Settings, is_loopback
+from .bodies import LARGE_BYTES
 from .metrics import HttpMetrics
 from .problems import problem, send_problem
 
@@ -19,10 +22,16 @@ log = logger("resihp.http")
 # Paths without data of a job; all others need the token if one is set.
 _OPEN = ("/", "/dashboard", "/healthz", "/v1/healthz", "/docs", "/openapi.json")
 _OPEN_FOLDERS = ("/assets/",)
+LARGE_AT_A_TIME = 4
+SILENT_S, WHOLE_S = 10.0, 60.0
+"""Longest time without a byte of an incomplete body, and for all of it."""
 
 
 class RequestMiddleware:
-    """Checks the bearer token and bounds the size of a body while it is read.
+    """Checks the bearer token, and bounds the size of a body and its time while it is read.
+
+    Few requests with large bodies are read and answered at a time, which bounds their memory; the
+    others wait, and are not read from meanwhile.
 
     Without a token the `Host` header must be a local name, so that a foreign web page cannot reach
     the sidecar through a DNS name of its own (DNS rebinding).
@@ -34,6 +43,7 @@ class RequestMiddleware:
         self._token = settings.token.get_secret_value().encode() if settings.token else None
         self._local_only = self._token is None and is_loopback(settings.host)
         self._limit = settings.max_body_bytes
+        self._large = asyncio.Semaphore(LARGE_AT_A_TIME)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,7 +82,10 @@ class RequestMiddleware:
             error = BodyTooLargeError(self._limit)
             await send_problem(send, problem(413, "body-too-large", str(error)))
         else:
-            await self._app(scope, self._bounded(receive), send)
+            takes_body = scope["method"] in {"POST", "PUT"}  # others may go on for hours
+            limit = self._limit if takes_body else min(self._limit, LARGE_BYTES)
+            async with contextlib.AsyncExitStack() as stack:
+                await self._app(scope, self._bounded(receive, stack, limit), send)
 
     def _may_pass(self, path: str, headers: Headers) -> bool:
         if self._token is None or path in _OPEN or path.startswith(_OPEN_FOLDERS):
@@ -80,15 +93,27 @@ class RequestMiddleware:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(given.encode(), self._token) and scheme.lower() == "bearer"
 
-    def _bounded(self, receive: Receive) -> Receive:
-        size = 0
+    def _bounded(self, receive: Receive, stack: contextlib.AsyncExitStack, limit: int) -> Receive:
+        """`receive` within the limits; a large body occupies its place until `stack` is left."""
+        size, is_large, is_whole, ends_s = 0, False, False, time.monotonic() + WHOLE_S
 
         async def bounded() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, is_large, is_whole, ends_s
+            if is_whole:  # what comes next is the end of the connection, at any time
+                return await receive()
+            try:
+                async with asyncio.timeout(min(SILENT_S, ends_s - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                self._metrics.count_cut("body")
+                raise SlowRequestError(SILENT_S) from None
+            is_whole = not message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self._limit:
-                raise BodyTooLargeError(self._limit)
+            if size > limit:
+                raise BodyTooLargeError(limit)
+            if size > LARGE_BYTES and not is_large:
+                await stack.enter_async_context(self._large)
+                is_large, ends_s = True, time.monotonic() + WHOLE_S
             return message
 
         return bounded

@@ -74,7 +74,8 @@ async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[st
     """Register a plan that the job made while the sidecar was unavailable and that all ranks work
     under."""
     own = await bodies.read(request, bodies.OwnPlanBody)
-    known, plan = await ctx.store.job(job), plan_from_json(own.plan)
+    plan = await bodies.off_loop(request, lambda: plan_from_json(own.plan))
+    known = await ctx.store.job(job)
     if plan.version != version:
         raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")
     if plan.microbatches != known.microbatches:

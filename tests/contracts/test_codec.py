@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from resihp.contracts import COLUMNS, ContractError, Op, TelemetryBatch
 from resihp.contracts.codec import VERSION, WireFormat, decode, encode
+from resihp.contracts.json_size import parse_json
 
 times = st.floats(0, 1e9)
 whole = st.integers(-1, 2**53)
@@ -84,6 +85,7 @@ MALFORMED = [
     ({"plan_version": 2**63}, "plan_version"),
     ({"dropped": True}, "dropped"),
     ({"dropped": "none"}, "dropped"),
+    ({"dropped": 2**32}, "dropped"),
     ({"surprise": 1}, "surprise"),
     ({"columns": {"rank": ...}}, "columns.rank"),
     ({"columns": {"colour": [1, 2]}}, "columns.colour"),
@@ -98,6 +100,9 @@ MALFORMED = [
     ({"columns": {"step": [0, [1]]}}, "step"),
     ({"columns": {"step": [0, -1]}}, "step"),
     ({"columns": {"step": [0, 2**63]}}, "step"),
+    ({"columns": {"step": [0, 2**53 + 1]}}, "step"),
+    ({"columns": {"step": [0, []]}}, "step"),
+    ({"columns": {"step": [{}, {}]}}, "step"),
     ({"columns": {"step": [True, False]}}, "step"),
     ({"columns": {"rank": [0, "one"]}}, "rank"),
     ({"columns": {"microbatch": [0, -2]}}, "microbatch"),
@@ -105,7 +110,9 @@ MALFORMED = [
     ({"columns": {"compute_ms": [1, None]}}, "compute_ms"),
     ({"columns": {"compute_ms": [1, "2"]}}, "compute_ms"),
     ({"columns": {"compute_ms": [1, {}]}}, "compute_ms"),
+    ({"columns": {"compute_ms": [1, 1e300]}}, "compute_ms"),
     ({"columns": {"wait_ms": [None, -1]}}, "wait_ms"),
+    ({"columns": {"wait_ms": [None, 1e300]}}, "wait_ms"),
     ({"columns": {"tokens": [-2, 0]}}, "tokens"),
 ]
 
@@ -136,6 +143,9 @@ def test_what_is_malformed_is_named(changes, field, form):
         (b"\x81\x80\x01", WireFormat.MSGPACK),
         (b"\x81\x90\x01", WireFormat.MSGPACK),
         (msgpack.packb({1: 2}), WireFormat.MSGPACK),
+        (b"\x91" * 100_000, WireFormat.MSGPACK),
+        (b"\x81\xa7columns\x90", WireFormat.MSGPACK),
+        (b"\x81\xa7columns\x81\xa4rank", WireFormat.MSGPACK),
     ],
 )
 def test_what_is_no_message(message, form):
@@ -166,12 +176,48 @@ def test_bytes_that_are_no_whole_number_of_values():
         decode(msgpack.packb(changed))
 
 
-def test_a_limit_on_records():
-    message = _pack(document(), WireFormat.MSGPACK)
+@pytest.mark.parametrize("column", [[0] * 3, b"\0" * 24])
+def test_a_limit_on_records_holds_for_each_column(column):
+    message = _pack(document(columns={"tokens": ...}), WireFormat.MSGPACK)
     assert len(decode(message, max_records=2)) == 2
-    with pytest.raises(ContractError) as caught:
-        decode(message, max_records=1)
-    assert caught.value.field == "columns"
+    for limit, changes in ((1, {}), (2, {"tokens": column})):
+        with pytest.raises(ContractError) as caught:
+            decode(_pack(document(columns=changes), WireFormat.MSGPACK), max_records=limit)
+        assert caught.value.field == "columns"
+
+
+@pytest.mark.parametrize(
+    "value", [[0, msgpack.ExtType(5, b"")], [0, msgpack.Timestamp(1)], [0, b"1"], [0, "x" * 10**6]]
+)
+def test_a_column_holds_nothing_but_numbers(value):
+    with pytest.raises(ContractError, match=r"columns\.rank: must hold numbers"):
+        decode(msgpack.packb(document(columns={"rank": value})))
+
+
+def test_data_behind_a_message_are_refused():
+    with pytest.raises(ContractError, match="data follow its end"):
+        decode(_pack(document(), WireFormat.MSGPACK) + b"\xc0")
+
+
+def test_a_long_name_is_not_repeated_in_full():
+    for form in WireFormat:
+        with pytest.raises(ContractError, match="unknown field") as caught:
+            decode(_pack({"x" * 10**6: 1}, form), form)
+        assert len(str(caught.value)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (b"[" + b"[]," * 10 + b"0]", "brackets"),
+        (b"[" + b"1," * 9 + b"0]", "values"),
+        (b"[1,", "JSON"),
+    ],
+)
+def test_json_is_counted_before_it_is_parsed(message, words):
+    with pytest.raises(ContractError, match=words):
+        parse_json(message, parts=10, values=8)
+    assert parse_json(b'{"a": [1, 2]}', parts=5, values=1) == {"a": [1, 2]}
 
 
 def _pack(value, form):

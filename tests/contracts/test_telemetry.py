@@ -29,6 +29,17 @@ def test_columns_cannot_be_written_and_are_not_the_callers():
         made.step[0] = 3
 
 
+@pytest.mark.parametrize(
+    "given", [memoryview(np.array([1, 2])), np.frombuffer(bytearray(16), np.int64)]
+)
+def test_memory_that_can_change_is_copied_and_bytes_are_not(given):
+    made = batch(given)
+    np.asarray(given)[:] = 7
+    assert 7 not in made.step
+    constant = np.frombuffer(bytes(16), np.int64)
+    assert np.shares_memory(batch(constant).step, constant)
+
+
 def test_selecting_and_concatenating_undo_each_other():
     whole = batch([1, 2, 3, 4], plan_version=2)
     even = whole.step % 2 == 0

@@ -23,6 +23,7 @@ from fakes import fake_adapters
 from resihp.contracts import Job, Layout, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
 from service import Settings, Sidecar, create_app
+from service.connections import TimedConnection
 from service.worker.adapters import AdapterFactory
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
@@ -102,8 +103,8 @@ class Http:
 def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Iterator[Http]:
     """A sidecar in a thread of this process, with the stand-ins if nothing else is given."""
     config = uvicorn.Config(
-        create_app(settings, adapters), port=0, log_config=None, lifespan="on",
-        timeout_graceful_shutdown=3,
+        create_app(settings, adapters), http=TimedConnection, port=0, log_config=None,
+        lifespan="on", timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
-from conftest import batch_of, eventually, job_of, running
+from conftest import Http, batch_of, eventually, job_of, running
 from pydantic import ValidationError
 from test_api import JSON, problem_of
 
 from detector import Detector, DetectorSettings
-from resihp.contracts import to_json
-from service import Settings
+from resihp.contracts import codec, to_json
+from resihp.contracts.telemetry import MOST_MS
+from service import Settings, connections
+from service.api import bodies, middleware
+from service.api.metrics import HttpMetrics
 from service.worker.adapters import load_adapters
 
 
@@ -42,6 +52,153 @@ def test_sizes_and_numbers_are_limited(tmp_path):
         assert full["type"].endswith("too-many-watchers")
         problem_of(http("GET", "/v1/jobs/a/events"), 429)
         watching.close()
+
+
+def test_requests_that_stop_arriving_are_cut_and_counted(tmp_path, monkeypatch):
+    head = b"POST /v1/jobs/a/telemetry HTTP/1.1\r\nHost: localhost\r\n"
+    with running(settings_of(tmp_path)) as http:
+        http.register(job_of("a"))
+        monkeypatch.setattr(connections, "HEAD_S", 0.3)
+        monkeypatch.setattr(middleware, "SILENT_S", 0.3)
+        assert exchange(http, b"") == b""
+        assert exchange(http, head) == b""
+        answer = exchange(
+            http, head + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"urn:resihp:problem:slow-request" in answer
+        whole = b"GET /v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answer = exchange(http, whole, b"GET /v1/hea")
+        assert answer.startswith(b"HTTP/1.1 200")
+        text = http("GET", "/metrics").data.decode()
+        assert 'resihp_http_cut_total{part="head"} 3.0' in text
+        assert 'resihp_http_cut_total{part="body"} 1.0' in text
+
+
+def exchange(http: Http, first: bytes, second: bytes = b"") -> bytes:
+    """All that the sidecar answers until it closes the connection, to these bytes, the second ones
+    sent after an answer to the first ones."""
+    address = urlsplit(http.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(first)
+        answer = b""
+        if second:
+            answer = connection.recv(65_536)
+            connection.sendall(second)
+        while part := connection.recv(65_536):
+            answer += part
+    return answer
+
+
+def test_made_up_methods_make_no_new_series(tmp_path):
+    with running(settings_of(tmp_path)) as http:
+        for method in ("GET", "PROPFIND", "LOCK"):
+            http(method, "/v1/jobs")
+        text = http("GET", "/metrics").data.decode()
+    methods = set(re.findall(r'resihp_http_requests_total\{method="(\w+)"', text))
+    assert methods == {"GET", "other"}
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "field"),
+    [
+        ("telemetry", {"dropped": 2**32}, "dropped"),
+        ("telemetry", {"columns": {"step": [2**53 + 1]}}, "step"),
+        ("telemetry", {"columns": {"compute_ms": [1e300]}}, "compute_ms"),
+        ("telemetry", {"columns": {"wait_ms": [1e300]}}, "wait_ms"),
+        ("heartbeats", {"ranks": [0], "step": 2**62}, "step"),
+        ("heartbeats", {"ranks": [0], "position": {"step": 2**62}}, "position.step"),
+        ("heartbeats", {"ranks": list(range(131_073))}, "ranks"),
+        ("failures", {"ranks": [0], "step": 2**62}, "step"),
+        ("failures", {"ranks": [0], "reported_by": 2**31}, "reported_by"),
+        ("joiners", {"ranks": list(range(131_073))}, "ranks"),
+    ],
+)
+def test_odd_numbers_are_refused_by_name(http: Http, path, document, field):
+    http.register(job_of("odd"))
+    if path == "telemetry":
+        columns = {"rank": [0], "step": [0], "microbatch": [0], "op": [0], "compute_ms": [1.0]}
+        document = {"version": 1, **document, "columns": columns | document.get("columns", {})}
+    problem = problem_of(http("POST", f"/v1/jobs/odd/{path}", document), 422)
+    assert field in {error["field"] for error in problem["errors"]}
+
+
+def test_the_largest_numbers_that_are_allowed_break_nothing(tmp_path):
+    with running(settings_of(tmp_path), load_adapters) as http:
+        http.register(job_of("a"))
+        most = replace(batch_of(0, dropped=2**32 - 1), compute_ms=np.full(32, MOST_MS))
+        for batch in (most, most, *map(batch_of, range(1, 9))):
+            assert http.send("a", batch).status == 202
+        eventually(lambda: http.get("/v1/jobs/a")["backlog"] == 0)
+        assert http.get("/v1/jobs/a")["last_step"] == 8
+        kept = http.get("/v1/jobs/a/steps")["steps"]
+        assert kept[0]["observed_ms"] > MOST_MS
+
+
+def test_many_mistakes_are_counted_not_listed(http: Http):
+    http.register(job_of("mistakes"))
+    document = {"ranks": [0], **{f"field {number}": 0 for number in range(10_000)}}
+    problem = problem_of(http("POST", "/v1/jobs/mistakes/heartbeats", document), 422)
+    assert problem["detail"] == "has 10000 mistakes"
+    answer = http("POST", "/v1/jobs/mistakes/heartbeats", {"ranks": [0], "x" * 1_000_000: 0})
+    assert "Extra inputs" in problem_of(answer, 422)["detail"]
+    assert len(answer.data) < 2_000
+
+
+def test_other_requests_are_answered_while_a_large_message_is_decoded(tmp_path, monkeypatch):
+    begun, done = threading.Event(), threading.Event()
+
+    def decode(message, form, **more):
+        begun.set()
+        assert done.wait(120)
+        return codec.decode(message, form, **more)
+
+    monkeypatch.setattr(bodies, "decode", decode)
+    large = type(batch_of(0)).concat([batch_of(0) for _ in range(bodies.LARGE_BYTES // 1_000)])
+    with running(settings_of(tmp_path)) as http, ThreadPoolExecutor() as pool:
+        http.register(job_of("a"))
+        sent = pool.submit(http.send, "a", large)
+        try:
+            assert begun.wait(120)
+            assert http("GET", "/healthz").status == 200
+            assert not sent.done()
+        finally:
+            done.set()
+        assert sent.result().status == 202
+
+
+def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
+    monkeypatch.setattr(middleware, "LARGE_AT_A_TIME", 1)
+    answering = []
+
+    async def requests() -> None:
+        may_end = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await receive()
+            answering.append(scope["path"])
+            await may_end.wait()
+
+        guarded = middleware.RequestMiddleware(app, Settings(redis_url=None), HttpMetrics())
+
+        async def request(path: str, size: int) -> None:
+            async def receive():
+                return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+            await guarded(
+                {"type": "http", "method": "POST", "path": path, "headers": []}, receive, None
+            )
+
+        sizes = {"/large": bodies.LARGE_BYTES + 1, "/waits": bodies.LARGE_BYTES + 1, "/small": 10}
+        tasks = [asyncio.create_task(request(path, size)) for path, size in sizes.items()]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert answering == ["/large", "/small"]
+        may_end.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(requests())
+    assert answering == ["/large", "/small", "/waits"]
 
 
 def test_a_full_backlog_refuses_telemetry_but_not_failures(tmp_path):
