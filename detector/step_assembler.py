@@ -25,6 +25,8 @@ SILENT_STEPS = 3
 _LAG_STEPS = 3
 """Later steps, and later messages of one rank, after which a step is closed without the missing
 records."""
+_REACH_STEPS = 100_000
+"""Steps from the newest one beyond which a record is an error, or the job has moved there."""
 _MOST_OPEN = 256
 """Open steps beyond which the oldest one is closed."""
 _LEAST_BEHIND = 64
@@ -86,21 +88,26 @@ class StepProgress(Persistent):
 
     def admit(self, batch: TelemetryBatch) -> TelemetryBatch:
         """The records of a message that belong to open steps of this layout."""
-        index = self.index(batch.rank)
+        index, newest = self.index(batch.rank), self.newest
         usable = index >= 0
         self._track_restart(batch, index, usable)
         self.silent[index[usable]] = 0  # also where it is late: else it stays late for ever
         usable &= batch.step > self._closed
+        if newest >= 0:
+            usable &= batch.step <= newest + _REACH_STEPS
         self._messages[np.unique(index[usable])] += 1
         return batch if usable.all() else batch.select(usable)
 
     def _track_restart(self, batch: TelemetryBatch, index: Ints, usable: Bools) -> None:
-        """Finds ranks that continue from an earlier step than messages overtake each other by:
-        in two messages running, the second of a later step, since one may be a repetition."""
+        """Finds ranks that continue from an earlier step than messages overtake each other by, or
+        from one out of reach of all ranks' newest: in two messages running, the second of a later
+        step, since one may be a repetition or an error."""
         newest = np.full(self.ranks.size, -1, np.int64)
         np.maximum.at(newest, index[usable], batch.step[usable])
         seen = newest >= 0
         back = seen & (newest + _LAG_STEPS < self._newest)
+        if self.newest >= 0:
+            back |= seen & (np.abs(newest - self.newest) > _REACH_STEPS)
         continues = back & (self._back_at >= 0) & (newest > self._back_at)
         self._back = np.where(seen, back & (continues | self._back), self._back)
         self._back_at = np.where(seen, np.where(back, newest, -1), self._back_at)
@@ -113,11 +120,13 @@ class StepProgress(Persistent):
 
     def restart(self) -> list[TelemetryBatch]:
         """The messages that most of the reporting ranks have sent since the job went back to an
-        earlier step, as after a checkpoint is loaded; empty if it has not.
+        earlier step, as after a checkpoint is loaded, or far from the newest one, as where that was
+        an error; empty if it has not.
 
         The caller then begins anew with these messages.
         """
-        reporting = (self._newest >= 0) & (self.silent < SILENT_STEPS)
+        heard = (self._newest >= 0) | (self._back_at >= 0)
+        reporting = heard & (self.silent < SILENT_STEPS)
         most = 2 * np.count_nonzero(self._back & reporting) > np.count_nonzero(reporting)
         return list(self._behind) if most and self._behind else []
 

@@ -74,6 +74,18 @@ def test_steps_may_be_far_apart_and_far_on() -> None:
     assert judged([replace(b, step=b.step * 1000 + 2**52) for b in usual]) == {SLOW}
 
 
+def astray(step: int) -> TelemetryBatch:
+    """A record of rank 0 in a step that the job is nowhere near."""
+    return TelemetryBatch(rank=[0], step=[step], microbatch=[0], op=[0], compute_ms=[10.0])
+
+
+@pytest.mark.parametrize("at", [0, 1, 20])
+def test_steps_that_one_rank_makes_up_change_nothing(at: int) -> None:
+    usual = stream(with_lengths=True, faulty=True, steps=32)
+    odd = usual[:at] + [astray(2**50 + step) for step in range(8)] + usual[at:]
+    assert judged(odd) == {SLOW}
+
+
 def test_numbers_are_dense_within_each_part() -> None:
     parts, microbatch = np.array([0, 0, 0, 1, 1]), np.array([9, 7, -1, 8, 9])
     assert numbered(parts, microbatch, 2).tolist() == [1, 0, -1, 0, 1]

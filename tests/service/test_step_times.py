@@ -40,3 +40,31 @@ def test_after_a_restart_in_another_layout_the_newest_step_is_the_earlier_one():
     assert [step.step for step in times.move([1])] == [99]
     assert [step.step for step in times.add(message(1, [60, 61]))] == [60]
     assert times.last_step == 61
+
+
+def test_a_step_that_one_rank_makes_up_is_not_the_newest():
+    times = StepTimes([0, 1, 2])
+    for step in range(10):
+        for rank in range(3):
+            times.add(message(rank, [step]))
+        times.add(message(0, [2**50 + step]))
+    assert times.last_step == 9
+
+
+def test_a_step_made_up_in_the_first_message_does_not_stay_the_newest():
+    times = StepTimes([0, 1, 2])
+    closed = times.add(message(0, range(2**50, 2**50 + 9)))
+    for step in range(10):
+        for rank in range(3):
+            closed += times.add(message(rank, [step]))
+    assert times.last_step == 9
+    assert [step.step for step in closed if step.step < 2**50][-5:] == [4, 5, 6, 7, 8]
+
+
+def test_a_job_whose_ranks_all_jump_is_followed():
+    times = StepTimes([0, 1])
+    for steps in (range(5), range(10**6, 10**6 + 5)):
+        for step in steps:
+            for rank in (0, 1):
+                times.add(message(rank, [step]))
+    assert times.last_step == 10**6 + 4
