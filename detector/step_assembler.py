@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,8 @@ class StepProgress(Persistent):
     once it has sent one of a later step. A step is whole when all ranks that still report are
     done with it. It is closed incomplete when some rank is ahead by `_LAG_STEPS` steps and as
     many messages. The caller passes each message to `admit`, then the records of each step to
-    `count`, and then takes the steps that `close` returns.
+    `count`, and takes the steps that `close` returns at the end, and before while it `is_full`: a
+    message of thousands of steps opens few of them at a time.
 
     ranks     ranks of the layout, sorted
     expected  records of each rank and step; None where it is not known
@@ -81,6 +83,11 @@ class StepProgress(Persistent):
     def newest(self) -> int:
         """Newest step of which any rank has sent a record; -1 before the first."""
         return int(self._newest.max())
+
+    @property
+    def is_full(self) -> bool:
+        """True if so many steps are open that `close` returns one of them."""
+        return len(self._open) > _MOST_OPEN
 
     def index(self, ranks: NDArray[np.integer]) -> Ints:
         """Positions of ranks; -1 for those that are not in the layout."""
@@ -161,6 +168,17 @@ class StepProgress(Persistent):
             yield step
 
 
+def by_step(batch: TelemetryBatch) -> Iterator[tuple[int, TelemetryBatch]]:
+    """The records of each step, in the order of steps."""
+    if (batch.step[1:] < batch.step[:-1]).any():
+        batch = batch.select(np.argsort(batch.step, kind="stable"))
+    starts = [0, *(np.flatnonzero(np.diff(batch.step)) + 1).tolist(), len(batch)]
+    for start, stop in pairwise(starts):
+        if start < stop:
+            part = batch if stop - start == len(batch) else batch.select(slice(start, stop))
+            yield int(part.step[0]), part
+
+
 @dataclass
 class _OpenRecords:
     """Records of an open step in parts; `by_rank` lists the parts of each rank."""
@@ -211,10 +229,14 @@ class StepAssembler(Persistent):
 
     def add(self, batch: TelemetryBatch) -> list[TelemetryBatch]:
         """Takes a message; returns the steps that it completes, in order."""
-        batch = self.progress.admit(batch)
-        for step in np.unique(batch.step).tolist():
-            rows = batch.step == step
-            self._put(step, batch if rows.all() else batch.select(rows))
+        found: list[TelemetryBatch] = []
+        for step, part in by_step(self.progress.admit(batch)):
+            self._put(step, part)
+            if self.progress.is_full:
+                found += self._close()
+        return found + self._close()
+
+    def _close(self) -> list[TelemetryBatch]:
         return [self._assembled(self._records.pop(step)) for step in self.progress.close()]
 
     def _put(self, step: int, part: TelemetryBatch) -> None:

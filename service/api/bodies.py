@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,6 +24,7 @@ change of threads."""
 _MOST_RANKS = 131_072  # of one body
 DOCUMENT_SIZE = {"parts": 2**19, "values": 2**20}
 """Limits of `require_size` for JSON: a job of so many ranks, in groups of four, is within them."""
+_MOST_STEPS = 8_192  # of one message; the hooks' have so many records
 _MOST_MISTAKES, _LONGEST_NAME = 100, 100  # in an answer
 
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
@@ -154,6 +156,8 @@ async def read_telemetry(request: Request, max_records: int) -> tuple[TelemetryB
 
     def records() -> tuple[TelemetryBatch, bytes]:
         batch = decode(body, form, max_records=max_records)
+        if len(batch) > _MOST_STEPS and np.unique(batch.step).size > _MOST_STEPS:
+            raise ContractError("columns.step", f"holds more than {_MOST_STEPS} different steps")
         return batch, body if form is WireFormat.MSGPACK else encode(batch)
 
     return await off_loop(request, records)

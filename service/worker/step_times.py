@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.persistence import Persistent
-from detector.step_assembler import StepProgress
+from detector.step_assembler import StepProgress, by_step
 from resihp.contracts import Op, TelemetryBatch
 
 RankTime = tuple[float, float, float, float]
@@ -65,13 +65,15 @@ class StepTimes(Persistent):
         batch = self._progress.admit(batch)
         if self._progress.newest >= 0:  # may be earlier than before on another layout
             self.last_step = self._progress.newest
-        index, times_ms = self._progress.index(batch.rank), _times_ms(batch)
-        for step in np.unique(batch.step).tolist():
-            rows = batch.step == step
-            self._progress.count(step, index[rows])
+        lost, found = list(lost), list[StepTime]()
+        for step, part in by_step(batch):
+            index = self._progress.index(part.rank)
+            self._progress.count(step, index)
             total = self._times_ms.setdefault(step, np.zeros((self._progress.ranks.size, 4)))
-            np.add.at(total, index[rows], times_ms[rows])
-        return [self._close(step) for step in self._progress.close(lost)]
+            np.add.at(total, index, _times_ms(part))
+            if self._progress.is_full:
+                found += map(self._close, self._progress.close(lost))
+        return [*found, *map(self._close, self._progress.close(lost))]
 
     def move(self, ranks: Collection[int]) -> list[StepTime]:
         """Starts on another layout. Returns the open steps that all ranks of the old layout have

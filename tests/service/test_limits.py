@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from test_api import JSON, problem_of
 
 from detector import Detector, DetectorSettings
-from resihp.contracts import codec, to_json
+from resihp.contracts import TelemetryBatch, codec, to_json
 from resihp.contracts.telemetry import MOST_MS
 from service import Settings, connections
 from service.api import bodies, middleware
@@ -133,6 +133,18 @@ def test_the_largest_numbers_that_are_allowed_break_nothing(tmp_path):
         assert http.get("/v1/jobs/a")["last_step"] == 8
         kept = http.get("/v1/jobs/a/steps")["steps"]
         assert kept[0]["observed_ms"] > MOST_MS
+
+
+def test_a_message_holds_so_many_steps(http: Http):
+    http.register(job_of("steps"))
+    size = 8_193
+    first = np.zeros(size, int)
+    batch = TelemetryBatch(
+        rank=first, step=np.arange(size), microbatch=first, op=first, compute_ms=first
+    )
+    problem = problem_of(http.send("steps", batch), 422)
+    assert problem["errors"][0]["field"] == "columns.step"
+    assert http.send("steps", batch.select(slice(1, None))).status == 202
 
 
 def test_many_mistakes_are_counted_not_listed(http: Http):

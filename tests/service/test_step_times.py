@@ -68,3 +68,14 @@ def test_a_job_whose_ranks_all_jump_is_followed():
             for rank in (0, 1):
                 times.add(message(rank, [step]))
     assert times.last_step == 10**6 + 4
+
+
+def test_a_message_of_thousands_of_steps_opens_few_at_a_time():
+    times, alone = StepTimes([0, 1]), StepTimes([0, 1])
+    whole = message(0, range(3000))
+    shuffled = whole.select(np.random.default_rng(0).permutation(len(whole)))
+    closed = times.add(shuffled)
+    assert [step.step for step in closed] == list(range(len(closed)))
+    assert len(closed) > 2500
+    assert closed[7].ranks == {0: (5.0, 0.0, 0.0, 5.0)}
+    assert alone.add(message(0, range(200))) == []  # these wait for rank 1
