@@ -78,6 +78,8 @@ def decode(
 
 def _read_json(message: bytes, most: int) -> dict[str, Any]:
     """The document in a message, its columns as arrays."""
+    if not message.isascii():  # one character beyond makes a text of four bytes each
+        raise ContractError("", "is not ASCII; names and numbers are")
     document = parse_json(message, parts=_MOST_PARTS, values=most * len(COLUMNS))
     if not isinstance(document, dict):
         raise ContractError("", "the message must be an object")

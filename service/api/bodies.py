@@ -16,7 +16,7 @@ from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.contracts.json_size import parse_json, require_size
 from resihp.contracts.telemetry import MOST_STEP
 
-from ..errors import ContentEncodingError, MediaTypeError
+from ..errors import BodyTooLargeError, ContentEncodingError, MediaTypeError
 
 LARGE_BYTES = 128 * 1024
 """A body beyond this size is decoded in a thread, one at a time; a smaller one costs less than the
@@ -24,6 +24,7 @@ change of threads."""
 _MOST_RANKS = 131_072  # of one body
 DOCUMENT_SIZE = {"parts": 2**19, "values": 2**20}
 """Limits of `require_size` for JSON: a job of so many ranks, in groups of four, is within them."""
+_MOST_BYTES = 8 * 2**20  # of JSON, telemetry apart
 _MOST_STEPS = 8_192  # of one message; the hooks' have so many records
 _MOST_MISTAKES, _LONGEST_NAME = 100, 100  # in an answer
 
@@ -115,10 +116,9 @@ class ProbeAnswerBody(_Strict):
 
 
 async def read(request: Request, model: type[_Body]) -> _Body:
-    """A JSON body of a model. Raises `RequestValidationError`, `ContractError` and
-    `MediaTypeError`."""
-    _require_json(request)
-    document = await request.body()
+    """A JSON body of a model. Raises `RequestValidationError`, `ContractError`,
+    `BodyTooLargeError` and `MediaTypeError`."""
+    document = await _json(request)
     require_size(document, **DOCUMENT_SIZE)
     try:
         return await off_loop(request, lambda: model.model_validate_json(document))
@@ -134,10 +134,9 @@ async def read(request: Request, model: type[_Body]) -> _Body:
 
 
 async def read_job(request: Request, name: str) -> Job:
-    """The description of a job in a JSON body; `name` where it gives none. Raises `ContractError`
-    and `MediaTypeError`."""
-    _require_json(request)
-    body = await request.body()
+    """The description of a job in a JSON body; `name` where it gives none. Raises `ContractError`,
+    `BodyTooLargeError` and `MediaTypeError`."""
+    body = await _json(request)
 
     def job() -> Job:
         document = parse_json(body, **DOCUMENT_SIZE)
@@ -164,12 +163,12 @@ async def read_telemetry(request: Request, max_records: int) -> tuple[TelemetryB
 
 
 async def off_loop(request: Request, work: Callable[[], _Made]) -> _Made:
-    """The result of `work` on the body of a request. On a large one it is done in a thread, while
-    the event loop serves other requests, and one at a time, which bounds the memory."""
+    """The result of `work` on the body of a request. On a large one it is done in the thread for
+    these, so that the event loop serves other requests meanwhile and one takes memory at a time."""
     if len(await request.body()) <= LARGE_BYTES:
         return work()
-    async with request.app.state.context.decoding:
-        return await asyncio.to_thread(work)
+    thread = request.app.state.context.decoding
+    return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 def wire_format(request: Request) -> WireFormat:
@@ -216,6 +215,10 @@ def _content_type(request: Request) -> str:
     return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
-def _require_json(request: Request) -> None:
+async def _json(request: Request) -> bytes:
     if _content_type(request) != "application/json":
         raise MediaTypeError(_content_type(request), ("application/json",))
+    body = await request.body()
+    if len(body) > _MOST_BYTES:
+        raise BodyTooLargeError(_MOST_BYTES)
+    return body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -19,7 +19,7 @@ from .notifier import Notifier
 class AppContext:
     """Resources of a running sidecar.
 
-    decoding  held while a large body is decoded in a thread
+    decoding  the one thread that decodes large bodies
     """
 
     settings: Settings
@@ -27,7 +27,7 @@ class AppContext:
     notifier: Notifier
     metrics: HttpMetrics
     heartbeats: HeartbeatBatches
-    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    decoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decoding"))
 
 
 def _context(request: Request) -> AppContext:

@@ -56,20 +56,21 @@ def test_sizes_and_numbers_are_limited(tmp_path):
 
 def test_requests_that_stop_arriving_are_cut_and_counted(tmp_path, monkeypatch):
     head = b"POST /v1/jobs/a/telemetry HTTP/1.1\r\nHost: localhost\r\n"
+    whole = b"GET /v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with running(settings_of(tmp_path)) as http:
         http.register(job_of("a"))
-        monkeypatch.setattr(connections, "HEAD_S", 0.3)
         monkeypatch.setattr(middleware, "SILENT_S", 0.3)
-        assert exchange(http, b"") == b""
-        assert exchange(http, head) == b""
         answer = exchange(
             http, head + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"urn:resihp:problem:slow-request" in answer
-        whole = b"GET /v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        answer = exchange(http, whole, b"GET /v1/hea")
-        assert answer.startswith(b"HTTP/1.1 200")
+        monkeypatch.setattr(connections, "HEAD_S", 3.0)
+        assert exchange(http, whole, b"GET /v1/hea").startswith(b"HTTP/1.1 200")
+        monkeypatch.setattr(connections, "HEAD_S", 0.3)
+        assert exchange(http, b"") == b""
+        assert exchange(http, head) == b""
+        monkeypatch.undo()
         text = http("GET", "/metrics").data.decode()
         assert 'resihp_http_cut_total{part="head"} 3.0' in text
         assert 'resihp_http_cut_total{part="body"} 1.0' in text

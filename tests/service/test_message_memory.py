@@ -105,13 +105,15 @@ def test_as_many_records_as_are_allowed_fit():
     assert len(decode(FULL, max_records=LIMITS.max_records)) == LIMITS.max_records
 
 
-JOB = to_json(Job(name="m", layout=Layout.grid(dp=1024, pp=4, tp=4, layers=8), microbatches=1024))
+JOB = to_json(Job(name="m", layout=Layout.grid(dp=256, pp=4, tp=4, layers=8), microbatches=256))
 WORST = [
     ("POST", "telemetry", MSGPACK, columns_of(listed(10**6, b"\x80" * 10**6))),
     ("POST", "telemetry", MSGPACK, columns_of(listed(10**5, b"\xce\0\1\0\0" * 10**5))),
     ("POST", "telemetry", MSGPACK, FULL),
     ("POST", "telemetry", JSON, b'{"columns":{"rank":[' + b"-6," * 2_400_000 + b"0]}}"),
-    ("POST", "telemetry", JSON, b'{"a":"' + b"a" * 16_000_000 + "\U0001f600".encode() + b'"}'),
+    ("POST", "telemetry", JSON, b'{"a":"' + b"a" * 16_000_000 + b'"}'),
+    ("POST", "joiners", JSON, b'{"a":"' + b"a" * 8_000_000 + "\U0001f600".encode() + b'"}'),
+    ("PUT", "", JSON, b'{"a":"' + b"a" * 8_000_000 + "\U0001f600".encode() + b'"}'),
     ("POST", "failures", JSON, b'{"ranks":[' + b"-6," * 1_000_000 + b"0]}"),
     ("POST", "joiners", JSON, b'{"ranks":[' + b'"a",' * 200_000 + b"0]}"),
     ("POST", "heartbeats", JSON, b"{" + b",".join(b'"%x":0' % i for i in range(170_000)) + b"}"),
