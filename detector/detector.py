@@ -38,8 +38,8 @@ from .settings import DetectorSettings
 from .verdict_text import verdict_of
 from .whatif.effects import SlowDevice
 
-_MOST_AHEAD = 64
-"""Messages of a newer plan than the known one that are kept."""
+_MOST_AHEAD, _MOST_AHEAD_RECORDS = 64, 2**20
+"""Messages of a newer plan than the known one that are kept, and records in them."""
 _WORTH_TELLING = 0.05
 """Change of a named device's slowdown (log) from which the verdict is returned again."""
 _LONE_PROBES = (ProbeKind.GEMM, ProbeKind.MEMORY)
@@ -109,6 +109,8 @@ class Detector(Persistent):
         if batch.plan_version > self.plan_version:
             self.counters["ahead"] += len(batch)
             self._ahead.append(batch)
+            while sum(map(len, self._ahead)) > _MOST_AHEAD_RECORDS:
+                self._ahead.popleft()
             return []
         before = self._layout_state.snapshot()
         self._take(batch)

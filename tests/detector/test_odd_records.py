@@ -86,6 +86,18 @@ def test_steps_that_one_rank_makes_up_change_nothing(at: int) -> None:
     assert judged(odd) == {SLOW}
 
 
+def test_large_messages_of_a_plan_that_never_comes_are_not_all_kept() -> None:
+    detector, zeros = Detector(JOB), np.zeros(300_000, int)
+    large = TelemetryBatch(
+        rank=zeros, step=zeros, microbatch=zeros, op=zeros, compute_ms=zeros, plan_version=9
+    )
+    sizes = []
+    for _ in range(5):
+        assert detector.update(large) == []
+        sizes.append(len(detector.save()))
+    assert sizes[0] < sizes[1] < sizes[2] == sizes[3] == sizes[4]
+
+
 def test_numbers_are_dense_within_each_part() -> None:
     parts, microbatch = np.array([0, 0, 0, 1, 1]), np.array([9, 7, -1, 8, 9])
     assert numbered(parts, microbatch, 2).tolist() == [1, 0, -1, 0, 1]
