@@ -61,7 +61,8 @@ class Client:
     ) -> dict[str, Any]:
         """Send an encoded batch. A repetition with the same `key` is applied once.
 
-        Returns the answer: the number of records `accepted`, and the `probes` requested.
+        Returns the answer: the number of records `accepted`, the `probes` requested of its ranks,
+        and `interval_s`, the seconds between two messages that an overloaded sidecar asks for.
         """
         headers = {"Content-Type": form.value}
         if key is not None:
@@ -85,11 +86,16 @@ class Client:
 
         Returns the answer: with `stack` true, the next heartbeat is to have the stack.
         """
-        document = {key: value for key, value in to_json(heartbeat).items() if value}
-        if heartbeat.sensors is not None:
-            readings = heartbeat.sensors.readings()
-            document["sensors"] = {"seconds": heartbeat.sensors.seconds, **readings}
+        document = _heartbeat_document(heartbeat)
         return _document(self._send("POST", _path(job, "heartbeats"), document))
+
+    def send_heartbeats(self, job: str, heartbeats: Iterable[Heartbeat]) -> dict[str, Any]:
+        """Report the heartbeats of several processes in one request.
+
+        Returns the answer: `stacks` are the ranks whose next heartbeat is to have the stack.
+        """
+        documents = [_heartbeat_document(heartbeat) for heartbeat in heartbeats]
+        return _document(self._send("POST", _path(job, "heartbeats"), documents))
 
     def report_failure(
         self,
@@ -210,12 +216,28 @@ class Client:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ServiceError(f"no answer from {self.url}: {error}") from error
         if answer.status >= 300:
-            raise ServiceError(_problem(answer), status=answer.status)
+            raise ServiceError(
+                _problem(answer), status=answer.status, retry_after_s=_retry_after_s(answer)
+            )
         return answer
 
 
 def _path(job: str, *parts: str) -> str:
     return "/".join(["/v1/jobs", quote(job, safe=""), *parts])
+
+
+def _heartbeat_document(heartbeat: Heartbeat) -> dict[str, Any]:
+    document = {key: value for key, value in to_json(heartbeat).items() if value}
+    if heartbeat.sensors is not None:
+        readings = heartbeat.sensors.readings()
+        document["sensors"] = {"seconds": heartbeat.sensors.seconds, **readings}
+    return document
+
+
+def _retry_after_s(answer: urllib3.BaseHTTPResponse) -> float | None:
+    """The seconds in a `Retry-After` header; None without one, or with a date."""
+    text = answer.headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else None
 
 
 def _parse(answer: urllib3.BaseHTTPResponse) -> Any:

@@ -38,11 +38,18 @@ class TraceError(ResiHPError):
 
 
 class ServiceError(ResiHPError):
-    """The sidecar answered with an error, or not at all; `status` is the HTTP status or None."""
+    """The sidecar answered with an error, or not at all.
 
-    def __init__(self, problem: str, *, status: int | None = None) -> None:
+    status         HTTP status; None where no valid answer came
+    retry_after_s  time after which the sidecar wants a repetition; None where it does not say
+    """
+
+    def __init__(
+        self, problem: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(problem)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class JobStoppedError(ResiHPError):

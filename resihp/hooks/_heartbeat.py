@@ -13,12 +13,12 @@ import numpy as np
 from resihp.contracts import Heartbeat, Op, ServiceError, TelemetryBatch, TrainingPosition
 
 from ._flight_recorder import last_collective
+from ._pace import UNKNOWN_JOB
 from ._sampler import Sampler
 from ._spans import FORWARD, Recording, Span
 from ._stack import stack_of
 from ._stats import FailureLog
 
-_UNKNOWN_JOB = 404
 _MOST_PER_SECOND = 1_000
 """Heartbeats of a whole job; larger jobs beat less often."""
 _UNCONDITIONAL = 10
@@ -150,7 +150,7 @@ class HeartbeatSender:
             self._is_asked = False
             self._last_beat_s -= (_UNCONDITIONAL - 1) * self.interval_s
             refused = lost.status is not None and 400 <= lost.status < 500
-            if refused and lost.status not in (_UNKNOWN_JOB, 429):
+            if refused and lost.status not in (UNKNOWN_JOB, 429):
                 self._failures.warn_once("heartbeat", f"the sidecar refuses heartbeats: {lost}")
         else:
             if heartbeat.sensors is not None and self._sampler is not None:

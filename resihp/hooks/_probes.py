@@ -61,11 +61,11 @@ class Probes:
         self._last_s = self._called_s = float("-inf")
         self._known: deque[str] = deque(maxlen=64)
 
-    def add(self, document: object) -> None:
-        """Add the requests in the sidecar's answer to telemetry. Called by the sender."""
+    def add(self, document: object, rank: int) -> None:
+        """Add the requests of `rank` in the sidecar's answer to telemetry. Called by the sender."""
         asked = document.get("probes") if isinstance(document, Mapping) else None
         for item in asked if isinstance(asked, Sequence) else ():
-            request = _request(item)
+            request = _request(item, rank)
             if request is None or request.id in self._known:
                 continue
             self._known.append(request.id)
@@ -114,9 +114,10 @@ def allowed_by_environment(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() not in _OFF
 
 
-def _request(item: Any) -> RequestedProbe | None:
-    """Parse a request; None for one of a newer sidecar that this version does not know."""
-    if not isinstance(item, Mapping):
+def _request(item: Any, rank: int) -> RequestedProbe | None:
+    """Parse a request; None for one of another rank, or of a newer sidecar that this version does
+    not know."""
+    if not isinstance(item, Mapping) or item.get("rank") != rank:
         return None
     identity, kind, peer = item.get("id"), item.get("kind"), item.get("peer", -1)
     if not (isinstance(identity, str) and isinstance(kind, str) and isinstance(peer, int)):

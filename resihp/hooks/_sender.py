@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import random
 import sys
 import threading
 import uuid
@@ -19,6 +18,8 @@ from resihp.contracts.codec import WireFormat, encode
 from ._batcher import Batcher, ready
 from ._buffer import Buffer
 from ._heartbeat import HeartbeatReceiver, HeartbeatSender
+from ._node_link import NodeLink
+from ._pace import UNKNOWN_JOB, Pace, is_temporary
 from ._probes import Probes
 from ._record import Record
 from ._registration import Registration, Registry
@@ -26,10 +27,9 @@ from ._sampler import Sampler
 from ._spans import Recording, Span
 from ._stats import FailureLog
 
-_RETRY_STATUSES = (408, 425, 429)
-_UNKNOWN_JOB = 404
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _POLL_S = 0.002
+_LAST_DELAY_S = 0.1
+"""Longest time before a repetition while the monitor closes."""
 _LOST_PEER = (
     "by peer", "gloo/transport", "ncclRemoteError", "remote process exited", "DistNetworkError",
     "DistBackendError", "PeerLostError", "FencedOutError",
@@ -90,17 +90,17 @@ class Counts:
 
 
 class Sender:
-    """Sends the entries of a buffer every `interval_s`, in messages of at most `batch_records`.
+    """Sends the entries of a buffer every `interval_s`, in messages of at most `batch_records`;
+    less often while the sidecar asks for it.
 
     A message that the sidecar refuses (4xx) is dropped. One that it could not accept (5xx, no
-    answer, 408, 425, 429) or whose job it does not know (404) is repeated under the same key, after
-    0.1 s doubling up to 5 s, less a random part of at most half, until `close`; the buffer fills
-    meanwhile.
+    answer, 408, 425, 429) or whose job it does not know (404) is repeated under the same key, at
+    the times that `Pace` gives, until `close`; the buffer fills meanwhile.
     """
 
     def __init__(
         self,
-        receiver: TelemetryReceiver,
+        receiver: TelemetryReceiver | NodeLink,
         registration: Registration,
         rank: int,
         recording: Recording,
@@ -115,6 +115,9 @@ class Sender:
         sensors: bool,
     ) -> None:
         self._receiver, self._job, self._rank = receiver, registration.name, rank
+        self._link = receiver if isinstance(receiver, NodeLink) else None
+        if self._link is not None:
+            self._link.on_wait = self._may_wait
         self._registration, self._recording, self._probes = registration, recording, probes
         self._failures: FailureLog = recording.failures
         self._batch_records, self._interval_s, self._seed = batch_records, interval_s, seed
@@ -131,7 +134,9 @@ class Sender:
         self._registration.reset()
         self.counts = Counts()
         self._batcher = Batcher(self._rank, self._failures)
-        self._random = random.Random(self._seed)
+        self._pace = Pace(self._interval_s, self._seed)
+        if self._link is not None:
+            self._link.reset()
         self._process = uuid.uuid4().hex
         self._heartbeat.reset(self._process)
         self._messages = 0
@@ -167,18 +172,20 @@ class Sender:
                 Finalize(None, self.close, (_EXIT_TIMEOUT_S, current_error), exitpriority=0)
 
     def _run(self) -> None:
-        beat_s, flush_s = self._heartbeat.interval_s, self._interval_s
-        tick_s = min(flush_s, beat_s) if beat_s > 0 else flush_s
-        next_flush_s = monotonic() + flush_s
+        beat_s = self._heartbeat.interval_s
+        tick_s = min(self._interval_s, beat_s) if beat_s > 0 else self._interval_s
+        next_flush_s = monotonic() + self._interval_s
         self._guarded(self._beat)
         while not self._closing.wait(tick_s):
             if monotonic() >= next_flush_s - tick_s / 2:
                 self._guarded(self._flush)
-                next_flush_s = monotonic() + flush_s
+                next_flush_s = monotonic() + self._pace.interval_s
             self._guarded(self._beat)
         self._finish()
 
     def _finish(self) -> None:
+        if self._link is not None:
+            self._link.close()
         while self._guarded(self._flush) and self.buffer.entries and monotonic() < self._deadline_s:
             sleep(_POLL_S)
         self._registration.closed()
@@ -186,6 +193,8 @@ class Sender:
         self.buffer.entries.clear()
         if monotonic() < self._deadline_s:
             self._guarded(lambda: self._heartbeat.leave(self._error))
+        if self._link is not None:
+            self._link.join(self._deadline_s - monotonic())
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         try:
@@ -247,20 +256,19 @@ class Sender:
 
     def _send(self, message: bytes, key: str) -> bool:
         """Send a message until it is accepted; False if it was given up."""
-        delay_s = _FIRST_DELAY_S
         while True:
             try:
                 self._registration.register_if_due(self._receiver)
                 answer = self._receiver.send_telemetry(self._job, message, WireFormat.MSGPACK, key)
             except ServiceError as error:
-                if not self._may_repeat(error) or not self._pause(delay_s):
+                if not self._may_repeat(error) or not self._pause(self._pace.refused(error)):
                     return False
-                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
                 self.counts.retries += 1
             else:
+                self._pace.accepted(answer)
                 self._registration.known()
                 self._heartbeat.telemetry_accepted()
-                self._probes.add(answer)
+                self._probes.add(answer, self._rank)
                 return True
 
     def _answer_probes(self) -> None:
@@ -275,10 +283,9 @@ class Sender:
                 self._failures.warn_once("probe", f"the answer to a probe was lost: {error}")
 
     def _may_repeat(self, error: ServiceError) -> bool:
-        status = error.status
-        if status == _UNKNOWN_JOB:
+        if error.status == UNKNOWN_JOB:
             self._registration.unknown()
-        elif status is None or status >= 500 or status in _RETRY_STATUSES:
+        elif is_temporary(error):
             self._failures.warn_once("away", f"telemetry waits for the sidecar: {error}")
         else:
             self.counts.refused += 1
@@ -288,10 +295,14 @@ class Sender:
 
     def _pause(self, delay_s: float) -> bool:
         """Wait before a repetition; False when there is no time for another."""
-        delay_s *= self._random.uniform(0.5, 1.0)
         if not self._closing.wait(delay_s):
             self._beat()
             return True
         left_s = self._deadline_s - monotonic()
-        sleep(max(0.0, min(_FIRST_DELAY_S, left_s)))
+        sleep(max(0.0, min(_LAST_DELAY_S, left_s)))
         return left_s > 0
+
+    def _may_wait(self) -> bool:
+        """Beat while the node's sender holds a message; False when there is no time left."""
+        self._guarded(self._beat)
+        return not self._closing.is_set() or monotonic() < self._deadline_s

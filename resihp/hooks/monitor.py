@@ -15,6 +15,8 @@ from resihp.contracts import ContractError, Job, Op
 
 from ._clocks import CudaClock, HostClock
 from ._heartbeat import size_of_job, spread_interval
+from ._node_link import NodeLink, shares_by_default
+from ._node_socket import NodeAddress
 from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._registration import DeferredJob, Registration
 from ._sampler import sensors_allowed
@@ -62,6 +64,9 @@ class Monitor:
                    sidecar requests: file names, lines and functions, without values; default
                    RESIHP_STACKS, else allowed
     link_probe     times a transfer with a peer, for probes of links; it bounds its own waiting
+    share_sender   True: the monitors of the job on this host send by one of them, with the same
+                   `url`; default where the launcher starts several ranks on the host
+                   (LOCAL_WORLD_SIZE, else WORLD_SIZE, above 1), unless `client` is given
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Monitor:
         stacks: bool | None = None,
         link_probe: LinkProbe | None = None,
         sensors: bool | None = None,
+        share_sender: bool | None = None,
     ) -> None:
         self.rank = _rank_of_process(rank)
         _check(job, capacity, batch_records, interval_s, heartbeat_s)
@@ -96,13 +102,24 @@ class Monitor:
             failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
         )
         ranks = len(job.layout.ranks) if isinstance(job, Job) else size_of_job()
+        heartbeat_s = spread_interval(heartbeat_s, ranks)
+        seed = self.rank if seed is None else seed
+        registration = Registration(job, self.rank, failures)
+        receiver: TelemetryReceiver | NodeLink
+        receiver = client or Client(
+            url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
+            token or os.environ.get("RESIHP_TOKEN"),
+        )
+        shares = client is None and shares_by_default() if share_sender is None else share_sender
+        if shares and isinstance(receiver, Client) and NodeAddress.is_possible():
+            receiver = NodeLink(
+                receiver, NodeAddress(registration.name, receiver.url), registration.name,
+                self.rank, failures, interval_s=interval_s, heartbeat_s=heartbeat_s, seed=seed,
+            )  # fmt: skip
         self._sender = Sender(
-            client or Client(url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
-                             token or os.environ.get("RESIHP_TOKEN")),
-            Registration(job, self.rank, failures), self.rank, self._recording, capacity=capacity,
-            batch_records=batch_records, interval_s=interval_s,
-            heartbeat_s=spread_interval(heartbeat_s, ranks), stacks=stacks,
-            seed=self.rank if seed is None else seed, probes=self._probes,
+            receiver, registration, self.rank, self._recording, capacity=capacity,
+            batch_records=batch_records, interval_s=interval_s, heartbeat_s=heartbeat_s,
+            stacks=stacks, seed=seed, probes=self._probes,
             sensors=sensors_allowed() if sensors is None else sensors,
         )  # fmt: skip
         self._recording.put = self._sender.buffer.put

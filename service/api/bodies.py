@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, ValidationError
 
 from resihp.contracts import ContractError, Job, Op, SensorSample, TelemetryBatch, from_json
 from resihp.contracts.codec import WireFormat, decode, encode
@@ -34,7 +34,7 @@ Step = Annotated[int, Field(ge=-1, le=MOST_STEP)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Detail = Annotated[str, Field(max_length=4096)]
 Frame = Annotated[str, Field(max_length=256)]
-_Body = TypeVar("_Body", bound="_Strict")
+_Body = TypeVar("_Body", bound=BaseModel)
 _Made = TypeVar("_Made")
 
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
@@ -69,6 +69,12 @@ class HeartbeatBody(_Strict):
     error: Detail = ""
     stack: Annotated[list[Frame], Field(max_length=32)] = []
     collective: Annotated[str, Field(max_length=256)] = ""
+
+
+class HeartbeatList(RootModel[list[HeartbeatBody]]):
+    """Heartbeats of several processes, as of the ranks of one host."""
+
+    root: Annotated[list[HeartbeatBody], Field(min_length=1, max_length=4_096, fail_fast=True)]
 
 
 class AckBody(_Strict):
@@ -133,6 +139,12 @@ async def read(request: Request, model: type[_Body]) -> _Body:
         raise RequestValidationError(items) from None
 
 
+async def read_heartbeats(request: Request) -> HeartbeatBody | HeartbeatList:
+    """A JSON body of one heartbeat, or of a list of them. Raises as `read`."""
+    is_list = (await request.body()).lstrip()[:1] == b"["
+    return await read(request, HeartbeatList if is_list else HeartbeatBody)
+
+
 async def read_job(request: Request, name: str) -> Job:
     """The description of a job in a JSON body; `name` where it gives none. Raises `ContractError`,
     `BodyTooLargeError` and `MediaTypeError`."""
@@ -182,6 +194,12 @@ def wire_format(request: Request) -> WireFormat:
 def accepts(model: type[BaseModel]) -> dict[str, Any]:
     """Options of a route that answers 202 and validates its body of this model itself."""
     return {"status_code": 202, "openapi_extra": _json_body(model.model_json_schema())}
+
+
+def accepts_heartbeats() -> dict[str, Any]:
+    """Options of the route of heartbeats, one or a list of them."""
+    schema = TypeAdapter(HeartbeatBody | HeartbeatList).json_schema()
+    return {"status_code": 202, "openapi_extra": _json_body(schema)}
 
 
 def documented_job() -> dict[str, Any]:

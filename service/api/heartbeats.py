@@ -28,8 +28,8 @@ class HeartbeatBatches:
         self._store = store
         self._open: dict[str, _Batch] = {}
 
-    async def add(self, job: str, heartbeat: dict[str, Any]) -> frozenset[int]:
-        """Store a heartbeat; return the ranks of the job whose stacks are asked for.
+    async def add(self, job: str, heartbeats: list[dict[str, Any]]) -> frozenset[int]:
+        """Store heartbeats; return the ranks of the job whose stacks are asked for.
 
         Raises the errors of `HttpStore.put`.
         """
@@ -37,7 +37,7 @@ class HeartbeatBatches:
         if batch is None or len(batch.heartbeats) >= _MOST:
             batch = self._open[job] = _Batch()
             batch.stored = asyncio.create_task(self._store_later(job, batch))
-        batch.heartbeats.append(heartbeat)
+        batch.heartbeats += heartbeats
         assert batch.stored is not None
         return await asyncio.shield(batch.stored)
 

@@ -6,9 +6,10 @@ import hashlib
 import json
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
-from resihp.contracts import ContractError, Plan, TelemetryBatch, to_json
+from resihp.contracts import ContractError, Plan, to_json
 
 from ..store.documents import MessageKind
 from . import bodies
@@ -88,35 +89,36 @@ async def delete_job(job: str, ctx: Ctx) -> Response:
 @router.post("/{job}/telemetry", status_code=202, openapi_extra=bodies.documented_telemetry())
 async def post_telemetry(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
-    `Idempotency-Key` is applied once. The answer lists the `probes` that the sending rank should
-    run, if any: `{"id", "kind", "peer"}`."""
+    `Idempotency-Key` is applied once. The answer lists the `probes` that ranks in it should run, if
+    any: `{"id", "kind", "peer", "rank"}`."""
     batch, body = await bodies.read_telemetry(request, ctx.settings.max_records)
     new = await ctx.store.put(
         job, MessageKind.TELEMETRY, body,
         records=len(batch), dropped=batch.dropped, retry_key=key,
     )  # fmt: skip
-    sender = _only_rank(batch)
-    probes = [] if sender is None else (await ctx.store.probes(job)).get(str(sender), [])
+    wanted = await ctx.store.probes(job)
+    ranks = np.intersect1d(batch.rank, [int(rank) for rank in wanted]) if wanted else ()
+    probes = [{**probe, "rank": int(rank)} for rank in ranks for probe in wanted[str(rank)]]
     answer = {"accepted": len(batch), "duplicate": not new}
     return {**answer, "probes": probes} if probes else answer
 
 
-def _only_rank(batch: TelemetryBatch) -> int | None:
-    """The rank of all records; None where they come from several, which probes cannot address."""
-    if not len(batch) or int(batch.rank.min()) != int(batch.rank.max()):
-        return None
-    return int(batch.rank[0])
-
-
-@router.post("/{job}/heartbeats", **bodies.accepts(bodies.HeartbeatBody))
+@router.post("/{job}/heartbeats", **bodies.accepts_heartbeats())
 async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Report that these ranks are alive, or with `left` that their process ends. A rank that has
     sent heartbeats and falls silent has stopped; its telemetry counts as heartbeats too. With
-    `stack` true in the answer, the next heartbeat is to have the stack of the training thread."""
-    heartbeat = await bodies.read(request, bodies.HeartbeatBody)
-    asked = await ctx.heartbeats.add(job, heartbeat.model_dump(exclude_defaults=True))
-    answer = {"accepted": len(heartbeat.ranks)}
-    return answer if asked.isdisjoint(heartbeat.ranks) else {**answer, "stack": True}
+    `stack` true in the answer, the next heartbeat is to have the stack of the training thread. A
+    list of heartbeats, as of the ranks of one host, is answered with the `stacks` asked for: the
+    ranks."""
+    body = await bodies.read_heartbeats(request)
+    heartbeats = body.root if isinstance(body, bodies.HeartbeatList) else [body]
+    documents = [heartbeat.model_dump(exclude_defaults=True) for heartbeat in heartbeats]
+    ranks = {rank for heartbeat in heartbeats for rank in heartbeat.ranks}
+    asked = await ctx.heartbeats.add(job, documents) & ranks
+    answer: dict[str, Any] = {"accepted": len(ranks)}
+    if isinstance(body, bodies.HeartbeatList):
+        return {**answer, "stacks": sorted(asked)} if asked else answer
+    return {**answer, "stack": True} if asked else answer
 
 
 @router.post("/{job}/failures", **bodies.accepts(bodies.FailureBody))

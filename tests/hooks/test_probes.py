@@ -16,8 +16,9 @@ def probes_of(*, allowed: bool = True, link=None) -> Probes:
 
 
 def ask(probes: Probes, *kinds: str, peer: int = -1) -> None:
-    requests = [{"id": f"{i}{k}", "kind": k, "peer": peer} for i, k in enumerate(kinds)]
-    probes.add({"accepted": 1, "probes": requests})
+    """Ask rank 3."""
+    requests = [{"id": f"{i}{k}", "kind": k, "peer": peer, "rank": 3} for i, k in enumerate(kinds)]
+    probes.add({"accepted": 1, "probes": requests}, 3)
 
 
 @pytest.mark.parametrize("kind", ["gemm", "memory"])
@@ -77,7 +78,7 @@ def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, cap
     failures = FailureLog()
     probes = Probes(failures, allowed=True, link=None, budget_ms=2.0)
     for round_ in range(2):
-        probes.add({"probes": [{"id": str(round_), "kind": "gemm"}]})
+        probes.add({"probes": [{"id": str(round_), "kind": "gemm", "rank": 0}]}, 0)
         probes._last_s = float("-inf")
         probes.run()
     assert failures.count == 2
@@ -86,11 +87,15 @@ def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "answer", [None, [], {"probes": 3}, {"probes": [3, {"id": 1}, {"kind": "gemm"}]}]
-)
+    "answer",
+    [
+        None, [], {"probes": 3}, {"probes": [3, {"id": 1, "rank": 0}, {"kind": "gemm", "rank": 0}]},
+        {"probes": [{"id": "another rank's", "kind": "gemm", "rank": 1}]},
+    ],
+)  # fmt: skip
 def test_what_a_sidecar_may_answer_otherwise_is_passed_over(answer):
     probes = probes_of()
-    probes.add(answer)
+    probes.add(answer, 0)
     assert not probes.requests
     assert not probes.answers
 

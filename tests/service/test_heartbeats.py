@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from conftest import Http, eventually, job_of, running
@@ -40,6 +41,16 @@ def test_heartbeats_of_many_ranks_are_stored_together(http: Http):
         for _ in range(4):
             list(pool.map(lambda rank: client.heartbeat("many", ranks=[rank]), range(8)))
     assert messages(http, "many") < 32
+
+
+def test_the_heartbeats_of_a_host_are_one_request(http: Http):
+    http.register(job_of("host"))
+    beats = [Heartbeat(ranks=(rank,), process=f"p{rank}", sequence=1) for rank in range(8)]
+    assert Client(http.url).send_heartbeats("host", beats) == {"accepted": 8}
+    for wrong, field in (([{"ranks": [0]}, {"ranks": [-1]}], "1.ranks.0"), ([], "at least 1")):
+        answer = http("POST", "/v1/jobs/host/heartbeats", wrong)
+        assert answer.status == 422
+        assert field in answer.data.decode()
 
 
 def test_an_unknown_job_is_refused(http: Http):
@@ -100,18 +111,18 @@ class HangingJob:
         self.sequence += 1
         places = positions or {rank: HUNG if rank == 3 else WAITING for rank in range(8)}
 
-        def send(rank: int) -> dict:
-            return self.client.send_heartbeat(
-                self.name,
-                Heartbeat(
-                    ranks=(rank,), process=f"p{rank}", sequence=self.sequence,
-                    position=places[rank], **more,
-                ),
-            )  # fmt: skip
-
+        beats = [
+            Heartbeat(
+                ranks=(rank,), process=f"p{rank}", sequence=self.sequence, position=place, **more
+            )
+            for rank, place in places.items()
+        ]
+        half = (len(beats) + 1) // 2  # of one host as a list, of another host each by itself
+        asked = set(self.client.send_heartbeats(self.name, beats[:half]).get("stacks", []))
         with ThreadPoolExecutor(8) as pool:
-            answers = dict(zip(places, pool.map(send, places), strict=True))
-        return {rank for rank, answer in answers.items() if answer.get("stack")}
+            send = partial(self.client.send_heartbeat, self.name)
+            answers = zip(beats[half:], pool.map(send, beats[half:]), strict=True)
+        return asked | {beat.ranks[0] for beat, answer in answers if answer.get("stack")}
 
     def verdict(self, status: Status) -> Verdict:
         """The verdict of this status, once there is one."""

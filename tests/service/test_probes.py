@@ -109,12 +109,14 @@ def test_a_rank_that_forbids_probes_ends_the_asking(doubtful):
     assert evidence(doubtful) == []
 
 
-def test_only_the_rank_itself_is_asked(doubtful):
+def test_only_ranks_in_the_message_are_asked(doubtful):
     own = batch_of(0).select(np.arange(12, 16))
     eventually(lambda: doubtful.send("j", own).json().get("probes", []))
     (order,) = doubtful.send("j", own).json().get("probes", [])
-    assert (order["kind"], order["peer"]) == ("gemm", -1)
-    assert doubtful.send("j", batch_of(0)).json().get("probes", []) == []
+    assert (order["kind"], order["peer"], order["rank"]) == ("gemm", -1, 3)
+    both = doubtful.send("j", batch_of(0)).json()["probes"]
+    assert {order["rank"] for order in both} == {1, 3}
+    assert len({order["id"] for order in both}) == 1
     assert doubtful.send("j", batch_of(0).select(np.arange(4))).json().get("probes", []) == []
 
 

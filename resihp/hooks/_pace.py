@@ -1,0 +1,57 @@
+"""Time between messages, and before repetitions, by the sidecar's answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+
+from resihp.contracts import ServiceError
+
+UNKNOWN_JOB = 404
+_RETRY_STATUSES = (408, 425, 429)
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
+_LONGEST_INTERVAL_S = 30.0
+
+
+def is_temporary(error: ServiceError) -> bool:
+    """Return whether a message may be accepted later: the sidecar is away or overloaded."""
+    status = error.status
+    return status is None or status >= 500 or status in _RETRY_STATUSES
+
+
+class Pace:
+    """Interval between the messages of one sender: `base_s`, longer while the sidecar asks for it.
+
+    An answer with `interval_s`, or a refusal with `Retry-After`, lengthens the interval to that
+    time, 30 s at most; each answer without it halves the interval again, down to `base_s`.
+    Repetitions follow after 0.1 s doubling up to 5 s, less a random part of at most half, and not
+    before `Retry-After` has passed.
+    """
+
+    def __init__(self, base_s: float, seed: int) -> None:
+        self.base_s = self.interval_s = base_s
+        self._random = random.Random(seed)
+        self._delay_s = _FIRST_DELAY_S
+
+    def accepted(self, answer: object) -> None:
+        """Follow the answer to a message that was accepted."""
+        self._delay_s = _FIRST_DELAY_S
+        asked_s = answer.get("interval_s") if isinstance(answer, Mapping) else None
+        if isinstance(asked_s, int | float) and math.isfinite(asked_s):
+            self.interval_s = self._bounded(asked_s)
+        else:
+            self.interval_s = self._bounded(self.interval_s / 2)
+
+    def refused(self, error: ServiceError) -> float:
+        """Follow a temporary refusal; return the seconds to wait before the repetition."""
+        delay_s = self._delay_s * self._random.uniform(0.5, 1.0)
+        self._delay_s = min(2 * self._delay_s, _LONGEST_DELAY_S)
+        if error.retry_after_s is None:
+            return delay_s
+        self.interval_s = self._bounded(max(self.interval_s, error.retry_after_s))
+        asked_s = min(error.retry_after_s, _LONGEST_INTERVAL_S)
+        return max(delay_s, asked_s * self._random.uniform(1.0, 1.25))
+
+    def _bounded(self, interval_s: float) -> float:
+        return max(self.base_s, min(interval_s, _LONGEST_INTERVAL_S))
