@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -174,3 +175,51 @@ def _json_column(column: np.ndarray[Any, Any]) -> list[Any]:
     if column.dtype.kind == "f":
         return [None if math.isnan(value) else value for value in values]
     return values
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A message as `encode` writes it in msgpack, its columns still bytes.
+
+    Several are merged at a small part of the cost of decoding them. Values are not checked.
+    """
+
+    plan_version: int
+    dropped: int
+    columns: dict[str, bytes]
+
+    @classmethod
+    def read(cls, message: bytes) -> EncodedBatch:
+        """The batch in `message`. Raises `ContractError` if `encode` has not written it."""
+        try:
+            document = msgpack.unpackb(message)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ContractError("", f"the message is not valid msgpack: {error}") from None
+        if not isinstance(document, dict) or document.keys() != set(_FIELDS):
+            raise ContractError("", f"the message must have the fields {', '.join(_FIELDS)}")
+        columns = document["columns"]
+        if not isinstance(columns, dict) or columns.keys() != COLUMNS.keys():
+            raise ContractError("columns", f"must be {', '.join(COLUMNS)}")
+        if not all(isinstance(column, bytes) for column in columns.values()):
+            raise ContractError("columns", "must be bytes")
+        if len({len(column) / COLUMNS[name][0].itemsize for name, column in columns.items()}) > 1:
+            raise ContractError("columns", "must be of one length")
+        for name in ("plan_version", "dropped"):
+            if type(document[name]) is not int:
+                raise ContractError(name, "must be a whole number")
+        return cls(document["plan_version"], document["dropped"], columns)
+
+    def __len__(self) -> int:
+        return len(self.columns["rank"]) // COLUMNS["rank"][0].itemsize
+
+    @staticmethod
+    def merge(batches: Sequence[EncodedBatch]) -> bytes:
+        """The message that holds all records of `batches`, which are of one plan version."""
+        document = {
+            "version": VERSION,
+            "plan_version": batches[0].plan_version,
+            "dropped": sum(batch.dropped for batch in batches),
+            "columns": {name: b"".join(b.columns[name] for b in batches) for name in COLUMNS},
+        }
+        packed: bytes = msgpack.packb(document)
+        return packed

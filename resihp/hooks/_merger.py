@@ -17,13 +17,12 @@ from resihp.contracts import (
     ContractError,
     Heartbeat,
     ServiceError,
-    TelemetryBatch,
     from_json,
     to_json,
 )
-from resihp.contracts.codec import WireFormat, decode, encode
+from resihp.contracts.codec import EncodedBatch, WireFormat
 
-from ._pace import UNKNOWN_JOB, Pace, is_temporary
+from ._pace import UNKNOWN_JOB, MessagePace, is_temporary
 from ._stats import FailureLog
 
 _PATIENCE_S = 0.25
@@ -88,6 +87,7 @@ class MessageMerger(ABC):
         self._waiting: list[RankMessage] = []
         self._last_sources: set[object] = set()
         self._answered_s = float("-inf")
+        self._is_urgent = False
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -101,6 +101,12 @@ class MessageMerger(ABC):
         """Wait no longer for a rank that is gone; what it has handed in is still sent."""
         with self._changed:
             self._last_sources.discard(source)
+            self._changed.notify()
+
+    def flush(self) -> None:
+        """Send at once what is waiting."""
+        with self._changed:
+            self._is_urgent = True
             self._changed.notify()
 
     def close(self) -> None:
@@ -133,7 +139,7 @@ class MessageMerger(ABC):
             self._answered_s = monotonic()
             while not self.closing.is_set():
                 if (left_s := self._left_s()) <= 0:
-                    messages, self._waiting = self._waiting, []
+                    messages, self._waiting, self._is_urgent = self._waiting, [], False
                     self._last_sources = {message.source for message in messages}
                     return messages
                 self._changed.wait(None if left_s == float("inf") else left_s)
@@ -142,7 +148,8 @@ class MessageMerger(ABC):
     def _left_s(self) -> float:
         if not self._waiting:
             return float("inf")
-        if self._last_sources <= {message.source for message in self._waiting}:
+        present = {message.source for message in self._waiting}
+        if self._is_urgent or self._last_sources <= present:
             return 0.0
         due_s = max(self._answered_s + self.interval_s, self._waiting[0].arrived_s)
         return due_s + min(_PATIENCE_S, self.interval_s / 2) - monotonic()
@@ -156,7 +163,7 @@ class TelemetryMerger(MessageMerger):
     """
 
     def __init__(
-        self, client: Client, job: str, identity: str, pace: Pace, failures: FailureLog
+        self, client: Client, job: str, identity: str, pace: MessagePace, failures: FailureLog
     ) -> None:
         super().__init__("resihp-node-telemetry", failures)
         self._client, self._job, self._pace = client, job, pace
@@ -183,7 +190,7 @@ class TelemetryMerger(MessageMerger):
             key, content = parts[0].key, parts[0].content
         else:
             key = next(self._keys)
-            content = encode(TelemetryBatch.concat(part.batch for part in parts))
+            content = EncodedBatch.merge([part.batch for part in parts])
         outcome = self._repeat(key, content)
         if isinstance(outcome, ServiceError):
             can_divide = not is_temporary(outcome) and outcome.status != UNKNOWN_JOB
@@ -219,12 +226,12 @@ class _TelemetryPart:
     message: RankMessage
     key: str
     content: bytes
-    batch: TelemetryBatch
+    batch: EncodedBatch
 
     @classmethod
     def read(cls, message: RankMessage) -> _TelemetryPart:
         key, content = msgpack.unpackb(message.content)
-        return cls(message, key, content, decode(content))
+        return cls(message, key, content, EncodedBatch.read(content))
 
 
 def _mergeable(parts: Sequence[_TelemetryPart]) -> Iterator[list[_TelemetryPart]]:

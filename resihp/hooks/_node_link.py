@@ -49,7 +49,8 @@ class NodeLink:
     and one that closes, sends by itself.
 
     client   sends what this process sends
-    on_wait  called every 0.5 s while the node's sender holds records; False: give up
+    on_wait  called every 0.5 s while the node's sender holds records; returns the seconds for
+             which this rank can still wait, finite if it is about to end
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class NodeLink:
         self._client, self._address, self._job, self._rank = client, address, job, rank
         self._failures, self._seed = failures, seed
         self._interval_s, self._heartbeat_s = interval_s, heartbeat_s
-        self.on_wait: Callable[[], bool] = lambda: True
+        self.on_wait: Callable[[], float] = lambda: float("inf")
         self._socket: FrameSocket | None = None
         self._sender: NodeSender | None = None
         self._restart()
@@ -159,9 +160,8 @@ class NodeLink:
                 for frame in used.receive():
                     if frame.kind is not FrameKind.WAIT:
                         self._answers[frame.kind] = frame.content
-                    elif kind is FrameKind.TELEMETRY and not self.on_wait():
-                        self._disconnect()
-                        raise ServiceError("closed before the node's sender had an answer")
+                    elif kind is FrameKind.TELEMETRY:
+                        self._wait(used)
         except TimeoutError:
             if monotonic() - read_s < 1.5 * SILENCE_S:  # else this process was stopped
                 self._silent_slot = self._slot
@@ -171,6 +171,14 @@ class NodeLink:
             raise ServiceError(document["error"], status=document["status"])
         answer: Answer = document["answer"]
         return answer
+
+    def _wait(self, used: FrameSocket) -> None:
+        left_s = self.on_wait()
+        if left_s <= 0:
+            self._disconnect()
+            raise ServiceError("closed before the node's sender had an answer")
+        if left_s < float("inf"):
+            used.send(FrameKind.FLUSH)
 
     def _disconnect(self) -> None:
         if self._socket is not None:

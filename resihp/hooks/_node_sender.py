@@ -12,7 +12,7 @@ from resihp.client import Client
 
 from ._merger import HeartbeatMerger, MessageMerger, RankMessage, TelemetryMerger
 from ._node_socket import SILENCE_S, Frame, FrameKind, FrameSocket, NodeListener
-from ._pace import Pace
+from ._pace import MessagePace
 from ._stats import FailureLog
 
 _WAIT_EVERY_S = 0.5
@@ -38,7 +38,8 @@ class NodeSender:
     2. It hands in a message, `TELEMETRY` or `HEARTBEAT`; at most one of each kind at a time.
     3. The messages of all ranks are merged and sent. Meanwhile each rank gets `WAIT` every 0.5 s:
        after `SILENCE_S` without, it looks for another sender and hands its message in there.
-    4. It gets the sidecar's answer, in a frame of the same kind. Only then are its records sent.
+    4. A rank that is about to end sends `FLUSH`: what is held is sent at once.
+    5. It gets the sidecar's answer, in a frame of the same kind. Only then are its records sent.
 
     Nothing is sent that a rank has not handed in: a rank that hangs or dies falls silent here as it
     would at the sidecar. A sender that finds that it was itself stopped for `SILENCE_S` drops
@@ -62,7 +63,7 @@ class NodeSender:
         self._listener, self._failures = listener, failures
         self._home = _Rank(home)
         self._ranks: set[_Rank] = set()
-        identity, pace = f"{uuid.uuid4().hex}-node", Pace(interval_s, seed)
+        identity, pace = f"{uuid.uuid4().hex}-node", MessagePace(interval_s, seed)
         self._mergers: dict[FrameKind, MessageMerger] = {
             FrameKind.TELEMETRY: TelemetryMerger(client, job, identity, pace, failures),
             FrameKind.HEARTBEAT: HeartbeatMerger(
@@ -153,6 +154,9 @@ class NodeSender:
 
     def _take(self, rank: _Rank, frame: Frame) -> None:
         kind = frame.kind
+        if kind is FrameKind.FLUSH:
+            self._mergers[FrameKind.TELEMETRY].flush()
+            return
         if kind not in self._mergers or kind in rank.held:
             raise ConnectionError("a rank hands in one message of a kind at a time")
 

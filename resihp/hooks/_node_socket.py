@@ -34,6 +34,7 @@ class FrameKind(IntEnum):
     WAIT = 2
     TELEMETRY = 3
     HEARTBEAT = 4
+    FLUSH = 5
 
 
 class Frame(NamedTuple):

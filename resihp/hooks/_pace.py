@@ -20,7 +20,7 @@ def is_temporary(error: ServiceError) -> bool:
     return status is None or status >= 500 or status in _RETRY_STATUSES
 
 
-class Pace:
+class MessagePace:
     """Interval between the messages of one sender: `base_s`, longer while the sidecar asks for it.
 
     An answer with `interval_s`, or a refusal with `Retry-After`, lengthens the interval to that

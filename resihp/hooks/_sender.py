@@ -19,7 +19,7 @@ from ._batcher import Batcher, ready
 from ._buffer import Buffer
 from ._heartbeat import HeartbeatReceiver, HeartbeatSender
 from ._node_link import NodeLink
-from ._pace import UNKNOWN_JOB, Pace, is_temporary
+from ._pace import UNKNOWN_JOB, MessagePace, is_temporary
 from ._probes import Probes
 from ._record import Record
 from ._registration import Registration, Registry
@@ -95,7 +95,7 @@ class Sender:
 
     A message that the sidecar refuses (4xx) is dropped. One that it could not accept (5xx, no
     answer, 408, 425, 429) or whose job it does not know (404) is repeated under the same key, at
-    the times that `Pace` gives, until `close`; the buffer fills meanwhile.
+    the times that `MessagePace` gives, until `close`; the buffer fills meanwhile.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Sender:
         self._receiver, self._job, self._rank = receiver, registration.name, rank
         self._link = receiver if isinstance(receiver, NodeLink) else None
         if self._link is not None:
-            self._link.on_wait = self._may_wait
+            self._link.on_wait = self._wait_for_node
         self._registration, self._recording, self._probes = registration, recording, probes
         self._failures: FailureLog = recording.failures
         self._batch_records, self._interval_s, self._seed = batch_records, interval_s, seed
@@ -134,7 +134,7 @@ class Sender:
         self._registration.reset()
         self.counts = Counts()
         self._batcher = Batcher(self._rank, self._failures)
-        self._pace = Pace(self._interval_s, self._seed)
+        self._pace = MessagePace(self._interval_s, self._seed)
         if self._link is not None:
             self._link.reset()
         self._process = uuid.uuid4().hex
@@ -302,7 +302,7 @@ class Sender:
         sleep(max(0.0, min(_LAST_DELAY_S, left_s)))
         return left_s > 0
 
-    def _may_wait(self) -> bool:
-        """Beat while the node's sender holds a message; False when there is no time left."""
+    def _wait_for_node(self) -> float:
+        """Beat while the node's sender holds a message; return the seconds left for waiting."""
         self._guarded(self._beat)
-        return not self._closing.is_set() or monotonic() < self._deadline_s
+        return self._deadline_s - monotonic() if self._closing.is_set() else float("inf")

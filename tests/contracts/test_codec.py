@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import COLUMNS, ContractError, Op, TelemetryBatch
-from resihp.contracts.codec import VERSION, WireFormat, decode, encode
+from resihp.contracts.codec import VERSION, EncodedBatch, WireFormat, decode, encode
 from resihp.contracts.json_size import parse_json
 
 times = st.floats(0, 1e9)
@@ -151,6 +152,33 @@ def test_what_is_malformed_is_named(changes, field, form):
 def test_what_is_no_message(message, form):
     with pytest.raises(ContractError):
         decode(message, form)
+
+
+@settings(deadline=None)
+@given(parts=st.lists(batches(), min_size=1, max_size=4))
+def test_messages_are_merged_as_their_batches_are(parts):
+    parts = [replace(part, plan_version=3) for part in parts]
+    encoded = [EncodedBatch.read(encode(part)) for part in parts]
+    assert [len(each) for each in encoded] == [len(part) for part in parts]
+    assert decode(EncodedBatch.merge(encoded)) == TelemetryBatch.concat(parts)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"columns": {}}, {"columns": []}, {"plan_version": 1.5}, {"dropped": None}, {"more": 1}],
+)
+def test_only_what_encode_writes_is_merged(changed):
+    written = msgpack.unpackb(encode(TelemetryBatch.empty()))
+    with pytest.raises(ContractError):
+        EncodedBatch.read(msgpack.packb({**written, **changed}))
+
+
+@pytest.mark.parametrize("step", [b"\0" * 8, b"x", []])
+def test_only_columns_of_one_length_are_merged(step):
+    written = msgpack.unpackb(encode(TelemetryBatch.empty()))
+    written["columns"]["step"] = step
+    with pytest.raises(ContractError):
+        EncodedBatch.read(msgpack.packb(written))
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,4 +1,4 @@
-"""A rank as a process: records a step every `pause_s`, and answers to the lines of its standard input.
+"""A rank as a process: records a step every `pause_s`, and answers to the lines of its input.
 
 `state` prints which step comes next and whether this process is the node's sender; `end`, or the
 end of the input, closes the monitor and prints its counts.

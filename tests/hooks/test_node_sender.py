@@ -23,7 +23,7 @@ from resihp.contracts import Job, Layout, Op, ServiceError, Status, TelemetryBat
 from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.hooks import Monitor
 from resihp.hooks._node_socket import FrameKind, FrameSocket, NodeAddress
-from resihp.hooks._pace import Pace
+from resihp.hooks._pace import MessagePace
 from service import Sidecar
 
 RANKS = 4
@@ -294,6 +294,18 @@ def test_an_overloaded_sidecar_slows_all_ranks_down_and_nothing_is_lost(sidecar,
         assert counts["dropped"] == 0
 
 
+def test_a_rank_that_ends_does_not_wait_for_the_interval(sidecar):
+    """What is held until the others have records is sent at once."""
+    sidecar.answer = {"interval_s": 30}
+    with make(sidecar, 0, share_sender=True) as first, make(sidecar, 1, share_sender=True) as other:
+        record(first, 0)
+        until(lambda: first.stats.sent == 1)
+        record(other, 0)
+        until(lambda: other._sender.in_flight == 1)
+        other.close(20)
+        assert (other.stats.sent, other.stats.dropped) == (1, 0)
+
+
 def test_a_refusal_costs_only_the_rank_whose_records_are_refused(sidecar, start):
     sidecar.refusal = lambda batch: 422 if 1 in batch.rank else 0
     ranks = start(sidecar.url)
@@ -423,7 +435,7 @@ def test_an_address_is_free_again_once_its_process_has_ended(tmp_path, uses_file
 
 
 def test_the_pace_follows_what_the_sidecar_asks_for():
-    pace = Pace(0.5, seed=0)
+    pace = MessagePace(0.5, seed=0)
     pace.accepted({"accepted": 1, "interval_s": 4})
     assert pace.interval_s == 4.0
     intervals = []
@@ -439,7 +451,7 @@ def test_the_pace_follows_what_the_sidecar_asks_for():
 
 
 def test_repetitions_wait_longer_each_time_and_at_least_as_long_as_is_asked_for():
-    pace = Pace(0.5, seed=0)
+    pace = MessagePace(0.5, seed=0)
     delays = [pace.refused(ServiceError("away")) for _ in range(9)]
     assert all(0.5 * most <= delay <= most for delay, most in zip(delays, LONGEST, strict=True))
     assert pace.interval_s == 0.5
