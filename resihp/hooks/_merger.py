@@ -98,9 +98,11 @@ class MessageMerger(ABC):
             self._changed.notify()
 
     def forget(self, source: object) -> None:
-        """Wait no longer for a rank that is gone; what it has handed in is still sent."""
+        """Wait no longer for a rank that is gone. What it has handed in is sent at once: later it
+        would pass for a sign of life."""
         with self._changed:
             self._last_sources.discard(source)
+            self._is_urgent |= any(message.source is source for message in self._waiting)
             self._changed.notify()
 
     def flush(self) -> None:

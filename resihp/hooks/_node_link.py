@@ -126,16 +126,12 @@ class NodeLink:
     def _request(self, kind: FrameKind, content: bytes) -> Answer | None:
         """Hand a message to the node's sender and wait for the answer; None if there is no sender.
 
-        Raises `ServiceError`, also where `on_wait` gives up. A heartbeat may be requested within
-        `on_wait`; where the connection has ended, that is left to the outer request, for which an
-        answer may still be there to read.
+        Raises `ServiceError`, also where `on_wait` gives up.
         """
         if self._is_closed or len(content) > MOST_BYTES:
             return None
         if self._is_waiting:
-            with contextlib.suppress(OSError):
-                return self._exchange(kind, content)
-            return None
+            return self._nested(kind, content) if self._socket is not None else None
         self._is_waiting = True
         try:
             for _ in range(2):
@@ -147,6 +143,17 @@ class NodeLink:
             return None
         finally:
             self._is_waiting = False
+
+    def _nested(self, kind: FrameKind, content: bytes) -> Answer | None:
+        """Request within `on_wait`. Where the connection has ended, the outer request finds out:
+        there may still be an answer for it to read."""
+        try:
+            return self._exchange(kind, content)
+        except TimeoutError:
+            self._disconnect()
+        except OSError:
+            pass
+        return None
 
     def _exchange(self, kind: FrameKind, content: bytes) -> Answer:
         """Send a request and wait for its answer. Raises `OSError` if the connection ends before
@@ -178,7 +185,8 @@ class NodeLink:
             self._disconnect()
             raise ServiceError("closed before the node's sender had an answer")
         if left_s < float("inf"):
-            used.send(FrameKind.FLUSH)
+            with contextlib.suppress(OSError):  # there may still be an answer to read
+                used.send(FrameKind.FLUSH)
 
     def _disconnect(self) -> None:
         if self._socket is not None:

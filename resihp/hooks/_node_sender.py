@@ -75,8 +75,13 @@ class NodeSender:
 
     def start(self) -> None:
         """Start the threads. Raises `RuntimeError` if the process cannot have more."""
-        for thread in (*(merger.thread for merger in self._mergers.values()), self._thread):
-            thread.start()
+        try:
+            for thread in (*(merger.thread for merger in self._mergers.values()), self._thread):
+                thread.start()
+        except RuntimeError:
+            for merger in self._mergers.values():
+                merger.close()
+            raise
 
     def join(self, timeout_s: float) -> None:
         """Wait until it has closed, once `home` has."""

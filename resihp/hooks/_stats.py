@@ -15,7 +15,7 @@ class Stats:
     queued    records that wait to be sent or are being sent
     sent      records accepted by the sidecar, in `batches` messages
     dropped   records lost: full buffer, refused by the sidecar, or failure of a hook
-    retries   repetitions of messages that the sidecar could not accept
+    retries   repetitions by this rank of messages that the sidecar could not accept
     refused   messages refused by the sidecar (status 4xx)
     failures  failures of the hooks
     """

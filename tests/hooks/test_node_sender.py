@@ -22,6 +22,7 @@ from resihp.client import Client
 from resihp.contracts import Job, Layout, Op, ServiceError, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.hooks import Monitor
+from resihp.hooks._merger import packed_telemetry
 from resihp.hooks._node_socket import FrameKind, FrameSocket, NodeAddress
 from resihp.hooks._pace import MessagePace
 from service import Sidecar
@@ -304,6 +305,18 @@ def test_a_rank_that_ends_does_not_wait_for_the_interval(sidecar):
         until(lambda: other._sender.in_flight == 1)
         other.close(20)
         assert (other.stats.sent, other.stats.dropped) == (1, 0)
+
+
+def test_the_last_records_of_a_rank_that_dies_are_sent_at_once(sidecar):
+    sidecar.answer = {"interval_s": 30}
+    with make(sidecar, 0, share_sender=True) as first:
+        record(first, 0)
+        until(lambda: first.stats.sent == 1)
+        dying = NodeAddress("j", sidecar.url).connect(0)
+        batch = TelemetryBatch(rank=[1], step=[5], microbatch=[0], op=[0], compute_ms=[1.0])
+        dying.send(FrameKind.TELEMETRY, packed_telemetry("key", encode(batch)))
+        dying.close()
+        until(lambda: sidecar.steps(1) == [5], timeout_s=25.0)  # less than the interval
 
 
 def test_a_refusal_costs_only_the_rank_whose_records_are_refused(sidecar, start):
