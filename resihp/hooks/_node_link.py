@@ -230,7 +230,7 @@ class NodeLink:
         return None
 
     def _started(self, listener: NodeListener) -> FrameSocket:
-        home, other_end = socket.socketpair()
+        own_end, other_end = socket.socketpair()
         self._sender = NodeSender(
             listener, FrameSocket(other_end, 0.0), self._client, self._job,
             interval_s=self._interval_s, heartbeat_s=self._heartbeat_s, seed=self._seed,
@@ -241,4 +241,4 @@ class NodeLink:
         except RuntimeError:
             self._sender.abandon()
             raise
-        return FrameSocket(home, SILENCE_S)
+        return FrameSocket(own_end, SILENCE_S)

@@ -45,13 +45,13 @@ class NodeSender:
     would at the sidecar. A sender that finds that it was itself stopped for `SILENCE_S` drops
     everything, because its ranks have left it with their messages.
 
-    home  connection of the rank in whose process this is; its end closes the sender
+    own  connection of the rank in whose process this is; its end closes the sender
     """
 
     def __init__(
         self,
         listener: NodeListener,
-        home: FrameSocket,
+        own: FrameSocket,
         client: Client,
         job: str,
         *,
@@ -61,7 +61,7 @@ class NodeSender:
         failures: FailureLog,
     ) -> None:
         self._listener, self._failures = listener, failures
-        self._home = _Rank(home)
+        self._own = _Rank(own)
         self._ranks: set[_Rank] = set()
         identity, pace = f"{uuid.uuid4().hex}-node", MessagePace(interval_s, seed)
         self._mergers: dict[FrameKind, MessageMerger] = {
@@ -84,13 +84,14 @@ class NodeSender:
             raise
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it has closed, once `home` has."""
+        """Wait until it has closed, once the rank of this process has."""
         self._thread.join(max(0.0, timeout_s))
 
     def abandon(self) -> None:
-        """Close this process's copies of the sockets, in a forked child, which has no thread."""
+        """Close this process's copies of the sockets. A forked child, which has no thread of it,
+        does nothing else."""
         self._listener.close()
-        for rank in (*self._ranks, self._home):
+        for rank in (*self._ranks, self._own):
             rank.socket.close()
         self._selector.close()
 
@@ -109,9 +110,9 @@ class NodeSender:
 
     def _serve(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._add(self._home)
+        self._add(self._own)
         ran_s = waits_s = monotonic()
-        while self._home in self._ranks:
+        while self._own in self._ranks:
             ready = self._selector.select(_WAIT_EVERY_S)
             now_s = monotonic()
             if now_s - ran_s > SILENCE_S:
