@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import redis
 from fastapi import FastAPI
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
@@ -30,6 +31,11 @@ from .worker.adapters import AdapterFactory, load_adapters
 from .worker.loop import Worker
 
 log = logger("resihp.app")
+
+# A request holds a connection for one command: more would not make it faster.
+_CONNECTIONS, _WATCHING_CONNECTIONS = 64, 16
+_CONNECTION_WAIT_S = 30.0
+_OPEN_FILES = 1_024  # beside those of the watchers: other requests, Redis, the log
 
 
 def create_app(settings: Settings, adapters: AdapterFactory = load_adapters) -> FastAPI:
@@ -70,26 +76,51 @@ async def _open(
     adapters: AdapterFactory,
     metrics: HttpMetrics,
 ) -> AppContext:
+    _allow_open_files(settings.max_watchers + _OPEN_FILES)
     url = _open_redis(stack, settings)
-    # Two quick retries bridge a restart of Redis; a time-out is not retried.
-    retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
-    try:
-        client = Redis.from_url(url, protocol=2, socket_timeout=3, retry=retry)
-    except ValueError as error:
-        raise StartError(f"not a Redis URL: {url}: {error}") from None
-    stack.push_async_callback(client.aclose)
+    client = _connect(stack, url, _CONNECTIONS)
+    # On connections of their own, so that watchers that wake together hold up no other request.
+    watching = _connect(stack, url, _WATCHING_CONNECTIONS)
     try:
         await client.ping()
     except redis.RedisError as error:
         raise StartError(f"cannot reach Redis at {url}: {error}") from None
     notifier = Notifier(max_watchers=settings.max_watchers)
-    _run_task(stack, notifier.listen(client))
+    _run_task(stack, notifier.wake())
+    _run_task(stack, notifier.listen(watching))
     stack.callback(notifier.close)
     if settings.worker:
         await _start_worker(stack, url, settings, adapters)
     log.info("sidecar ready", redis=url, worker=settings.worker)
-    store = HttpStore(client, settings)
-    return AppContext(settings, store, notifier, metrics, HeartbeatBatches(store))
+    store, watched = HttpStore(client, settings), HttpStore(watching, settings)
+    return AppContext(settings, store, watched, notifier, metrics, HeartbeatBatches(store))
+
+
+def _allow_open_files(number: int) -> None:
+    """Raise the process's own limit of open files, usually 1,024, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < number:
+        log.warning("fewer open files than watchers allowed (ulimit -n)", files=allowed)
+
+
+def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Redis:
+    """A client with so many connections at most; who finds none free waits. Raises `StartError`."""
+    # Two quick retries bridge a restart of Redis; a time-out is not retried.
+    retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url, protocol=2, socket_timeout=3, retry=retry,
+            max_connections=connections, timeout=_CONNECTION_WAIT_S,
+        )  # fmt: skip
+    except ValueError as error:
+        raise StartError(f"not a Redis URL: {url}: {error}") from None
+    client = Redis.from_pool(pool)
+    stack.push_async_callback(client.aclose)
+    return client
 
 
 def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:

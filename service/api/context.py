@@ -20,10 +20,12 @@ class AppContext:
     """Resources of a running sidecar.
 
     decoding  the one thread that decodes large bodies
+    watched   the same store as `store`, on connections of their own: for requests that wait
     """
 
     settings: Settings
     store: HttpStore
+    watched: HttpStore
     notifier: Notifier
     metrics: HttpMetrics
     heartbeats: HeartbeatBatches

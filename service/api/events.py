@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
+import redis
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
 from resihp.contracts import ContractError
 
 from ..errors import UnknownJobError
+from ..logs import logger
 from ..store.documents import dumps
+from ..store.http_store import Cursor, HttpStore
+from ..store.schema import NEWS
 from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs/{job}/events", tags=["events"])
 
+log = logger("resihp.events")
+
 _CURSOR = re.compile(r"(\d+-\d+)_(\d+-\d+)")
+_KEEPALIVE_S = 5.0
 
 
 @router.get("", response_class=StreamingResponse)
@@ -31,7 +41,6 @@ async def get_events(
     reconnects with `Last-Event-ID` receives all kept events since; `replay` starts with all kept
     events except step summaries, which `GET .../steps` returns."""
     ctx.notifier.require_capacity()  # before the response starts, while it can be an error
-    await ctx.store.require(job)
     cursor = await _start(ctx, job, last_event_id, replay=replay)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(
@@ -39,42 +48,60 @@ async def get_events(
     )
 
 
-async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> tuple[str, str]:
-    """First cursor: a stream id for the events and one for the step summaries."""
-    if last is not None:
-        match = _CURSOR.fullmatch(last)
-        if match is None:
-            raise ContractError("Last-Event-ID", "is not an id of this event stream")
-        return match[1], match[2]
-    start = "0-0" if replay else await ctx.store.last_event(job)
-    return start, await ctx.store.last_event(job, steps=True)
+async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> Cursor:
+    resumed = None if last is None else _cursor(last)
+    newest = await ctx.watched.newest(job)
+    if resumed is not None:
+        return resumed
+    return Cursor(step=newest.step) if replay else newest
 
 
-async def _stream(ctx: AppContext, job: str, cursor: tuple[str, str]) -> AsyncIterator[str]:
-    yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n"
+def _cursor(text: str) -> Cursor:
+    """The cursor in `Last-Event-ID`. Raises `ContractError`."""
+    match = _CURSOR.fullmatch(text)
+    if match is None:
+        raise ContractError("Last-Event-ID", "is not an id of this event stream")
+    return Cursor(*match.groups())
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Events as they are sent, and the cursor after them; empty at the end."""
+
+    cursor: Cursor
+    text: bytes
+
+
+async def _stream(ctx: AppContext, job: str, cursor: Cursor) -> AsyncIterator[bytes]:
+    yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n".encode()
+    sent_s = time.monotonic()
     with ctx.notifier.watching():
-        while not ctx.notifier.closed:
-            change = ctx.notifier.next_change(job)
-            try:
-                await ctx.store.require(job)
-            except UnknownJobError:
-                yield 'event: deleted\ndata: {"kind":"deleted"}\n\n'
-                return
-            before = cursor
-            async for after, message in _new(ctx, job, before):
-                cursor = after
-                yield message
-            if cursor == before:
-                await ctx.notifier.wait(change, ctx.notifier.RECHECK_S)
-                yield ": keepalive\n\n"
+        try:
+            async for page in _pages(ctx, job, cursor):
+                if page.text or time.monotonic() - sent_s > _KEEPALIVE_S:
+                    yield page.text or b": keepalive\n\n"
+                    sent_s = time.monotonic()
+        except UnknownJobError:
+            yield b'event: deleted\ndata: {"kind":"deleted"}\n\n'
+        except redis.RedisError as error:  # the client comes back with its cursor
+            log.warning("event stream ended", job=job, error=str(error))
 
 
-async def _new(
-    ctx: AppContext, job: str, cursor: tuple[str, str]
-) -> AsyncIterator[tuple[tuple[str, str], str]]:
-    """Events after a cursor as (cursor after the event, message)."""
-    for steps in (False, True):
-        for identity, document in await ctx.store.events(job, cursor[steps], steps=steps):
-            cursor = (cursor[0], identity) if steps else (identity, cursor[1])
-            head = f"event: {document['kind']}\nid: {'_'.join(cursor)}"
-            yield cursor, f"{head}\ndata: {dumps(document)}\n\n"
+async def _pages(ctx: AppContext, job: str, cursor: Cursor) -> AsyncIterator[_Page]:
+    change = ctx.notifier.next_change(NEWS, job)
+    page = await _read(ctx.watched, job, cursor)
+    while not ctx.notifier.closed:
+        yield page
+        if not page.text:
+            await ctx.notifier.wait(change)
+        change = ctx.notifier.next_change(NEWS, job)
+        page = await change.read(page.cursor, partial(_read, ctx.watched, job, page.cursor))
+
+
+async def _read(store: HttpStore, job: str, cursor: Cursor) -> _Page:
+    messages = []
+    news = await store.news(job, cursor)
+    for after, document in news:
+        head = f"event: {document['kind']}\nid: {'_'.join(after)}"
+        messages.append(f"{head}\ndata: {dumps(document)}\n\n")
+    return _Page(news[-1][0] if news else cursor, "".join(messages).encode())

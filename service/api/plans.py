@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -11,6 +12,7 @@ from resihp.contracts import ContractError
 
 from ..errors import PlanMismatchError
 from ..store.documents import MessageKind, dumps, plan_from_json
+from ..store.schema import PLANS
 from . import bodies
 from .context import AppContext, Ctx
 
@@ -27,26 +29,31 @@ async def get_plan(
     """The newest plan. With `after`, only a plan of a higher version; the request waits for it, at
     most `wait` seconds, and answers 204 without one."""
     if after is None:
-        version: int | None = await ctx.store.require(job)
+        plan = await ctx.store.newest_plan(job)
     else:
         with ctx.notifier.watching():
-            version = await _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
-    if version is None:
+            plan = await _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
+    if plan is None:
         return Response(status_code=204)
-    return Response(dumps(await ctx.store.plan(job, version)), media_type="application/json")
+    return Response(plan, media_type="application/json")
 
 
-async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> int | None:
+async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> bytes | None:
     deadline_s = time.monotonic() + wait_s
-    while True:
-        change = ctx.notifier.next_change(job)
-        version = await ctx.store.require(job)
-        if version > after:
-            return version
+
+    def read() -> Coroutine[Any, Any, bytes | None]:
+        return ctx.watched.newest_plan(job, after=after)
+
+    change = ctx.notifier.next_change(PLANS, job)
+    plan = await read()
+    while plan is None and not ctx.notifier.closed:
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or ctx.notifier.closed:
-            return None
+        if left_s <= 0:
+            break
         await ctx.notifier.wait(change, left_s)
+        change = ctx.notifier.next_change(PLANS, job)
+        plan = await change.read(after, read)
+    return plan
 
 
 @router.get("/{version}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
@@ -13,9 +13,18 @@ from resihp.contracts import Job, Plan, from_json, to_json
 from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
 from ..settings import Settings
 from .documents import MessageKind, dumps, loads, plan_json
-from .schema import GENERATIONS, GROUP, INGEST, JOBS, NEWS, REGISTER, JobKeys
+from .schema import GENERATIONS, GROUP, INGEST, JOBS, NEWS, PLANS, REGISTER, JobKeys
 
 _REMEMBER_S = 600  # time for which a retried message is recognised
+_PAGE = 100  # events read at a time
+_BEGIN = "0-0"
+
+
+class Cursor(NamedTuple):
+    """A place in what happened in a job: stream ids of the newest event and step summary known."""
+
+    event: str = _BEGIN
+    step: str = _BEGIN
 
 
 class HttpStore:
@@ -46,13 +55,14 @@ class HttpStore:
         )  # fmt: skip
         if answer == -1:
             raise TooManyJobsError(self._settings.max_jobs)
-        await self._redis.publish(NEWS, job.name)
+        await self._redis.pipeline().publish(NEWS, job.name).publish(PLANS, job.name).execute()
         return bool(answer)
 
     async def delete(self, name: str) -> None:
         """Remove a job with all its data. Raises `UnknownJobError`."""
         async with self._redis.pipeline() as pipe:
-            pipe.srem(JOBS, name).delete(*JobKeys(name).owned()).publish(NEWS, name)
+            pipe.srem(JOBS, name).delete(*JobKeys(name).owned())
+            pipe.publish(NEWS, name).publish(PLANS, name)
             removed, *_ = await pipe.execute()
         if not removed:
             raise UnknownJobError(name)
@@ -74,6 +84,19 @@ class HttpStore:
         if version is None:
             raise UnknownJobError(name)
         return int(version)
+
+    async def newest_plan(self, name: str, *, after: int = -1) -> bytes | None:
+        """The newest plan as the JSON that is stored; None if its version is not above `after`.
+
+        Raises `UnknownJobError`.
+        """
+        version = await self.require(name)
+        if version <= after:
+            return None
+        document: bytes | None = await self._redis.hget(JobKeys(name).plans, str(version))
+        if document is None:  # deleted meanwhile
+            raise UnknownJobError(name)
+        return document
 
     async def plan(self, name: str, version: int) -> dict[str, Any]:
         """A plan as JSON, with its gap. Raises `UnknownPlanError`."""
@@ -151,13 +174,39 @@ class HttpStore:
             raise BacklogFullError(name)
         return bool(answer != b"duplicate")
 
-    async def events(
-        self, name: str, after: str, *, count: int = 500, steps: bool = False
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """Events, or step summaries, after a stream id: (id, document), oldest first."""
-        key = JobKeys(name).steps if steps else JobKeys(name).events
-        items = await self._redis.xrange(key, min=f"({after}", count=count)
-        return [(identity.decode(), _event(identity, fields)) for identity, fields in items]
+    async def news(self, name: str, cursor: Cursor) -> list[tuple[Cursor, dict[str, Any]]]:
+        """What happened in a job after a cursor: events, then step summaries, oldest first.
+
+        Each document comes with the cursor after it. There may be more: the list is empty at the
+        end. Raises `UnknownJobError`.
+        """
+        keys = JobKeys(name)
+        async with self._redis.pipeline() as pipe:
+            pipe.exists(keys.meta)
+            pipe.xrange(keys.events, min=f"({cursor.event}", count=_PAGE)
+            pipe.xrange(keys.steps, min=f"({cursor.step}", count=_PAGE)
+            is_known, events, steps = await pipe.execute()
+        if not is_known:
+            raise UnknownJobError(name)
+        found = []
+        for identity, fields in events:
+            cursor = cursor._replace(event=identity.decode())
+            found.append((cursor, _document(identity, fields)))
+        for identity, fields in steps:
+            cursor = cursor._replace(step=identity.decode())
+            found.append((cursor, _document(identity, fields)))
+        return found
+
+    async def newest(self, name: str) -> Cursor:
+        """The cursor after all that has happened in a job. Raises `UnknownJobError`."""
+        keys = JobKeys(name)
+        async with self._redis.pipeline() as pipe:
+            pipe.exists(keys.meta)
+            pipe.xrevrange(keys.events, count=1).xrevrange(keys.steps, count=1)
+            is_known, *streams = await pipe.execute()
+        if not is_known:
+            raise UnknownJobError(name)
+        return Cursor(*(items[0][0].decode() if items else _BEGIN for items in streams))
 
     async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
         """The newest summaries of steps above `after`, oldest first."""
@@ -166,20 +215,14 @@ class HttpStore:
         while len(found) < limit:
             count = min(500, limit - len(found))
             items = await self._redis.xrevrange(JobKeys(name).steps, max=newest, count=count)
-            page = [_event(identity, fields) for identity, fields in items]
+            page = [_document(identity, fields) for identity, fields in items]
             found += [step for step in page if step["step"] > after]
             if len(page) < count or page[-1]["step"] <= after:
                 break
             newest = f"({items[-1][0].decode()}"
         return found[::-1]
 
-    async def last_event(self, name: str, *, steps: bool = False) -> str:
-        """Id of the newest event or step summary; "0-0" without one."""
-        key = JobKeys(name).steps if steps else JobKeys(name).events
-        items = await self._redis.xrevrange(key, count=1)
-        return items[0][0].decode() if items else "0-0"
 
-
-def _event(identity: bytes, fields: dict[bytes, bytes]) -> dict[str, Any]:
+def _document(identity: bytes, fields: dict[bytes, bytes]) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(fields[b"body"])
     return {"kind": fields[b"kind"].decode(), "at": int(identity.split(b"-")[0]) / 1e3, **body}

@@ -7,6 +7,7 @@ GENERATIONS = "resihp:generations"  # counter: registrations with new content
 FENCES = "resihp:fences"  # counter: leases given out
 WORKERS = "resihp:workers"  # sorted set: worker -> time of its last sign of life
 NEWS = "resihp:news"  # channel: names of jobs that changed
+PLANS = "resihp:plans"  # channel: names of jobs with a new plan, registered anew or deleted
 PREDICTORS = "resihp:predictors"  # hash: kind of job -> fitted predictor
 GROUP = "detector"  # consumer group of every message stream
 

@@ -23,7 +23,7 @@ from .documents import (
     predictor_key,
     stream_order,
 )
-from .schema import ACQUIRE, FENCES, GROUP, JOBS, NEWS, PREDICTORS, RENEW, WORKERS, JobKeys
+from .schema import ACQUIRE, FENCES, GROUP, JOBS, NEWS, PLANS, PREDICTORS, RENEW, WORKERS, JobKeys
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,13 @@ class WorkerStore:
 
         Raises `LeaseLostError`; nothing was written then.
         """
-        self._fenced(lease, lambda pipe, keys: self._queue(pipe, keys, commit))
+
+        def queue(pipe: Any, keys: JobKeys) -> None:
+            self._queue(pipe, keys, commit)
+            if commit.changes.plans:
+                pipe.publish(PLANS, lease.job)
+
+        self._fenced(lease, queue)
 
     def publish(self, lease: Lease, status: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
         """Show steps and status before the commit that saves them. Raises `LeaseLostError`.

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import urllib3
 import uvicorn
+from fastapi import FastAPI
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -57,10 +58,11 @@ def eventually(check: Callable[[], Any], *, timeout_s: float = 300.0) -> Any:
 
 
 class Http:
-    """Requests to one sidecar."""
+    """Requests to one sidecar; `app` if it runs in this process."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, app: FastAPI | None = None) -> None:
         self.url = url
+        self.app = app
         self.pool = urllib3.PoolManager(maxsize=16)
 
     def __call__(self, method: str, path: str, document: Any = None, **more: Any) -> Any:
@@ -102,9 +104,10 @@ class Http:
 @contextlib.contextmanager
 def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Iterator[Http]:
     """A sidecar in a thread of this process, with the stand-ins if nothing else is given."""
+    app = create_app(settings, adapters)
     config = uvicorn.Config(
-        create_app(settings, adapters), http=TimedConnection, port=0, log_config=None,
-        lifespan="on", timeout_graceful_shutdown=3,
+        app, http=TimedConnection, port=0, log_config=None, lifespan="on",
+        timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -113,7 +116,7 @@ def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Ite
         eventually(lambda: server.started or not thread.is_alive())
         assert server.started
         port = server.servers[0].sockets[0].getsockname()[1]
-        http = Http(f"http://127.0.0.1:{port}")
+        http = Http(f"http://127.0.0.1:{port}", app)
         yield http
         http.close()
     finally:

@@ -1,0 +1,140 @@
+"""Many requests that wait: none is refused, and they read the store together."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from conftest import Http, batch_of, eventually, job_of, running
+
+from service import Settings
+from service.api.notifier import Change, Notifier
+from service.store.embedded_redis import socket_path
+from service.store.schema import NEWS, PLANS
+
+POLLS, STREAMS = 150, 150
+Request = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def get(url: str, path: str) -> Request:
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
+    return reader, writer
+
+
+async def until(request: Request, needle: bytes) -> None:
+    """Read the answer up to `needle`. A refusal fails."""
+    seen = b""
+    while needle not in seen:
+        more = await asyncio.wait_for(request[0].read(65536), 200)
+        seen += more
+        assert more, seen
+        assert seen.startswith(b"HTTP/1.1 200")
+
+
+def reads_of_streams(store: redis.Redis) -> int:
+    return int(store.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"])
+
+
+async def fail_a_rank_before_watchers(http: Http, store: redis.Redis) -> int:
+    """The number of reads that it took to tell all watchers of the new plan."""
+    path, watchers = "/v1/jobs/j", http.app.state.context.notifier
+    streams = [await get(http.url, f"{path}/events") for _ in range(STREAMS)]
+    polls = [await get(http.url, f"{path}/plan?after=0&wait=60") for _ in range(POLLS)]
+    await asyncio.to_thread(eventually, lambda: watchers.count == POLLS + STREAMS)
+    before = reads_of_streams(store)
+    for step in range(5):
+        assert (await asyncio.to_thread(http.send, "j", batch_of(step))).status == 202
+    failure = await asyncio.to_thread(http, "POST", f"{path}/failures", {"ranks": [7]})
+    assert failure.status == 202
+    for request in polls:
+        await until(request, b'"version":1')
+    for request in streams:
+        await until(request, b"event: plan\n")
+    for _, writer in (*polls, *streams):
+        writer.close()
+    return reads_of_streams(store) - before
+
+
+@pytest.fixture
+def few_open_files() -> Iterator[None]:
+    """Fewer than the watchers need: the sidecar asks the system for more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (POLLS + STREAMS, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_open_files")
+def test_hundreds_of_watchers_are_told_by_a_few_reads(tmp_path: Path):
+    settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.05)
+    store = redis.Redis(unix_socket_path=str(socket_path(tmp_path)), protocol=2)
+    with running(settings) as http, store:
+        http.register(job_of())
+        assert asyncio.run(fail_a_rank_before_watchers(http, store)) < STREAMS
+
+
+def test_what_woken_watchers_read_is_read_once_and_anew_after_each_change():
+    done = []
+
+    async def work() -> int:
+        done.append(await asyncio.sleep(0.01))
+        return len(done)
+
+    async def story() -> None:
+        change = Change()
+        assert await asyncio.gather(*(change.read("a", work) for _ in range(9))) == [1] * 9
+        assert await change.read("a", work) == 1
+        assert await change.read("b", work) == 2
+        assert await Change().read("a", work) == 3
+
+    asyncio.run(story())
+
+
+def test_a_failed_read_fails_for_those_who_wait_for_it_and_is_tried_again():
+    async def fails() -> int:
+        await asyncio.sleep(0.01)
+        raise redis.ConnectionError
+
+    async def works() -> int:
+        return 1
+
+    async def story() -> None:
+        change = Change()
+        results = await asyncio.gather(
+            *(change.read("a", fails) for _ in range(3)), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [redis.ConnectionError] * 3
+        assert await change.read("a", works) == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("channel", [NEWS, PLANS])
+def test_a_change_wakes_each_watcher_of_its_channel_once(channel):
+    async def story() -> None:
+        notifier = Notifier(max_watchers=99)
+        waking = asyncio.create_task(notifier.wake())
+        other = {NEWS: PLANS, PLANS: NEWS}[channel]
+        waits = [
+            asyncio.create_task(notifier.wait(notifier.next_change(channel, "j")))
+            for _ in range(40)
+        ]
+        elsewhere = asyncio.create_task(notifier.wait(notifier.next_change(other, "j")))
+        missed = notifier.next_change(channel, "j")
+        await asyncio.sleep(0)
+        notifier.notify(channel, "j")
+        await asyncio.wait_for(asyncio.gather(*waits), 60)
+        await asyncio.wait_for(notifier.wait(missed), 60)
+        assert not elsewhere.done()
+        notifier.close()
+        await asyncio.wait_for(elsewhere, 60)
+        waking.cancel()
+
+    asyncio.run(story())
