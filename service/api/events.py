@@ -26,7 +26,8 @@ router = APIRouter(prefix="/v1/jobs/{job}/events", tags=["events"])
 
 log = logger("resihp.events")
 
-_CURSOR = re.compile(r"(\d+-\d+)_(\d+-\d+)")
+# Nineteen digits: Redis counts to 2^64.
+_CURSOR = re.compile(r"([0-9]{1,19}-[0-9]{1,19})_([0-9]{1,19}-[0-9]{1,19})")
 _KEEPALIVE_S = 5.0
 
 
@@ -61,7 +62,7 @@ def _cursor(text: str) -> Cursor:
     match = _CURSOR.fullmatch(text)
     if match is None:
         raise ContractError("Last-Event-ID", "is not an id of this event stream")
-    return Cursor(*match.groups())
+    return Cursor(match[1], match[2])
 
 
 @dataclass(frozen=True)

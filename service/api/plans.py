@@ -6,7 +6,7 @@ import time
 from collections.abc import Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from resihp.contracts import ContractError
 
@@ -19,12 +19,15 @@ from .context import AppContext, Ctx
 router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
 
 
+Version = Annotated[int, Path(ge=0, lt=2**31)]
+
+
 @router.get("", responses={204: {"description": "no newer plan"}})
 async def get_plan(
     job: str,
     ctx: Ctx,
-    after: Annotated[int | None, Query(ge=-1)] = None,
-    wait: Annotated[float, Query(ge=0)] = 0.0,
+    after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
+    wait: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
     """The newest plan. With `after`, only a plan of a higher version; the request waits for it, at
     most `wait` seconds, and answers 204 without one."""
@@ -57,14 +60,14 @@ async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> bytes 
 
 
 @router.get("/{version}")
-async def get_version(job: str, version: int, ctx: Ctx) -> dict[str, Any]:
+async def get_version(job: str, version: Version, ctx: Ctx) -> dict[str, Any]:
     """A plan by its version."""
     await ctx.store.require(job)
     return await ctx.store.plan(job, version)
 
 
 @router.post("/{version}/ack", **bodies.accepts(bodies.AckBody))
-async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
+async def post_ack(job: str, version: Version, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Answer of one rank to a plan: applied or refused."""
     ack = await bodies.read(request, bodies.AckBody)
     await ctx.store.require(job)
@@ -77,7 +80,7 @@ async def post_ack(job: str, version: int, request: Request, ctx: Ctx) -> dict[s
 
 
 @router.put("/{version}", **bodies.accepts(bodies.OwnPlanBody))
-async def put_own(job: str, version: int, request: Request, ctx: Ctx) -> dict[str, Any]:
+async def put_own(job: str, version: Version, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Register a plan that the job made while the sidecar was unavailable and that all ranks work
     under."""
     own = await bodies.read(request, bodies.OwnPlanBody)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -40,10 +41,31 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     errors.TooManyJobsError: (429, "too-many-jobs", {}),
     errors.TooManyWatchersError: (429, "too-many-watchers", _RETRY),
     errors.BacklogFullError: (429, "backlog-full", _RETRY),
-    redis.ConnectionError: (503, "store-unavailable", _RETRY),
-    redis.TimeoutError: (503, "store-unavailable", _RETRY),
-    redis.BusyLoadingError: (503, "store-unavailable", _RETRY),
 }
+
+# Error code of Redis -> why it cannot serve at present, and what helps.
+_FAULTS = {
+    "OOM": "Redis is out of memory: let workers apply the backlog, or raise maxmemory",
+    "READONLY": "Redis is a read-only replica: name its primary with --redis or REDIS_URL",
+    "NOPERM": "Redis denies the sidecar's user a command or key that it needs (ACL)",
+    "MISCONF": "Redis cannot write to its disk, which may be full: its log says more",
+    "BUSY": "Redis is busy with a script of another client: SCRIPT KILL ends it",
+    "LOADING": "Redis is loading its data",
+    "NOREPLICAS": "Redis has fewer replicas than it needs for writing",
+    "MASTERDOWN": "Redis is a replica that has lost its primary",
+    "CLUSTERDOWN": "the Redis cluster is down",
+}
+_FAULT_CLASSES: dict[type[redis.RedisError], str] = {
+    redis.OutOfMemoryError: "OOM",
+    redis.ReadOnlyError: "READONLY",
+    redis.exceptions.NoPermissionError: "NOPERM",
+    redis.BusyLoadingError: "LOADING",
+    redis.exceptions.MasterDownError: "MASTERDOWN",
+    redis.exceptions.ClusterDownError: "CLUSTERDOWN",
+}
+# What a script runs into is told in other ways by some versions of Redis.
+_CODE = re.compile(rf"\b({'|'.join(_FAULTS)})\b")
+_DENIED_IN_SCRIPT = "The user executing the script can't"
 
 
 def problem(
@@ -73,6 +95,7 @@ def add_problem_handlers(app: FastAPI) -> None:
     """Register handlers for the table, for HTTP errors and for unexpected exceptions."""
     for kind in PROBLEMS:
         app.add_exception_handler(kind, _known)
+    app.add_exception_handler(redis.RedisError, _store)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)
 
@@ -80,14 +103,36 @@ def add_problem_handlers(app: FastAPI) -> None:
 async def _known(request: Request, error: Exception) -> Response:
     kind = next(base for base in type(error).__mro__ if base in PROBLEMS)
     status, name, headers = PROBLEMS[kind]
-    if status == 503:
-        return problem(status, name, "the sidecar cannot reach its Redis; retry", headers)
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, ContractError):
         fields = [{"field": error.field, "problem": error.problem}]
         return problem(status, name, str(error), headers, errors=fields)
     return problem(status, name, str(error), headers)
+
+
+async def _store(request: Request, error: Exception) -> Response:
+    assert isinstance(error, redis.RedisError)
+    detail = store_fault(error)
+    if detail is None:
+        return await _unexpected(request, error)
+    log.warning("store unavailable", path=request.url.path, reason=detail, error=str(error))
+    return problem(503, "store-unavailable", f"{detail}; retry", _RETRY)
+
+
+def store_fault(error: redis.RedisError) -> str | None:
+    """Why Redis cannot serve at present; None if the error is ours."""
+    for kind, code in _FAULT_CLASSES.items():
+        if isinstance(error, kind):
+            return _FAULTS[code]
+    if isinstance(error, redis.AuthenticationError):
+        return "Redis refuses the name or the password of the sidecar's user"
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return "the sidecar cannot reach its Redis"
+    if _DENIED_IN_SCRIPT in str(error):
+        return _FAULTS["NOPERM"]
+    found = _CODE.search(str(error))
+    return _FAULTS[found[1]] if found else None
 
 
 def _invalid(error: RequestValidationError) -> Response:

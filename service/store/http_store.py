@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import chain
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
@@ -12,8 +13,19 @@ from resihp.contracts import Job, Plan, from_json, to_json
 
 from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
 from ..settings import Settings
-from .documents import MessageKind, dumps, loads, plan_json
-from .schema import GENERATIONS, GROUP, INGEST, JOBS, NEWS, PLANS, REGISTER, JobKeys
+from .documents import MessageKind, dumps, loads, plan_json, stream_order
+from .schema import (
+    DELETE,
+    GENERATIONS,
+    GROUP,
+    INGEST,
+    JOBS,
+    NEWS,
+    PLANS,
+    REGISTER,
+    JobKeys,
+    Subject,
+)
 
 _REMEMBER_S = 600  # time for which a retried message is recognised
 _PAGE = 100  # events read at a time
@@ -36,6 +48,7 @@ class HttpStore:
         self._settings = settings
         self._ingest = self._redis.register_script(INGEST)
         self._register = self._redis.register_script(REGISTER)
+        self._delete = self._redis.register_script(DELETE)
 
     async def ping(self) -> None:
         """Check that Redis answers. Raises `redis.RedisError`."""
@@ -46,8 +59,12 @@ class HttpStore:
 
         Other content under the same name resets the job. Raises `TooManyJobsError`.
         """
+        keys = JobKeys(job.name)
+        history = keys.histories[Subject.of("registered")]
         answer = await self._register(
-            keys=[JOBS, GENERATIONS, *JobKeys(job.name).owned()],
+            keys=[
+                JOBS, GENERATIONS, keys.meta, keys.messages, keys.plans, history, *keys.owned(),
+            ],
             args=[
                 job.name, dumps(to_json(job)), dumps(plan_json(plan)), time.time(),
                 self._settings.max_jobs, GROUP, dumps({"job": job.name}),
@@ -55,17 +72,18 @@ class HttpStore:
         )  # fmt: skip
         if answer == -1:
             raise TooManyJobsError(self._settings.max_jobs)
-        await self._redis.pipeline().publish(NEWS, job.name).publish(PLANS, job.name).execute()
+        await self._announce(job.name)
         return bool(answer)
 
     async def delete(self, name: str) -> None:
         """Remove a job with all its data. Raises `UnknownJobError`."""
-        async with self._redis.pipeline() as pipe:
-            pipe.srem(JOBS, name).delete(*JobKeys(name).owned())
-            pipe.publish(NEWS, name).publish(PLANS, name)
-            removed, *_ = await pipe.execute()
-        if not removed:
+        if not await self._delete(keys=[JOBS, *JobKeys(name).owned()], args=[name]):
             raise UnknownJobError(name)
+        await self._announce(name)
+
+    async def _announce(self, name: str) -> None:
+        for channel in (NEWS, PLANS):
+            await self._redis.publish(channel, name)
 
     async def names(self) -> list[str]:
         """Names of all jobs, sorted."""
@@ -108,7 +126,7 @@ class HttpStore:
     async def digest(self, name: str, version: int) -> str | None:
         """Digest of a plan; None for plan 0. Raises `UnknownPlanError`."""
         keys = JobKeys(name)
-        async with self._redis.pipeline() as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hexists(keys.plans, str(version)).hget(keys.digests, str(version))
             is_known, digest = await pipe.execute()
         if not is_known:
@@ -181,15 +199,18 @@ class HttpStore:
         end. Raises `UnknownJobError`.
         """
         keys = JobKeys(name)
-        async with self._redis.pipeline() as pipe:
-            pipe.exists(keys.meta)
-            pipe.xrange(keys.events, min=f"({cursor.event}", count=_PAGE)
-            pipe.xrange(keys.steps, min=f"({cursor.step}", count=_PAGE)
-            is_known, events, steps = await pipe.execute()
-        if not is_known:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            # Read first: all events up to the newest are there, and later ones may be in part.
+            pipe.hget(keys.meta, "event").xrange(keys.steps, min=f"({cursor.step}", count=_PAGE)
+            for history in keys.histories.values():
+                pipe.xrange(history, min=f"({cursor.event}", count=_PAGE)
+            newest, steps, *histories = await pipe.execute()
+        if newest is None:
             raise UnknownJobError(name)
+        newest = stream_order(newest.decode())
+        events = [item for item in chain(*histories) if _order(item) <= newest]
         found = []
-        for identity, fields in events:
+        for identity, fields in sorted(events, key=_order)[:_PAGE]:
             cursor = cursor._replace(event=identity.decode())
             found.append((cursor, _document(identity, fields)))
         for identity, fields in steps:
@@ -200,13 +221,12 @@ class HttpStore:
     async def newest(self, name: str) -> Cursor:
         """The cursor after all that has happened in a job. Raises `UnknownJobError`."""
         keys = JobKeys(name)
-        async with self._redis.pipeline() as pipe:
-            pipe.exists(keys.meta)
-            pipe.xrevrange(keys.events, count=1).xrevrange(keys.steps, count=1)
-            is_known, *streams = await pipe.execute()
-        if not is_known:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hget(keys.meta, "event").xrevrange(keys.steps, count=1)
+            event, steps = await pipe.execute()
+        if event is None:
             raise UnknownJobError(name)
-        return Cursor(*(items[0][0].decode() if items else _BEGIN for items in streams))
+        return Cursor(event.decode(), steps[0][0].decode() if steps else _BEGIN)
 
     async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
         """The newest summaries of steps above `after`, oldest first."""
@@ -221,6 +241,10 @@ class HttpStore:
                 break
             newest = f"({items[-1][0].decode()}"
         return found[::-1]
+
+
+def _order(item: tuple[bytes, dict[bytes, bytes]]) -> tuple[int, int]:
+    return stream_order(item[0].decode())
 
 
 def _document(identity: bytes, fields: dict[bytes, bytes]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 JOBS = "resihp:jobs"  # set: names of all jobs
 GENERATIONS = "resihp:generations"  # counter: registrations with new content
 FENCES = "resihp:fences"  # counter: leases given out
@@ -12,44 +14,85 @@ PREDICTORS = "resihp:predictors"  # hash: kind of job -> fitted predictor
 GROUP = "detector"  # consumer group of every message stream
 
 
+class Subject(StrEnum):
+    """What the events of a history are about."""
+
+    VERDICTS = "verdicts"
+    PLANS = "plans"
+    INCIDENTS = "incidents"
+    ACTIVITY = "activity"
+
+    @classmethod
+    def of(cls, kind: str) -> Subject:
+        """The history of a kind of event: `ACTIVITY` for what each rank may cause again and again,
+        such as acknowledgements, probes and messages that cannot be applied."""
+        return _SUBJECTS.get(kind, cls.ACTIVITY)
+
+
+_SUBJECTS = {
+    "verdict": Subject.VERDICTS,
+    "plan": Subject.PLANS,
+    "plan_applied": Subject.PLANS,
+    "planning": Subject.PLANS,
+    "registered": Subject.INCIDENTS,
+    "failure": Subject.INCIDENTS,
+    "joiner": Subject.INCIDENTS,
+}
+
+
 class JobKeys:
     """Keys of one job; all have its name as a prefix.
 
-    meta       hash: job, generation, plan (version of the newest), registered_at
+    meta       hash: job, generation, plan (version of the newest), event (id of the newest),
+               registered_at
     messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
     state      hash: detector, session, applied (id of the newest message in them), published_step
     status     hash: verdicts, diagnosis, planning, last_step, ... (JSON, as the API answers them)
     plans      hash: version -> plan
     digests    hash: version -> digest of the plan, from version 1 on
-    events     capped stream of verdicts, plans, acks, failures
+    histories  capped streams of events by subject, so that many of one push out none of another;
+               ids rise over all of them
     steps      capped stream of step summaries
     counts     hash of counters
     """
 
     def __init__(self, job: str) -> None:
         self._prefix = f"resihp:job:{job}:"
-        self.meta, self.messages, self.plans, self.events, *others = self.owned()
-        self.lease, self.state, self.status, self.digests, self.steps, self.counts = others
+        self.meta, self.messages, self.lease, self.state, self.status, self.plans = map(
+            self._key, ("meta", "messages", "lease", "state", "status", "plans")
+        )
+        self.digests, self.steps, self.counts = map(self._key, ("digests", "steps", "counts"))
+        self.histories = {subject: self._key(f"events:{subject}") for subject in Subject}
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
 
     def seen(self, retry_key: str) -> str:
         """Marker of a received message, so that its retry is not applied again."""
-        return f"{self._prefix}seen:{retry_key}"
+        return self._key(f"seen:{retry_key}")
 
     def owned(self) -> list[str]:
-        """All keys that a reset or the deletion of the job removes, in the order of `REGISTER`."""
-        first = ("meta", "messages", "plans", "events")
-        others = ("lease", "state", "status", "digests", "steps", "counts")
-        return [self._prefix + name for name in first + others]
+        """All keys that a reset or the deletion of the job removes."""
+        first = [self.meta, self.messages, self.lease, self.state, self.status, self.plans]
+        return [*first, self.digests, self.steps, self.counts, *self.histories.values()]
 
+
+# Redis that is out of memory refuses transactions, and a script's first write if that may need
+# memory, and no later one. PERSIST of a key without expiry never needs memory and changes nothing:
+# after it, a script is carried out whole. So what is small or frees memory is never refused: a
+# commit above all, which removes the messages that it applies.
 
 # KEYS: meta, messages, counts, seen
 # ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key)
-# Returns "unknown", "full", "duplicate" or the id of the entry.
+# Returns "unknown", "full", "duplicate" or the id of the entry. The marker of a message counts for
+# the registration under which it was received only.
 INGEST = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 'unknown' end
+local generation = redis.call('HGET', KEYS[1], 'generation')
+if not generation then return 'unknown' end
+if ARGV[3] ~= 'telemetry' then redis.call('PERSIST', KEYS[1]) end
 local remember = tonumber(ARGV[7])
-if remember > 0 and redis.call('EXISTS', KEYS[4]) == 1 then
+if remember > 0 and redis.call('GET', KEYS[4]) == generation then
   redis.call('HINCRBY', KEYS[3], 'duplicates', 1)
   return 'duplicate'
 end
@@ -59,43 +102,82 @@ if redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[1])
   redis.call('HINCRBY', KEYS[3], 'refused', 1)
   return 'full'
 end
+redis.call('HINCRBY', KEYS[3], 'dropped', ARGV[6])
 local id = redis.call('XADD', KEYS[2], '*', 'kind', ARGV[3], 'body', ARGV[4])
-if remember > 0 then redis.call('SET', KEYS[4], id, 'EX', remember) end
+if remember > 0 then redis.call('SET', KEYS[4], generation, 'EX', remember) end
 redis.call('HINCRBY', KEYS[3], 'backlog_bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'messages', 1)
 redis.call('HINCRBY', KEYS[3], 'bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'records', ARGV[5])
-redis.call('HINCRBY', KEYS[3], 'dropped', ARGV[6])
 return id
 """
 
-# KEYS: jobs, generations, then the keys of the job: meta, messages, plans, events, all others
+# KEYS: jobs, generations, meta, messages, plans, history of the event, all keys of the job
 # ARGV: name, job, plan 0, now, max jobs, consumer group, event
 # Returns 0 (registered before with equal content), 1 (registered) or -1 (too many jobs).
 REGISTER = """
-local meta, messages, plans, events = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local meta, messages, plans, history = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local old = redis.call('HGET', meta, 'job')
 if old == ARGV[2] then return 0 end
 if not old and redis.call('SCARD', KEYS[1]) >= tonumber(ARGV[5]) then return -1 end
-for index = 3, #KEYS do redis.call('DEL', KEYS[index]) end
 local generation = redis.call('INCR', KEYS[2])
-redis.call('HSET', meta, 'job', ARGV[2], 'generation', generation, 'plan', 0,
+for index = 7, #KEYS do redis.call('DEL', KEYS[index]) end
+local event = redis.call('XADD', history, '*', 'kind', 'registered', 'body', ARGV[7])
+redis.call('HSET', meta, 'job', ARGV[2], 'generation', generation, 'plan', 0, 'event', event,
   'registered_at', ARGV[4])
 redis.call('HSET', plans, 0, ARGV[3])
 redis.call('XGROUP', 'CREATE', messages, ARGV[6], '0', 'MKSTREAM')
-redis.call('XADD', events, '*', 'kind', 'registered', 'body', ARGV[7])
 redis.call('SADD', KEYS[1], ARGV[1])
 return 1
 """
 
+# KEYS: jobs, all keys of the job   ARGV: name
+# Returns 1 if the job was registered.
+DELETE = """
+for index = 2, #KEYS do redis.call('DEL', KEYS[index]) end
+return redis.call('SREM', KEYS[1], ARGV[1])
+"""
+
 # KEYS: lease, fences   ARGV: worker, time to live (ms)
-# Returns the new token, or false while another worker holds the lease.
+# Returns the new token, or false while another worker holds the lease. DEL comes before the writes
+# that need memory, like PERSIST above.
 ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
 if held and string.match(held, ':(.*)$') ~= ARGV[1] then return false end
+redis.call('DEL', KEYS[1])
 local token = redis.call('INCR', KEYS[2]) .. ':' .. ARGV[1]
 redis.call('SET', KEYS[1], token, 'PX', ARGV[2])
 return token
+"""
+
+# KEYS: lease, meta
+# ARGV: token, generation, events kept per history, number of events, history, kind and body of each
+# event, and of each command to carry out the number of its parts and the parts
+# Returns 0, and writes nothing, if the token or the generation is not the present one. The token
+# changes with the owner only: extending the lease meanwhile does not matter.
+COMMIT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1]
+    or redis.call('HGET', KEYS[2], 'generation') ~= ARGV[2] then return 0 end
+redis.call('PERSIST', KEYS[2])
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local event = redis.call('HGET', KEYS[2], 'event')
+local at = 5
+for _ = 1, tonumber(ARGV[4]) do
+  local ms, number = string.match(event, '(%d+)-(%d+)')
+  if now_ms > tonumber(ms) then event = string.format('%.0f-0', now_ms)
+  else event = ms .. '-' .. (number + 1) end
+  redis.call('XADD', ARGV[at], 'MAXLEN', '~', ARGV[3], event,
+    'kind', ARGV[at + 1], 'body', ARGV[at + 2])
+  at = at + 3
+end
+redis.call('HSET', KEYS[2], 'event', event)
+while at <= #ARGV do
+  local last = at + ARGV[at]
+  redis.call(unpack(ARGV, at + 1, last))
+  at = last + 1
+end
+return 1
 """
 
 # KEYS: lease   ARGV: token, time to live (ms; 0: release it)
@@ -105,4 +187,18 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 if ARGV[2] == '0' then redis.call('DEL', KEYS[1])
 else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return 1
+"""
+
+# KEYS: workers   ARGV: worker, now, time before which a worker counts as gone (s)
+# Returns the number of workers. What frees memory comes first.
+COUNT_WORKERS = """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, ARGV[3])
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+return redis.call('ZCARD', KEYS[1])
+"""
+
+# KEYS: predictors   ARGV: kind of job, predictor
+KEEP_PREDICTOR = """
+redis.call('HDEL', KEYS[1], ARGV[1])
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,27 @@ from .documents import (
     predictor_key,
     stream_order,
 )
-from .schema import ACQUIRE, FENCES, GROUP, JOBS, NEWS, PLANS, PREDICTORS, RENEW, WORKERS, JobKeys
+from .schema import (
+    ACQUIRE,
+    COMMIT,
+    COUNT_WORKERS,
+    FENCES,
+    GROUP,
+    JOBS,
+    KEEP_PREDICTOR,
+    NEWS,
+    PLANS,
+    PREDICTORS,
+    RENEW,
+    WORKERS,
+    JobKeys,
+    Subject,
+)
+
+_Part = str | bytes | int | float
+_Command = tuple[_Part, ...]
+
+_MOST_PARTS = 1_000
 
 
 @dataclass(frozen=True)
@@ -49,6 +69,9 @@ class WorkerStore:
         self._keep_steps = keep_steps
         self._acquire = self._redis.register_script(ACQUIRE)
         self._renew = self._redis.register_script(RENEW)
+        self._commit = self._redis.register_script(COMMIT)
+        self._count_workers = self._redis.register_script(COUNT_WORKERS)
+        self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
 
     def close(self) -> None:
         """Close every connection."""
@@ -60,9 +83,8 @@ class WorkerStore:
 
     def count_workers(self, now_s: float, *, ttl_s: float) -> int:
         """Number of workers alive in the last `ttl_s`, with this one, which is at `now_s`."""
-        with self._redis.pipeline() as pipe:
-            pipe.zadd(WORKERS, {self.name: now_s}).zremrangebyscore(WORKERS, 0, now_s - ttl_s)
-            return int(pipe.zcard(WORKERS).execute()[-1])
+        args: list[str | float] = [self.name, now_s, now_s - ttl_s]
+        return int(self._count_workers(keys=[WORKERS], args=args))
 
     def leave(self) -> None:
         """Remove this worker from the list of workers."""
@@ -86,7 +108,7 @@ class WorkerStore:
     def load(self, job: str) -> tuple[Job, Plan, dict[str, bytes]] | None:
         """A job, its plan 0 and its saved state (empty if never saved); None if deleted."""
         keys = JobKeys(job)
-        with self._redis.pipeline() as pipe:
+        with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(keys.meta, "job").hget(keys.plans, "0").hgetall(keys.state)
             document, plan, state = pipe.execute()
         if document is None or plan is None:
@@ -102,7 +124,7 @@ class WorkerStore:
     def keep_predictor(self, job: Job, predictor: bytes) -> None:
         """Store a predictor for the next job of this kind; none without a model description."""
         if job.model is not None:
-            self._redis.hset(PREDICTORS, predictor_key(job), predictor)
+            self._keep_predictor(keys=[PREDICTORS], args=[predictor_key(job), predictor])
 
     def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
         """Messages after `applied` that a worker has read and no saved state contains, in order."""
@@ -135,71 +157,70 @@ class WorkerStore:
                 yield names[key], message_of(item)
 
     def commit(self, lease: Lease, commit: Commit) -> None:
-        """Save a state and publish the changes that led to it, in one transaction.
+        """Save a state and publish the changes that led to it, in one step.
 
         Raises `LeaseLostError`; nothing was written then.
         """
-
-        def queue(pipe: Any, keys: JobKeys) -> None:
-            self._queue(pipe, keys, commit)
-            if commit.changes.plans:
-                pipe.publish(PLANS, lease.job)
-
-        self._fenced(lease, queue)
+        keys, changes = JobKeys(lease.job), commit.changes
+        commands: list[_Command] = [
+            *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
+            *self._shown(keys, commit.status, changes.steps),
+            ("HSET", keys.meta, "plan", commit.newest),
+        ]
+        for plan in changes.plans:
+            commands += [
+                ("HSET", keys.plans, plan.version, dumps(plan_json(plan))),
+                ("HSET", keys.digests, plan.version, plan.digest),
+            ]
+        for name, value in changes.counts().items():
+            commands.append(("HINCRBY", keys.counts, name, value))
+        if changes.applied:
+            milliseconds, sequence = stream_order(changes.applied[-1])
+            commands += [
+                ("HSET", keys.state, "applied", changes.applied[-1]),
+                ("HINCRBY", keys.counts, "backlog_bytes", -changes.applied_bytes),
+                *(("XACK", keys.messages, GROUP, *ids) for ids in _chunks(changes.applied)),
+                ("XTRIM", keys.messages, "MINID", f"{milliseconds}-{sequence + 1}"),
+            ]
+        if changes.plans:
+            commands.append(("PUBLISH", PLANS, lease.job))
+        self._fenced(lease, commands, changes.events)
 
     def publish(self, lease: Lease, status: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
         """Show steps and status before the commit that saves them. Raises `LeaseLostError`.
 
         Records the newest step shown, so that a replay of the messages does not show it again.
         """
-
-        def queue(pipe: Any, keys: JobKeys) -> None:
-            pipe.hset(keys.state, "published_step", steps[-1]["step"])
-            self._queue_status(pipe, keys, status, steps)
-
-        self._fenced(lease, queue)
-
-    def _fenced(self, lease: Lease, queue: Callable[[Any, JobKeys], None]) -> None:
         keys = JobKeys(lease.job)
-        with self._redis.pipeline() as pipe:
-            while True:
-                pipe.watch(keys.lease, keys.meta)
-                generation = pipe.hget(keys.meta, "generation")
-                if pipe.get(keys.lease) != lease.token or generation != lease.generation:
-                    raise LeaseLostError(lease.job)
-                pipe.multi()
-                queue(pipe, keys)
-                pipe.publish(NEWS, lease.job)
-                try:
-                    pipe.execute()
-                except redis.WatchError:
-                    continue  # this worker's own thread may have renewed the lease meanwhile
-                return
+        newest: _Command = ("HSET", keys.state, "published_step", steps[-1]["step"])
+        self._fenced(lease, [newest, *self._shown(keys, status, steps)])
 
-    def _queue(self, pipe: Any, keys: JobKeys, commit: Commit) -> None:
-        changes = commit.changes
-        pipe.hset(keys.state, mapping=dict(commit.state))
-        self._queue_status(pipe, keys, commit.status, changes.steps)
-        for plan in changes.plans:
-            pipe.hset(keys.plans, str(plan.version), dumps(plan_json(plan)))
-            pipe.hset(keys.digests, str(plan.version), plan.digest)
-        pipe.hset(keys.meta, "plan", commit.newest)
-        for kind, document in changes.events:
-            fields = {"kind": kind, "body": dumps(document)}
-            pipe.xadd(keys.events, fields, maxlen=self._keep_events, approximate=True)
-        for name, value in changes.counts().items():
-            pipe.hincrby(keys.counts, name, value)
-        if changes.applied:
-            pipe.hset(keys.state, "applied", changes.applied[-1])
-            pipe.xack(keys.messages, GROUP, *changes.applied)
-            pipe.hincrby(keys.counts, "backlog_bytes", -changes.applied_bytes)
-            milliseconds, sequence = stream_order(changes.applied[-1])
-            pipe.xtrim(keys.messages, minid=f"{milliseconds}-{sequence + 1}", approximate=False)
-
-    def _queue_status(
-        self, pipe: Any, keys: JobKeys, status: Mapping[str, Any], steps: list[dict[str, Any]]
-    ) -> None:
-        pipe.hset(keys.status, mapping={k: dumps(v) for k, v in status.items()})
+    def _shown(
+        self, keys: JobKeys, status: Mapping[str, Any], steps: Iterable[dict[str, Any]]
+    ) -> Iterator[_Command]:
+        for name, document in status.items():
+            yield "HSET", keys.status, name, dumps(document)
         for step in steps:
-            fields = {"kind": "step", "body": dumps(step)}
-            pipe.xadd(keys.steps, fields, maxlen=self._keep_steps, approximate=True)
+            entry = "*", "kind", "step", "body", dumps(step)
+            yield "XADD", keys.steps, "MAXLEN", "~", self._keep_steps, *entry
+
+    def _fenced(
+        self,
+        lease: Lease,
+        commands: Iterable[_Command],
+        events: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    ) -> None:
+        """Carry out commands and append events, all or nothing. Raises `LeaseLostError`."""
+        keys = JobKeys(lease.job)
+        args: list[_Part] = [lease.token, lease.generation, self._keep_events, len(events)]
+        for kind, document in events:
+            args += [keys.histories[Subject.of(kind)], kind, dumps(document)]
+        for command in (*commands, ("PUBLISH", NEWS, lease.job)):
+            args += [len(command), *command]
+        if not self._commit(keys=[keys.lease, keys.meta], args=args):
+            raise LeaseLostError(lease.job)
+
+
+def _chunks(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Parts of `ids` that a script can pass to a command: its stack is limited."""
+    return (ids[at : at + _MOST_PARTS] for at in range(0, len(ids), _MOST_PARTS))

