@@ -42,22 +42,32 @@ function words(event) {
   }
 }
 
-// One line for all equal acknowledgements of a plan: a large job sends thousands.
-function ack(host, event) {
-  const key = `${event.version}-${event.state}`;
-  const old = host.querySelector(`[data-ack="${key}"]`);
+// One line for all refusals of a plan, and one for its acknowledgements so far: the line of a plan
+// moves up with each event that adds to it.
+function refusal(old, event) {
   const ranks = [...(old?.dataset.ranks.split(",").map(Number) ?? []), event.rank];
-  const pause = event.pause_ms === null ? "" : `, paused ${ms(event.pause_ms)}`;
-  const item = line(event.at, [
-    event.state === "refused" ? "error" : "",
-    event.state,
-    `Plan ${event.version} ${event.state} by ${new Set(ranks).size === 1 ? "rank" : "ranks"} ${ranges(new Set(ranks))}${pause}`,
-    event.detail,
-  ]);
-  item.dataset.ack = key;
+  const text = `Plan ${event.version} refused by ${new Set(ranks).size === 1 ? "rank" : "ranks"} ${ranges(new Set(ranks))}`;
+  const item = line(event.at, ["error", "refused", text, event.detail]);
   item.dataset.ranks = ranks.join(",");
-  if (old) old.replaceWith(item);
-  else host.prepend(item);
+  return item;
+}
+
+function answers(old, event) {
+  const longest = Math.max(event.pause_ms ?? 0, Number(old?.dataset.pause ?? 0));
+  const pause = longest > 0 ? `, paused ${ms(longest)} at most` : "";
+  const text = `Plan ${event.version} answered by ${event.ranks} of ${event.of} ranks${pause}`;
+  const item = line(event.at, ["", "applied", text, ""]);
+  item.dataset.pause = longest;
+  return item;
+}
+
+function addAnswer(host, event, draw) {
+  const key = `${event.kind}-${event.version}`;
+  const old = host.querySelector(`[data-answer="${key}"]`);
+  const item = draw(old, event);
+  item.dataset.answer = key;
+  old?.remove();
+  host.prepend(item);
 }
 
 function line(at, [tone, tag, text, detail]) {
@@ -72,7 +82,8 @@ function line(at, [tone, tag, text, detail]) {
 }
 
 export function addToLog(host, event) {
-  if (event.kind === "ack") ack(host, event);
+  if (event.kind === "ack") addAnswer(host, event, refusal);
+  else if (event.kind === "acks") addAnswer(host, event, answers);
   else host.prepend(line(event.at, words(event)));
   while (host.children.length > MOST) host.lastChild.remove();
 }

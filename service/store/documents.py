@@ -51,6 +51,7 @@ class PendingChanges:
     applied_bytes  size of their bodies
     records        microbatch records in them
     events         (kind, document) of each new event of the job
+    acks           the event in `events` that counts the acknowledgements of a plan, by version
     steps          summaries of the steps completed
     plans          plans published
     """
@@ -59,8 +60,22 @@ class PendingChanges:
     applied_bytes: int = 0
     records: int = 0
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    acks: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
+
+    def count_acks(self, version: int, *, ranks: int, of: int, pause_ms: float | None) -> None:
+        """Keep one event for all acknowledgements of a plan between two commits.
+
+        It tells that so many `ranks` have answered so far, and the longest pause since the last.
+        """
+        event = self.acks.get(version)
+        if event is None:
+            event = self.acks[version] = {"version": version, "pause_ms": pause_ms}
+            self.events.append(("acks", event))
+        event |= {"ranks": ranks, "of": of}
+        if pause_ms is not None:
+            event["pause_ms"] = max(pause_ms, event["pause_ms"] or 0.0)
 
     def counts(self) -> dict[str, int]:
         """Increments of the job's counters."""

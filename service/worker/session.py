@@ -218,10 +218,15 @@ class JobSession:
 
     def _ack(self, message: JobMessage) -> None:
         document = message.document()
-        self._event("ack", document)
         version, answer = document["version"], document["state"]
         before = self.planning.active
-        if self.planning.acknowledge(version, document["rank"], answer):
+        is_applied_by_all = self.planning.acknowledge(version, document["rank"], answer)
+        if answer == "refused":
+            self._event("ack", document)
+        elif version == (newest := self.planning.newest).version:
+            ranks, of = len(self.planning.acks), len(newest.layout.ranks)
+            self.changes.count_acks(version, ranks=ranks, of=of, pause_ms=document["pause_ms"])
+        if is_applied_by_all:
             self._switch(before)
         elif answer == "refused" and version == self.planning.newest.version:
             self.planning.refuse_newest()

@@ -61,8 +61,17 @@ def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
     eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#chart path.observed"))
     eventually(lambda: "7 of 8 healthy" in text(browser, "#facts"))
     eventually(lambda: "plan 1 is not applied yet" in text(browser, "#facts"))
+    for rank in (0, 1):
+        ack = {"rank": rank, "state": "applied", "pause_ms": 3.0 - rank}
+        http("POST", "/v1/jobs/live/plan/1/ack", ack)
+    told = "Plan 1 answered by 2 of 7 ranks, paused 3.0 ms at most"
+    eventually(lambda: told in text(browser, "#log"))
     http.send("live", batch_of(12, plan_version=1))
     eventually(lambda: "\napplied" in text(browser, "#facts"))
+    for rank in (4, 5):
+        refusal = {"rank": rank, "state": "refused", "detail": "too large"}
+        http("POST", "/v1/jobs/live/plan/1/ack", refusal)
+    eventually(lambda: "Plan 1 refused by ranks 4, 5" in text(browser, "#log"))
     http("POST", "/v1/jobs/live/failures", {"ranks": [6], "reported_by": 4})
     eventually(lambda: "stopped" in text(browser, '[data-rank="6"]'))
     eventually(lambda: "rank 6 stopped" in text(browser, "#facts"))

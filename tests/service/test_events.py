@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Http, job_of, running
 from test_api import problem_of, read_events
+from test_planning import sessions
 
 from service import Settings
-from service.store.documents import Commit, PendingChanges
+from service.store.documents import Commit, JobMessage, MessageKind, PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.worker_store import WorkerStore
+
+__all__ = ["sessions"]
 
 KEPT = 100
 STEPS = [{"step": step, "observed_ms": 1.0} for step in range(3)]
@@ -127,3 +131,33 @@ def test_numbers_that_no_plan_has_are_refused(http: Http, method: str, path: str
     http.register(job_of())
     body = {"rank": 0, "state": "applied"} if method == "POST" else {"plan": {}}
     problem_of(http(method, f"/v1/jobs/j/{path}", None if method == "GET" else body), 422)
+
+
+def test_acknowledgements_are_counted_and_refusals_told_one_by_one(sessions):
+    session = sessions()
+
+    def tell(kind: MessageKind, **document: object) -> None:
+        session.apply(JobMessage("1-0", kind, json.dumps(document).encode()))
+
+    def answer(rank: int, state: str, pause_ms: float | None = None) -> None:
+        tell(
+            MessageKind.ACK, version=1, rank=rank, state=state, step=3, detail="", pause_ms=pause_ms
+        )
+
+    tell(MessageKind.FAILURE, ranks=[7], step=3, detail="")
+    session.changes = PendingChanges()
+    for rank in range(4):
+        answer(rank, "applied", pause_ms=9.0 - rank)
+    assert session.changes.events == [
+        ("acks", {"version": 1, "ranks": 4, "of": 7, "pause_ms": 9.0}),
+    ]
+    session.changes = PendingChanges()
+    answer(4, "refused")
+    answer(5, "refused")
+    answer(5, "applied")
+    answer(6, "applied")
+    answer(4, "applied", pause_ms=1.0)
+    kinds = [kind for kind, _ in session.changes.events]
+    assert kinds == ["ack", "ack", "acks", "plan_applied"]
+    assert [event["rank"] for kind, event in session.changes.events if kind == "ack"] == [4, 5]
+    assert session.changes.events[2][1] == {"version": 1, "ranks": 7, "of": 7, "pause_ms": 1.0}
