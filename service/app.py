@@ -35,6 +35,8 @@ log = logger("resihp.app")
 # A request holds a connection for one command: more would not make it faster.
 _CONNECTIONS, _WATCHING_CONNECTIONS = 64, 16
 _CONNECTION_WAIT_S = 30.0
+_NEWEST_JOBS = 10  # stay, however old
+_EXPIRE_EVERY_S = 3_600.0
 _OPEN_FILES = 1_024  # beside those of the watchers: other requests, Redis, the log
 
 
@@ -93,7 +95,21 @@ async def _open(
         await _start_worker(stack, url, settings, adapters)
     log.info("sidecar ready", redis=url, worker=settings.worker)
     store, watched = HttpStore(client, settings), HttpStore(watching, settings)
+    _run_task(stack, _expire_jobs(store, settings.keep_jobs_days))
     return AppContext(settings, store, watched, notifier, metrics, HeartbeatBatches(store))
+
+
+async def _expire_jobs(store: HttpStore, days: float) -> None:
+    """Delete jobs that have ended long ago; runs until cancelled."""
+    while True:
+        try:
+            expired = await store.expire(silent_s=days * 86_400, keep=_NEWEST_JOBS)
+        except redis.RedisError as error:
+            log.warning("ended jobs not deleted", error=str(error))
+        else:
+            if expired:
+                log.info("ended jobs deleted", jobs=expired)
+        await asyncio.sleep(_EXPIRE_EVERY_S)
 
 
 def _allow_open_files(number: int) -> None:

@@ -43,6 +43,9 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(16 * MIB, gt=0, description="largest request body")
     max_records: int = Field(200_000, gt=0, description="most records of one telemetry message")
     max_jobs: int = Field(256, gt=0, description="most jobs registered at a time")
+    keep_jobs_days: float = Field(
+        30.0, gt=0, description="days without a message after which a job is deleted"
+    )
     max_backlog: int = Field(20_000, gt=0, description="most unapplied messages of a job")
     max_backlog_bytes: int = Field(512 * MIB, gt=0, description="most unapplied bytes of a job")
     max_watchers: int = Field(2048, gt=0, description="most long polls and event streams at a time")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
 from itertools import chain
 from typing import Any, NamedTuple
@@ -80,6 +82,27 @@ class HttpStore:
         if not await self._delete(keys=[JOBS, *JobKeys(name).owned()], args=[name]):
             raise UnknownJobError(name)
         await self._announce(name)
+
+    async def expire(self, *, silent_s: float, keep: int) -> list[str]:
+        """Delete jobs without a message for `silent_s`, except the `keep` newest; their names."""
+        heard_s = {name: await self._heard_s(name) for name in await self.names()}
+        oldest_first = sorted(heard_s, key=heard_s.__getitem__)
+        before_s = time.time() - silent_s
+        candidates = oldest_first[: max(len(heard_s) - keep, 0)]
+        expired = [name for name in candidates if heard_s[name] < before_s]
+        for name in expired:
+            with contextlib.suppress(UnknownJobError):  # deleted meanwhile
+                await self.delete(name)
+        return expired
+
+    async def _heard_s(self, name: str) -> float:
+        """Unix time of a job's registration or of its last message, in seconds."""
+        keys = JobKeys(name)
+        registered = await self._redis.hget(keys.meta, "registered_at")
+        if registered is None:
+            return math.inf
+        stream = await self._redis.xinfo_stream(keys.messages)
+        return max(float(registered), stream_order(stream["last-generated-id"].decode())[0] / 1e3)
 
     async def _announce(self, name: str) -> None:
         for channel in (NEWS, PLANS):

@@ -214,6 +214,21 @@ def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
     assert answering == ["/large", "/small", "/waits"]
 
 
+def test_jobs_that_ended_long_ago_are_deleted_but_not_the_newest(tmp_path):
+    names = [f"j{index:02}" for index in range(13)]
+    with running(settings_of(tmp_path)) as http:
+        for name in names:
+            http.register(job_of(name))
+        http.send(names[0], batch_of(0))
+        eventually(lambda: http.records(names[0]) == 32)
+        assert len(http.get("/v1/jobs")["jobs"]) == 13
+    with running(settings_of(tmp_path, keep_jobs_days=1e-9)) as http:
+        eventually(lambda: len(http.get("/v1/jobs")["jobs"]) == 10)
+        left = [job["name"] for job in http.get("/v1/jobs")["jobs"]]
+        assert left == [names[0], *names[4:]]
+        assert http.records(names[0]) == 32
+
+
 def test_a_full_backlog_refuses_telemetry_but_not_failures(tmp_path):
     with running(settings_of(tmp_path, max_backlog=5, worker=False)) as http:
         http.register(job_of("a"))
