@@ -18,7 +18,7 @@ from resihp.contracts import ContractError
 from ..errors import UnknownJobError
 from ..logs import logger
 from ..store.documents import dumps
-from ..store.http_store import Cursor, HttpStore
+from ..store.http_store import EventCursor, HttpStore
 from ..store.schema import NEWS
 from .context import AppContext, Ctx
 
@@ -49,31 +49,31 @@ async def get_events(
     )
 
 
-async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> Cursor:
+async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> EventCursor:
     resumed = None if last is None else _cursor(last)
     newest = await ctx.watched.newest(job)
     if resumed is not None:
         return resumed
-    return Cursor(step=newest.step) if replay else newest
+    return EventCursor(step=newest.step) if replay else newest
 
 
-def _cursor(text: str) -> Cursor:
+def _cursor(text: str) -> EventCursor:
     """The cursor in `Last-Event-ID`. Raises `ContractError`."""
     match = _CURSOR.fullmatch(text)
     if match is None:
         raise ContractError("Last-Event-ID", "is not an id of this event stream")
-    return Cursor(match[1], match[2])
+    return EventCursor(match[1], match[2])
 
 
 @dataclass(frozen=True)
 class _Page:
     """Events as they are sent, and the cursor after them; empty at the end."""
 
-    cursor: Cursor
+    cursor: EventCursor
     text: bytes
 
 
-async def _stream(ctx: AppContext, job: str, cursor: Cursor) -> AsyncIterator[bytes]:
+async def _stream(ctx: AppContext, job: str, cursor: EventCursor) -> AsyncIterator[bytes]:
     yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n".encode()
     sent_s = time.monotonic()
     with ctx.notifier.watching():
@@ -88,7 +88,7 @@ async def _stream(ctx: AppContext, job: str, cursor: Cursor) -> AsyncIterator[by
             log.warning("event stream ended", job=job, error=str(error))
 
 
-async def _pages(ctx: AppContext, job: str, cursor: Cursor) -> AsyncIterator[_Page]:
+async def _pages(ctx: AppContext, job: str, cursor: EventCursor) -> AsyncIterator[_Page]:
     change = ctx.notifier.next_change(NEWS, job)
     page = await _read(ctx.watched, job, cursor)
     while not ctx.notifier.closed:
@@ -99,7 +99,7 @@ async def _pages(ctx: AppContext, job: str, cursor: Cursor) -> AsyncIterator[_Pa
         page = await change.read(page.cursor, partial(_read, ctx.watched, job, page.cursor))
 
 
-async def _read(store: HttpStore, job: str, cursor: Cursor) -> _Page:
+async def _read(store: HttpStore, job: str, cursor: EventCursor) -> _Page:
     messages = []
     news = await store.news(job, cursor)
     for after, document in news:

@@ -16,10 +16,11 @@ from ..store.schema import NEWS, PLANS
 
 _T = TypeVar("_T")
 _WOKEN_TOGETHER = 8  # watchers: what they do takes a few milliseconds
+_SHORT_TURN_S, _LONGEST_TURN_S = 0.002, 0.02
 _KEPT_READS = 8
 
 
-class Change:
+class JobChange:
     """The next change of a job, and what is read of the store until then."""
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Notifier:
         self.closed = False
         self._max_watchers = max_watchers
         self.count = 0
-        self._changes: dict[tuple[str, str], Change] = {}
+        self._changes: dict[tuple[str, str], JobChange] = {}
         self._woken: deque[asyncio.Future[None]] = deque()
         self._is_anyone_woken = asyncio.Event()
 
@@ -81,11 +82,11 @@ class Notifier:
         if self.count >= self._max_watchers:
             raise TooManyWatchersError(self._max_watchers)
 
-    def next_change(self, channel: str, job: str) -> Change:
+    def next_change(self, channel: str, job: str) -> JobChange:
         """The next change of a job on a channel."""
-        return self._changes.setdefault((channel, job), Change())
+        return self._changes.setdefault((channel, job), JobChange())
 
-    async def wait(self, change: Change, timeout_s: float | None = None) -> None:
+    async def wait(self, change: JobChange, timeout_s: float | None = None) -> None:
         """Wait for the change, at most `timeout_s`."""
         if self.closed or change.is_set:
             return
@@ -127,18 +128,15 @@ class Notifier:
         """Wake watchers in turn; runs until cancelled.
 
         Thousands that wake at once would hold up every other request. So a few are woken at a time,
-        and after what they did at once, other requests have the event loop for as long.
+        and the next few when the event loop has caught up with these and with other requests.
         """
         while True:
             await self._is_anyone_woken.wait()
-            begun_s = time.monotonic()
             for _ in range(min(_WOKEN_TOGETHER, len(self._woken))):
                 self._wake_next()
             if not self._woken:
                 self._is_anyone_woken.clear()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            await asyncio.sleep(time.monotonic() - begun_s)
+            await _idle()
 
     async def listen(self, client: Any) -> None:
         """Notify of every message on the channels; runs until cancelled."""
@@ -159,3 +157,13 @@ class Notifier:
             message = await subscription.get_message(ignore_subscribe_messages=True, timeout=1.0)
             if message is not None:
                 self.notify(message["channel"].decode(), message["data"].decode())
+
+
+async def _idle() -> None:
+    """Return once the event loop has little to do, after `_LONGEST_TURN_S` in any case."""
+    begun_s = turn_s = time.monotonic()
+    while turn_s - begun_s < _LONGEST_TURN_S:
+        await asyncio.sleep(_SHORT_TURN_S)
+        last_s, turn_s = turn_s, time.monotonic()
+        if turn_s - last_s < 2 * _SHORT_TURN_S:
+            return

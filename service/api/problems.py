@@ -121,7 +121,7 @@ async def _store(request: Request, error: Exception) -> Response:
 
 
 def store_fault(error: redis.RedisError) -> str | None:
-    """Why Redis cannot serve at present; None if the error is ours."""
+    """Reason why Redis cannot serve at present; None if the error is ours."""
     for kind, code in _FAULT_CLASSES.items():
         if isinstance(error, kind):
             return _FAULTS[code]

@@ -34,8 +34,8 @@ _PAGE = 100  # events read at a time
 _BEGIN = "0-0"
 
 
-class Cursor(NamedTuple):
-    """A place in what happened in a job: stream ids of the newest event and step summary known."""
+class EventCursor(NamedTuple):
+    """A place in the events of a job: stream ids of the newest event and step summary known."""
 
     event: str = _BEGIN
     step: str = _BEGIN
@@ -215,8 +215,10 @@ class HttpStore:
             raise BacklogFullError(name)
         return bool(answer != b"duplicate")
 
-    async def news(self, name: str, cursor: Cursor) -> list[tuple[Cursor, dict[str, Any]]]:
-        """What happened in a job after a cursor: events, then step summaries, oldest first.
+    async def news(
+        self, name: str, cursor: EventCursor
+    ) -> list[tuple[EventCursor, dict[str, Any]]]:
+        """Events in a job after a cursor, then step summaries, each oldest first.
 
         Each document comes with the cursor after it. There may be more: the list is empty at the
         end. Raises `UnknownJobError`.
@@ -241,7 +243,7 @@ class HttpStore:
             found.append((cursor, _document(identity, fields)))
         return found
 
-    async def newest(self, name: str) -> Cursor:
+    async def newest(self, name: str) -> EventCursor:
         """The cursor after all that has happened in a job. Raises `UnknownJobError`."""
         keys = JobKeys(name)
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -249,7 +251,7 @@ class HttpStore:
             event, steps = await pipe.execute()
         if event is None:
             raise UnknownJobError(name)
-        return Cursor(event.decode(), steps[0][0].decode() if steps else _BEGIN)
+        return EventCursor(event.decode(), steps[0][0].decode() if steps else _BEGIN)
 
     async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
         """The newest summaries of steps above `after`, oldest first."""

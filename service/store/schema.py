@@ -15,7 +15,7 @@ GROUP = "detector"  # consumer group of every message stream
 
 
 class Subject(StrEnum):
-    """What the events of a history are about."""
+    """Subject of the events of one history."""
 
     VERDICTS = "verdicts"
     PLANS = "plans"

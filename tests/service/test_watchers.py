@@ -13,7 +13,7 @@ import redis
 from conftest import Http, batch_of, eventually, job_of, running
 
 from service import Settings
-from service.api.notifier import Change, Notifier
+from service.api.notifier import JobChange, Notifier
 from service.store.embedded_redis import socket_path
 from service.store.schema import NEWS, PLANS
 
@@ -88,11 +88,11 @@ def test_what_woken_watchers_read_is_read_once_and_anew_after_each_change():
         return len(done)
 
     async def story() -> None:
-        change = Change()
+        change = JobChange()
         assert await asyncio.gather(*(change.read("a", work) for _ in range(9))) == [1] * 9
         assert await change.read("a", work) == 1
         assert await change.read("b", work) == 2
-        assert await Change().read("a", work) == 3
+        assert await JobChange().read("a", work) == 3
 
     asyncio.run(story())
 
@@ -106,7 +106,7 @@ def test_a_failed_read_fails_for_those_who_wait_for_it_and_is_tried_again():
         return 1
 
     async def story() -> None:
-        change = Change()
+        change = JobChange()
         results = await asyncio.gather(
             *(change.read("a", fails) for _ in range(3)), return_exceptions=True
         )
