@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -118,7 +118,19 @@ class TelemetryBatch:
 
     def select(self, rows: Any) -> TelemetryBatch:
         """The rows that a boolean mask, an index array or a slice picks."""
-        return replace(self, **{name: column[rows] for name, column in self.columns().items()})
+        columns = {name: column[rows] for name, column in self.columns().items()}
+        return self._of_valid(columns, self.plan_version, self.dropped)
+
+    @classmethod
+    def _of_valid(
+        cls, columns: Mapping[str, NDArray[Any]], plan_version: int, dropped: int
+    ) -> TelemetryBatch:
+        """A batch of rows of valid batches, which are not checked again."""
+        batch = object.__new__(cls)
+        for column in columns.values():
+            column.flags.writeable = False
+        vars(batch).update(columns, plan_version=plan_version, dropped=dropped)
+        return batch
 
     @classmethod
     def empty(cls, *, plan_version: int = 0, dropped: int = 0) -> TelemetryBatch:
@@ -134,11 +146,9 @@ class TelemetryBatch:
             return cls.empty()
         if len({part.plan_version for part in parts}) > 1:
             raise ContractError("plan_version", "batches of different plan versions do not mix")
-        return cls(
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS},
-            plan_version=parts[0].plan_version,
-            dropped=min(sum(part.dropped for part in parts), MOST_DROPPED),
-        )
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in COLUMNS}
+        dropped = min(sum(part.dropped for part in parts), MOST_DROPPED)
+        return cls._of_valid(columns, parts[0].plan_version, dropped)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TelemetryBatch):

@@ -146,9 +146,10 @@ class WorkerStore:
                 self._redis.xgroup_delconsumer(key, GROUP, consumer["name"])
 
     def read(
-        self, leases: Mapping[str, Lease], *, count: int, block_ms: int
+        self, leases: Mapping[str, Lease], *, count: int, block_ms: int | None
     ) -> Iterator[tuple[str, JobMessage]]:
-        """New messages of the leased jobs as (job, message), in order within each job."""
+        """New messages of the leased jobs, at most `count` of each, as (job, message), in order
+        within each job. Waits `block_ms` for the first one; None: not at all."""
         streams = {JobKeys(job).messages: ">" for job in leases}
         names = {JobKeys(job).messages.encode(): job for job in leases}
         answer = self._redis.xreadgroup(GROUP, self.name, streams, count=count, block=block_ms)

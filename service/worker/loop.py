@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -16,7 +17,7 @@ import redis
 from ..errors import LeaseLostError, StartError
 from ..logs import logger
 from ..settings import Settings
-from ..store.documents import Commit, PendingChanges
+from ..store.documents import Commit, JobMessage, PendingChanges
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
@@ -25,14 +26,20 @@ from .session import JobSession
 
 log = logger("resihp.worker")
 
-_BATCH = 16  # messages read at a time: bounds memory, and the delay of a heartbeat
+_BATCH = 16  # messages of a job in one answer of Redis
+_READ_BYTES = 8 << 20  # messages applied at a time: bounds memory, and the delay of a heartbeat
 _BLOCK_MS = 100
+_TICK_S = 0.25  # between two checks of a job that do not depend on its messages
+# A worker that keeps up waits after each round for a multiple of the time that it took: what
+# arrives meanwhile is applied together, which costs less. An idle worker answers at once.
+_PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
 _LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
 _DIAGNOSE_EVERY_S = 2.0
 # Saving takes at most this share of a worker's time: a costly state is saved less often.
 _SAVE_SHARE = 0.1
 # Limit of the growth of the append-only file; a state that is not saved can be replayed.
 _SAVE_BYTES_PER_S = 4e6
+_LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 _URGENT = frozenset({"verdict", "plan", "planning", "plan_applied"})
@@ -57,12 +64,13 @@ class _OwnedJob:
         is_old = time.monotonic() - self.diagnosed_s > _DIAGNOSE_EVERY_S
         return is_old and self.session.last_step > self.diagnosed_step
 
-    def commit_is_due(self, every_s: float) -> bool:
-        """True if the changes are urgent, or old enough for the cost of saving the state."""
+    def commit_is_due(self, every_s: float, all_costs_s: float) -> bool:
+        """True if the changes are urgent, or old enough for the cost of saving the states of all
+        jobs of the worker once."""
         changes, since_s = self.session.changes, time.monotonic() - self.committed_s
         if changes.plans or any(kind in _URGENT for kind, _ in changes.events):
             return True
-        least_s = max(every_s, self.save_cost_s / _SAVE_SHARE, self.saved_bytes / _SAVE_BYTES_PER_S)
+        least_s = max(every_s, all_costs_s / _SAVE_SHARE, self.saved_bytes / _SAVE_BYTES_PER_S)
         return since_s >= least_s and bool(
             changes.applied or changes.events or self.diagnosis_is_due()
         )
@@ -70,7 +78,10 @@ class _OwnedJob:
     def tick(self, *, drained: bool) -> None:
         """Advance the session's clock if all its messages are applied."""
         now_s = time.monotonic()
-        elapsed_s, self.ticked_s = now_s - self.ticked_s, now_s
+        elapsed_s = now_s - self.ticked_s
+        if elapsed_s < _TICK_S:
+            return
+        self.ticked_s = now_s
         if drained:
             self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
 
@@ -102,9 +113,10 @@ class Worker:
         self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()
+        self._waited_s = time.monotonic()  # end of the last wait for messages
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop`; then commit, release the leases and close."""
+        """Work until `stop`; then commit what is quickly saved, release the leases and close."""
         log.info("worker started", worker=self.name)
         keeper = threading.Thread(target=self._renew_leases, args=(stop,), name="leases")
         keeper.start()
@@ -126,32 +138,47 @@ class Worker:
     def _round(self, stop: threading.Event) -> None:
         self._alive_s = now_s = time.monotonic()
         if now_s - self._balanced_s > min(1.0, self._settings.lease_s / 4):
-            self._balance()
+            self._balance(stop)
             self._balanced_s = now_s
         if not self._owned:
             stop.wait(_BLOCK_MS / 1e3)
             return
-        read = self._read()
+        behind = self._read()
+        all_costs_s = sum(owned.save_cost_s for owned in self._owned.values())
         for job, owned in list(self._owned.items()):
-            owned.tick(drained=read[job] < _BATCH)
-            if owned.commit_is_due(self._settings.commit_every_s):
+            owned.tick(drained=job not in behind)
+            if owned.commit_is_due(self._settings.commit_every_s, all_costs_s):
                 self._commit(job)
             elif owned.session.changes.steps:
                 self._publish(job, owned)
+        if not behind:
+            stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
 
-    def _read(self) -> Counter[str]:
-        """Apply new messages; the number read of each job."""
-        leases = {job: owned.lease for job, owned in self._owned.items()}
-        read: Counter[str] = Counter()
+    def _read(self) -> Collection[str]:
+        """Read new messages and apply those of each job together; the jobs that have more."""
+        messages: dict[str, list[JobMessage]] = {}
+        more = {job: owned.lease for job, owned in self._owned.items()}
+        block_ms: int | None = _BLOCK_MS
+        size = 0
         try:
-            for job, message in self._store.read(leases, count=_BATCH, block_ms=_BLOCK_MS):
-                read[job] += 1
-                self._owned[job].session.apply(message)
+            while more and size < _READ_BYTES:
+                read: Counter[str] = Counter()
+                for job, message in self._store.read(more, count=_BATCH, block_ms=block_ms):
+                    read[job] += 1
+                    size += len(message.body)
+                    messages.setdefault(job, []).append(message)
+                if block_ms is not None:
+                    self._waited_s = time.monotonic()
+                more = {job: lease for job, lease in more.items() if read[job] == _BATCH}
+                block_ms = None
         except redis.ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
             self._drop_lost()
-        return read
+        for job, unread in messages.items():
+            if job in self._owned:
+                self._owned[job].session.apply(*unread)
+        return more
 
     def _drop_lost(self) -> None:
         """Drop jobs that were deleted or reset: their message streams were removed."""
@@ -186,7 +213,7 @@ class Worker:
             del self._owned[job]
         owned.published_s = now_s
 
-    def _balance(self) -> None:
+    def _balance(self, stop: threading.Event) -> None:
         """Acquire free jobs up to this worker's share, and release jobs beyond it."""
         workers = self._store.count_workers(time.time(), ttl_s=self._settings.lease_s)
         jobs = self._store.jobs()
@@ -196,15 +223,15 @@ class Worker:
         for job in list(self._owned)[share:]:
             self._release(job)
         for job in jobs:
-            if job not in self._owned and len(self._owned) < share:
-                self._acquire(job)
+            if job not in self._owned and len(self._owned) < share and not stop.is_set():
+                self._acquire(job, stop)
 
-    def _acquire(self, job: str) -> None:
+    def _acquire(self, job: str, stop: threading.Event) -> None:
         lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
         if lease is None or self._broken.get(job) == lease.generation:
             return
         try:
-            self._resume(job, lease)
+            self._resume(job, lease, stop)
         except redis.RedisError:
             raise
         except Exception:  # any error from a state or message that cannot be read
@@ -212,7 +239,7 @@ class Worker:
             self._broken[job] = lease.generation
             self._owned.pop(job, None)
 
-    def _resume(self, job: str, lease: Lease) -> None:
+    def _resume(self, job: str, lease: Lease, stop: threading.Event) -> None:
         loaded = self._store.load(job)
         if loaded is None:
             return
@@ -222,15 +249,18 @@ class Worker:
         if saved:
             session.resume(saved)
         self._owned[job] = _OwnedJob(lease, session)
-        for message in self._store.claim(lease, saved.get("applied", b"0-0").decode()):
-            session.apply(message)
+        claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
+        while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():
+            session.apply(*messages)
         published = int(saved.get("published_step", b"-1"))
         changes = session.changes
         changes.steps = [step for step in changes.steps if step["step"] > published]
         log.info("job acquired", job=job, worker=self.name, replayed=len(changes.applied))
 
-    def _release(self, job: str) -> None:
-        self._commit(job)
+    def _release(self, job: str, *, commit: bool = True) -> None:
+        """Give up the lease of a job; messages that are not committed stay in its stream."""
+        if commit:
+            self._commit(job)
         owned = self._owned.pop(job, None)
         if owned is not None:
             self._store.renew(owned.lease, ttl_s=0)
@@ -248,14 +278,26 @@ class Worker:
                     break
 
     def _leave(self) -> None:
+        deadline_s = time.monotonic() + _LEAVE_S
         try:
-            for job in list(self._owned):
-                self._release(job)
+            for job, owned in list(self._owned.items()):
+                self._release(job, commit=time.monotonic() + owned.save_cost_s < deadline_s)
             self._store.leave()
         except redis.RedisError as error:
             log.warning("redis unavailable, the leases expire", error=str(error))
         self._planner.close()
         self._store.close()
+
+
+def _first_bytes(messages: Iterator[JobMessage], most: int) -> list[JobMessage]:
+    """The next messages, until their bodies have `most` bytes."""
+    taken, size = list[JobMessage](), 0
+    for message in messages:
+        taken.append(message)
+        size += len(message.body)
+        if size >= most:
+            break
+    return taken
 
 
 def work(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from detector.persistence import pack, unpack
 from resihp.contracts import (
@@ -22,6 +24,7 @@ from resihp.contracts import (
     Job,
     Plan,
     Status,
+    TelemetryBatch,
     Verdict,
     from_json,
     to_json,
@@ -34,6 +37,7 @@ from .forecast import Forecast, ForecastState
 from .planning import Planner, PlanningState
 from .probes import OpenProbes
 from .step_times import StepTime, StepTimes
+from .telemetry_runs import TelemetryPart, joined, runs
 
 log = logger("resihp.session")
 
@@ -98,20 +102,27 @@ class JobSession:
         """Plans, and the outcome of the last planning."""
         return self._state.planning
 
-    def apply(self, message: JobMessage) -> None:
-        """Apply one message. An error is logged and becomes an event; the message is skipped."""
-        self.changes.applied.append(message.id)
-        self.changes.applied_bytes += len(message.body)
-        handler = {
-            MessageKind.TELEMETRY: self._telemetry,
+    def apply(self, *messages: JobMessage) -> None:
+        """Apply messages in order, consecutive telemetry in runs. An error is logged and becomes
+        an event; the message is skipped."""
+        self.changes.applied += [message.id for message in messages]
+        self.changes.applied_bytes += sum(len(message.body) for message in messages)
+        for kind, group in groupby(messages, attrgetter("kind")):
+            if kind is MessageKind.TELEMETRY:
+                self._telemetry(group)
+                continue
+            for message in group:
+                self._guarded(kind.value, partial(self._handler(kind), message))
+
+    def _handler(self, kind: MessageKind) -> Callable[[JobMessage], None]:
+        return {
             MessageKind.HEARTBEAT: self._heartbeat,
             MessageKind.ACK: self._ack,
             MessageKind.OWN_PLAN: self._own_plan,
             MessageKind.FAILURE: self._failure,
             MessageKind.JOINER: self._joiner,
             MessageKind.PROBE: self._probe,
-        }[message.kind]
-        self._guarded(message.kind.value, lambda: handler(message))
+        }[kind]
 
     def _guarded(self, during: str, work: Callable[[], None]) -> None:
         try:
@@ -166,17 +177,42 @@ class JobSession:
 
     # Telemetry
 
-    def _telemetry(self, message: JobMessage) -> None:
-        batch = message.batch()
-        self.changes.records += len(batch)
+    def _telemetry(self, messages: Iterable[JobMessage]) -> None:
+        parts: list[TelemetryPart] = []
+
+        def parse(message: JobMessage) -> None:
+            parts.append(TelemetryPart.of(message.body))
+
+        for message in messages:
+            self._guarded("telemetry", partial(parse, message))
+        self.changes.records += sum(map(len, parts))
+        for run in runs(parts):
+            try:
+                self._apply_run(run)
+            except Exception:  # the boundary of `_guarded`, to which each message goes by itself
+                log.exception("a run failed, applying its messages one by one", job=self.job.name)
+                for part in run:
+                    self._guarded("telemetry", partial(self._apply_run, [part]))
+
+    def _apply_run(self, run: list[TelemetryPart]) -> None:
+        """Apply a run to the detector, which takes a record twice as one; only then to the rest.
+
+        Raises the errors of the records and of the detector. Later ones become events.
+        """
         before = self.planning.active
-        if self.planning.activate(batch.plan_version):
+        if self.planning.activate(run[0].plan_version):
             self._switch(before)
-        if not self._steps.knows_any(batch.rank):
-            return  # from a rank outside the layout, which reports only to receive probes
-        self._forecast.add(batch)
-        revived = self._detector.heard(np.unique(batch.rank).tolist(), self._state.clock_s)
+        run = [part for part in run if self._steps.knows_any(part.ranks)]
+        if not run:
+            return  # from ranks outside the layout, which report only to receive probes
+        batch = joined(run)
+        ranks = sorted(frozenset().union(*(part.ranks for part in run)))
+        revived = self._detector.heard(ranks, self._state.clock_s)
         changed = [*revived, *self._detector.update(batch)]
+        self._guarded("telemetry", lambda: self._follow(batch, changed))
+
+    def _follow(self, batch: TelemetryBatch, changed: list[Verdict]) -> None:
+        self._forecast.add(batch)
         plan = self.planning.active
         if batch.plan_version == plan.version:
             lost = [rank for rank, speed in self.planning.speeds.items() if speed == 0.0]

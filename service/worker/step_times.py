@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,12 +44,13 @@ class StepTimes(Persistent):
         self._begin(ranks)
 
     def _begin(self, ranks: Collection[int]) -> None:
+        self._ranks = frozenset(ranks)
         self._progress = StepProgress(np.array(sorted(ranks), np.int64))
         self._times_ms = {}
 
-    def knows_any(self, ranks: NDArray[np.integer]) -> bool:
+    def knows_any(self, ranks: Set[int]) -> bool:
         """Return whether one of these ranks is in the layout."""
-        return bool((self._progress.index(ranks) >= 0).any())
+        return not self._ranks.isdisjoint(ranks)
 
     def add(self, batch: TelemetryBatch, lost: Iterable[int] = ()) -> list[StepTime]:
         """Adds records; returns the steps that became whole. `lost` ranks are not waited for."""
