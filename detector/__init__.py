@@ -5,6 +5,7 @@ from .expectation.predictor import Predictor
 from .links_and_hosts import LinkVerdict
 from .probes import ProbeKind, ProbeRequest, ProbeResult
 from .settings import DetectorSettings
+from .verdict_text import VerdictSummary
 
 __all__ = [
     "Detector",
@@ -14,4 +15,5 @@ __all__ = [
     "ProbeKind",
     "ProbeRequest",
     "ProbeResult",
+    "VerdictSummary",
 ]

@@ -35,13 +35,15 @@ from .probes import Probation, ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .recent_steps import RecentSteps
 from .sensors import Sensors
 from .settings import DetectorSettings
-from .verdict_text import verdict_of
+from .verdict_text import VerdictSummary, beliefs, verdict_of
 from .whatif.effects import SlowDevice
 
 _MOST_AHEAD, _MOST_AHEAD_RECORDS = 64, 2**20
 """Messages of a newer plan than the known one that are kept, and records in them."""
 _WORTH_TELLING = 0.05
 """Change of a named device's slowdown (log) from which the verdict is returned again."""
+_ORDINARY_DOUBT = 0.01
+"""Probability of slowness below which a healthy rank is one like all others."""
 _LONE_PROBES = (ProbeKind.GEMM, ProbeKind.MEMORY)
 """Probes that a rank runs alone."""
 _SILENCE = "its heartbeats have stopped"
@@ -137,6 +139,23 @@ class Detector(Persistent):
         were slow; in the order of ranks."""
         working = self._verdicts_at(range(self._layout_state.places.size))
         return sorted([*working, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
+
+    def summary(self) -> VerdictSummary:
+        """The content of `verdicts` at the cost of the ranks that are not simply healthy."""
+        state, table = self._layout_state, self._layout_state.status_table
+        doubt = beliefs(table.evidence)
+        healthy = (table.status == HEALTHY) & (doubt < _ORDINARY_DOUBT)
+        healthy &= ~state.annotations.remarkable(state.slow_links())
+        healthy[self._positions(sorted(self._hanging))] = False
+        others = self._verdicts_at(np.flatnonzero(~healthy).tolist())
+        others = sorted([*others, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
+        return VerdictSummary(
+            healthy=state.places.ranks[healthy],
+            since=table.since[healthy],
+            confidence=1.0 - float(doubt[healthy].max(initial=0.0)),
+            step=state.last_step,
+            others=others,
+        )
 
     def unhealthy(self) -> list[Verdict]:
         """The verdicts on ranks of the layout that are slow or have stopped, and on all that left
@@ -271,8 +290,7 @@ class Detector(Persistent):
         return self._hangs.asked_stacks() if self._hanging else ()
 
     def _is_known(self, rank: int) -> bool:
-        in_layout = self._layout_state.places.index(np.array([rank]))[0] >= 0
-        return bool(in_layout) or self._probation.knows(rank)
+        return rank in self._layout_state.places.members or self._probation.knows(rank)
 
     def _is_new(self, rank: int, heartbeat: Heartbeat) -> bool:
         """Note the process of a rank; return whether the heartbeat is its newest."""

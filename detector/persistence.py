@@ -83,8 +83,16 @@ def unpack(data: bytes) -> State:
     return state
 
 
+_AS_THEY_ARE = frozenset({int, float, str, bool, bytes, types.NoneType, np.ndarray})
+
+
 def _plain(value: Any) -> Any:
     """A value as arrays, numbers, strings, lists and dicts."""
+    kind: Any = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if (names := _field_names(kind)) is not None:
+        return {name: _plain(getattr(value, name)) for name in names}
     match value:
         case Persistent():
             value = value.state()
@@ -98,10 +106,15 @@ def _plain(value: Any) -> Any:
             value = sorted(_plain(item) for item in value)
         case list() | tuple() | deque():
             value = [_plain(item) for item in value]
-        case _ if dataclasses.is_dataclass(value):
-            fields = dataclasses.fields(value)
-            value = {f.name: _plain(getattr(value, f.name)) for f in fields if f.init}
     return value
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Fields that the constructor of a dataclass takes; None for other types."""
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, Persistent):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
 def _restored(kind: Any, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,11 @@ class RankTable:
     def size(self) -> int:
         """Number of ranks."""
         return int(self.ranks.size)
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The ranks as a set."""
+        return frozenset(self.ranks.tolist())
 
     @property
     def class_sizes(self) -> Ints:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 
-from resihp.contracts import Verdict
+from resihp.contracts import Status, Verdict
 
 from .arrays import Bools, Floats, Ints
 from .evidence.status import (
@@ -34,13 +35,52 @@ _EXPLAINED = (
 )
 
 
+@dataclass(frozen=True)
+class VerdictSummary:
+    """The verdicts on all ranks of a job, those on ordinary healthy ranks in short.
+
+    healthy     ranks in the layout that are healthy, without any evidence; sorted
+    since       step from which each of them has been so; -1 where it was from the start
+    confidence  lowest confidence of these verdicts
+    step        last step that was taken into account; None where none was
+    others      the verdicts on all other ranks, sorted by rank
+    """
+
+    healthy: Ints
+    since: Ints
+    confidence: float
+    step: int | None
+    others: list[Verdict]
+
+    def outside(self, layout: Set[int]) -> list[Verdict]:
+        """The verdicts on ranks that are not in a layout."""
+        pairs = zip(self.healthy.tolist(), self.since.tolist(), strict=True)
+        healthy = [
+            Verdict(
+                rank=rank,
+                status=Status.HEALTHY,
+                since_step=None if since < 0 else since,
+                confidence=self.confidence,
+                step=self.step,
+            )
+            for rank, since in pairs
+            if rank not in layout
+        ]
+        return [*healthy, *(verdict for verdict in self.others if verdict.rank not in layout)]
+
+
+def beliefs(evidence: Floats) -> Floats:
+    """Evidence (log) as probabilities that ranks are slow: one half where suspicion begins."""
+    result: Floats = 1.0 / (1.0 + np.exp(-np.clip(evidence - SUSPECT_AT, -50.0, 50.0)))
+    return result
+
+
 def verdict_of(
     rank: int, at: int, table: StatusTable, step: int | None, notes: tuple[str, ...]
 ) -> Verdict:
     """The verdict on the rank at position `at` of the table, as of `step`."""
     code, slowdown = int(table.status[at]), float(table.factor[at])
-    # Evidence (log) as a confidence: one half where suspicion begins.
-    belief = 1.0 / (1.0 + math.exp(-float(np.clip(table.evidence[at] - SUSPECT_AT, -50.0, 50.0))))
+    belief = float(beliefs(table.evidence[at]))
     stopped, healthy = code == FAIL_STOP, code == HEALTHY
     interval = (round(float(table.low[at]), 4), round(float(table.high[at]), 4))
     return Verdict(
@@ -105,7 +145,18 @@ class Annotations(Persistent):
     @property
     def annotated(self) -> Bools:
         """Ranks with a note."""
-        return np.isin(np.arange(self._places.size), list(self.notes))
+        return self._mask(self.notes)
+
+    def remarkable(self, slow_links: Sequence[LinkVerdict]) -> Bools:
+        """Ranks of which `notes_of` has something to say while they are healthy."""
+        ends = {rank for link in slow_links for rank in (link.rank, *link.group)}
+        at = self._places.index(np.array(sorted(ends), np.int64))
+        return self._mask([*self.notes, *self.observations, *at[at >= 0].tolist()])
+
+    def _mask(self, positions: Iterable[int]) -> Bools:
+        mask = np.zeros(self._places.size, bool)
+        mask[list(positions)] = True
+        return mask
 
     def mark(self, reason: str, ranks: Bools, step: int) -> None:
         """Makes healthy ranks inconclusive for a reason, and others healthy again for which the

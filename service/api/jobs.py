@@ -53,13 +53,10 @@ async def list_jobs(ctx: Ctx) -> dict[str, Any]:
 
 async def _summary(ctx: AppContext, name: str) -> dict[str, Any]:
     status = await ctx.store.status(name)
-    counts: dict[str, int] = {}
-    for verdict in status.get("verdicts", ()):
-        counts[verdict["status"]] = counts.get(verdict["status"], 0) + 1
     return {
         "name": name,
         "last_step": status.get("last_step", -1),
-        "devices": counts,
+        "devices": status.get("devices", {}),
         "rollout": status.get("rollout"),
     }
 
@@ -152,7 +149,7 @@ async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[s
 async def get_verdicts(job: str, ctx: Ctx) -> dict[str, Any]:
     """The verdict on each device."""
     await ctx.store.require(job)
-    return {"job": job, "verdicts": (await ctx.store.status(job)).get("verdicts", [])}
+    return {"job": job, "verdicts": await ctx.store.verdicts(job)}
 
 
 @router.get("/{job}/diagnosis")

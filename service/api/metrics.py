@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,7 +78,7 @@ async def _of_job(store: HttpStore, name: str) -> dict[str, Any]:
     oldest_s = await store.oldest(name)
     return {
         "counts": await store.counts(name),
-        "devices": Counter(verdict["status"] for verdict in status.get("verdicts", ())),
+        "devices": status.get("devices", {}),
         "backlog": await store.backlog(name),
         "lag_seconds": max(time.time() - oldest_s, 0.0) if oldest_s is not None else 0.0,
         "last_step": status.get("last_step", -1),

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
-from resihp.contracts import Job, Plan, TelemetryBatch, from_json, to_json
+from resihp.contracts import Job, Plan, Status, TelemetryBatch, Verdict, from_json, to_json
 from resihp.contracts.codec import decode
 
 
@@ -94,7 +95,7 @@ class Commit:
     """Everything that one transaction writes.
 
     state   saved state by part: `detector`, `session`
-    status  documents that the API answers, by name
+    status  status documents by name, those that changed
     newest  version of the newest plan
     """
 
@@ -102,6 +103,23 @@ class Commit:
     state: Mapping[str, bytes]
     status: Mapping[str, Any]
     newest: int
+
+
+def verdict_documents(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The verdicts on all ranks of a job, by rank, from its status documents.
+
+    Those on ordinary healthy ranks are stored as two lists, `healthy`, and `healthy_as_of`, which
+    they have in common; `verdicts` holds all others.
+    """
+    found: list[dict[str, Any]] = list(status.get("verdicts", ()))
+    if "healthy" in status:
+        alike = to_json(Verdict(rank=0, status=Status.HEALTHY, **status["healthy_as_of"]))
+        ranks, since = status["healthy"]["ranks"], status["healthy"]["since_step"]
+        found += [
+            {**alike, "rank": rank, "since_step": None if step < 0 else step}
+            for rank, step in zip(ranks, since, strict=True)
+        ]
+    return sorted(found, key=itemgetter("rank"))
 
 
 def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:

@@ -15,7 +15,7 @@ from resihp.contracts import Job, Plan, from_json, to_json
 
 from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
 from ..settings import Settings
-from .documents import MessageKind, dumps, loads, plan_json, stream_order
+from .documents import MessageKind, dumps, loads, plan_json, stream_order, verdict_documents
 from .schema import (
     DELETE,
     GENERATIONS,
@@ -157,9 +157,13 @@ class HttpStore:
         return digest.decode() if digest is not None else None
 
     async def status(self, name: str) -> dict[str, Any]:
-        """Status documents by name (verdicts, diagnosis, planning, last_step), as last saved."""
+        """Status documents by name (devices, diagnosis, planning, last_step), as last saved."""
         fields = await self._redis.hgetall(JobKeys(name).status)
         return {key.decode(): json.loads(value) for key, value in fields.items()}
+
+    async def verdicts(self, name: str) -> list[dict[str, Any]]:
+        """The verdicts on all devices of a job, by rank."""
+        return verdict_documents(await self.status(name))
 
     async def probes(self, name: str) -> dict[str, list[dict[str, Any]]]:
         """Requested probes by rank (decimal string)."""

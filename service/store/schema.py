@@ -48,7 +48,7 @@ class JobKeys:
     messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
     state      hash: detector, session, applied (id of the newest message in them), published_step
-    status     hash: verdicts, diagnosis, planning, last_step, ... (JSON, as the API answers them)
+    status     hash: verdicts, devices, diagnosis, planning, last_step, ... (JSON)
     plans      hash: version -> plan
     digests    hash: version -> digest of the plan, from version 1 on
     histories  capped streams of events by subject, so that many of one push out none of another;

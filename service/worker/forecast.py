@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
+from detector.arrays import positions
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
@@ -36,25 +38,30 @@ class CollectiveLatency:
     least_ms: LeastWaits = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._groups = {
-            (rank, op, chunk): (number, layers)
+        passes = sorted(
+            (_pass_key(rank, op, chunk), number, layers)
             for number, (ranks, op, chunk, layers) in enumerate(_independent_passes(self.job))
             for rank in ranks
-        }
+        )
+        self._keys, self._numbers, self._layers = np.array(passes, np.int64).reshape(-1, 3).T.copy()
 
     def add(self, batch: TelemetryBatch) -> None:
         """Add the waits of a batch."""
-        rows = np.isin(batch.op, (Op.FORWARD, Op.BACKWARD)) & ~np.isnan(batch.wait_ms)
-        columns = (
-            batch.step, batch.rank, batch.op, batch.chunk, batch.microbatch, batch.wait_ms
-        )  # fmt: skip
-        for step, rank, op, chunk, microbatch, wait_ms in zip(
-            *(column[rows].tolist() for column in columns), strict=True
-        ):
-            if (rank, op, chunk) in self._groups:
-                number, layers = self._groups[rank, op, chunk]
-                least = self.least_ms.setdefault(step, {}).setdefault(number, {})
-                least[microbatch] = min(least.get(microbatch, np.inf), wait_ms / layers)
+        if not self._keys.size:
+            return
+        kinds = (column.astype(np.int64) for column in (batch.rank, batch.op, batch.chunk))
+        at = positions(self._keys, _pass_key(*kinds))
+        rows = (at >= 0) & ~np.isnan(batch.wait_ms)
+        at = at[rows]
+        wait_ms = batch.wait_ms[rows] / self._layers[at]
+        passes = np.stack([batch.microbatch[rows], self._numbers[at], batch.step[rows]])
+        order = np.lexsort((wait_ms, *passes))
+        passes = passes[:, order]
+        shortest = np.diff(passes, axis=1, prepend=-2).any(axis=0)
+        columns = (*passes[:, shortest], wait_ms[order][shortest])
+        for microbatch, number, step, ms in zip(*(c.tolist() for c in columns), strict=True):
+            least = self.least_ms.setdefault(step, {}).setdefault(number, {})
+            least[microbatch] = min(least.get(microbatch, np.inf), ms)
 
     def take(self, step: int) -> float | None:
         """Median over the groups for a complete step; None where nothing was measured."""
@@ -187,6 +194,11 @@ class Forecast:
         steps, fit_ms = self._baseline(), self._fit.step_ms
         spread = median(abs(step.step_ms / fit_ms - 1.0) for step in steps)
         return f"times are fitted to {len(steps)} healthy steps, half of them within {spread:.1%}"
+
+
+def _pass_key(rank: Any, op: Any, chunk: Any) -> Any:
+    """One number for the passes of one kind of a rank."""
+    return (rank << 20) | (op << 16) | chunk
 
 
 def _independent_passes(job: Job) -> Iterator[tuple[tuple[int, ...], Op, int, int]]:

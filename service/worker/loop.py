@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 import redis
 
@@ -55,6 +56,7 @@ class _OwnedJob:
     save_cost_s: float = 0.0
     saved_bytes: int = 0
     published_s: float = float("-inf")
+    published: dict[str, Any] = field(default_factory=dict)
     ticked_s: float = field(default_factory=time.monotonic)
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
@@ -85,12 +87,19 @@ class _OwnedJob:
         if drained:
             self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
 
+    def changed_status(self) -> dict[str, Any]:
+        """The status documents that differ from those returned before."""
+        status = self.session.status()
+        changed = {name: v for name, v in status.items() if self.published.get(name) != v}
+        self.published = status
+        return changed
+
     def commit(self) -> Commit:
         """The pending changes with the state after them; the session starts a new collection."""
         changes, self.session.changes = self.session.changes, PendingChanges()
         state = self.session.save()
         self.saved_bytes = sum(map(len, state.values()))
-        status = self.session.status()
+        status = self.changed_status()
         if self.diagnosis_is_due():
             if (diagnosis := self.session.diagnosis()) is not None:
                 status["diagnosis"] = diagnosis
@@ -208,7 +217,7 @@ class Worker:
         changes = owned.session.changes
         changes.steps, steps = [], changes.steps
         try:
-            self._store.publish(owned.lease, owned.session.status(), steps)
+            self._store.publish(owned.lease, owned.changed_status(), steps)
         except LeaseLostError:
             del self._owned[job]
         owned.published_s = now_s

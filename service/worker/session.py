@@ -8,6 +8,7 @@ in between.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,14 +50,14 @@ class SessionState:
     """State of a session apart from the detector and the step times: plain values, saved and
     restored as one.
 
-    verdicts  newest verdict on each rank, also on those that left the layout
+    departed  last verdict on each rank that left the layout
     clock_s   time during which the service was up and had applied all messages
     """
 
     planning: PlanningState
     forecast: ForecastState = field(default_factory=ForecastState)
     probes: OpenProbes = field(default_factory=OpenProbes)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    departed: dict[int, Verdict] = field(default_factory=dict)
     clock_s: float = 0.0
 
 
@@ -276,7 +277,6 @@ class JobSession:
         if not self.planning.take_over(plan, lost):
             return
         changed = self._detector.report_failure(lost, step=document["step"], detail="")
-        self._keep_verdicts()
         self._announce(plan)
         self._switch(before)
         self._report(changed)
@@ -285,6 +285,8 @@ class JobSession:
         """Follow the job from the plan `before` to the active one."""
         plan = self.planning.active
         self._close_steps(before, self._steps.move(plan.layout.ranks))
+        leaving = self._detector.summary().outside(frozenset(plan.layout.ranks))
+        self._state.departed.update({verdict.rank: verdict for verdict in leaving})
         self._detector.apply_plan(plan)
         self._event("plan_applied", {"version": plan.version})
 
@@ -328,21 +330,27 @@ class JobSession:
     # Status and saved state
 
     def status(self) -> dict[str, Any]:
-        """Documents that the API answers on verdicts, planning and progress."""
-        self._keep_verdicts()
-        verdicts = self._state.verdicts
+        """Documents on verdicts, planning and progress, for the API. Those on verdicts are what
+        `store.documents.verdict_documents` reads."""
+        summary = self._detector.summary()
+        healthy = summary.healthy.tolist()
+        others = {verdict.rank: verdict for verdict in summary.others}
+        departed = self._state.departed.keys() - others.keys()
+        departed = departed and departed.difference(healthy)
+        others.update({rank: self._state.departed[rank] for rank in departed})
+        devices = Counter(verdict.status.value for verdict in others.values())
+        devices[Status.HEALTHY.value] += len(healthy)
         return {
-            "verdicts": [to_json(verdict) for _, verdict in sorted(verdicts.items())],
+            "healthy": {"ranks": healthy, "since_step": summary.since.tolist()},
+            "healthy_as_of": {"confidence": summary.confidence, "step": summary.step},
+            "verdicts": [to_json(verdict) for _, verdict in sorted(others.items())],
+            "devices": +devices,
             "planning": self.planning.outcome,
             "last_step": self.last_step,
             "rollout": self.planning.rollout(),
             "probes": self._state.probes.by_rank(),
             "stacks": list(self._detector.asked_stacks()),
         }
-
-    def _keep_verdicts(self) -> None:
-        """Merge the detector's verdicts; a rank that left the layout keeps its last one."""
-        self._state.verdicts.update({v.rank: v for v in self._detector.verdicts()})
 
     def new_predictor(self) -> bytes | None:
         """A predictor fitted since the last call, for the next job; None otherwise."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from detector import ProbeRequest, ProbeResult
+from detector import ProbeRequest, ProbeResult, VerdictSummary
 from resihp.contracts import (
     Cause,
     Diagnosis,
@@ -78,6 +78,10 @@ class FakeDetector:
     def verdicts(self) -> list[Verdict]:
         evidence = (f"records={self.records}", f"checksum={self.checksum}")
         return [replace(verdict, evidence=evidence) for _, verdict in sorted(self.known.items())]
+
+    def summary(self) -> VerdictSummary:
+        none = np.empty(0, np.int64)
+        return VerdictSummary(none, none, 1.0, None, self.verdicts())
 
     def unhealthy(self) -> list[Verdict]:
         return [v for _, v in sorted(self.known.items()) if v.status is not Status.HEALTHY]
