@@ -12,6 +12,7 @@ from resihp.contracts import Job
 from scheduler import ReplanDecision
 
 from ..settings import Settings
+from .plan_processes import InlineExecutor, PlanExecutor, ProcessExecutor
 
 if TYPE_CHECKING:
     from detector import Detector
@@ -25,11 +26,13 @@ class Adapters:
               Raises `ContractError` for an unreadable one
     restore   makes it from a saved state
     replan    `scheduler.replan`
+    executor  makes what calls it, with a time limit in seconds
     """
 
     detector: Callable[[Job, bytes | None], Detector]
     restore: Callable[[Job, bytes], Detector]
     replan: Callable[..., ReplanDecision]
+    executor: Callable[[float], PlanExecutor] = lambda _: InlineExecutor()
 
 
 AdapterFactory = Callable[[Settings], Adapters]
@@ -48,4 +51,5 @@ def load_adapters(settings: Settings) -> Adapters:
         predictor = None if stored is None else Predictor.from_bytes(stored)
         return Detector(job, settings=chosen, predictor=predictor)
 
-    return Adapters(detector, partial(Detector.restore, settings=chosen), replan)
+    restore = partial(Detector.restore, settings=chosen)
+    return Adapters(detector, restore, replan, ProcessExecutor)

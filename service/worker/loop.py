@@ -30,6 +30,7 @@ log = logger("resihp.worker")
 _BATCH = 16  # messages of a job in one answer of Redis
 _READ_BYTES = 8 << 20  # messages applied at a time: bounds memory, and the delay of a heartbeat
 _BLOCK_MS = 100
+_PLANNING_BLOCK_MS = 10  # while a plan is awaited
 _TICK_S = 0.25  # between two checks of a job that do not depend on its messages
 # A worker that keeps up waits after each round for a multiple of the time that it took: what
 # arrives meanwhile is applied together, which costs less. An idle worker answers at once.
@@ -155,19 +156,23 @@ class Worker:
         behind = self._read()
         all_costs_s = sum(owned.save_cost_s for owned in self._owned.values())
         for job, owned in list(self._owned.items()):
+            owned.session.take_plan()
             owned.tick(drained=job not in behind)
             if owned.commit_is_due(self._settings.commit_every_s, all_costs_s):
                 self._commit(job)
             elif owned.session.changes.steps:
                 self._publish(job, owned)
-        if not behind:
+        if not behind and not self._is_planning():
             stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
+
+    def _is_planning(self) -> bool:
+        return any(owned.session.is_planning for owned in self._owned.values())
 
     def _read(self) -> Collection[str]:
         """Read new messages and apply those of each job together; the jobs that have more."""
         messages: dict[str, list[JobMessage]] = {}
         more = {job: owned.lease for job, owned in self._owned.items()}
-        block_ms: int | None = _BLOCK_MS
+        block_ms: int | None = _PLANNING_BLOCK_MS if self._is_planning() else _BLOCK_MS
         size = 0
         try:
             while more and size < _READ_BYTES:

@@ -7,13 +7,13 @@ crash in between loses nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
-from scheduler import SkiRental
+from scheduler import ReplanDecision, SkiRental
 
 from .adapters import Adapters
 
@@ -57,6 +57,7 @@ class PlanningState:
     rental          ski-rental account: cost of staying in the layout, and the plan not yet due
     retry           time of the next attempt after planning failed
     fail_stops      devices that stopped since the job was registered
+    is_asked        a plan was asked for, and no decision on it was taken yet
     step_ms         newest observed step time; 0.0 before the first
     outcome         result of the last planning, as the API shows it: `state` is `idle`, `planned`,
                     `kept`, `infeasible` or `taken_over`
@@ -70,6 +71,7 @@ class PlanningState:
     rental: SkiRental = field(default_factory=SkiRental)
     retry: PlanningRetry = field(default_factory=PlanningRetry)
     fail_stops: int = 0
+    is_asked: bool = False
     step_ms: float = 0.0
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "idle"})
 
@@ -166,51 +168,67 @@ class PlanningState:
         return plan
 
 
-class Planner:
-    """Runs the scheduler in a thread pool and stops waiting for it after the time limit.
+@dataclass(frozen=True)
+class PlanRequest:
+    """A plan that was asked for, and the state that it is asked for."""
 
-    The scheduler itself is given half of the limit, in which it returns the best plan found.
+    decision: Future[ReplanDecision]
+    current: Plan
+    speeds: Mapping[int, float]
+    rental: SkiRental
+
+    def is_for(self, state: PlanningState) -> bool:
+        """Return whether plan and speeds are still those of the request."""
+        current = state.current
+        is_same = current is self.current or current.digest == self.current.digest
+        return is_same and state.speeds == self.speeds
+
+
+class Planner:
+    """Asks the scheduler for plans, outside the worker's thread, and takes its decisions.
+
+    The scheduler is given half of the time limit, in which it returns the best plan found; at the
+    limit it is ended. `close` ends what is still computed.
     """
 
     def __init__(self, adapters: Adapters, *, time_limit_s: float) -> None:
         self._replan = adapters.replan
         self._time_limit_s = time_limit_s
-        # More than one thread, so that a planning run beyond its limit does not block the next.
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="plan")
+        self._executor = adapters.executor(time_limit_s)
 
-    def next_plan(
-        self,
-        state: PlanningState,
-        job: Job,
-        verdicts: Iterable[Verdict],
-        *,
-        step: int,
-        clock_s: float,
-    ) -> Plan | None:
-        """A plan from `step` on if one is needed; updates speeds, rental, retry and outcome.
+    def is_needed(self, state: PlanningState, verdicts: Iterable[Verdict], clock_s: float) -> bool:
+        """Return whether a plan is to be asked for; updates speeds and retry.
 
-        Plans when the speeds have changed since the last plan, or when the retry after a failure is
-        due at `clock_s`. A dead rank in the current layout always leads to a plan.
+        That is so when the speeds have changed since the last plan, when the retry after a failure
+        is due at `clock_s`, and as long as no decision on a plan asked for was taken.
         """
         working = chain(state.active.layout.ranks, state.current.layout.ranks)
         speeds = speeds_of(verdicts, state.speeds, working)
         speeds |= dict.fromkeys(state.joiners, 1.0)
         if speeds_changed(state.speeds, speeds):
-            state.speeds, state.retry = speeds, PlanningRetry()
-        elif not state.retry.is_due(clock_s):
-            return None
-        future = self._pool.submit(
+            state.speeds, state.retry, state.is_asked = speeds, PlanningRetry(), True
+        return state.is_asked or state.retry.is_due(clock_s)
+
+    def ask(self, state: PlanningState, job: Job, *, step: int, clock_s: float) -> PlanRequest:
+        """Ask for a plan from `step` on. A dead rank in the current layout always leads to one."""
+        state.is_asked = True
+        decision = self._executor.submit(
             self._replan,
             job,
             state.current,
-            speeds,
+            state.speeds,
             step=step,
             rental=state.rental,
             horizon_steps=_horizon_steps(state, job, clock_s),
             time_limit_s=self._time_limit_s / 2,
         )
+        return PlanRequest(decision, state.current, state.speeds, state.rental)
+
+    def take(self, state: PlanningState, request: PlanRequest, clock_s: float) -> Plan | None:
+        """The plan of a request that is decided; updates rental, retry and outcome."""
+        state.is_asked = False
         try:
-            decision = future.result(self._time_limit_s)
+            decision = request.decision.result()
         except (InfeasibleError, TimeoutError) as error:
             constraint, detail = "time", f"planning took longer than {self._time_limit_s:g} s"
             if isinstance(error, InfeasibleError):
@@ -218,14 +236,17 @@ class Planner:
             state.retry = state.retry.after_failure(clock_s)
             state.outcome = {"state": "infeasible", "constraint": constraint, "detail": detail}
             return None
-        state.retry, state.rental = PlanningRetry(), decision.rental
+        lost_ms = state.rental.lost_ms - request.rental.lost_ms  # since it was asked for
+        rental = decision.rental
+        state.retry = PlanningRetry()
+        state.rental = replace(rental, lost_ms=rental.lost_ms + lost_ms) if lost_ms else rental
         if decision.plan is None:
             state.outcome = {"state": "kept", "detail": decision.explanation}
         return decision.plan
 
     def close(self) -> None:
-        """Cancel waiting runs; does not wait for running ones."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End all planning."""
+        self._executor.close()
 
 
 def speeds_of(

@@ -35,7 +35,7 @@ from ..logs import logger
 from ..store.documents import JobMessage, MessageKind, PendingChanges, plan_from_json, plan_json
 from .adapters import Adapters
 from .forecast import Forecast, ForecastState
-from .planning import Planner, PlanningState
+from .planning import Planner, PlanningState, PlanRequest
 from .probes import OpenProbes
 from .step_times import StepTime, StepTimes
 from .telemetry_runs import TelemetryPart, joined, runs
@@ -91,6 +91,7 @@ class JobSession:
         self._state = SessionState(PlanningState({plan.version: plan}, plan.version))
         self._steps = StepTimes(plan.layout.ranks)
         self._forecast = Forecast(job, self._state.forecast)
+        self._request: PlanRequest | None = None
         self._checked_s = float("-inf")
 
     @property
@@ -299,14 +300,41 @@ class JobSession:
         self._plan_if_needed()
 
     def _plan_if_needed(self) -> None:
-        before = self.planning.outcome
-        plan = self._planner.next_plan(
+        clock_s = self._state.clock_s
+        needed = self._planner.is_needed(self.planning, self._detector.unhealthy(), clock_s)
+        if needed and self._request is None:
+            self._ask_for_plan()
+
+    def _ask_for_plan(self) -> None:
+        self._request = self._planner.ask(
             self.planning,
             self._forecast.job,
-            self._detector.unhealthy(),
             step=self.last_step + 1,
             clock_s=self._state.clock_s,
         )
+        self.take_plan()
+
+    @property
+    def is_planning(self) -> bool:
+        """True while a plan is computed."""
+        return self._request is not None
+
+    def take_plan(self) -> None:
+        """Take the decision on the plan asked for, if there is one now.
+
+        It is dropped, and another plan asked for, if plan or speeds have changed meanwhile.
+        """
+        request = self._request
+        if request is not None and request.decision.done():
+            self._request = None
+            self._guarded("planning", partial(self._take_plan, request))
+
+    def _take_plan(self, request: PlanRequest) -> None:
+        before = self.planning.outcome
+        if not request.is_for(self.planning):
+            self._ask_for_plan()
+            return
+        plan = self._planner.take(self.planning, request, self._state.clock_s)
         if plan is not None:
             self._publish(plan)
         elif self.planning.outcome != before:
