@@ -4,9 +4,11 @@
 
 One session of a worker, without Redis, takes what nodes of eight ranks send: telemetry of one step
 a message, 16 records a rank, and heartbeats of all eight. Message and heartbeat are means over all
-nodes and all steps but the first; the detector's work on a whole step is shared by its messages. A
-tick is the check for silent and hanging ranks, twice a second; status is what the API shows, and
-saved is the state, both of which a worker makes as often as a tenth of its time allows.
+nodes and all steps but the first; the detector's work on a whole step is shared by its messages. Up
+to 64 messages are applied together, as by a worker that finds so many; alone is a message applied
+by itself. A tick is the check for silent and hanging ranks, at most four times a second; status is
+what the API shows, and saved is the state, both of which a worker makes as often as a tenth of its
+time allows. The last two columns are their sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from ._report import machine, print_table, write_json
 _NODE = 8
 _TOGETHER = 64
 _LENGTHS = (300, 700, 2000)
-_COLUMNS = ("ranks", "message", "heartbeat", "tick", "status", "saved")
+_COLUMNS = (
+    "ranks", "message", "alone", "heartbeat", "tick", "status", "saved", "status_kb", "saved_kb"
+)  # fmt: skip
 
 
 def _job(ranks: int) -> Job:
@@ -66,34 +70,38 @@ def _spent_ms(work: Callable[[], object]) -> float:
 
 
 def measure(ranks: int, steps: int) -> dict[str, float]:
-    """Milliseconds of the worker's thread, by `_COLUMNS`."""
+    """Milliseconds of the worker's thread, and sizes in kilobytes, by `_COLUMNS`."""
     job = _job(ranks)
     adapters = Adapters(lambda job, _: Detector(job), Detector.restore, replan)
     plan = Plan(version=0, layout=job.layout, quotas=job.quotas)
     planner = Planner(adapters, time_limit_s=5.0)
     session = JobSession(job, plan, adapters, planner)
 
-    def apply(kind: MessageKind, bodies: list[bytes]) -> float:
+    def apply(kind: MessageKind, bodies: list[bytes], together: int = _TOGETHER) -> float:
         """Return the mean time of a message."""
         messages = [JobMessage(f"1-{number}", kind, body) for number, body in enumerate(bodies)]
 
         def all_of_them() -> None:
-            for first in range(0, len(messages), _TOGETHER):
-                session.apply(*messages[first : first + _TOGETHER])
+            for first in range(0, len(messages), together):
+                session.apply(*messages[first : first + together])
 
         return _spent_ms(all_of_them) / len(messages)
 
     telemetry, heartbeats = [], []
-    for number, step in enumerate(steps_of(job, _LENGTHS, steps=steps + 1, seed=0)):
+    *together, alone = steps_of(job, _LENGTHS, steps=steps + 2, seed=0)
+    for number, step in enumerate(together):
         telemetry.append(apply(MessageKind.TELEMETRY, list(_by_node(step))))
         heartbeats.append(apply(MessageKind.HEARTBEAT, list(_beats(ranks, number + 1))))
+    alone_ms = apply(MessageKind.TELEMETRY, list(_by_node(alone)), together=1)
     errors = [document for kind, document in session.changes.events if kind == "error"]
     if errors:
         raise RuntimeError(f"the session failed: {errors[0]}")
     later = [_spent_ms(work) for work in (partial(session.tick, 1.0), session.status, session.save)]
     planner.close()
-    means = (float(np.mean(times[1:])) for times in (telemetry, heartbeats))
-    return dict(zip(_COLUMNS, (float(ranks), *means, *later), strict=True))
+    message_ms, heartbeat_ms = (float(np.mean(times[1:])) for times in (telemetry, heartbeats))
+    sizes = len(json.dumps(session.status())), sum(map(len, session.save().values()))
+    figures = message_ms, alone_ms, heartbeat_ms, *later, *(size / 1e3 for size in sizes)
+    return dict(zip(_COLUMNS, (float(ranks), *figures), strict=True))
 
 
 def main() -> None:

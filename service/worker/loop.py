@@ -15,6 +15,8 @@ from typing import Any
 
 import redis
 
+from resihp.contracts import Status
+
 from ..errors import LeaseLostError, StartError
 from ..logs import logger
 from ..settings import Settings
@@ -44,7 +46,8 @@ _SAVE_BYTES_PER_S = 4e6
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
-_URGENT = frozenset({"verdict", "plan", "planning", "plan_applied"})
+_URGENT = frozenset({"plan", "planning", "plan_applied"})
+_URGENT_VERDICTS = frozenset({Status.FAIL_SLOW.value, Status.FAIL_STOP.value})
 
 
 @dataclass
@@ -71,7 +74,7 @@ class _OwnedJob:
         """True if the changes are urgent, or old enough for the cost of saving the states of all
         jobs of the worker once."""
         changes, since_s = self.session.changes, time.monotonic() - self.committed_s
-        if changes.plans or any(kind in _URGENT for kind, _ in changes.events):
+        if changes.plans or any(_is_urgent(*event) for event in changes.events):
             return True
         least_s = max(every_s, all_costs_s / _SAVE_SHARE, self.saved_bytes / _SAVE_BYTES_PER_S)
         return since_s >= least_s and bool(
@@ -106,6 +109,13 @@ class _OwnedJob:
                 status["diagnosis"] = diagnosis
             self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
         return Commit(changes, state, status, newest=self.session.planning.newest.version)
+
+
+def _is_urgent(kind: str, document: dict[str, Any]) -> bool:
+    """True for events that jobs act on; of many ranks some are under suspicion in every step."""
+    if kind == "verdict":
+        return document["verdict"]["status"] in _URGENT_VERDICTS
+    return kind in _URGENT
 
 
 class Worker:

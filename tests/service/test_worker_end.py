@@ -1,0 +1,71 @@
+"""The end of a worker: quick whatever its states cost, with nothing lost and nothing twice."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from conftest import batch_of, eventually, job_of, running
+from fakes import fake_adapters
+
+from service import Settings
+from service.store.embedded_redis import socket_path
+from service.store.schema import GROUP, JobKeys
+from service.worker import loop
+from service.worker.loop import Worker
+
+STEPS = 12
+
+
+@contextlib.contextmanager
+def working(settings: Settings) -> Iterator[None]:
+    """A worker in a thread, ended at the end of the block."""
+    stop = threading.Event()
+    worker = Worker(f"unix://{socket_path(settings.data)}", settings, fake_adapters())
+    thread = threading.Thread(target=worker.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Saves once a minute: after the commit of the first verdicts nothing more.
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=60.0)
+    monkeypatch.setattr(loop, "_LEAVE_S", -1.0)
+    messages = JobKeys("j").messages
+    with (
+        running(settings) as http,
+        redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as store,
+    ):
+        http.register(job_of())
+
+        def unsaved() -> int:
+            """Messages that a worker has read and not saved."""
+            return int(store.xpending(messages, GROUP)["pending"])
+
+        def send(*steps: int) -> None:
+            for step in steps:
+                assert http.send("j", batch_of(step)).status == 202
+
+        with working(settings):
+            send(0)
+            eventually(lambda: http.records("j") == 32)
+            send(*range(1, STEPS))
+            eventually(lambda: unsaved() == STEPS - 1)
+        assert http.get("/v1/jobs/j")["backlog"] == STEPS - 1
+        monkeypatch.setattr(loop, "_LEAVE_S", 60.0)
+        with working(settings.model_copy(update={"commit_every_s": 0.05})):
+            eventually(lambda: http.records("j") == 32 * STEPS)
+        assert (http.get("/v1/jobs/j")["backlog"], unsaved()) == (0, 0)
+        summaries = http.get("/v1/jobs/j/steps")["steps"]
+        assert [summary["step"] for summary in summaries] == list(range(STEPS - 1))
