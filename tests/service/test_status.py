@@ -1,0 +1,62 @@
+"""Status documents: the verdicts on all devices in short, and only what differs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_telemetry_runs import JOB, message, real_session
+
+from resihp.contracts import Layout, Plan, from_json, to_json
+from resihp.contracts.codec import encode
+from resihp.contracts.verdict import Verdict
+from resihp.testing.scenarios import steps_of
+from service.store.documents import JobMessage, MessageKind, verdict_documents
+from service.store.worker_store import Lease
+from service.worker.loop import _OwnedJob
+from service.worker.session import JobSession
+
+
+def session_with_steps() -> JobSession:
+    session = real_session()
+    steps = steps_of(JOB, (300, 700, 2000), steps=4, seed=1)
+    session.apply(*(message(number, encode(step)) for number, step in enumerate(steps)))
+    return session
+
+
+def test_the_documents_hold_the_verdict_on_each_device() -> None:
+    session = session_with_steps()
+    stored = json.loads(json.dumps(session.status()))
+    assert stored["verdicts"] == []
+    assert stored["devices"] == {"healthy": 16}
+    found = [from_json(Verdict, document) for document in verdict_documents(stored)]
+    for verdict, whole in zip(found, session._detector.verdicts(), strict=True):
+        assert (verdict.rank, verdict.status, verdict.step) == (whole.rank, whole.status, 3)
+        assert verdict.confidence == pytest.approx(whole.confidence, abs=0.01)
+    assert verdict_documents({}) == []
+
+
+def test_ranks_that_left_the_layout_keep_their_last_verdict() -> None:
+    session = session_with_steps()
+    left = JOB.layout.replicas[3].ranks
+    fewer = Plan(version=1, layout=Layout(JOB.layout.replicas[:3]), quotas=(6, 5, 5), from_step=4)
+    own = {"plan": to_json(fewer), "lost": [left[0]], "step": 3}
+    session.apply(JobMessage("9-0", MessageKind.OWN_PLAN, json.dumps(own).encode()))
+    assert not [event for event in session.changes.events if event[0] == "error"]
+    again = real_session()
+    again.resume(session.save())
+    for each in (session, again):
+        found = {doc["rank"]: doc["status"] for doc in verdict_documents(each.status())}
+        assert sorted(found) == list(range(16))
+        assert [rank for rank, status in found.items() if status == "fail_stop"] == [left[0]]
+        assert each.status()["devices"] == {"healthy": 15, "fail_stop": 1}
+
+
+def test_a_document_is_written_once() -> None:
+    session = session_with_steps()
+    owned = _OwnedJob(Lease("j", b"1:w", b"1"), session)
+    assert owned.changed_status() == session.status()
+    assert owned.changed_status() == {}
+    body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'
+    session.apply(JobMessage("9-0", MessageKind.FAILURE, body))
+    assert {"healthy", "verdicts", "devices"} <= owned.changed_status().keys()
