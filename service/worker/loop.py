@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -38,9 +38,10 @@ _TICK_S = 0.25  # between two checks of a job that do not depend on its messages
 # arrives meanwhile is applied together, which costs less. An idle worker answers at once.
 _PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
 _LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
-_DIAGNOSE_EVERY_S = 2.0
-# Saving takes at most this share of a worker's time: a costly state is saved less often.
+# Saving takes at most this share of a worker's time: costly states are saved less often. The same
+# holds for diagnoses, which look at all records of the last steps.
 _SAVE_SHARE = 0.1
+_DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.05
 # Limit of the growth of the append-only file; a state that is not saved can be replayed.
 _SAVE_BYTES_PER_S = 4e6
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
@@ -64,22 +65,23 @@ class _OwnedJob:
     ticked_s: float = field(default_factory=time.monotonic)
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
+    diagnosis_cost_s: float = 0.0
 
-    def diagnosis_is_due(self) -> bool:
+    def diagnosis_is_due(self, every_s: float) -> bool:
         """True if the last diagnosis is old and there are newer steps."""
-        is_old = time.monotonic() - self.diagnosed_s > _DIAGNOSE_EVERY_S
+        is_old = time.monotonic() - self.diagnosed_s > every_s
         return is_old and self.session.last_step > self.diagnosed_step
 
-    def commit_is_due(self, every_s: float, all_costs_s: float) -> bool:
-        """True if the changes are urgent, or old enough for the cost of saving the states of all
-        jobs of the worker once."""
+    def is_urgent(self) -> bool:
+        """True if there are changes that jobs act on."""
+        changes = self.session.changes
+        return bool(changes.plans) or any(_is_urgent(*event) for event in changes.events)
+
+    def commit_is_due(self, every_s: float, *, diagnose: bool) -> bool:
+        """True if the changes are old enough; with `diagnose` also without changes."""
         changes, since_s = self.session.changes, time.monotonic() - self.committed_s
-        if changes.plans or any(_is_urgent(*event) for event in changes.events):
-            return True
-        least_s = max(every_s, all_costs_s / _SAVE_SHARE, self.saved_bytes / _SAVE_BYTES_PER_S)
-        return since_s >= least_s and bool(
-            changes.applied or changes.events or self.diagnosis_is_due()
-        )
+        least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
+        return since_s >= least_s and bool(changes.applied or changes.events or diagnose)
 
     def tick(self, *, drained: bool) -> None:
         """Advance the session's clock if all its messages are applied."""
@@ -98,21 +100,25 @@ class _OwnedJob:
         self.published = status
         return changed
 
+    def diagnose(self) -> dict[str, Any] | None:
+        """The diagnosis as of the last message; None before there is enough data."""
+        begun_s = time.monotonic()
+        diagnosis = self.session.diagnosis()
+        self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
+        self.diagnosis_cost_s = self.diagnosed_s - begun_s
+        return diagnosis
+
     def commit(self) -> Commit:
         """The pending changes with the state after them; the session starts a new collection."""
         changes, self.session.changes = self.session.changes, PendingChanges()
         state = self.session.save()
         self.saved_bytes = sum(map(len, state.values()))
-        status = self.changed_status()
-        if self.diagnosis_is_due():
-            if (diagnosis := self.session.diagnosis()) is not None:
-                status["diagnosis"] = diagnosis
-            self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
-        return Commit(changes, state, status, newest=self.session.planning.newest.version)
+        newest = self.session.planning.newest.version
+        return Commit(changes, state, self.changed_status(), newest=newest)
 
 
 def _is_urgent(kind: str, document: dict[str, Any]) -> bool:
-    """True for events that jobs act on; of many ranks some are under suspicion in every step."""
+    """True for events that jobs act on. Of many ranks some are under suspicion in every step."""
     if kind == "verdict":
         return document["verdict"]["status"] in _URGENT_VERDICTS
     return kind in _URGENT
@@ -164,12 +170,19 @@ class Worker:
             stop.wait(_BLOCK_MS / 1e3)
             return
         behind = self._read()
-        all_costs_s = sum(owned.save_cost_s for owned in self._owned.values())
+        active = [owned for owned in self._owned.values() if owned.session.changes.applied]
+        saves_s = sum(owned.save_cost_s for owned in active)
+        diagnoses_s = sum(owned.diagnosis_cost_s for owned in active)
+        save_every_s = max(self._settings.commit_every_s, saves_s / _SAVE_SHARE)
+        diagnose_every_s = max(_DIAGNOSE_EVERY_S, diagnoses_s / _DIAGNOSE_SHARE)
         for job, owned in list(self._owned.items()):
             owned.session.take_plan()
             owned.tick(drained=job not in behind)
-            if owned.commit_is_due(self._settings.commit_every_s, all_costs_s):
+            diagnose = owned.diagnosis_is_due(diagnose_every_s)
+            if owned.is_urgent():
                 self._commit(job)
+            elif owned.commit_is_due(save_every_s, diagnose=diagnose):
+                self._commit(job, diagnose=diagnose)
             elif owned.session.changes.steps:
                 self._publish(job, owned)
         if not behind and not self._is_planning():
@@ -210,11 +223,15 @@ class Worker:
             if not self._store.renew(owned.lease, ttl_s=self._settings.lease_s):
                 del self._owned[job]
 
-    def _commit(self, job: str) -> None:
+    def _commit(self, job: str, *, diagnose: bool = False) -> None:
         owned = self._owned[job]
+        diagnosis = owned.diagnose() if diagnose else None
         begun_s = time.monotonic()
+        commit = owned.commit()
+        if diagnosis is not None:
+            commit = replace(commit, status={**commit.status, "diagnosis": diagnosis})
         try:
-            self._store.commit(owned.lease, owned.commit())
+            self._store.commit(owned.lease, commit)
         except LeaseLostError:
             log.warning("lease lost", job=job, worker=self.name)
             del self._owned[job]

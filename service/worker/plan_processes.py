@@ -49,7 +49,7 @@ class InlineExecutor:
         return future
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no call is running."""
 
 
 class ProcessExecutor:
