@@ -225,15 +225,15 @@ class Planner:
         return PlanRequest(decision, state.current, state.speeds, state.rental)
 
     def take(self, state: PlanningState, request: PlanRequest, clock_s: float) -> Plan | None:
-        """The plan of a request that is decided; updates rental, retry and outcome."""
-        state.is_asked = False
+        """The plan of a request that is decided; updates rental, retry and outcome. Raises what the
+        scheduler raised, except that there is no plan or no time."""
+        state.is_asked, state.retry = False, state.retry.after_failure(clock_s)
         try:
             decision = request.decision.result()
         except (InfeasibleError, TimeoutError) as error:
             constraint, detail = "time", f"planning took longer than {self._time_limit_s:g} s"
             if isinstance(error, InfeasibleError):
                 constraint, detail = error.constraint, error.detail
-            state.retry = state.retry.after_failure(clock_s)
             state.outcome = {"state": "infeasible", "constraint": constraint, "detail": detail}
             return None
         lost_ms = state.rental.lost_ms - request.rental.lost_ms  # since it was asked for

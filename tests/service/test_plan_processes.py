@@ -174,6 +174,23 @@ def test_planning_that_fails_elsewhere_is_an_outcome(later: Any) -> None:
     assert not session.is_planning
 
 
+def test_an_error_of_the_scheduler_is_reported_and_planning_tried_again(later: Any) -> None:
+    executor, start = later
+    session = start()
+    tell(session, 0, slow=(3,))
+    executor.calls.pop()[0].set_exception(RuntimeError("broken"))
+    session.take_plan()
+    assert ("error", {"during": "planning", "detail": "RuntimeError: broken"}) in (
+        session.changes.events
+    )
+    assert not executor.calls
+    for _ in range(5):
+        session.tick(1.0)
+    executor.go_on()
+    session.take_plan()
+    assert [plan.version for plan in session.changes.plans] == [1]
+
+
 _WORKER = """
 import os, sys, time
 from service.worker.plan_processes import ProcessExecutor
