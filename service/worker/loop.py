@@ -176,6 +176,8 @@ class Worker:
         save_every_s = max(self._settings.commit_every_s, saves_s / _SAVE_SHARE)
         diagnose_every_s = max(_DIAGNOSE_EVERY_S, diagnoses_s / _DIAGNOSE_SHARE)
         for job, owned in list(self._owned.items()):
+            if stop.is_set():
+                return
             owned.session.take_plan()
             owned.tick(drained=job not in behind)
             diagnose = owned.diagnosis_is_due(diagnose_every_s)
