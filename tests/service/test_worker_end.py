@@ -39,7 +39,7 @@ def working(settings: Settings) -> Iterator[None]:
 def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Saves once a minute: after the commit of the first verdicts nothing more.
+    # Saves once a minute: after the commit of the failure nothing more.
     settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=60.0)
     monkeypatch.setattr(loop, "_LEAVE_S", -1.0)
     messages = JobKeys("j").messages
@@ -53,16 +53,13 @@ def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
             """Messages that a worker has read and not saved."""
             return int(store.xpending(messages, GROUP)["pending"])
 
-        def send(*steps: int) -> None:
-            for step in steps:
-                assert http.send("j", batch_of(step)).status == 202
-
         with working(settings):
-            send(0)
-            eventually(lambda: http.records("j") == 32)
-            send(*range(1, STEPS))
-            eventually(lambda: unsaved() == STEPS - 1)
-        assert http.get("/v1/jobs/j")["backlog"] == STEPS - 1
+            assert http("POST", "/v1/jobs/j/failures", {"ranks": [7]}).status == 202
+            eventually(lambda: http.statuses("j") == {7: "fail_stop"})
+            for step in range(STEPS):
+                assert http.send("j", batch_of(step)).status == 202
+            eventually(lambda: unsaved() == STEPS)
+        assert http.get("/v1/jobs/j")["backlog"] == STEPS
         monkeypatch.setattr(loop, "_LEAVE_S", 60.0)
         with working(settings.model_copy(update={"commit_every_s": 0.05})):
             eventually(lambda: http.records("j") == 32 * STEPS)
