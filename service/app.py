@@ -41,7 +41,11 @@ _OPEN_FILES = 1_024  # beside those of the watchers: other requests, Redis, the 
 
 
 def create_app(settings: Settings, adapters: AdapterFactory = load_adapters) -> FastAPI:
-    """The sidecar as an ASGI app. `adapters` loads detector and scheduler for its worker."""
+    """The sidecar as an ASGI app, in one process.
+
+    It starts what the settings ask for beside the API: an embedded Redis, and a worker in a thread,
+    for which `adapters` loads detector and scheduler. `resihp serve` starts both as processes.
+    """
     metrics = HttpMetrics()
 
     @contextlib.asynccontextmanager
@@ -80,20 +84,17 @@ async def _open(
 ) -> AppContext:
     _allow_open_files(settings.max_watchers + _OPEN_FILES)
     url = _open_redis(stack, settings)
+    await asyncio.to_thread(check_redis, url)
     client = _connect(stack, url, _CONNECTIONS)
     # On connections of their own, so that watchers that wake together hold up no other request.
     watching = _connect(stack, url, _WATCHING_CONNECTIONS)
-    try:
-        await client.ping()
-    except redis.RedisError as error:
-        raise StartError(f"cannot reach Redis at {url}: {error}") from None
     notifier = Notifier(max_watchers=settings.max_watchers)
     _run_task(stack, notifier.wake())
     _run_task(stack, notifier.listen(watching))
     stack.callback(notifier.close)
     if settings.worker:
         await _start_worker(stack, url, settings, adapters)
-    log.info("sidecar ready", redis=url, worker=settings.worker)
+    log.info("ready", redis=url)
     store, watched = HttpStore(client, settings), HttpStore(watching, settings)
     _run_task(stack, _expire_jobs(store, settings.keep_jobs_days))
     return AppContext(settings, store, watched, notifier, metrics, HeartbeatBatches(store))
@@ -124,19 +125,27 @@ def _allow_open_files(number: int) -> None:
 
 
 def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Redis:
-    """A client with so many connections at most; who finds none free waits. Raises `StartError`."""
+    """A client with so many connections at most; who finds none free waits."""
     # Two quick retries bridge a restart of Redis; a time-out is not retried.
     retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url, protocol=2, socket_timeout=3, retry=retry,
-            max_connections=connections, timeout=_CONNECTION_WAIT_S,
-        )  # fmt: skip
-    except ValueError as error:
-        raise StartError(f"not a Redis URL: {url}: {error}") from None
+    pool = BlockingConnectionPool.from_url(
+        url, protocol=2, socket_timeout=3, retry=retry,
+        max_connections=connections, timeout=_CONNECTION_WAIT_S,
+    )  # fmt: skip
     client = Redis.from_pool(pool)
     stack.push_async_callback(client.aclose)
     return client
+
+
+def check_redis(url: str) -> None:
+    """Connect to Redis and close the connection. Raises `StartError`."""
+    try:
+        with redis.Redis.from_url(url, protocol=2, socket_timeout=3) as client:
+            client.ping()
+    except ValueError as error:
+        raise StartError(f"not a Redis URL: {url}: {error}") from None
+    except redis.RedisError as error:
+        raise StartError(f"cannot reach Redis at {url}: {error}") from None
 
 
 def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:
@@ -145,8 +154,14 @@ def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:
     server = EmbeddedRedis(settings.data)
     server.start()
     stack.callback(server.stop)
-    _run_task(stack, server.supervise())
+    _run_task(stack, _keep_alive(server))
     return server.url
+
+
+async def _keep_alive(server: EmbeddedRedis) -> None:
+    while True:
+        await asyncio.sleep(0.1)
+        server.revive()
 
 
 def _run_task(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:

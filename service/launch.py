@@ -1,4 +1,4 @@
-"""A sidecar in a child process: for demos, tests and notebooks."""
+"""A sidecar started and stopped by another program: for demos, tests and notebooks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sidecar:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None if it is not running."""
+        """Process id of its supervisor, with which all its processes end; None if not running."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class Sidecar:
             return process.wait(timeout_s)
 
     def kill(self) -> None:
-        """Kill the process (SIGKILL)."""
+        """Kill its supervisor (SIGKILL); the kernel ends the other processes (Linux)."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

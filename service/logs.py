@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 
 import structlog
 
 from .settings import Settings
 
+
+def _add_process(
+    _logger: object, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Add the name of the process if it is one of several of a sidecar."""
+    if multiprocessing.parent_process() is not None:
+        event.setdefault("process", multiprocessing.current_process().name)
+    return event
+
+
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
+    _add_process,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 )
 

@@ -1,65 +1,123 @@
-"""The web server: serves the app in this process until a signal."""
+"""The sidecar as a supervised group of processes: API, worker and embedded Redis."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
-from .app import create_app
+from .app import check_redis, create_app
 from .connections import TimedConnection
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
+from .store.embedded_redis import EmbeddedRedis
+from .supervisor import ChildProcess, end
 from .worker.adapters import AdapterFactory, load_adapters
+from .worker.loop import work
 
 log = logger("resihp.server")
 
+# Together less than 10 s: open requests, then the API, the worker and Redis.
+_REQUESTS_S, _API_S, _WORKER_S, _REDIS_S = 2, 3.5, 4.0, 2.0
+_POLL_S = 0.1
+
 
 def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `StartError` with a message of one line."""
-    app = create_app(settings, adapters)
+    """Serve until SIGINT or SIGTERM. Raises `StartError` with a message of one line.
+
+    This process starts the others and starts them again when they die: Redis if none is given, a
+    worker, and `settings.processes` API processes on one listening socket. At the end it stops them
+    in reverse order. `adapters` is called in the worker's process.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with contextlib.ExitStack() as stack:
+        redis, redis_url = None, settings.redis_url
+        if redis_url is None:
+            redis = EmbeddedRedis(settings.data)
+            redis.start()
+            stack.callback(redis.stop, timeout_s=_REDIS_S)
+            redis_url = redis.url
+        own = settings.model_copy(update={"redis_url": redis_url, "worker": False})
+        check_redis(redis_url)
+        listener = stack.enter_context(_bind(settings))
+        workers = [ChildProcess("worker", partial(_work, own, adapters))] if settings.worker else []
+        apis = [
+            ChildProcess(f"api-{number}", partial(_serve_api, own, listener))
+            for number in range(settings.processes)
+        ]
+        stack.callback(end, workers, timeout_s=_WORKER_S)
+        stack.callback(end, apis, timeout_s=_API_S)
+        children = [*workers, *apis]
+        for child in children:
+            child.start()
+        if not _wait_until_ready(children, stop):
+            return
+        url = _url(listener, settings)
+        log.info("serving", url=url, docs=f"{url}/docs", processes=len(children))
+        if settings.ready_file is not None:
+            stack.callback(settings.ready_file.unlink, missing_ok=True)
+            write_ready_file(settings.ready_file, url)
+        while not stop.is_set():
+            for child in children:
+                child.revive()
+            if redis is not None:
+                redis.revive()
+            time.sleep(_POLL_S)  # not `stop.wait`, whose lock the signal handler would need
+
+
+def _wait_until_ready(children: list[ChildProcess], stop: threading.Event) -> bool:
+    """Wait for all processes; False if `stop` is set first. Raises `StartError`."""
+    missing = list(children)
+    while missing and not stop.is_set():
+        missing = [child for child in missing if not child.is_ready()]
+        time.sleep(0.01)
+    return not missing
+
+
+def _work(settings: Settings, adapters: AdapterFactory, ready: Callable[[], None]) -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    work(settings, stop, adapters, ready=ready)
+
+
+def _serve_api(settings: Settings, listener: socket.socket, ready: Callable[[], None]) -> None:
+    app = create_app(settings)
     config = uvicorn.Config(
         app, http=TimedConnection, log_config=None, access_log=False, lifespan="on",
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=_REQUESTS_S,
     )  # fmt: skip
-    listener = _bind(settings)
-    # uvicorn raises the signal that ended it again after its shutdown.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     try:
-        _Server(config, app, settings, _url(listener, settings)).run(sockets=[listener])
-    except SystemExit as end:
+        _ApiServer(config, app, ready).run(sockets=[listener])
+    except SystemExit:
         if app.state.start_error is not None:
             raise app.state.start_error from None
-        if end.code:
-            raise StartError("the web server did not start") from None
-    finally:
-        listener.close()
-        if settings.ready_file is not None:
-            settings.ready_file.unlink(missing_ok=True)
+        raise
 
 
-class _Server(uvicorn.Server):
-    """Writes the ready file at start, and wakes waiting requests before the shutdown."""
+class _ApiServer(uvicorn.Server):
+    """Reports its start, and wakes waiting requests before the shutdown."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, settings: Settings, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._app = app
-        self._settings = settings
-        self._url = url
+        self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        log.info("serving", url=self._url, docs=f"{self._url}/docs")
-        if self._settings.ready_file is not None:
-            write_ready_file(self._settings.ready_file, self._url)
+        self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.context.notifier.close()
@@ -68,9 +126,9 @@ class _Server(uvicorn.Server):
 
 def write_ready_file(path: Path, url: str) -> None:
     """Write url and pid atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    partial.replace(path)
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
+    partial_path.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    partial_path.replace(path)
 
 
 def _bind(settings: Settings) -> socket.socket:

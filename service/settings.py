@@ -35,7 +35,8 @@ class Settings(BaseSettings):
         description="Redis to use; None starts an embedded one in the data folder",
     )
     data: Path = Field(default_factory=default_data_folder, description="data folder")
-    worker: bool = Field(True, description="run a worker inside this process")
+    processes: int = Field(1, gt=0, description="API processes on the port")
+    worker: bool = Field(True, description="run a worker as well")
     ready_file: Path | None = Field(None, description="file that announces url and pid when ready")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"

@@ -25,6 +25,7 @@ Point a training job at it with `resihp.Monitor(job=job, url="http://127.0.0.1:8
 
 - `resihp serve` — for one machine
 - `resihp serve --host 0.0.0.0 --token SECRET` — for a cluster; jobs set `RESIHP_TOKEN`
+- `resihp serve --processes 2` — with two API processes on the port
 - `resihp serve --no-worker` and a few `resihp worker` — for many jobs
 
 Each option is also an environment variable with the prefix `RESIHP_` (`RESIHP_PORT`). Limits and
@@ -56,8 +57,11 @@ def serve_command(
         str | None,
         typer.Option(help="Bearer token required in requests.", envvar="RESIHP_TOKEN"),
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="API processes on the port.  [default: 1]")
+    ] = None,
     worker: Annotated[
-        bool | None, typer.Option("--worker/--no-worker", help="Run a worker in this process.")
+        bool | None, typer.Option("--worker/--no-worker", help="Run a worker process as well.")
     ] = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="File for url and pid (JSON), written once it serves.")
@@ -70,8 +74,9 @@ def serve_command(
     from service.server import serve
 
     settings = settings_from(
-        host=host, port=port, data=data, redis_url=redis, token=token, worker=worker,
-        ready_file=ready_file, log_level=log_level, log_format=log_format,
+        host=host, port=port, data=data, redis_url=redis, token=token,
+        processes=processes, worker=worker, ready_file=ready_file,
+        log_level=log_level, log_format=log_format,
     )  # fmt: skip
     try:
         serve(settings)

@@ -7,7 +7,6 @@ is therefore held as long as any process writes there.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -37,7 +36,7 @@ if os.getppid() != parent:
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-_START_TIMEOUT_S, _LOCK_TIMEOUT_S = 20.0, 5.0
+_START_TIMEOUT_S, _LOCK_TIMEOUT_S, _RESTART_S = 20.0, 5.0, 1.0
 _SOCKET_PATH_LIMIT = 100  # bytes; the kernel's limit is 108 on Linux, 104 on macOS
 
 
@@ -74,6 +73,7 @@ class EmbeddedRedis:
         self.socket = socket_path(data)
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._spawned_s = 0.0
 
     @property
     def url(self) -> str:
@@ -96,12 +96,13 @@ class EmbeddedRedis:
             raise StartError(f"{self.socket.parent} belongs to another user")
         self._lock = _lock_folder(self.data)
         try:
-            self._launch()
+            self._spawn()
+            self._wait()
         except BaseException:
             self.stop()
             raise
 
-    def _launch(self) -> None:
+    def _spawn(self) -> None:
         assert self._lock is not None
         self.socket.unlink(missing_ok=True)  # stale: the lock is held, so no server listens on it
         server = [find_server(), *_options(self.data, self.socket)]
@@ -115,35 +116,42 @@ class EmbeddedRedis:
             pass_fds=(self._lock,),
             start_new_session=True,  # Ctrl-C goes to the sidecar, which stops the server last
         )
+        self._spawned_s = time.monotonic()
+
+    def _wait(self) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not _answers(self.socket):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise StartError(f"the embedded Redis did not start; see {self.data / 'redis.log'}")
             time.sleep(0.01)
 
-    async def supervise(self) -> None:
-        """Restart the server when it dies; runs until cancelled."""
-        while True:
-            await asyncio.sleep(0.1)
-            if self._process is None or self._process.poll() is None:
-                continue
-            log.warning("redis died, restarting it", status=self._process.returncode)
-            try:
-                self._launch()
-            except (StartError, OSError) as error:
-                log.error("redis does not start", error=str(error))
-                await asyncio.sleep(1.0)
+    def revive(self) -> None:
+        """Start the server again if it has died, at most once a second; does not wait for it."""
+        if self._process is None or self._process.poll() is None:
+            return
+        if time.monotonic() - self._spawned_s < _RESTART_S:
+            return
+        log.warning("redis died, restarting it", status=self._process.returncode)
+        try:
+            self._spawn()
+        except (StartError, OSError) as error:
+            self._spawned_s = time.monotonic()
+            log.error("redis does not start", error=str(error))
 
-    def stop(self) -> None:
-        """Stop the server, which flushes its log first, and release the folder."""
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """Stop the server, which flushes its log first, and release the folder.
+
+        It is killed after `timeout_s`; what it has not flushed by then is in the kernel's cache.
+        """
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
             try:
-                process.wait(timeout=10)
+                process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(timeout=10)
+                process.wait()
             self.socket.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -348,9 +348,10 @@ def work(
     stop: threading.Event,
     adapters: AdapterFactory = load_adapters,
     *,
+    ready: Callable[[], None] = lambda: None,
     patience_s: float = _PATIENCE_S,
 ) -> None:
-    """Run a worker as a process of its own until `stop` is set.
+    """Run a worker as a process of its own until `stop` is set; `ready` is called at its start.
 
     Raises `StartError` if no Redis answers within `patience_s`.
     """
@@ -365,6 +366,7 @@ def work(
     # Signal handlers run in the main thread, which therefore only waits.
     thread = threading.Thread(target=Worker(url, settings, adapters(settings)).run, args=(stop,))
     thread.start()
+    ready()
     while thread.is_alive():
         thread.join(0.2)
 

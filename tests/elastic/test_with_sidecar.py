@@ -35,6 +35,12 @@ def from_sidecar(folder: Path) -> ServicePlans:
     return ServicePlans(Client((folder / "url").read_text()), JOB, patience=patience)
 
 
+def children(pid: int | None) -> list[int]:
+    """Processes of a sidecar: Redis, worker and API."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(child) for child in listed.split()]
+
+
 class Running:
     """A job that trains until the end of the test, and its sidecar."""
 
@@ -141,12 +147,13 @@ def test_killed_and_started_again_it_learns_what_it_has_missed(tmp_path: Path) -
 def test_too_slow_it_gives_up_the_plan_that_it_made_too_late(tmp_path: Path) -> None:
     """Two plans have the version 1; the one by which the job works holds."""
     with running(tmp_path, patience_s=1.0) as job:
-        pid = job.sidecar.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        pids = children(job.sidecar.pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         job.ranks.kill(5)
         job.switched(1)
-        os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
         plan = job.agree()
         assert plan.version == 1
         assert "made by the job itself" in plan.reason[-1]

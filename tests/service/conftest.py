@@ -25,6 +25,7 @@ from resihp.contracts import Job, Layout, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
 from service import Settings, Sidecar, create_app
 from service.connections import TimedConnection
+from service.store.embedded_redis import socket_path
 from service.worker.adapters import AdapterFactory
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
@@ -55,6 +56,29 @@ def eventually(check: Callable[[], Any], *, timeout_s: float = 300.0) -> Any:
         assert time.monotonic() < deadline, f"not within {timeout_s} s; last value {value!r}"
         time.sleep(0.03)
     return value
+
+
+def children(pid: int | None) -> dict[str, int]:
+    """Process ids of the API and worker processes of a sidecar by name."""
+    found = {}
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        with contextlib.suppress(OSError):  # it has ended
+            found[Path(f"/proc/{child}/comm").read_text().strip()] = child
+    return {name: child for name, child in found.items() if name.startswith("resihp-")}
+
+
+def redis_pids(data: Path) -> list[int]:
+    """Processes that serve the embedded Redis of a data folder."""
+    needle = str(socket_path(data)).encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"redis-server" in command.split(b"\0")[0] and needle in command:
+            found.append(int(entry.name))
+    return found
 
 
 class Http:

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--ready-file", type=Path)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--no-worker", dest="worker", action="store_false")
     parser.add_argument("--only-worker", action="store_true")
     parser.add_argument("--padding", type=int, default=0)

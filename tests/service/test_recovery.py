@@ -13,27 +13,13 @@ from pathlib import Path
 
 import pytest
 import urllib3
-from conftest import FAKES, Http, batch_of, eventually, job_of
+from conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
 from fakes import fake_adapters
 
 from service import Settings, Sidecar, StartError
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.worker.adapters import Adapters
 from service.worker.loop import work
-
-
-def redis_pids(data: Path) -> list[int]:
-    """Processes that serve the embedded Redis of a data folder."""
-    needle = str(socket_path(data)).encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"redis-server" in command.split(b"\0")[0] and needle in command:
-            found.append(int(entry.name))
-    return found
 
 
 def send(http: Http, step: int) -> None:
@@ -178,6 +164,8 @@ def test_workers_share_the_jobs(tmp_path: Path):
 def test_nothing_is_left_behind(tmp_path: Path):
     with Sidecar(tmp_path, command=FAKES) as sidecar:
         assert len(redis_pids(tmp_path)) == 1
+        processes = list(children(sidecar.pid).values())
+        assert len(processes) == 2
         http = Http(sidecar.url)
         http.register(job_of())
         watching = http("GET", "/v1/jobs/j/events", preload_content=False)
@@ -188,6 +176,7 @@ def test_nothing_is_left_behind(tmp_path: Path):
         watching.close()
         http.close()
     assert redis_pids(tmp_path) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     assert not socket_path(tmp_path).exists()
     assert not (tmp_path / "ready.json").exists()
 

@@ -1,0 +1,88 @@
+"""The processes of a sidecar: each is replaced when it dies, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import FAKES, Http, children, eventually, job_of, redis_pids
+from test_recovery import assert_all_applied_once, send
+
+from service import Sidecar
+from service.supervisor import restart_delay_s
+
+
+def test_a_worker_and_an_api_that_die_are_replaced(tmp_path: Path):
+    with Sidecar(tmp_path, command=FAKES) as sidecar:
+        http = Http(sidecar.url)
+        http.register(job_of())
+        for step in range(20):
+            send(http, step)
+            if step in {7, 13}:
+                before = children(sidecar.pid)
+                assert set(before) == {"resihp-worker", "resihp-api-0"}
+                for pid in before.values():
+                    os.kill(pid, signal.SIGKILL)
+                eventually(lambda before=before: replaced(before, children(sidecar.pid)))
+        assert_all_applied_once(http, 20)
+        assert "process died" in sidecar.tail(1000)
+        http.close()
+
+
+def replaced(before: dict[str, int], now: dict[str, int]) -> bool:
+    return set(before) == set(now) and set(before.values()).isdisjoint(now.values())
+
+
+def test_several_api_processes_share_the_port(tmp_path: Path):
+    with Sidecar(tmp_path, command=FAKES, options=("--processes", "2")) as sidecar:
+        assert set(children(sidecar.pid)) == {"resihp-api-0", "resihp-api-1", "resihp-worker"}
+        http = Http(sidecar.url)
+        http.register(job_of())
+        for name in ("resihp-api-0", "resihp-api-1"):
+            stopped = children(sidecar.pid)[name]
+            http.close()  # the next connection is that of the process that is not stopped
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                send(http, 0)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        http.close()
+
+
+def test_the_processes_end_with_a_killed_supervisor(tmp_path: Path):
+    with Sidecar(tmp_path, command=FAKES) as sidecar:
+        processes = [*children(sidecar.pid).values(), *redis_pids(tmp_path)]
+        assert len(processes) == 3
+        sidecar.kill()
+        eventually(lambda: not any(map(lives, processes)))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_worker_that_cannot_start_ends_the_sidecar_with_its_reason(tmp_path: Path):
+    command = (
+        "from service import Settings, StartError; from service.server import serve; import sys\n"
+        "def refuse(settings): raise StartError('no detector')\n"
+        "try: serve(Settings(port=0, data=sys.argv[1]), refuse)\n"
+        "except StartError as error: sys.exit(str(error))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(tmp_path)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1] == "no detector"
+    assert redis_pids(tmp_path) == []
+
+
+def test_a_process_that_dies_again_and_again_is_started_less_often():
+    delays = [restart_delay_s(deaths) for deaths in range(1, 20)]
+    assert delays == sorted(delays)
+    assert delays[0] < 1 < delays[-1] == delays[-2]
