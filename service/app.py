@@ -18,6 +18,7 @@ from redis.backoff import ConstantBackoff
 from .api import events, jobs, pages, plans
 from .api.context import AppContext
 from .api.heartbeats import HeartbeatBatches
+from .api.lag import JobLags
 from .api.metrics import HttpMetrics
 from .api.middleware import RequestMiddleware
 from .api.notifier import Notifier
@@ -97,7 +98,9 @@ async def _open(
     log.info("ready", redis=url)
     store, watched = HttpStore(client, settings), HttpStore(watching, settings)
     _run_task(stack, _expire_jobs(store, settings.keep_jobs_days))
-    return AppContext(settings, store, watched, notifier, metrics, HeartbeatBatches(store))
+    return AppContext(
+        settings, store, watched, notifier, metrics, HeartbeatBatches(store), JobLags(store)
+    )
 
 
 async def _expire_jobs(store: HttpStore, days: float) -> None:

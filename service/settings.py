@@ -49,6 +49,11 @@ class Settings(BaseSettings):
     )
     max_backlog: int = Field(20_000, gt=0, description="most unapplied messages of a job")
     max_backlog_bytes: int = Field(512 * MIB, gt=0, description="most unapplied bytes of a job")
+    slow_down_lag_s: float = Field(
+        10.0,
+        gt=0,
+        description="lag of a job from which on its senders are asked to send less often",
+    )
     max_watchers: int = Field(2048, gt=0, description="most long polls and event streams at a time")
     max_wait_s: float = Field(60.0, gt=0, description="longest long poll")
     keep_events: int = Field(2_000, gt=0, description="events kept per job")

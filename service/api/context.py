@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from ..settings import Settings
 from ..store.http_store import HttpStore
 from .heartbeats import HeartbeatBatches
+from .lag import JobLags
 from .metrics import HttpMetrics
 from .notifier import Notifier
 
@@ -29,6 +30,7 @@ class AppContext:
     notifier: Notifier
     metrics: HttpMetrics
     heartbeats: HeartbeatBatches
+    lags: JobLags
     decoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decoding"))
 
 

@@ -14,6 +14,7 @@ from resihp.contracts import ContractError, Plan, to_json
 from ..store.documents import MessageKind
 from . import bodies
 from .context import AppContext, Ctx
+from .lag import sending_interval_s
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -63,9 +64,12 @@ async def _summary(ctx: AppContext, name: str) -> dict[str, Any]:
 
 @router.get("/{job}")
 async def get_job(job: str, ctx: Ctx) -> dict[str, Any]:
-    """A job, its newest plan, the roll-out of that plan, and the backlog of the worker."""
+    """A job, its newest plan, the roll-out of that plan, and how far its worker is behind: messages
+    in no saved state, age of the oldest that no worker has read, messages refused and records
+    dropped by senders."""
     description = await ctx.store.job(job)
-    status = await ctx.store.status(job)
+    status, counts = await ctx.store.status(job), await ctx.store.counts(job)
+    (lag_s,) = await ctx.lags.of(job)
     return {
         "job": to_json(description),
         "plan": await ctx.store.plan(job, await ctx.store.require(job)),
@@ -73,6 +77,9 @@ async def get_job(job: str, ctx: Ctx) -> dict[str, Any]:
         "rollout": status.get("rollout"),
         "last_step": status.get("last_step", -1),
         "backlog": await ctx.store.backlog(job),
+        "lag_s": lag_s,
+        "refused": counts.get("refused", 0),
+        "dropped": counts.get("dropped", 0),
     }
 
 
@@ -87,17 +94,22 @@ async def delete_job(job: str, ctx: Ctx) -> Response:
 async def post_telemetry(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
     `Idempotency-Key` is applied once. The answer lists the `probes` that ranks in it should run, if
-    any: `{"id", "kind", "peer", "rank"}`."""
+    any: `{"id", "kind", "peer", "rank"}`, and while the job's worker is behind `interval_s`: the
+    seconds that the sender should leave between two messages."""
     batch, body = await bodies.read_telemetry(request, ctx.settings.max_records)
     new = await ctx.store.put(
         job, MessageKind.TELEMETRY, body,
         records=len(batch), dropped=batch.dropped, retry_key=key,
     )  # fmt: skip
-    wanted = await ctx.store.probes(job)
-    ranks = np.intersect1d(batch.rank, [int(rank) for rank in wanted]) if wanted else ()
-    probes = [{**probe, "rank": int(rank)} for rank in ranks for probe in wanted[str(rank)]]
-    answer = {"accepted": len(batch), "duplicate": not new}
-    return {**answer, "probes": probes} if probes else answer
+    answer: dict[str, Any] = {"accepted": len(batch), "duplicate": not new}
+    if wanted := await ctx.store.probes(job):
+        ranks = np.intersect1d(batch.rank, [int(rank) for rank in wanted]).tolist()
+        probes = [{**probe, "rank": rank} for rank in ranks for probe in wanted[str(rank)]]
+        answer |= {"probes": probes} if probes else {}
+    (lag_s,) = await ctx.lags.of(job)
+    if interval_s := sending_interval_s(lag_s, ctx.settings.slow_down_lag_s):
+        answer["interval_s"] = interval_s
+    return answer
 
 
 @router.post("/{job}/heartbeats", **bodies.accepts_heartbeats())

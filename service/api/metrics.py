@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..store.http_store import HttpStore
+from .lag import JobLags
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -31,23 +32,25 @@ _COUNTERS = {
 }
 _GAUGES = {
     "backlog": "messages not yet contained in a saved state",
-    "lag_seconds": "age of the oldest message in the backlog",
+    "lag_seconds": "age of the oldest message that no worker has read",
     "last_step": "newest step reported by any rank",
     "plan_version": "plan that the ranks work under",
 }
 
 
 class HttpMetrics:
-    """Count and duration of the requests to this process, and connections cut."""
+    """Count and duration of the requests to this process, whose name is a label, and connections
+    cut."""
 
     def __init__(self) -> None:
+        self._process = multiprocessing.current_process().name
         self.registry = CollectorRegistry()
         self._requests = PrometheusCounter(
-            "resihp_http_requests", "requests", ("method", "route", "status"),
+            "resihp_http_requests", "requests", ("process", "method", "route", "status"),
             registry=self.registry,
         )  # fmt: skip
         self._seconds = Histogram(
-            "resihp_http_request_seconds", "duration of requests", ("method", "route"),
+            "resihp_http_request_seconds", "duration of requests", ("process", "method", "route"),
             registry=self.registry, buckets=_BUCKETS,
         )  # fmt: skip
 
@@ -59,28 +62,31 @@ class HttpMetrics:
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request."""
         method = method if method in _METHODS else "other"
-        self._requests.labels(method, route, str(status)).inc()
-        self._seconds.labels(method, route).observe(seconds)
+        self._requests.labels(self._process, method, route, str(status)).inc()
+        self._seconds.labels(self._process, method, route).observe(seconds)
 
     def count_cut(self, part: str) -> None:
         """Count a connection that is cut while it waits for the head or the body of a request."""
         self._cut.labels(part).inc()
 
 
-async def exposition(store: HttpStore, http: HttpMetrics) -> bytes:
+async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> bytes:
     """All metrics in the text format of Prometheus."""
-    jobs = _Jobs({name: await _of_job(store, name) for name in await store.names()})
+    names = await store.names()
+    measured = {
+        name: {"lag_seconds": lag_s}
+        for name, lag_s in zip(names, await lags.of(*names), strict=True)
+    }
+    jobs = _Jobs({name: await _of_job(store, name) | measured[name] for name in names})
     return generate_latest(http.registry) + generate_latest(jobs)
 
 
 async def _of_job(store: HttpStore, name: str) -> dict[str, Any]:
     status = await store.status(name)
-    oldest_s = await store.oldest(name)
     return {
         "counts": await store.counts(name),
         "devices": status.get("devices", {}),
         "backlog": await store.backlog(name),
-        "lag_seconds": max(time.time() - oldest_s, 0.0) if oldest_s is not None else 0.0,
         "last_step": status.get("last_step", -1),
         "plan_version": status.get("rollout", {}).get("active", 0),
     }

@@ -24,16 +24,20 @@ _DASHBOARD = Path(__file__).parent.parent / "dashboard"
 @router.get("/v1/healthz")
 @router.get("/healthz", include_in_schema=False)
 async def healthz(ctx: Ctx) -> dict[str, Any]:
-    """Health of the sidecar and its Redis; 503 if Redis does not answer."""
+    """Health of the sidecar and its Redis, and the largest lag of a job; 503 if Redis does not
+    answer."""
     await ctx.store.ping()
-    return {"status": "ok"}
+    lags_s = await ctx.lags.of(*await ctx.store.names())
+    return {"status": "ok", "lag_s": max(lags_s, default=0.0)}
 
 
 @router.get("/v1/metrics", response_class=Response)
 @router.get("/metrics", include_in_schema=False)
 async def metrics(ctx: Ctx) -> Response:
     """Metrics in the text format of Prometheus."""
-    return Response(await exposition(ctx.store, ctx.metrics), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        await exposition(ctx.store, ctx.lags, ctx.metrics), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 @router.get("/docs", include_in_schema=False)

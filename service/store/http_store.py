@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from .schema import (
     GROUP,
     INGEST,
     JOBS,
+    LAGS,
     NEWS,
     PLANS,
     REGISTER,
@@ -51,6 +53,7 @@ class HttpStore:
         self._ingest = self._redis.register_script(INGEST)
         self._register = self._redis.register_script(REGISTER)
         self._delete = self._redis.register_script(DELETE)
+        self._lags = self._redis.register_script(LAGS)
 
     async def ping(self) -> None:
         """Check that Redis answers. Raises `redis.RedisError`."""
@@ -184,10 +187,10 @@ class HttpStore:
         fields = await self._redis.hgetall(JobKeys(name).counts)
         return {key.decode(): int(value) for key, value in fields.items()}
 
-    async def oldest(self, name: str) -> float | None:
-        """Arrival of the oldest message in the backlog, as a Unix time in seconds."""
-        items = await self._redis.xrange(JobKeys(name).messages, count=1)
-        return int(items[0][0].split(b"-")[0]) / 1e3 if items else None
+    async def lags_s(self, names: Sequence[str]) -> list[float]:
+        """Age in seconds of the oldest message of each job that no worker has read; 0 if none."""
+        answer = await self._lags(keys=[JobKeys(name).messages for name in names])
+        return [milliseconds / 1e3 for milliseconds in answer]
 
     async def put(
         self,

@@ -202,3 +202,24 @@ KEEP_PREDICTOR = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """
+
+# KEYS: message streams
+# Returns the age of the oldest message in each that no worker has read, in ms; 0 without one.
+LAGS = """
+local now = redis.call('TIME')
+local lags = {}
+for index, messages in ipairs(KEYS) do
+  lags[index] = 0
+  local group = redis.pcall('XINFO', 'GROUPS', messages)[1]
+  for at = 1, group and #group or 0, 2 do
+    if group[at] == 'last-delivered-id' then
+      local unread = redis.call('XRANGE', messages, '(' .. group[at + 1], '+', 'COUNT', 1)[1]
+      if unread then
+        local arrived_ms = tonumber(string.match(unread[1], '%d+'))
+        lags[index] = math.max(0, now[1] * 1000 + math.floor(now[2] / 1000) - arrived_ms)
+      end
+    end
+  end
+end
+return lags
+"""

@@ -1,0 +1,63 @@
+"""A worker that is behind: senders are told, the lag is shown, and it ends with a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Http, batch_of, eventually, job_of, running
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service import Settings
+from service.api.lag import sending_interval_s
+
+LAGS = st.floats(0, 1e6)
+
+
+@given(LAGS, LAGS, st.floats(0.1, 100))
+def test_the_interval_grows_with_the_lag_within_bounds(a: float, b: float, limit: float):
+    shorter, longer = (sending_interval_s(lag, limit) for lag in sorted((a, b)))
+    assert (shorter is None) == (min(a, b) < limit)
+    assert (shorter or 0) <= (longer or 0)
+    assert longer is None or 1 <= longer <= 30
+
+
+def settings_of(data: Path, *, worker: bool) -> Settings:
+    return Settings(
+        redis_url=None, data=data, worker=worker, commit_every_s=0.05, lease_s=2.0,
+        slow_down_lag_s=0.5, max_backlog=40,
+    )  # fmt: skip
+
+
+def interval_s(http: Http, step: int) -> float | None:
+    """The interval asked for in an answer to a repeated message."""
+    answer = http.send("j", batch_of(step), **{"Idempotency-Key": f"step-{step}"})
+    assert answer.status == 202, answer.data
+    return answer.json().get("interval_s")
+
+
+def test_senders_are_asked_for_a_longer_interval_until_a_worker_catches_up(tmp_path: Path):
+    with running(settings_of(tmp_path, worker=False)) as http:
+        http.register(job_of())
+        assert interval_s(http, 0) is None
+        assert eventually(lambda: interval_s(http, 0)) >= 1
+        lag_s = http.get("/v1/jobs/j")["lag_s"]
+        assert lag_s >= 0.5
+        assert http.get("/healthz")["lag_s"] >= lag_s
+        assert eventually(lambda: lag_in_metrics(http) > lag_s)
+        while http.send("j", batch_of(1)).status == 202:
+            pass
+        assert http.get("/v1/jobs/j")["refused"] == 1
+    with running(settings_of(tmp_path, worker=True)) as http:
+        eventually(lambda: interval_s(http, 0) is None)
+        eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
+        assert eventually(lambda: http.get("/healthz")["lag_s"] == 0.0)
+
+
+def lag_in_metrics(http: Http) -> float:
+    (line,) = (
+        line
+        for line in http("GET", "/metrics").data.decode().splitlines()
+        if line.startswith('resihp_lag_seconds{job="j"}')
+    )
+    return float(line.split()[1])
