@@ -14,8 +14,8 @@ _HELP = """
 Start one more **worker** for a sidecar.
 
 A worker owns some of the jobs: it applies their telemetry to the detector, requests plans from the
-scheduler, and saves both. Jobs are distributed over all workers; when one dies, the others resume
-its jobs from the last saved state.
+scheduler, and saves both. Jobs are distributed over all workers by the processor time they cost;
+when one dies, the others resume its jobs from the last saved state.
 
 Use the same `--data` as the sidecar (its embedded Redis on this machine) or the same `--redis`. A
 worker started before its sidecar waits for it, half a minute at most.

@@ -33,6 +33,7 @@ _COUNTERS = {
 _GAUGES = {
     "backlog": "messages not yet contained in a saved state",
     "lag_seconds": "age of the oldest message that no worker has read",
+    "load": "share of a core that the job costs its worker",
     "last_step": "newest step reported by any rank",
     "plan_version": "plan that the ranks work under",
 }
@@ -72,9 +73,9 @@ class HttpMetrics:
 
 async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> bytes:
     """All metrics in the text format of Prometheus."""
-    names = await store.names()
+    names, loads = await store.names(), await store.loads()
     measured = {
-        name: {"lag_seconds": lag_s}
+        name: {"lag_seconds": lag_s, "load": loads.get(name, 0.0)}
         for name, lag_s in zip(names, await lags.of(*names), strict=True)
     }
     jobs = _Jobs({name: await _of_job(store, name) | measured[name] for name in names})

@@ -24,6 +24,7 @@ from .schema import (
     INGEST,
     JOBS,
     LAGS,
+    LOADS,
     NEWS,
     PLANS,
     REGISTER,
@@ -191,6 +192,11 @@ class HttpStore:
         """Age in seconds of the oldest message of each job that no worker has read; 0 if none."""
         answer = await self._lags(keys=[JobKeys(name).messages for name in names])
         return [milliseconds / 1e3 for milliseconds in answer]
+
+    async def loads(self) -> dict[str, float]:
+        """Share of a core that each job costs its worker, as last reported."""
+        fields = await self._redis.hgetall(LOADS)
+        return {name.decode(): float(load) for name, load in fields.items()}
 
     async def put(
         self,

@@ -7,6 +7,7 @@ from enum import StrEnum
 JOBS = "resihp:jobs"  # set: names of all jobs
 GENERATIONS = "resihp:generations"  # counter: registrations with new content
 FENCES = "resihp:fences"  # counter: leases given out
+LOADS = "resihp:loads"  # hash: job -> share of a core that it costs its worker
 WORKERS = "resihp:workers"  # sorted set: worker -> time of its last sign of life
 NEWS = "resihp:news"  # channel: names of jobs that changed
 PLANS = "resihp:plans"  # channel: names of jobs with a new plan, registered anew or deleted
@@ -189,14 +190,6 @@ else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return 1
 """
 
-# KEYS: workers   ARGV: worker, now, time before which a worker counts as gone (s)
-# Returns the number of workers. What frees memory comes first.
-COUNT_WORKERS = """
-redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, ARGV[3])
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
-return redis.call('ZCARD', KEYS[1])
-"""
-
 # KEYS: predictors   ARGV: kind of job, predictor
 KEEP_PREDICTOR = """
 redis.call('HDEL', KEYS[1], ARGV[1])
@@ -222,4 +215,13 @@ for index, messages in ipairs(KEYS) do
   end
 end
 return lags
+"""
+
+# KEYS: workers, loads
+# ARGV: worker, now, time before which a worker counts as gone (s), JSON: load of each of its jobs
+# What frees memory comes first, so that a full Redis does not refuse the rest.
+REPORT_LOADS = """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, ARGV[3])
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+for job, load in pairs(cjson.decode(ARGV[4])) do redis.call('HSET', KEYS[2], job, load) end
 """

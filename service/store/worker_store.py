@@ -26,15 +26,16 @@ from .documents import (
 from .schema import (
     ACQUIRE,
     COMMIT,
-    COUNT_WORKERS,
     FENCES,
     GROUP,
     JOBS,
     KEEP_PREDICTOR,
+    LOADS,
     NEWS,
     PLANS,
     PREDICTORS,
     RENEW,
+    REPORT_LOADS,
     WORKERS,
     JobKeys,
     Subject,
@@ -59,6 +60,11 @@ class Lease:
     generation: bytes
 
 
+def _owner(token: bytes | None) -> str | None:
+    """Name of the worker that holds a lease."""
+    return None if token is None else token.decode().partition(":")[2]
+
+
 class WorkerStore:
     """Reads and writes of one worker, whose unique name in Redis is `name`."""
 
@@ -70,21 +76,35 @@ class WorkerStore:
         self._acquire = self._redis.register_script(ACQUIRE)
         self._renew = self._redis.register_script(RENEW)
         self._commit = self._redis.register_script(COMMIT)
-        self._count_workers = self._redis.register_script(COUNT_WORKERS)
         self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
+        self._report_loads = self._redis.register_script(REPORT_LOADS)
 
     def close(self) -> None:
         """Close every connection."""
         self._redis.close()
 
-    def jobs(self) -> list[str]:
-        """Names of all jobs, sorted."""
-        return sorted(name.decode() for name in self._redis.smembers(JOBS))
+    def share_loads(
+        self, loads: Mapping[str, float], now_s: float, *, ttl_s: float
+    ) -> tuple[list[str], dict[str, str | None], dict[str, float]]:
+        """Report the loads of this worker's jobs at `now_s`.
 
-    def count_workers(self, now_s: float, *, ttl_s: float) -> int:
-        """Number of workers alive in the last `ttl_s`, with this one, which is at `now_s`."""
-        args: list[str | float] = [self.name, now_s, now_s - ttl_s]
-        return int(self._count_workers(keys=[WORKERS], args=args))
+        Returns the workers with a report in the last `ttl_s`, the owner of each job (None: no
+        worker) and the last reported load of each.
+        """
+        args = [self.name, now_s, now_s - ttl_s, json.dumps(loads)]
+        with self._redis.pipeline(transaction=False) as pipe:
+            self._report_loads(keys=[WORKERS, LOADS], args=args, client=pipe)
+            pipe.zrange(WORKERS, 0, -1).smembers(JOBS).hgetall(LOADS)
+            _, workers, names, known = pipe.execute()
+        jobs = sorted(name.decode() for name in names)
+        if ended := set(known) - names:
+            self._redis.hdel(LOADS, *ended)
+        leases = self._redis.mget([JobKeys(job).lease for job in jobs]) if jobs else []
+        return (
+            [worker.decode() for worker in workers],
+            dict(zip(jobs, map(_owner, leases), strict=True)),
+            {job.decode(): float(load) for job, load in known.items() if job in names},
+        )
 
     def leave(self) -> None:
         """Remove this worker from the list of workers."""

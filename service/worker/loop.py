@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import Any
 
 import redis
@@ -24,6 +23,7 @@ from ..store.documents import Commit, JobMessage, PendingChanges
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
+from .load import LoadMeter, LoadTable
 from .planning import Planner
 from .session import JobSession
 
@@ -136,6 +136,7 @@ class Worker:
             url, self.name, keep_events=settings.keep_events, keep_steps=settings.keep_steps
         )
         self._owned: dict[str, _OwnedJob] = {}
+        self._meter = LoadMeter()
         self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()
@@ -170,6 +171,7 @@ class Worker:
             stop.wait(_BLOCK_MS / 1e3)
             return
         behind = self._read()
+        self._spent(None)
         active = [owned for owned in self._owned.values() if owned.session.changes.applied]
         saves_s = sum(owned.save_cost_s for owned in active)
         diagnoses_s = sum(owned.diagnosis_cost_s for owned in active)
@@ -187,6 +189,7 @@ class Worker:
                 self._commit(job, diagnose=diagnose)
             elif owned.session.changes.steps:
                 self._publish(job, owned)
+            self._spent(job)
         if not behind and not self._is_planning():
             stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
 
@@ -214,9 +217,11 @@ class Worker:
             if "NOGROUP" not in str(error):
                 raise
             self._drop_lost()
+        self._spent(None)
         for job, unread in messages.items():
             if job in self._owned:
                 self._owned[job].session.apply(*unread)
+                self._spent(job)
         return more
 
     def _drop_lost(self) -> None:
@@ -257,17 +262,27 @@ class Worker:
         owned.published_s = now_s
 
     def _balance(self, stop: threading.Event) -> None:
-        """Acquire free jobs up to this worker's share, and release jobs beyond it."""
-        workers = self._store.count_workers(time.time(), ttl_s=self._settings.lease_s)
-        jobs = self._store.jobs()
-        share = ceil(len(jobs) / max(workers, 1))
-        for job in [job for job in self._owned if job not in jobs]:
+        """Acquire the free jobs that fall to this worker; release jobs if it has too much load."""
+        self._spent(None)
+        loads = self._meter.measure(self._owned, time.monotonic())
+        shared = self._store.share_loads(loads, time.time(), ttl_s=self._settings.lease_s)
+        table = LoadTable(*shared)
+        for job in self._owned.keys() - table.owners.keys():
             del self._owned[job]
-        for job in list(self._owned)[share:]:
+        given = table.jobs_to_give(self.name)
+        for job in self._owned.keys() & given:
+            log.info("job given away", job=job, worker=self.name, load=round(table.load(job), 3))
             self._release(job)
-        for job in jobs:
-            if job not in self._owned and len(self._owned) < share and not stop.is_set():
+        # Leases that this worker has, without the job since it lost the connection.
+        held = {job for job, owner in table.owners.items() if owner == self.name}
+        for job in [*table.jobs_to_take(self.name), *sorted(held.difference(given))]:
+            if job not in self._owned and not stop.is_set():
+                self._meter.take(job, table.load(job))
                 self._acquire(job, stop)
+        self._meter.begin(time.thread_time(), time.monotonic())
+
+    def _spent(self, job: str | None) -> None:
+        self._meter.add(job, time.thread_time())
 
     def _acquire(self, job: str, stop: threading.Event) -> None:
         lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
