@@ -29,7 +29,7 @@ from .settings import Settings
 from .store.embedded_redis import EmbeddedRedis
 from .store.http_store import HttpStore
 from .worker.adapters import AdapterFactory, load_adapters
-from .worker.loop import Worker
+from .worker.loop import Worker, unique_name
 
 log = logger("resihp.app")
 
@@ -186,7 +186,7 @@ async def _start_worker(
     adapters: AdapterFactory,
 ) -> None:
     stop = threading.Event()
-    worker = Worker(url, settings, await asyncio.to_thread(adapters, settings))
+    worker = Worker(url, settings, await asyncio.to_thread(adapters, settings), unique_name())
     thread = threading.Thread(target=worker.run, args=(stop,), name="worker")
     thread.start()
 

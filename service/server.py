@@ -24,7 +24,7 @@ from .settings import Settings
 from .store.embedded_redis import EmbeddedRedis
 from .supervisor import ChildProcess, end
 from .worker.adapters import AdapterFactory, load_adapters
-from .worker.loop import work
+from .worker.loop import unique_name, work
 
 log = logger("resihp.server")
 
@@ -53,7 +53,9 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
         own = settings.model_copy(update={"redis_url": redis_url, "worker": False})
         check_redis(redis_url)
         listener = stack.enter_context(_bind(settings))
-        workers = [ChildProcess("worker", partial(_work, own, adapters))] if settings.worker else []
+        # One name for all its lives: the next one need not wait until the leases end.
+        work_on = partial(_work, own, adapters, unique_name())
+        workers = [ChildProcess("worker", work_on)] if settings.worker else []
         apis = [
             ChildProcess(f"api-{number}", partial(_serve_api, own, listener))
             for number in range(settings.processes)
@@ -87,10 +89,12 @@ def _wait_until_ready(children: list[ChildProcess], stop: threading.Event) -> bo
     return not missing
 
 
-def _work(settings: Settings, adapters: AdapterFactory, ready: Callable[[], None]) -> None:
+def _work(
+    settings: Settings, adapters: AdapterFactory, name: str, ready: Callable[[], None]
+) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    work(settings, stop, adapters, ready=ready)
+    work(settings, stop, adapters, name=name, ready=ready)
 
 
 def _serve_api(settings: Settings, listener: socket.socket, ready: Callable[[], None]) -> None:

@@ -50,6 +50,8 @@ class ChildProcess:
             try:
                 self._body(lambda: reports.send(None))
             except StartError as error:
+                if self._restart_s is not None:  # nobody waits for the report of a later start
+                    log.error("process cannot start", reason=str(error))
                 reports.send(str(error))
                 sys.exit(2)
 

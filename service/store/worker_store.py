@@ -91,7 +91,7 @@ class WorkerStore:
         Returns the workers with a report in the last `ttl_s`, the owner of each job (None: no
         worker) and the last reported load of each.
         """
-        args = [self.name, now_s, now_s - ttl_s, json.dumps(loads)]
+        args: list[str | float] = [self.name, now_s, now_s - ttl_s, json.dumps(loads)]
         with self._redis.pipeline(transaction=False) as pipe:
             self._report_loads(keys=[WORKERS, LOADS], args=args, client=pipe)
             pipe.zrange(WORKERS, 0, -1).smembers(JOBS).hgetall(LOADS)

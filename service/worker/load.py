@@ -67,7 +67,7 @@ class LoadMeter:
 
 
 @dataclass(frozen=True)
-class LoadTable:
+class WorkerLoads:
     """Live workers, the owner of each job (None: it is free), and the loads of the jobs."""
 
     workers: Collection[str]
@@ -85,23 +85,24 @@ class LoadTable:
         One after the other, the idle ones first, each free job falls to the worker with the least
         load then, and among equal ones to that with the fewest jobs.
         """
-        return self._free_jobs[1][worker]
+        _, taken = self._assignment
+        return taken[worker]
 
     def jobs_to_give(self, worker: str) -> list[str]:
-        """Jobs that a worker releases because it is above `MOST_LOAD`, the idle ones first.
+        """Jobs that a worker above `MOST_LOAD` releases, the idle ones first, until it is not.
 
         Each falls to a worker that stays below `MOST_LOAD` with it. Of several workers with too
         much load one gives at a time, so that together they do not give another too much.
         """
-        free = self._free_jobs[0]
-        for giver in sorted(free, key=lambda name: free[name], reverse=True):
+        places, _ = self._assignment
+        for giver in sorted(places, key=lambda name: places[name], reverse=True):
             if given := self._given_by(giver):
                 return given if giver == worker else []
         return []
 
     def _given_by(self, giver: str) -> list[str]:
-        places = dict(self._free_jobs[0])
-        load = places.pop(giver)[0]
+        places = dict(self._assignment[0])
+        load, *_ = places.pop(giver)
         given = list[str]()
         for job in self._idle_first(job for job, owner in self.owners.items() if owner == giver):
             if load <= MOST_LOAD or not places:
@@ -117,8 +118,8 @@ class LoadTable:
         return given
 
     @cached_property
-    def _free_jobs(self) -> tuple[dict[str, _Place], dict[str, list[str]]]:
-        """Places of the workers with the free jobs that fall to each, and those jobs."""
+    def _assignment(self) -> tuple[dict[str, _Place], dict[str, list[str]]]:
+        """The free jobs that fall to each worker, after the places of the workers with them."""
         places = {name: (0.0, 0, name) for name in self.workers}
         for job, owner in self.owners.items():
             if owner in places:

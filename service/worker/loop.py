@@ -23,7 +23,7 @@ from ..store.documents import Commit, JobMessage, PendingChanges
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
-from .load import LoadMeter, LoadTable
+from .load import LoadMeter, WorkerLoads
 from .planning import Planner
 from .session import JobSession
 
@@ -125,10 +125,13 @@ def _is_urgent(kind: str, document: dict[str, Any]) -> bool:
 
 
 class Worker:
-    """Works until `stop` is set; runs in a thread or as the main loop of a process."""
+    """Works until `stop` is set; runs in a thread or as the main loop of a process.
 
-    def __init__(self, url: str, settings: Settings, adapters: Adapters) -> None:
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    name  that of the leases: a worker with the name of one that has died resumes its jobs at once
+    """
+
+    def __init__(self, url: str, settings: Settings, adapters: Adapters, name: str) -> None:
+        self.name = name
         self._settings = settings
         self._adapters = adapters
         self._planner = Planner(adapters, time_limit_s=settings.plan_time_limit_s)
@@ -266,7 +269,7 @@ class Worker:
         self._spent(None)
         loads = self._meter.measure(self._owned, time.monotonic())
         shared = self._store.share_loads(loads, time.time(), ttl_s=self._settings.lease_s)
-        table = LoadTable(*shared)
+        table = WorkerLoads(*shared)
         for job in self._owned.keys() - table.owners.keys():
             del self._owned[job]
         given = table.jobs_to_give(self.name)
@@ -358,16 +361,23 @@ def _first_bytes(messages: Iterator[JobMessage], most: int) -> list[JobMessage]:
     return taken
 
 
+def unique_name() -> str:
+    """A name that no other worker has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
 def work(
     settings: Settings,
     stop: threading.Event,
     adapters: AdapterFactory = load_adapters,
     *,
+    name: str | None = None,
     ready: Callable[[], None] = lambda: None,
     patience_s: float = _PATIENCE_S,
 ) -> None:
     """Run a worker as a process of its own until `stop` is set; `ready` is called at its start.
 
+    `name` is that of a worker that has died, whose leases it takes over; else it has its own.
     Raises `StartError` if no Redis answers within `patience_s`.
     """
     url = settings.redis_url or f"unix://{socket_path(settings.data)}"
@@ -379,7 +389,8 @@ def work(
         if not _answers(client, url, stop, patience_s):
             return
     # Signal handlers run in the main thread, which therefore only waits.
-    thread = threading.Thread(target=Worker(url, settings, adapters(settings)).run, args=(stop,))
+    worker = Worker(url, settings, adapters(settings), name or unique_name())
+    thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
     ready()
     while thread.is_alive():

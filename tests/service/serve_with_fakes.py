@@ -26,11 +26,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--no-worker", dest="worker", action="store_false")
     parser.add_argument("--only-worker", action="store_true")
+    parser.add_argument("--lease-s", type=float, default=2.0)
     parser.add_argument("--padding", type=int, default=0)
     given = vars(parser.parse_args())
     FakeDetector.padding = given.pop("padding")
     only_worker = given.pop("only_worker")
-    settings = Settings(redis_url=None, lease_s=2.0, commit_every_s=0.2, **given)
+    settings = Settings(redis_url=None, commit_every_s=0.2, **given)
     configure_logs(settings)
     if not only_worker:
         serve(settings, fake_adapters)

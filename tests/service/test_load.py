@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from service import Settings
 from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
-from service.worker.load import MOST_LOAD, LoadMeter, LoadTable
-from service.worker.loop import Worker
+from service.worker.load import MOST_LOAD, LoadMeter, WorkerLoads
+from service.worker.loop import Worker, unique_name
 
 LOADS = st.lists(st.floats(0, 1.2), max_size=40)
 
 
-def table(workers: list[str], owners: dict[str, str | None], loads: dict[str, float]) -> LoadTable:
-    return LoadTable(workers=workers, owners=owners, loads=loads)
+def table(
+    workers: list[str], owners: dict[str, str | None], loads: dict[str, float]
+) -> WorkerLoads:
+    return WorkerLoads(workers=workers, owners=owners, loads=loads)
 
 
 def load_of(owners: dict[str, str | None], loads: dict[str, float], worker: str) -> float:
@@ -143,7 +145,8 @@ def test_a_job_starts_with_its_load_at_the_worker_before():
 @contextlib.contextmanager
 def worker_at(settings: Settings) -> Iterator[Worker]:
     """A worker in a thread, whose jobs all have the load 0.45."""
-    worker, stop = Worker(redis_url(settings), settings, fake_adapters()), threading.Event()
+    stop = threading.Event()
+    worker = Worker(redis_url(settings), settings, fake_adapters(), unique_name())
     worker._meter.measure = lambda jobs, now_s: dict.fromkeys(jobs, 0.45)
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()

@@ -32,6 +32,19 @@ def test_a_worker_and_an_api_that_die_are_replaced(tmp_path: Path):
         http.close()
 
 
+def test_the_next_worker_does_not_wait_for_the_leases_of_the_last(tmp_path: Path):
+    options = ("--lease-s", "600")
+    with Sidecar(tmp_path, command=FAKES, options=options) as sidecar:
+        http = Http(sidecar.url)
+        http.register(job_of())
+        send(http, 0)
+        eventually(lambda: http.records("j") == 32)
+        os.kill(children(sidecar.pid)["resihp-worker"], signal.SIGKILL)
+        send(http, 1)
+        eventually(lambda: http.records("j") == 64, timeout_s=200)
+        http.close()
+
+
 def replaced(before: dict[str, int], now: dict[str, int]) -> bool:
     return set(before) == set(now) and set(before.values()).isdisjoint(now.values())
 
