@@ -310,7 +310,7 @@ def test_health_and_metrics(http: Http):
     http.send("metrics", batch_of(0, slow=(3,), dropped=5))
     eventually(lambda: http.records("metrics") == 32)
     for path in ("/healthz", "/v1/healthz"):
-        assert http.get(path) == {"status": "ok", "lag_s": 0.0}
+        eventually(lambda path=path: http.get(path) == {"status": "ok", "lag_s": 0.0})
     for path in ("/metrics", "/v1/metrics"):
         lines = http("GET", path).data.decode().splitlines()
         assert 'resihp_records_total{job="metrics"} 32.0' in lines
