@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import TelemetryBatch
-from resihp.contracts.codec import decode
+from resihp.contracts import ContractError, TelemetryBatch
+from resihp.contracts.codec import EncodedBatch, decode
 from resihp.contracts.telemetry import COLUMNS
 
 _DTYPES = {name: dtype.newbyteorder("<") for name, (dtype, _) in COLUMNS.items()}
@@ -32,15 +31,13 @@ class TelemetryPart:
     def of(cls, body: bytes) -> TelemetryPart:
         """The message in `body`. Raises `ContractError` naming the field that is wrong."""
         try:
-            document = msgpack.unpackb(body)
-            given, version = document["columns"], document["plan_version"]
-            columns = {name: np.frombuffer(given[name], dtype) for name, dtype in _DTYPES.items()}
-            is_plain = len({column.size for column in columns.values()}) == 1
-        except (KeyError, TypeError, ValueError, msgpack.UnpackException):
-            is_plain = False
-        if not is_plain:  # columns left out or given as lists, or an error to be named
+            plain = EncodedBatch.read(body)
+        except ContractError:  # columns left out or given as lists, or an error to be named
             batch = decode(body)
             columns, version = batch.columns(), batch.plan_version
+        else:
+            version = plain.plan_version
+            columns = {name: np.frombuffer(plain.columns[name], _DTYPES[name]) for name in COLUMNS}
         return cls(version, columns, frozenset(columns["rank"].tolist()))
 
     def __len__(self) -> int:

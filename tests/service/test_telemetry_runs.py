@@ -86,7 +86,7 @@ def test_a_message_with_an_error_takes_no_other_with_it() -> None:
     session = session_of(job_of())
     session.apply(*(message(n, body) for n, body in enumerate(bodies)))
     assert [document["detail"] for kind, document in session.changes.events if kind == "error"] == [
-        "ContractError: the message is not valid msgpack: ",
+        "ContractError: must be an object",
         "RuntimeError: a poisonous record",
     ]
     assert session.changes.applied == ["0-0", "1-0", "2-0", "3-0"]

@@ -25,7 +25,7 @@ STEPS = 12
 def working(settings: Settings) -> Iterator[None]:
     """A worker in a thread, ended at the end of the block."""
     stop = threading.Event()
-    worker = Worker(f"unix://{socket_path(settings.data)}", settings, fake_adapters())
+    worker = Worker(f"unix://{socket_path(settings.data)}", settings, fake_adapters(), "one")
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
     try:
