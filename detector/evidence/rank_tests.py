@@ -143,7 +143,8 @@ class RankTests(Persistent):
         doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
         mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
         self._track_pairs(deviation - self.mean, trusted)
-        by_peers = deviation - self._bound * offset - misfit.from_peers
+        most = mean + 3.0 * doubt + misfit.from_peers
+        by_peers = deviation - self._most_by_peers(most, offset) - misfit.from_peers
         by_past = deviation - mean - 3.0 * doubt - _DRIFT - self._misfit_of_past(misfit)
         settled = seen & self._settled(spread, offset)
         self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self.ceiling)
@@ -166,6 +167,14 @@ class RankTests(Persistent):
             able=able & (self._majority | pair | (past >= self.name_at)),
             turns=np.zeros((TURNS, deviation.size), bool),
         )
+
+    def _most_by_peers(self, most_by_past: Floats, offset: float) -> Floats:
+        """Highest level at which each rank is as fast as its peers. Those of a pair lie as far
+        above and below their mean; noise hides less of the distance to the faster one's past."""
+        most = np.full(self.past.size, self._bound * offset)
+        by_other = most_by_past[self._pairs[::-1]] + 2.0 * self._bound * offset
+        most[self._pairs] = np.minimum(most[self._pairs], by_other)
+        return most
 
     def _peers_level(self) -> Floats:
         """Level (0 or less) of each rank's healthy peers: 0, the middle of three and more; of a
