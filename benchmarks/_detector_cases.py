@@ -12,7 +12,7 @@ import numpy as np
 
 from detector import Detector
 from resihp.contracts import Job, Layout, ModelShape, Op, Status, TelemetryBatch
-from resihp.testing.scenarios import Fault, Noise, steps_of
+from resihp.testing.scenarios import Fault, Noise, Surge, steps_of
 
 MODEL = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
@@ -175,6 +175,7 @@ def generated_trials(
     with_lengths: bool = True,
     coupled: bool = False,
     noise: Noise | None = None,
+    surges: Sequence[Surge] = (),
 ) -> Tally:
     """Generated jobs with documents as long as the standard library's modules."""
     lengths, tally = text_lengths(), Tally()
@@ -189,6 +190,7 @@ def generated_trials(
             seed=seed,
             faults=faults,
             noise=noise,
+            surges=surges,
             with_lengths=with_lengths,
             coupled=coupled,
         )

@@ -23,7 +23,7 @@ from benchmarks._detector_replicas import replica_rows
 from benchmarks._instrument_cells import COLUMNS as LOOPS
 from benchmarks._instrument_cells import cells, recorded_cells, row
 from benchmarks._report import machine, print_table, write_json
-from resihp.testing.scenarios import Noise
+from resihp.testing.scenarios import Noise, Surge
 
 FACTORS = (1.03, 1.05, 1.10, 1.2, 1.5, 2.0)
 Figures = dict[str, Any]
@@ -86,6 +86,7 @@ def generated_cases(trials: int) -> list[tuple[str, Callable[[], cases.Tally]]]:
             name = f"DP{dp} PP{pp} TP{tp}, {factor:.2f}x"
             found.append((name, partial(run, job(dp, pp, tp), factor)))
     usual = partial(run, job(8, 2, 1))
+    pair = partial(run, job(2, 2, 1))
     return [
         *found,
         ("coupled TP2 with waits, 1.10x", partial(run, job(4, 2, 2), 1.1, coupled=True)),
@@ -93,6 +94,7 @@ def generated_cases(trials: int) -> list[tuple[str, Callable[[], cases.Tally]]]:
         ("one microbatch a step, DP16 PP1, 1.10x", partial(run, job(16, 1, 1, per_replica=1), 1.1)),
         ("two devices at once, 1.10x", partial(usual, 1.1, devices=2)),
         ("from the first step, 1.08x", partial(usual, 1.08, make=cases.from_the_start)),
+        ("of a pair, from the first step, 1.20x", partial(pair, 1.2, make=cases.from_the_start)),
         ("gradual over 10 steps, 1.10x", partial(usual, 1.1, make=cases.gradual)),
         ("on and off by 4 steps, 1.10x", partial(usual, 1.1, make=cases.on_off)),
         ("every other step, 1.10x", partial(usual, 1.1, make=cases.every_other)),
@@ -110,6 +112,13 @@ def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
         tally = cases.generated_trials(cases.job_of(*shape), 0.0, jobs, steps=60, noise=noise)
         name = f"DP{shape[0]} PP{shape[1]} TP{shape[2]}"
         name += f", hiccups in {rate:.1%} of device-steps" if rate else ""
+        clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
+    longer = Surge(replica=1, factor=20.0, from_step=30, longer=True)
+    for dp, pp, per_replica in ((4, 2, 8), (2, 2, 8), (4, 1, 1)):
+        job = cases.job_of(dp, pp, 1, per_replica=per_replica)
+        jobs = max(1, clean_steps // (len(job.layout.ranks) * 60 * 2))
+        tally = cases.generated_trials(job, 0.0, jobs, steps=60, surges=[longer])
+        name = f"DP{dp} PP{pp} TP1, {per_replica} a step, a replica's documents 20 times as long"
         clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
     columns = ("clean", "device-steps", "wrong names", "inconclusive")
     record_table(figures, "generated jobs, nothing injected", columns, clean)
