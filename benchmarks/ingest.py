@@ -1,25 +1,39 @@
-"""Ingest rate of one sidecar in microbatch records per second, and the lag of its worker.
+"""What a sidecar spends on what hooks send: `python -m benchmarks.ingest [--cases a,b,c]`.
 
-    python -m benchmarks.ingest [--seconds 5] [--ranks 64] [--json PATH]
+    python -m benchmarks.ingest [--seconds 30] [--cases a,b,c] [--json PATH]
 
-One `resihp serve` process with its own embedded Redis receives whole steps over HTTP from one
-sender, one message per step (10,240 records with 64 ranks), as msgpack and as JSON. Two rates are
-measured: records accepted into Redis (without a worker), and records through the whole pipeline
-(accepted, applied by the detector, state saved; the clock stops when the backlog is empty). The lag
-is measured at one step every 250 ms, from the answer to a message until the API shows its step. The
-peer is a FastAPI app in the usual style, with one model per record, which validates the same JSON
-and stores nothing.
+`resihp serve` with its own embedded Redis gets the messages of many hosts, sent at given times
+whatever it answers, as the hooks of ordinary loops send them: records of the passes of eight or
+sixteen microbatches, heartbeats of each rank with sensors, keys of repetition. Messages are made
+beforehand, and sent by a process whose own processor time is shown.
+
+    a   64 ranks of one host; on 8 hosts; and each rank by itself, as without a shared sender.
+        A message every 0.5 s, the default of the hooks
+    b   1,024 ranks on 128 hosts, a message every 0.5 s
+    c   16,384 ranks on 2,048 hosts, 105,000 records/s, a message for each step of 5 s
+
+After a third of the steps some ranks take 1.3 times as long. Shown are the delay from when the
+first slow record of a rank was to be sent until its verdict arrives in the event stream, and the
+number of its slow steps that the verdict is based on. Applied records are those read by a worker,
+over the time from the first message until the lag is zero; not saved are those that no saved state
+has half a minute later, negative where a message that was not answered with 202 is in one all the
+same. Shares of a core are by the kernel's accounts of each process and its descendants;
+needed is what all would take at the rate offered, where a busy machine let them do less. Memory is
+the peak of the process itself. The answers' times count from when a message was due. The peer is a
+FastAPI app in the usual style, with one model per record: it is sent the same records as JSON,
+checks them and stores nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import multiprocessing
-import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,181 +41,181 @@ import numpy as np
 import urllib3
 
 from resihp.client import Client
-from resihp.contracts import Job, Layout, TelemetryBatch
-from resihp.contracts.codec import WireFormat, encode
-from resihp.formatting import duration
 from service import Sidecar
 
-from ._ingest_peer import serve_peer
+from ._ingest_load import Load, send_load
+from ._ingest_peer import peer_records_per_core_s
+from ._ingest_watch import VerdictWatch, parts_of_service, peak_mb, spent_s
 from ._report import machine, print_table, write_json
 
-_MICROBATCHES = 40
-_STEPS = 400
+_DRAIN_S, _VERDICT_S, _SAVE_S = 60.0, 20.0, 30.0  # longest waits at the end of a case
+_PEER_S, _PEER_MESSAGES = 3.0, 64
+_HOST = Load(ranks=64, together=64, step_s=1.0, interval_s=0.5, microbatches=8)
+_CASES = {
+    "a": {
+        "64 ranks, 1 host": _HOST,
+        "64 ranks, 8 hosts": replace(_HOST, together=8),
+        "64 ranks, each by itself": replace(_HOST, together=1),
+    },
+    "b": {
+        "1,024 ranks, 128 hosts": Load(
+            ranks=1_024, together=8, step_s=2.0, interval_s=0.5, microbatches=8, slow=4
+        ),
+    },
+    "c": {
+        "16,384 ranks, 2,048 hosts": Load(
+            ranks=16_384, together=8, step_s=5.0, interval_s=5.0, microbatches=16, slow=8
+        ),
+    },
+}  # fmt: skip
 
 
-def _job(ranks: int) -> Job:
-    layout = Layout.grid(dp=max(1, ranks // 16), pp=4, tp=min(4, ranks // 4), layers=32)
-    return Job(name="bench", layout=layout, microbatches=_MICROBATCHES * layout.dp)
-
-
-def _steps(ranks: int) -> Iterator[TelemetryBatch]:
-    """Healthy steps: forward and backward passes of 40 microbatches in two chunks on each rank."""
-    rng = np.random.default_rng(0)
-    rows = 4 * _MICROBATCHES
-    for step in range(_STEPS):
-        work = rng.lognormal(16.0, 0.5, _MICROBATCHES)
-        rank = np.repeat(np.arange(ranks, dtype=np.int32), rows)
-        microbatch = np.tile(np.repeat(np.arange(_MICROBATCHES, dtype=np.int32), 4), ranks)
-        op = np.tile([0, 1, 0, 1], _MICROBATCHES * ranks)
-        chunk = np.tile([0, 0, 1, 1], _MICROBATCHES * ranks)
-        took = (2.0 + work[microbatch] * 1e-7) * (1 + op) * rng.normal(1.0, 0.01, rank.size)
-        yield TelemetryBatch(
-            rank=rank, step=np.full(rank.size, step), microbatch=microbatch, chunk=chunk, op=op,
-            compute_ms=took, wait_ms=np.zeros(rank.size), tokens=np.full(rank.size, 8192),
-            sequences=np.full(rank.size, 16), sum_sq_len=work[microbatch].astype(np.int64),
-            max_len=np.full(rank.size, 4096),
-        )  # fmt: skip
-
-
-def _flood(
-    client: Client, messages: list[bytes], form: WireFormat, seconds: float
-) -> tuple[int, float]:
-    """Number of messages accepted in sequence, and the seconds taken."""
-    begun, sent = time.monotonic(), 0
-    for message in messages:
-        client.send_telemetry("bench", message, form)
-        sent += 1
-        if time.monotonic() - begun > seconds:
-            break
-    return sent, time.monotonic() - begun
-
-
-def _backlog(url: str) -> int:
-    return int(urllib3.request("GET", f"{url}/v1/jobs/bench").json()["backlog"])
-
-
-def _drain(url: str, timeout_s: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while _backlog(url):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the worker does not catch up")
-        time.sleep(0.02)
-
-
-def _wait_for_step(url: str, step: int, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while urllib3.request("GET", f"{url}/v1/jobs/bench").json()["last_step"] < step:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the worker does not catch up")
-        time.sleep(0.01)
-
-
-def _rates(
-    job: Job, messages: list[bytes], form: WireFormat, seconds: float, *, worker: bool
-) -> tuple[float, float]:
-    """Messages per second: accepted, and (with a worker) through the whole pipeline."""
-    options = () if worker else ("--no-worker",)
-    with tempfile.TemporaryDirectory() as folder, Sidecar(Path(folder), options=options) as sidecar:
-        client = Client(sidecar.url, timeout=30)
-        client.register(job)
-        begun = time.monotonic()
-        sent, took = _flood(client, messages, form, seconds)
-        if worker:
-            _drain(sidecar.url)
-        whole = time.monotonic() - begun
-        client.close()
-    return sent / took, sent / whole
-
-
-def _lags(job: Job, messages: list[bytes], count: int) -> list[float]:
-    """Seconds from the answer to a message until the detector's status shows its step."""
-    lags = []
-    with tempfile.TemporaryDirectory() as folder, Sidecar(Path(folder)) as sidecar:
-        client = Client(sidecar.url, timeout=30)
-        client.register(job)
-        time.sleep(1.5)  # until the worker has acquired the job
-        for step, message in enumerate(messages[:count]):
-            begun = time.monotonic()
-            client.send_telemetry("bench", message, WireFormat.MSGPACK)
-            answered = time.monotonic()
-            _wait_for_step(sidecar.url, step)
-            lags.append(time.monotonic() - answered)
-            time.sleep(max(0.0, 0.25 - (time.monotonic() - begun)))
-        client.close()
-    return lags
-
-
-def _peer_rate(batch: TelemetryBatch, seconds: float) -> float:
-    """Messages per second of the peer, which accepts a list of records."""
-    columns = json.loads(encode(batch, WireFormat.JSON))["columns"]
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    body = json.dumps({"records": rows}).encode()
+def measure(load: Load, seconds: float) -> dict[str, Any]:
+    """Figures of one load: counts, rates per second, shares of a core, megabytes and seconds."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve_peer, args=(theirs,))
-    process.start()
-    try:
-        url = f"http://127.0.0.1:{ours.recv()}/telemetry"
-        pool = urllib3.PoolManager()
-        headers = {"Content-Type": "application/json"}
-        sent, begun = 0, time.monotonic()
-        while time.monotonic() - begun < seconds:
-            answer = pool.request("POST", url, body=body, headers=headers)
-            if answer.status != 200:
-                raise RuntimeError(f"the peer answered {answer.status}")
-            sent += 1
-        return sent / (time.monotonic() - begun)
-    finally:
-        process.terminate()
-        process.join()
-
-
-def measure(ranks: int, seconds: float) -> dict[str, Any]:
-    """All figures, in records per second and in seconds."""
-    job, batches = _job(ranks), list(_steps(ranks))
-    size = len(batches[0])
-    figures: dict[str, Any] = {"records_per_message": size, "seconds": seconds}
-    for form in WireFormat:
-        messages = [encode(batch, form) for batch in batches]
-        accepted, _ = _rates(job, messages, form, seconds, worker=False)
-        together, applied = _rates(job, messages, form, seconds, worker=True)
-        figures[form.name.lower()] = {
-            "bytes_per_message": len(messages[0]),
-            "accepted_per_s": accepted * size,
-            "accepted_with_worker_per_s": together * size,
-            "applied_per_s": applied * size,
-        }
-    messages = [encode(batch) for batch in batches[:40]]
-    lags = _lags(job, messages, 40)
-    figures["lag_median_s"] = statistics.median(lags)
-    figures["lag_max_s"] = max(lags)
-    figures["peer_accepted_per_s"] = _peer_rate(batches[0], seconds) * size
+    with tempfile.TemporaryDirectory() as folder, Sidecar(Path(folder)) as sidecar:
+        assert sidecar.pid is not None
+        process = multiprocessing.get_context("spawn").Process(
+            target=send_load, args=(theirs, load, sidecar.url, seconds)
+        )
+        process.start()
+        theirs.close()
+        try:
+            Client(sidecar.url, timeout=60).register(load.job)
+            ours.recv()  # it has made its messages
+            watch = VerdictWatch(sidecar.url, load.job.name)
+            time.sleep(2.0)  # until the worker has acquired the job
+            parts = parts_of_service(sidecar.pid)
+            before = {part: sum(map(spent_s, pids)) for part, pids in parts.items()}
+            begun_s = time.monotonic()
+            ours.send(None)
+            sent = ours.recv()
+            lag_s = _lag_s(sidecar.url)
+            drained = _wait(lambda: _lag_s(sidecar.url) == 0.0, _DRAIN_S)
+            took_s = time.monotonic() - begun_s
+            after = {part: sum(map(spent_s, pids)) for part, pids in parts.items()}
+            _wait(lambda: {n.rank for n in watch.named} >= set(load.slow_ranks), _VERDICT_S)
+            _wait(lambda: _applied(sidecar.url) == sent["accepted"], _SAVE_S)
+            figures = {
+                **sent,
+                "offered_per_s": load.records_per_s,
+                "accepted_per_s": sent["accepted_in_time"] / sent["seconds"],
+                "applied_per_s": sent["accepted"] / took_s if drained else None,
+                "lost": sent["accepted"] - _applied(sidecar.url),
+                "lag_s": lag_s,
+                "cores": {part: (after[part] - before[part]) / took_s for part in parts},
+                "peak_mb": {part: sum(map(peak_mb, pids)) for part, pids in parts.items()},
+                "records_per_core_s": sent["accepted"]
+                / (sum(after.values()) - sum(before.values())),
+                **_verdicts(load, watch, sent),
+            }
+        finally:
+            process.kill()
+            process.join()
+    sample = [batch for parts in next(load.batches()) for batch in parts]
+    figures["peer_records_per_core_s"] = peer_records_per_core_s(sample[:_PEER_MESSAGES], _PEER_S)
     return figures
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.25)
+    return True
+
+
+def _lag_s(url: str) -> float:
+    """Lag of the job, of which the API has a new value once a second."""
+    return float(urllib3.request("GET", f"{url}/v1/healthz").json()["lag_s"])
+
+
+def _applied(url: str) -> int:
+    """Records in saved states."""
+    text = urllib3.request("GET", f"{url}/metrics").data.decode()
+    lines = [line for line in text.splitlines() if line.startswith("resihp_applied_records_total{")]
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines)
+
+
+def _verdicts(load: Load, watch: VerdictWatch, sent: dict[str, Any]) -> dict[str, Any]:
+    """Delays of the verdicts on the slow ranks in seconds and steps, and wrong verdicts."""
+    first_slow_s = sent.pop("first_slow_s")
+    right = [n for n in watch.named if n.rank in load.slow_ranks and n.status == "fail_slow"]
+    delays_s = [n.seen_s - first_slow_s[n.rank // load.together] for n in right]
+    steps = [n.step - sent["first_slow_step"] + 1 for n in right if n.step is not None]
+    return {
+        "slow_ranks": load.slow,
+        "named": len(right),
+        "named_wrongly": [[n.rank, n.status, n.step] for n in watch.named if n not in right],
+        "verdict_p50_s": float(np.percentile(delays_s, 50)) if right else None,
+        "verdict_p99_s": float(np.percentile(delays_s, 99)) if right else None,
+        "verdict_steps": max(steps, default=None),
+    }
 
 
 def main() -> None:
     """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of sending, for each row")
+    parser.add_argument("--cases", default="a,b,c", help="of a, b and c")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    figures = measure(given.ranks, given.seconds)
-    peer = figures["peer_accepted_per_s"]
-    rows = [["one model per record, stores nothing (peer)", f"{peer:,.0f}", "1.0x", "-", "-"]]
-    for form in ("json", "msgpack"):
-        of = figures[form]
-        rows.append([
-            f"resihp {form}", f"{of['accepted_per_s']:,.0f}",
-            f"{of['accepted_per_s'] / peer:.1f}x",
-            f"{of['accepted_with_worker_per_s']:,.0f}", f"{of['applied_per_s']:,.0f}",
-        ])  # fmt: skip
-    columns = ["records/s", "accepted", "ratio", "accepted with worker", "applied and saved"]
+    chosen = given.cases.split(",")
+    loads = list(itertools.chain.from_iterable(_CASES[case].items() for case in chosen))
+    results = {}
+    for name, load in loads:
+        results[name] = measure(load, given.seconds)
+        print(f"measured: {name}", file=sys.stderr)
     print(machine())
-    print_table(f"{figures['records_per_message']:,} records per message", columns, rows)
-    median_ms, worst_ms = 1e3 * figures["lag_median_s"], 1e3 * figures["lag_max_s"]
-    print(f"\nlag at 4 messages/s: median {duration(median_ms)}, longest {duration(worst_ms)}")
+    _print(results)
     if given.json is not None:
-        write_json(given.json, figures)
+        write_json(given.json, {"seconds": given.seconds, "cases": results})
+
+
+def _print(results: dict[str, dict[str, Any]]) -> None:
+    print_table(
+        "Records and verdicts",
+        ("", "messages", "records/s offered", "accepted", "applied", "not 202", "answer p50, p99",
+         "lag at end", "verdict p50, p99", "slow steps", "named", "wrongly", "not saved"),
+        [
+            (
+                name, f"{r['telemetry']:,}", f"{r['offered_per_s']:,.0f}",
+                f"{r['accepted_per_s']:,.0f}", _number(r["applied_per_s"], ",.0f"), _refused(r),
+                f"{1e3 * r['answer_p50_s']:.0f}, {1e3 * r['answer_p99_s']:.0f} ms",
+                f"{r['lag_s']:.1f} s",
+                f"{_number(r['verdict_p50_s'], '.1f')}, {_number(r['verdict_p99_s'], '.1f')} s",
+                _number(r["verdict_steps"], "d"), f"{r['named']} of {r['slow_ranks']}",
+                len(r["named_wrongly"]), f"{r['lost']:,}",
+            )
+            for name, r in results.items()
+        ],
+    )  # fmt: skip
+    print_table(
+        "Shares of a core, peak memory, and records per second of processor time",
+        ("", "API", "worker", "Redis", "all", "needed", "API MB", "worker MB", "Redis MB",
+         "records/core-s", "peer", "ratio", "generator"),
+        [
+            (
+                name, *(f"{r['cores'][part]:.1%}" for part in ("api", "worker", "redis")),
+                f"{sum(r['cores'].values()):.1%}",
+                f"{r['offered_per_s'] / r['records_per_core_s']:.1%}",
+                *(f"{r['peak_mb'][part]:,.0f}" for part in ("api", "worker", "redis")),
+                f"{r['records_per_core_s']:,.0f}", f"{r['peer_records_per_core_s']:,.0f}",
+                f"{r['records_per_core_s'] / r['peer_records_per_core_s']:.2f}x",
+                f"{r['generator']:.1%}",
+            )
+            for name, r in results.items()
+        ],
+    )  # fmt: skip
+
+
+def _refused(result: dict[str, Any]) -> str:
+    return f"{sum(n for status, n in result['statuses'].items() if status not in ('200', '202')):,}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 if __name__ == "__main__":
