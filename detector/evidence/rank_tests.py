@@ -180,9 +180,12 @@ class RankTests(Persistent):
         """Level (0 or less) of each rank's healthy peers: 0, the middle of three and more; of a
         pair, the level of the other rank, for devices become slower than they were built, not
         faster."""
-        level = np.where(self.past > 0, self.mean, median(self.window[-_FIRST:], 0)[0])
-        result: Floats = np.zeros(level.size)
-        result[self._pairs] = np.minimum(np.nan_to_num(level[self._pairs[::-1]]), 0.0)
+        result: Floats = np.zeros(self.past.size)
+        if self._pairs.size:
+            other = self._pairs[::-1]
+            first = median(self.window[-_FIRST:][:, other], 0)[0]
+            level = np.where(self.past[other] > 0, self.mean[other], first)
+            result[self._pairs] = np.minimum(np.nan_to_num(level), 0.0)
         return result
 
     def _fallen(self) -> Floats:
