@@ -9,21 +9,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import redis
-
-from resihp.contracts import Status
 
 from ..errors import LeaseLostError, StartError
 from ..logs import logger
 from ..settings import Settings
-from ..store.documents import Commit, JobMessage, PendingChanges
+from ..store.documents import JobMessage
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
 from .load import LoadMeter, WorkerLoads
+from .owned_job import OwnedJob
 from .planning import Planner
 from .session import JobSession
 
@@ -33,95 +31,16 @@ _BATCH = 16  # messages of a job in one answer of Redis
 _READ_BYTES = 8 << 20  # messages applied at a time: bounds memory, and the delay of a heartbeat
 _BLOCK_MS = 100
 _PLANNING_BLOCK_MS = 10  # while a plan is awaited
-_TICK_S = 0.25  # between two checks of a job that do not depend on its messages
 # A worker that keeps up waits after each round for a multiple of the time that it took: what
 # arrives meanwhile is applied together, which costs less. An idle worker answers at once.
 _PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
-_LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
 _SAVE_SHARE = 0.1
 _DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.05
-# Limit of the growth of the append-only file; a state that is not saved can be replayed.
-_SAVE_BYTES_PER_S = 4e6
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
-_URGENT = frozenset({"plan", "planning", "plan_applied"})
-_URGENT_VERDICTS = frozenset({Status.FAIL_SLOW.value, Status.FAIL_STOP.value})
-
-
-@dataclass
-class _OwnedJob:
-    """A job whose lease this worker holds; times are those of the monotonic clock."""
-
-    lease: Lease
-    session: JobSession
-    committed_s: float = field(default_factory=time.monotonic)
-    save_cost_s: float = 0.0
-    saved_bytes: int = 0
-    published_s: float = float("-inf")
-    published: dict[str, Any] = field(default_factory=dict)
-    ticked_s: float = field(default_factory=time.monotonic)
-    diagnosed_s: float = float("-inf")
-    diagnosed_step: int = -1
-    diagnosis_cost_s: float = 0.0
-
-    def diagnosis_is_due(self, every_s: float) -> bool:
-        """True if the last diagnosis is old and there are newer steps."""
-        is_old = time.monotonic() - self.diagnosed_s > every_s
-        return is_old and self.session.last_step > self.diagnosed_step
-
-    def is_urgent(self) -> bool:
-        """True if there are changes that jobs act on."""
-        changes = self.session.changes
-        return bool(changes.plans) or any(_is_urgent(*event) for event in changes.events)
-
-    def commit_is_due(self, every_s: float, *, diagnose: bool) -> bool:
-        """True if the changes are old enough; with `diagnose` also without changes."""
-        changes, since_s = self.session.changes, time.monotonic() - self.committed_s
-        least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
-        return since_s >= least_s and bool(changes.applied or changes.events or diagnose)
-
-    def tick(self, *, drained: bool) -> None:
-        """Advance the session's clock if all its messages are applied."""
-        now_s = time.monotonic()
-        elapsed_s = now_s - self.ticked_s
-        if elapsed_s < _TICK_S:
-            return
-        self.ticked_s = now_s
-        if drained:
-            self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
-
-    def changed_status(self) -> dict[str, Any]:
-        """The status documents that differ from those returned before."""
-        status = self.session.status()
-        changed = {name: v for name, v in status.items() if self.published.get(name) != v}
-        self.published = status
-        return changed
-
-    def diagnose(self) -> dict[str, Any] | None:
-        """The diagnosis as of the last message; None before there is enough data."""
-        begun_s = time.monotonic()
-        diagnosis = self.session.diagnosis()
-        self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
-        self.diagnosis_cost_s = self.diagnosed_s - begun_s
-        return diagnosis
-
-    def commit(self) -> Commit:
-        """The pending changes with the state after them; the session starts a new collection."""
-        changes, self.session.changes = self.session.changes, PendingChanges()
-        state = self.session.save()
-        self.saved_bytes = sum(map(len, state.values()))
-        newest = self.session.planning.newest.version
-        return Commit(changes, state, self.changed_status(), newest=newest)
-
-
-def _is_urgent(kind: str, document: dict[str, Any]) -> bool:
-    """True for events that jobs act on. Of many ranks some are under suspicion in every step."""
-    if kind == "verdict":
-        return document["verdict"]["status"] in _URGENT_VERDICTS
-    return kind in _URGENT
 
 
 class Worker:
@@ -138,7 +57,7 @@ class Worker:
         self._store = WorkerStore(
             url, self.name, keep_events=settings.keep_events, keep_steps=settings.keep_steps
         )
-        self._owned: dict[str, _OwnedJob] = {}
+        self._owned: dict[str, OwnedJob] = {}
         self._meter = LoadMeter()
         self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
@@ -251,7 +170,7 @@ class Worker:
         owned.committed_s = owned.published_s = time.monotonic()
         owned.save_cost_s = owned.committed_s - begun_s
 
-    def _publish(self, job: str, owned: _OwnedJob) -> None:
+    def _publish(self, job: str, owned: OwnedJob) -> None:
         """Show the steps and the status of a job whose state is too large to be saved often."""
         now_s = time.monotonic()
         if now_s - owned.published_s < self._settings.commit_every_s:
@@ -309,7 +228,7 @@ class Worker:
         session = JobSession(description, plan, self._adapters, self._planner, predictor)
         if saved:
             session.resume(saved)
-        self._owned[job] = _OwnedJob(lease, session)
+        self._owned[job] = OwnedJob(lease, session)
         claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
         while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():
             session.apply(*messages)

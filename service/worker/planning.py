@@ -144,7 +144,8 @@ class PlanningState:
 
     def remove_joiners(self, ranks: Iterable[int]) -> None:
         """Drop ranks that work now, or are gone."""
-        self.joiners = tuple(rank for rank in self.joiners if rank not in set(ranks))
+        gone = frozenset(ranks)
+        self.joiners = tuple(rank for rank in self.joiners if rank not in gone)
 
     def forget_joiners(self) -> None:
         """Drop all joiners after a loss: the job announces those that are left before a step."""

@@ -13,7 +13,7 @@ from resihp.contracts.verdict import Verdict
 from resihp.testing.scenarios import steps_of
 from service.store.documents import JobMessage, MessageKind, verdict_documents
 from service.store.worker_store import Lease
-from service.worker.loop import _OwnedJob
+from service.worker.owned_job import OwnedJob
 from service.worker.session import JobSession
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_left_the_layout_keep_their_last_verdict() -> None:
 
 def test_a_document_is_written_once() -> None:
     session = session_with_steps()
-    owned = _OwnedJob(Lease("j", b"1:w", b"1"), session)
+    owned = OwnedJob(Lease("j", b"1:w", b"1"), session)
     assert owned.changed_status() == session.status()
     assert owned.changed_status() == {}
     body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'

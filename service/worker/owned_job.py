@@ -1,0 +1,93 @@
+"""A job that a worker owns: when its state is to be saved, and what of it has been shown."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from resihp.contracts import Status
+
+from ..store.documents import Commit, PendingChanges
+from ..store.worker_store import Lease
+from .session import JobSession
+
+_TICK_S = 0.25  # between two checks of a job that do not depend on its messages
+_LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
+# Limit of the growth of the append-only file; a state that is not saved can be replayed.
+_SAVE_BYTES_PER_S = 4e6
+_URGENT = frozenset({"plan", "planning", "plan_applied"})
+_URGENT_VERDICTS = frozenset({Status.FAIL_SLOW.value, Status.FAIL_STOP.value})
+
+
+@dataclass
+class OwnedJob:
+    """A job whose lease this worker holds; times are those of the monotonic clock."""
+
+    lease: Lease
+    session: JobSession
+    committed_s: float = field(default_factory=time.monotonic)
+    save_cost_s: float = 0.0
+    saved_bytes: int = 0
+    published_s: float = float("-inf")
+    published: dict[str, Any] = field(default_factory=dict)
+    ticked_s: float = field(default_factory=time.monotonic)
+    diagnosed_s: float = float("-inf")
+    diagnosed_step: int = -1
+    diagnosis_cost_s: float = 0.0
+
+    def diagnosis_is_due(self, every_s: float) -> bool:
+        """True if the last diagnosis is old and there are newer steps."""
+        is_old = time.monotonic() - self.diagnosed_s > every_s
+        return is_old and self.session.last_step > self.diagnosed_step
+
+    def is_urgent(self) -> bool:
+        """True if there are changes that jobs act on."""
+        changes = self.session.changes
+        return bool(changes.plans) or any(_is_urgent(*event) for event in changes.events)
+
+    def commit_is_due(self, every_s: float, *, diagnose: bool) -> bool:
+        """True if the changes are old enough; with `diagnose` also without changes."""
+        changes, since_s = self.session.changes, time.monotonic() - self.committed_s
+        least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
+        return since_s >= least_s and bool(changes.applied or changes.events or diagnose)
+
+    def tick(self, *, drained: bool) -> None:
+        """Advance the session's clock if all its messages are applied."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self.ticked_s
+        if elapsed_s < _TICK_S:
+            return
+        self.ticked_s = now_s
+        if drained:
+            self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
+
+    def changed_status(self) -> dict[str, Any]:
+        """The status documents that differ from those returned before."""
+        status = self.session.status()
+        changed = {name: v for name, v in status.items() if self.published.get(name) != v}
+        self.published = status
+        return changed
+
+    def diagnose(self) -> dict[str, Any] | None:
+        """The diagnosis as of the last message; None before there is enough data."""
+        begun_s = time.monotonic()
+        diagnosis = self.session.diagnosis()
+        self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
+        self.diagnosis_cost_s = self.diagnosed_s - begun_s
+        return diagnosis
+
+    def commit(self) -> Commit:
+        """The pending changes with the state after them; the session starts a new collection."""
+        changes, self.session.changes = self.session.changes, PendingChanges()
+        state = self.session.save()
+        self.saved_bytes = sum(map(len, state.values()))
+        newest = self.session.planning.newest.version
+        return Commit(changes, state, self.changed_status(), newest=newest)
+
+
+def _is_urgent(kind: str, document: dict[str, Any]) -> bool:
+    """True for events that jobs act on. Of many ranks some are under suspicion in every step."""
+    if kind == "verdict":
+        return document["verdict"]["status"] in _URGENT_VERDICTS
+    return kind in _URGENT
