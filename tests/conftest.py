@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
@@ -39,3 +41,11 @@ def _fork_server() -> None:
         return  # no test of this session starts ranks
     forkserver.set_forkserver_preload([*local._PRELOAD, *RUN_BY_RANKS])
     forkserver.ensure_running()
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A local port that refuses connections, and that no other process can be given meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

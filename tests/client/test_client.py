@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 
 import pytest
@@ -134,12 +133,9 @@ def test_an_answer_that_makes_no_sense_is_a_service_error(client, service, body)
         client.plan("j")
 
 
-def test_nobody_there():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_nobody_there(closed_port):
     with pytest.raises(ServiceError, match="no answer") as caught:
-        Client(f"http://127.0.0.1:{port}", timeout=1).health()
+        Client(f"http://127.0.0.1:{closed_port}", timeout=1).health()
     assert caught.value.status is None
 
 

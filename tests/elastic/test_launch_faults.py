@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -182,10 +181,10 @@ def test_a_rank_that_was_given_up_says_so(script: Path, tmp_path: Path) -> None:
     assert "Traceback" not in first.err
 
 
-def test_a_joiner_that_comes_too_late_is_told(script: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = f"127.0.0.1:{free.getsockname()[1]}"
+def test_a_joiner_that_comes_too_late_is_told(
+    script: Path, tmp_path: Path, closed_port: int
+) -> None:
+    store = f"127.0.0.1:{closed_port}"
     with launched(tmp_path, "late", *joining(store), *loop(script)) as late:
         assert late.status() == exit_status.JOB_STOPPED
     assert f"no store answers at {store}" in late.err

@@ -41,7 +41,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> None:
 class HttpSidecar:
     """A sidecar that takes everything, or fails as `refusal` says: a status for a batch."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         self.batches: list[TelemetryBatch] = []
         self.keys: list[str] = []
         self.beats: list[list[dict[str, Any]]] = []
@@ -69,13 +69,23 @@ class HttpSidecar:
             def log_message(self, *words: object) -> None: ...
 
         self._lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        self._server.daemon_threads = True
+        self._server.server_bind()  # connections are refused until it serves
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}
         )
+
+    def __enter__(self) -> HttpSidecar:
+        self._server.server_activate()
         self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._thread.join(30)
+        self._server.server_close()
 
     def take(self, path: str, key: str | None, body: bytes) -> tuple[int, dict[str, Any]]:
         with self._lock:
@@ -107,11 +117,6 @@ class HttpSidecar:
         with self._lock:
             beats, self.beats = self.beats, []
         return {rank for message in beats for beat in message for rank in beat["ranks"]}
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self._thread.join(30)
-        self.server.server_close()
 
 
 class Rank:
@@ -151,9 +156,8 @@ class Rank:
 
 @pytest.fixture
 def sidecar() -> Iterator[HttpSidecar]:
-    sidecar = HttpSidecar()
-    yield sidecar
-    sidecar.close()
+    with HttpSidecar() as sidecar:
+        yield sidecar
 
 
 @pytest.fixture
@@ -263,20 +267,15 @@ def test_the_detector_names_a_dead_sender_and_no_other_rank(start, tmp_path):
 
 
 def test_records_wait_for_a_sidecar_that_starts_later(start):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = start(f"http://127.0.0.1:{port}")
+    sidecar = HttpSidecar()
+    ranks = start(sidecar.url)
     sender_of(ranks)
     until(lambda: all(rank.state()["step"] > 50 for rank in ranks))
-    sidecar = HttpSidecar(port)
-    try:
+    with sidecar:
         until_together(sidecar, RANKS)
         for rank in ranks:
             counts = rank.end()
             assert sorted(sidecar.steps(rank.rank)) == list(range(counts["step"]))
-    finally:
-        sidecar.close()
 
 
 def test_an_overloaded_sidecar_slows_all_ranks_down_and_nothing_is_lost(sidecar, start):

@@ -158,22 +158,13 @@ print("trained")
 """
 
 
-def test_without_a_sidecar_a_script_trains_and_ends(unused_port):
+def test_without_a_sidecar_a_script_trains_and_ends(closed_port):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(port=unused_port)],
+        [sys.executable, "-c", SCRIPT.format(port=closed_port)],
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout == "trained\n"
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def unused_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_service_errors_without_status_are_those_without_answer(monitor, sidecar, wait_until):
