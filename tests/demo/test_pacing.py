@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from detector import Detector
 from resihp.contracts import COLUMNS, Op, Status, TelemetryBatch
 from resihp.demo.training.pacing import (
     CALIBRATION_STEPS,
+    HOLDABLE,
     LIMIT,
     TARGET,
     LoadTable,
@@ -66,12 +68,25 @@ def test_ranks_that_ask_at_different_times_get_the_same_paces(tmp_path: Path) ->
     assert list(late) == seen
 
 
-def test_late_passes_shorten_the_next_ones(tmp_path: Path) -> None:
+def test_the_load_is_that_of_the_whole_step_so_far(tmp_path: Path) -> None:
     pacer = MeasuredPacer(1e6, table=LoadTable(tmp_path / "loads", 1, 4), rank=0)
     pacer.hold(1e6, 0, spent_s=0.0015)  # half a millisecond late
     pacer.hold(1e6, 0, spent_s=0.0)
+    assert pacer.table.highest(0) == 0.0  # two passes say little
+    pacer.hold(1e6, 0, spent_s=0.00075)
     assert pacer.flops_per_ms == 1e6
     assert pacer.table.highest(0) == pytest.approx(0.75)
+
+
+def test_passes_of_all_ranks_are_as_long_as_the_busiest_rank_needs(tmp_path: Path) -> None:
+    path = tmp_path / "loads"
+    busy = MeasuredPacer(1e6, table=LoadTable(path, 2, 4), rank=0)
+    idle = MeasuredPacer(1e6, table=LoadTable(path, 2, 4), rank=1)
+    for _ in range(3):
+        busy.hold(1e6, 0, spent_s=0.0018)
+    began = time.perf_counter()
+    idle.hold(1e6, 0, spent_s=0.0)
+    assert time.perf_counter() - began >= 1.8 / HOLDABLE / 1e3
 
 
 @pytest.mark.parametrize("change_at", [8, 18, 24, 34])

@@ -6,7 +6,9 @@ is meant to be slow would take no longer than the others. So the ranks measure t
 paced time, on a few steps of the same training before the run, and in every step of the run. Where
 the load of the busiest rank exceeds `LIMIT`, all ranks lower the pace of all devices alike. It is
 not raised again: a machine that became busy may do so once more, and each change of the pace is one
-of all devices that the detector has to tell from slow ones.
+of all devices that the detector has to tell from slow ones. Until it is lowered, the passes of all
+ranks are stretched as the busiest rank needs it: else each device would be as slow as the share of
+the cores that its process happens to get.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ LIMIT = 0.6
 """Load above which the pace is lowered."""
 TARGET = 0.4
 """Load at which a lowered pace aims."""
+HOLDABLE = 0.9
+"""Load above which the passes of the same step are stretched, on all ranks."""
 CALIBRATION_STEPS = 6
 _FIRST_MEASURED = 2  # the steps before it load libraries and allocate memory
 _BUSY_STEPS = 2  # in a row, before the pace is lowered
 _LAG = 2  # steps until the loads of a step are final on every rank
+_FIRST_PASSES = 2  # of a step, whose load says little
 
 
 class LoadTable:
@@ -102,6 +107,7 @@ class MeasuredPacer(Pacer):
     _real_s: float = field(init=False, default=0.0)
     _paced_s: float = field(init=False, default=0.0)
     _late_s: float = field(init=False, default=0.0)
+    _passes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         paces = self.table.paces(self.flops_per_ms)
@@ -118,7 +124,11 @@ class MeasuredPacer(Pacer):
         due_s = flops / self.flops_per_ms / self.speed(step) / 1e3
         self._real_s += spent_s
         self._paced_s += due_s
-        self.table.write(step, self.rank, self._real_s / self._paced_s)
+        self._passes += 1
+        if self._passes > _FIRST_PASSES:
+            self.table.write(step, self.rank, self._real_s / self._paced_s)
+        if not self.fixed:
+            due_s *= max(1.0, self.table.highest(step) / HOLDABLE)
         began = time.perf_counter() - spent_s
         deadline = began + max(due_s - self._late_s, 0.0)
         while (left_s := deadline - time.perf_counter()) > 0:
@@ -129,4 +139,5 @@ class MeasuredPacer(Pacer):
     def _begin(self, step: int) -> None:
         for _ in range(step - self._step):
             self.flops_per_ms = next(self._paces)
-        self._step, self._real_s, self._paced_s, self._late_s = step, 0.0, 0.0, 0.0
+        self._step, self._passes = step, 0
+        self._real_s = self._paced_s = self._late_s = 0.0
