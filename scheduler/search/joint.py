@@ -135,21 +135,31 @@ def _arranged(
     starts: list[_Start] = [(chains, spare), (sort_by_speed(evaluator, chains), spare)]
     if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
-    first = best = _without_slow_replicas(_exchanged(_best_start(evaluator, starts)))
+    started = _best_start(evaluator, starts)
+    first = best = _without_slow_replicas(_exchanged(started))
     for schedule in request.schedules[1:]:
-        # The placement of groups hardly depends on the schedule, so it is searched once.
-        other = ChainEvaluator(replace(setting, schedule=schedule))
-        typical = max(1, job.microbatches // len(first.chains))
-        if not request.expired() and all(other.fits(first.chains, typical)):
-            best = _better(best, divide(other, first.chains, near=first.quotas))
+        # Exchanges hardly depend on the schedule, so they are searched once.
+        best = _better(best, _under(schedule, first) or best)
     if best is not first and len(chains) <= _FEW_REPLICAS and _may_gain(best):
         best = _exchanged(best)
     best = _with_refined_layers(best)
+    if first.chains != started.chains:
+        for schedule in request.schedules[1:]:
+            best = _better(best, _under(schedule, started) or best)
     exact = _exact(request, setting, len(chains))
     if exact:
         is_same = exact.evaluator.setting.schedule is best.evaluator.setting.schedule
         best = best if is_same and not _is_less(exact, best) else exact
     return replace(best, chains=tuple(restore_positions(evaluator, chains, best.chains)))
+
+
+def _under(schedule: Schedule, found: Arrangement) -> Arrangement | None:
+    """Same chains under another schedule; None if they do not fit into memory, or time is up."""
+    setting = replace(found.evaluator.setting, schedule=schedule)
+    other, typical = ChainEvaluator(setting), max(1, setting.microbatches // len(found.chains))
+    if setting.expired() or not all(other.fits(found.chains, typical)):
+        return None
+    return divide(other, found.chains, near=found.quotas)
 
 
 def _best_start(evaluator: ChainEvaluator, starts: Sequence[_Start]) -> Arrangement:
