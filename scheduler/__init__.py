@@ -1,7 +1,8 @@
 """Planner: the layout, quotas and schedule with the shortest step for given device speeds. Pure."""
 
 from .job_file import MODEL_PRESETS, model_preset, parse_job
-from .planner import make_plan, replan
+from .migration import PlanOption, migration_ms
+from .planner import make_plan, plan_front, replan
 from .policies import POLICIES, FaultPolicy, PolicyOutcome, policy_outcome
 from .scenario import (
     FaultEvent,
@@ -13,13 +14,14 @@ from .scenario import (
     throughput,
 )
 from .simulator import TimedPass, Timeline, simulate
-from .switching_rule import ReplanDecision, SkiRental, SwitchCandidate, migration_ms
+from .switching_rule import ReplanDecision, SkiRental, SwitchCandidate
 
 __all__ = [
     "MODEL_PRESETS",
     "POLICIES",
     "FaultEvent",
     "FaultPolicy",
+    "PlanOption",
     "PolicyOutcome",
     "PolicyRun",
     "ReplanDecision",
@@ -34,6 +36,7 @@ __all__ = [
     "model_preset",
     "parse_job",
     "parse_scenario",
+    "plan_front",
     "play_scenario",
     "policy_outcome",
     "replan",

@@ -1,18 +1,21 @@
-"""Plans for given device speeds: `make_plan` for a job, `replan` for a running one."""
+"""Plans for given device speeds: `make_plan`, `plan_front`, and `replan` for a running job."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from resihp.contracts import ContractError, Job, Layout, Plan, Schedule
+from resihp.formatting import byte_size
 
 from .cost_model import layer_cost
+from .migration import PlanOption
 from .reasons import reasons
-from .search import FoundPlan, interleaved, search
+from .search import Arrangement, FoundPlan, interleaved, search, search_front
 from .simulator import Speeds, speed_map
 from .step_time import expected_step_ms
-from .switching_rule import ReplanDecision, SkiRental, decide
+from .switching_rule import ReplanDecision, SkiRental, decide, least_cost
 
 _NO_LOSS = SkiRental()
 _TOLERANCE = 1e-3  # interleaved stages are kept unless 1F1B is faster by this fraction
@@ -46,27 +49,44 @@ def make_plan(
     Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "microbatches") and
     `ContractError` for invalid speeds and for a layout of another number of layers.
     """
-    known = speed_map(speeds)
-    current = layout or job.layout
-    if current.layers != job.layout.layers:
-        raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
-    chosen = _chosen(job, current, known, _deadline(time_limit_s, clock))
-    layout, quotas, schedule = chosen.layout, chosen.quotas, chosen.schedule
-    fixed_ms = layer_cost(job).step_ms
-    step_ms = chosen.makespan_ms + fixed_ms
-    bound_ms = min(step_ms, chosen.bound_ms + fixed_ms)
-    if work is not None:
-        step_ms = max(step_ms, expected_step_ms(job, layout, quotas, known, schedule, work))
-    return Plan(
-        version=version,
-        layout=layout,
-        quotas=quotas,
-        from_step=from_step,
-        step_ms=step_ms,
-        bound_ms=bound_ms,
-        schedule=schedule,
-        reason=(*reasons(job, current, layout, quotas, known, schedule), *chosen.why),
-    )
+    current, known = _checked(job, layout, speeds)
+    expired = _deadline(time_limit_s, clock)
+    found = _with_chunks(job, search(job, current, known, expired), current, known, expired)
+    plan = _plan(job, current, known, found, version, from_step)
+    if work is None:
+        return plan
+    expected_ms = expected_step_ms(job, plan.layout, plan.quotas, known, plan.schedule, work)
+    return replace(plan, step_ms=max(plan.step_ms, expected_ms))
+
+
+def plan_front(
+    job: Job,
+    speeds: Speeds,
+    layout: Layout | None = None,
+    *,
+    version: int = 1,
+    from_step: int = 0,
+    time_limit_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[PlanOption, ...]:
+    """Plans between the one with the shortest step and the one that moves least state.
+
+    Arguments and errors as for `make_plan`. From the first plan, which is as fast as that of
+    `make_plan`, to the last, steps get longer, by 1% at most, and ranks receive fewer bytes: all
+    together, and none receives more. Only the first plan for a job without a model (nothing is
+    known to move), with interleaved stages, or of too many devices.
+    """
+    current, known = _checked(job, layout, speeds)
+    expired = _deadline(time_limit_s, clock)
+    quickest = search(job, current, known, expired)
+    if _is_interleaved(job):
+        found = [_with_chunks(job, quickest, current, known, expired)]
+    else:
+        points = search_front(job, current, known, quickest, expired)
+        found = [_found_plan(point.arrangement) for point in points]
+    plans = [_plan(job, current, known, option, version, from_step) for option in found]
+    options = [PlanOption.of(job, current, plan) for plan in plans]
+    return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
 
 
 def replan(
@@ -88,10 +108,12 @@ def replan(
     A change without migration (quotas, schedule) is made for a small gain. A new layout must gain
     at least 2% of the step and pay for its migration; until then it is the `candidate` of the
     decision's `rental`, and `explanation` states when it would pay. A dead rank in the current
-    layout always results in a plan. Raises `InfeasibleError`.
+    layout always results in a plan. New layouts are those of `plan_front`: the one with the least
+    cost within the horizon or, if that is unknown, the one whose migration pays first.
+    Raises `InfeasibleError`.
     """
     known = speed_map(speeds)
-    plan = make_plan(
+    options = plan_front(
         job,
         known,
         current.layout,
@@ -101,18 +123,69 @@ def replan(
         clock=clock,
     )
     if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
-        return ReplanDecision(plan=plan)
-    return decide(job, current, plan, known, rental, horizon_steps=horizon_steps)
+        return ReplanDecision(plan=least_cost(options, horizon_steps).plan)
+    return decide(job, current, options, known, rental, horizon_steps=horizon_steps)
 
 
-def _chosen(
-    job: Job, current: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
-) -> FoundPlan:
-    """Best result of the search, with interleaved stages where the job has them."""
-    found = search(job, current, speeds, expired)
+def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:
+    """Current layout and speeds. Raises `ContractError`."""
+    known = speed_map(speeds)
+    current = layout or job.layout
+    if current.layers != job.layout.layers:
+        raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
+    return current, known
+
+
+def _plan(
+    job: Job,
+    current: Layout,
+    speeds: Mapping[int, float],
+    found: FoundPlan,
+    version: int,
+    from_step: int,
+) -> Plan:
+    fixed_ms = layer_cost(job).step_ms
+    step_ms = found.makespan_ms + fixed_ms
+    why = reasons(job, current, found.layout, found.quotas, speeds, found.schedule)
+    return Plan(
+        version=version,
+        layout=found.layout,
+        quotas=found.quotas,
+        from_step=from_step,
+        step_ms=step_ms,
+        bound_ms=min(step_ms, found.bound_ms + fixed_ms),
+        schedule=found.schedule,
+        reason=(*why, *found.why),
+    )
+
+
+def _found_plan(found: Arrangement) -> FoundPlan:
     schedule = found.evaluator.setting.schedule
-    plain = FoundPlan(found.layout, found.quotas, schedule, found.makespan_ms, found.bound_ms)
-    if job.schedule is not Schedule.INTERLEAVED or job.chunks == 1 or job.schedules:
+    return FoundPlan(found.layout, found.quotas, schedule, found.makespan_ms, found.bound_ms)
+
+
+def _with_price(option: PlanOption, quickest: PlanOption) -> PlanOption:
+    """Option whose plan states what it gives up for moving less."""
+    slower = option.plan.step_ms / quickest.plan.step_ms - 1.0
+    moved, instead = byte_size(option.total_bytes), byte_size(quickest.total_bytes)
+    sentence = f"moves {moved} instead of {instead}, for a step that is {slower:.2%} longer"
+    return replace(option, plan=replace(option.plan, reason=(*option.plan.reason, sentence)))
+
+
+def _is_interleaved(job: Job) -> bool:
+    return job.schedule is Schedule.INTERLEAVED and job.chunks > 1 and not job.schedules
+
+
+def _with_chunks(
+    job: Job,
+    found: Arrangement,
+    current: Layout,
+    speeds: Mapping[int, float],
+    expired: Callable[[], bool],
+) -> FoundPlan:
+    """Result of the search, with interleaved stages where the job has them."""
+    plain = _found_plan(found)
+    if not _is_interleaved(job):
         return plain
     option = interleaved(job, found, current, speeds, expired)
     if isinstance(option, str):

@@ -23,9 +23,9 @@ from itertools import pairwise
 from resihp.contracts import ContractError, Job, from_json
 
 from .cost_model import layer_cost
+from .migration import migration_ms
 from .policies import PolicyOutcome, policy_outcome
 from .policies.base import Transition, replica_makespans
-from .switching_rule import migration_ms
 
 _VISIBLE = 1e-3  # of the time range of a plot
 _LEAST_GAIN = 0.02  # a layout that still runs is kept unless the new one is faster by this

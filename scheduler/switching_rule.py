@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from resihp.contracts import Job, Layout, Plan, Schedule
+from resihp.contracts import Job, Plan, Schedule
 from resihp.formatting import duration, plural
 
 from .memory import fits, plan_schedules
+from .migration import PlanOption
 from .reasons import reasons
 from .search.plan_bounds import layout_bound
 from .step_time import ReplicaTimes
@@ -117,35 +117,46 @@ class ReplanDecision:
         return f"{text} ({needed}), with which it would break even after {plural(steps, 'step')}"
 
 
+def least_cost(options: Sequence[PlanOption], horizon_steps: int | None) -> PlanOption:
+    """Option for a job that cannot go on in its layout: least migration and steps together.
+
+    options  a front of plans, the quickest first
+
+    Over an unknown horizon the shortest migration is taken: its steps are little longer than the
+    shortest ones, whereas another migration may cost many times as much as it gains.
+    """
+    if horizon_steps is None:
+        return min(options, key=lambda option: (option.migration_ms, option.plan.step_ms))
+    return min(options, key=lambda o: o.migration_ms + horizon_steps * o.plan.step_ms)
+
+
 def decide(
     job: Job,
     current: Plan,
-    plan: Plan,
+    options: Sequence[PlanOption],
     speeds: Mapping[int, float],
     rental: SkiRental,
     *,
     horizon_steps: int | None,
 ) -> ReplanDecision:
-    """Choose between `plan`, a change without migration, and no change.
+    """Choose between the plans of a front, a change without migration, and no change.
 
     All ranks of the current layout must be alive. Other quotas and another schedule cost nothing
     and are applied for a small gain. A new layout must gain more than the accuracy of the speeds
     beyond that, and must pay for its migration: within `horizon_steps`, or by the rule of
-    `SkiRental` where the horizon is unknown.
+    `SkiRental` where the horizon is unknown. Of several, the candidate is the one that gains most
+    within the horizon or, where that is unknown, breaks even first.
     """
     now_ms, in_place_ms, quotas, schedule = _best_in_place(job, current, speeds)
-    best, saved_ms = None, in_place_ms - plan.step_ms
-    if plan.layout != current.layout and saved_ms > 0.0:
-        cost_ms = migration_ms(job, current.layout, plan.layout)
-        best = SwitchCandidate(plan=plan, saved_ms=saved_ms, cost_ms=cost_ms)
     least_gain_ms = _LEAST_GAIN * in_place_ms
-    candidate = best if saved_ms > least_gain_ms else None
+    best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
+    candidate = best if best is not None and best.saved_ms > least_gain_ms else None
     updated = rental.with_candidate(candidate)
     if candidate is not None:
         known = horizon_steps is not None
-        pays = saved_ms * (horizon_steps or 0) > candidate.cost_ms if known else updated.due
-        if pays:
-            return ReplanDecision(plan=plan)
+        saved_ms = candidate.saved_ms * (horizon_steps or 0)
+        if saved_ms > candidate.cost_ms if known else updated.due:
+            return ReplanDecision(plan=candidate.plan)
     kept = ReplanDecision(
         plan=None,
         rental=updated,
@@ -158,7 +169,7 @@ def decide(
     changes = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
     bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, in_place_ms)
     in_place = replace(
-        plan,
+        options[0].plan,
         layout=current.layout,
         quotas=quotas,
         schedule=schedule,
@@ -167,6 +178,33 @@ def decide(
         reason=(*changes, kept.explanation),
     )
     return replace(kept, plan=in_place)
+
+
+def _best_switch(
+    current: Plan,
+    options: Sequence[PlanOption],
+    in_place_ms: float,
+    least_gain_ms: float,
+    horizon_steps: int | None,
+) -> SwitchCandidate | None:
+    """Best new layout that gains enough, or else that gains anything; None if none does."""
+    faster = [
+        SwitchCandidate(
+            plan=option.plan,
+            saved_ms=in_place_ms - option.plan.step_ms,
+            cost_ms=option.migration_ms,
+        )
+        for option in options
+        if option.plan.layout != current.layout and option.plan.step_ms < in_place_ms
+    ]
+    enough = [candidate for candidate in faster if candidate.saved_ms > least_gain_ms]
+
+    def loss(candidate: SwitchCandidate) -> float:
+        if horizon_steps is None:
+            return candidate.cost_ms / candidate.saved_ms
+        return candidate.cost_ms - horizon_steps * candidate.saved_ms
+
+    return min(enough or faster, key=loss, default=None)
 
 
 def _best_in_place(
@@ -186,66 +224,3 @@ def _best_in_place(
         if step_ms < best[0] and fits(job, current.layout, quotas, schedule):
             best = step_ms, quotas, schedule
     return now_ms, *best
-
-
-def migration_ms(job: Job, old: Layout, new: Layout) -> float:
-    """Time to move parameters and optimizer state over the links between nodes; 0 without a model.
-
-    Ranks receive in parallel, so the rank that receives most determines the time.
-    """
-    received = received_bytes(job, old, new)
-    if not received:
-        return 0.0
-    return job.links.latency_ms + max(received.values()) / (job.links.inter_gbytes_per_s * 1e6)
-
-
-def received_bytes(job: Job, old: Layout, new: Layout) -> dict[int, float]:
-    """Bytes of parameters and optimizer state that each rank receives; empty without a model.
-
-    A rank holds layer ranges times a range of each layer, and keeps the intersection of both
-    layouts.
-    """
-    model = job.model
-    if model is None:
-        return {}
-    bytes_per_param = job.memory.bytes_per_param / 2.0 + job.memory.optimizer_bytes_per_param
-    before = dict(_rank_states(old))
-    received = {}
-    for rank, held in _rank_states(new):
-        had = before.get(rank, _NO_STATE)
-        width, common = held.part[1] - held.part[0], _overlap(held.part, had.part)
-        inner = sum(stop - start for start, stop in held.chunks) * width
-        inner -= sum(_overlap(a, b) for a in held.chunks for b in had.chunks) * common
-        kept = (held.first and had.first) + (held.last and had.last)
-        ends = (held.first + held.last) * width - kept * common
-        size = bytes_per_param * (inner * model.layer_params + ends * model.embedding_params)
-        if size > 0.0:
-            received[rank] = size
-    return received
-
-
-class _RankState(NamedTuple):
-    """Layer ranges of a rank, its part of each layer (within 0..1), and embedding and head."""
-
-    chunks: tuple[tuple[int, int], ...]
-    part: tuple[float, float]
-    first: bool = False
-    last: bool = False
-
-
-_NO_STATE = _RankState((), (0.0, 0.0))
-
-
-def _rank_states(layout: Layout) -> Iterator[tuple[int, _RankState]]:
-    for replica in layout.replicas:
-        for index, stage in enumerate(replica.stages):
-            first, last = index == 0, index == len(replica.stages) - 1
-            units, edge = sum(stage.shares), 0
-            for rank, share in zip(stage.ranks, stage.shares, strict=True):
-                part = (edge / units, (edge + share) / units)
-                yield rank, _RankState(stage.chunks, part, first, last)
-                edge += share
-
-
-def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))

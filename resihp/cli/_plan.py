@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from json import dumps, loads
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from resihp.contracts import Job, Plan, Stage
+    from scheduler import PlanOption, ReplanDecision
 
 _HELP = """
 Plan a **job** for devices of unequal speed. Prints the changes with their reasons, the gain, the
-break-even point of the migration, and the distance from a certified lower bound.
+break-even point of the migration, the distance from a certified lower bound, and what this plan
+moves, next to the plan that moves least and gives up 1% of the step at most.
 
 JOB is a TOML file. SPEEDS is JSON or a JSON file: an object `{"rank": speed}`, or a list with
 one speed per rank. 1.0 is healthy (the default), 0.5 half as fast, 0.0 dead.
@@ -45,19 +48,19 @@ def plan_command(
 ) -> None:
     """Read the job, plan it and print the plan."""
     from resihp.contracts import InfeasibleError
-    from scheduler import make_plan, parse_job
+    from scheduler import parse_job, plan_front
 
     with readable("plan"):
         job = parse_job(job_file.read_text(encoding="utf-8"))
         known = read_speeds(speeds)
     try:
-        plan = make_plan(job, known, time_limit_s=time_limit)
+        options = plan_front(job, known, time_limit_s=time_limit)
     except InfeasibleError as error:
         found = {"feasible": False, "constraint": error.constraint, "detail": error.detail}
         words = f"Binding constraint: {error.constraint}; {error.detail}."
         typer.echo(dumps(found) if json else f"No plan is feasible. {words}")
         raise typer.Exit(1) from None
-    (_print_json if json else _print_plan)(job, plan, known)
+    (_print_json if json else _print_plan)(job, options, known)
 
 
 def read_speeds(given: str) -> dict[int, float]:
@@ -83,7 +86,9 @@ def read_speeds(given: str) -> dict[int, float]:
     return {int(rank): float(speed) for rank, speed in document.items()}
 
 
-def _compare(job: Job, plan: Plan, speeds: Mapping[int, float]) -> tuple[float, Any] | None:
+def _compare(
+    job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]
+) -> tuple[float, ReplanDecision] | None:
     """Step time without a change, and the decision of a running job; None with a dead rank."""
     from resihp.contracts import Plan
     from scheduler import SkiRental, simulate
@@ -93,13 +98,14 @@ def _compare(job: Job, plan: Plan, speeds: Mapping[int, float]) -> tuple[float, 
         return None
     started = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     present_ms = simulate(job, job.layout, job.quotas, speeds).step_ms
-    return present_ms, decide(job, started, plan, speeds, SkiRental(), horizon_steps=None)
+    return present_ms, decide(job, started, options, speeds, SkiRental(), horizon_steps=None)
 
 
-def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
+def _print_json(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]) -> None:
     from resihp.contracts import to_json
 
-    present_ms, decision = _compare(job, plan, speeds) or (None, None)
+    plan = options[0].plan
+    present_ms, decision = _compare(job, options, speeds) or (None, None)
     best = decision and decision.best
     migration = best and {
         "saved_ms_per_step": best.saved_ms,
@@ -113,21 +119,32 @@ def _print_json(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
         "present_step_ms": present_ms,
         "migration": migration,
         "explanation": decision.explanation if decision and best else None,
+        "front": [
+            {
+                "step_ms": option.plan.step_ms,
+                "most_bytes": option.most_bytes,
+                "total_bytes": option.total_bytes,
+                "migration_ms": option.migration_ms,
+                "plan": to_json(option.plan),
+            }
+            for option in options
+        ],
     }
     typer.echo(dumps(document))
 
 
-def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
+def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]) -> None:
     from rich.console import Console
 
     from scheduler.reasons import SCHEDULE_NAMES
 
+    plan = options[0].plan
     console = Console()
     console.print(_table(job, plan, speeds))
     for sentence in plan.reason:
         console.print(f"• {sentence}", highlight=False)
     console.print()
-    compared = _compare(job, plan, speeds)
+    compared = _compare(job, options, speeds)
     if compared is None:
         console.print("Without a change the job cannot run.", highlight=False)
     else:
@@ -138,11 +155,42 @@ def _print_plan(job: Job, plan: Plan, speeds: Mapping[int, float]) -> None:
         )
         if decision.best is not None:
             console.print(f"In a running job {decision.explanation}.", highlight=False)
+    if job.model is not None:
+        for sentence in _migrations(options):
+            console.print(sentence, highlight=False)
     under = f"[bold]{plan.step_ms:.1f} ms[/bold] under {SCHEDULE_NAMES[plan.schedule]}"
     console.print(
         f"Step {under}; lower bound for these groups and this schedule {plan.bound_ms:.1f} ms "
         f"(gap {plan.gap:.2%})."
     )
+
+
+def _migrations(options: Sequence[PlanOption]) -> list[str]:
+    """Sentences on what the quickest plan moves, and on the one that moves least."""
+    from resihp.formatting import byte_size, duration, plural
+
+    def moved(option: PlanOption) -> str:
+        each, total = byte_size(option.most_bytes), byte_size(option.total_bytes)
+        return f"at most {each} a rank, {total} in all, {duration(option.migration_ms)}"
+
+    quickest, least = options[0], options[-1]
+    if not quickest.total_bytes:
+        return ["The plan moves nothing."]
+    if least is quickest:
+        return [f"The plan moves {moved(quickest)}; none that is at most 1% slower moves less."]
+    slower_ms = least.plan.step_ms - quickest.plan.step_ms
+    later = f"{slower_ms / quickest.plan.step_ms:.2%} of the step ({duration(slower_ms)})"
+    dearer_ms = quickest.migration_ms - least.migration_ms
+    if dearer_ms > 0.0:
+        steps = plural(ceil(dearer_ms / slower_ms), "step")
+        worth = f"costs {duration(dearer_ms)} and pays after {steps}"
+    else:
+        worth = "costs no time over these links"
+    more = byte_size(quickest.total_bytes - least.total_bytes)
+    return [
+        f"The plan moves {moved(quickest)}. The one that moves least: {moved(least)}.",
+        f"The last {later} moves {more}, which {worth}.",
+    ]
 
 
 def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:

@@ -159,13 +159,14 @@ def _descended(rows: ChainBatch, layers: Ints, *, rounds: int) -> Ints:
 
 def _moves(rows: ChainBatch, layers: Ints) -> tuple[Ints, Floats]:
     """Layers after each move of a single one, and bounds [move, chain]; inf for invalid moves."""
-    moved = layers + _single_moves(rows.stages)[:, None, :]
+    moved = layers + single_moves(rows.stages)[:, None, :]
     allowed = ((moved >= 1) & (moved <= rows.costs.most)).all(axis=2)
     return moved, np.where(allowed, rows.bounds(moved), np.inf)
 
 
 @cache
-def _single_moves(stages: int) -> Ints:
+def single_moves(stages: int) -> Ints:
+    """Changes of the layers by each move of a single one between two stages, [move, stage]."""
     pairs = [(i, j) for i in range(stages) for j in range(stages) if i != j]
     steps = np.zeros((len(pairs), stages), np.int64)
     for row, (giver, taker) in enumerate(pairs):

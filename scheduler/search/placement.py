@@ -41,13 +41,17 @@ def sort_by_speed(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Ch
 
 
 def exchange_groups(
-    evaluator: ChainEvaluator, chains: Sequence[Chain], makespan_ms: float
+    evaluator: ChainEvaluator,
+    chains: Sequence[Chain],
+    makespan_ms: float,
+    *,
+    swaps_only: bool = False,
 ) -> list[Chain]:
     """Chains after exchanges of groups while the total capacity within `makespan_ms` grows.
 
     Two groups of a column are swapped between two replicas, or one moves alone, which makes one
-    replica longer and the other shorter. Each round applies the best exchanges of disjoint
-    replicas. Complete microbatches count more than fractions of one.
+    replica longer and the other shorter (not with `swaps_only`). Each round applies the best
+    exchanges of disjoint replicas. Complete microbatches count more than fractions of one.
     """
     current = list(chains)
     typical = max(1, round(evaluator.setting.microbatches / len(current)))
@@ -56,7 +60,7 @@ def exchange_groups(
     least = min(len(set(evaluator.columns)) - 1, *map(len, chains))
     looked_at = 0
     while looked_at < _BUDGET and not evaluator.setting.expired():
-        options = _exchanges(evaluator, current, least)
+        options = _exchanges(evaluator, current, least, swaps_only=swaps_only)
         looked_at += len(options)
         if not options:
             break
@@ -81,7 +85,9 @@ def exchange_groups(
     return current
 
 
-def _exchanges(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -> list[_Exchange]:
+def _exchanges(
+    evaluator: ChainEvaluator, chains: Sequence[Chain], least: int, *, swaps_only: bool
+) -> list[_Exchange]:
     """Exchanges between the first replicas of all distinct chains that change their cost.
 
     No replica gets fewer than `least` stages.
@@ -93,6 +99,7 @@ def _exchanges(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -
     rows = list(firsts.values())
     at = [{columns[g]: g for g in chains[row]} for row in rows]
     count = len(set(columns))
+    may_leave = count >= _DEEP and not swaps_only
     full = [len(chains[row]) - count for row in rows]
     found: list[_Exchange] = []
     for distance in range(1, len(rows)):
@@ -100,8 +107,8 @@ def _exchanges(evaluator: ChainEvaluator, chains: Sequence[Chain], least: int) -
             j = i + distance
             one, other = chains[rows[i]], chains[rows[j]]
             leave = (
-                full[i] >= 0 >= full[j] and count >= _DEEP and len(one) > least,
-                full[j] >= 0 >= full[i] and count >= _DEEP and len(other) > least,
+                full[i] >= 0 >= full[j] and may_leave and len(one) > least,
+                full[j] >= 0 >= full[i] and may_leave and len(other) > least,
             )
             for column in sorted({*at[i], *at[j]}):
                 given, taken = at[i].get(column), at[j].get(column)

@@ -22,6 +22,19 @@ units = 8
 forward_ms = 1.0
 backward_ms = 2.0
 """
+LLAMA = """
+name = "pretraining"
+model = "llama-3-8b"
+microbatches = 64
+tokens_per_microbatch = 8192
+device = "H100"
+[layout]
+dp = 4
+pp = 4
+tp = 2
+[memory]
+budget_bytes = 80_000_000_000
+"""
 FAULTS = """
 hours = 1
 [[fault]]
@@ -85,6 +98,25 @@ def test_json_says_when_the_migration_pays(run, tmp_path):
     assert f"break even after {steps} steps" in document["explanation"]
     healthy = json.loads(run("plan", "JOB", "--json").stdout)
     assert healthy["migration"] is healthy["explanation"] is None
+
+
+def test_both_ends_of_the_front_are_printed_with_what_they_move(run, tmp_path):
+    (tmp_path / "llama.toml").write_text(LLAMA)
+    given = ("plan", str(tmp_path / "llama.toml"), "--speeds", '{"3": 0.6}')
+    front = json.loads(run(*given, "--json").stdout)["front"]
+    assert front[0]["step_ms"] < front[-1]["step_ms"] <= front[0]["step_ms"] * 1.01
+    assert front[0]["total_bytes"] > front[-1]["total_bytes"] > 0.0
+    text = " ".join(run(*given).stdout.split())
+    size = r"at most [\d.]+ GiB a rank, [\d.]+ GiB in all, [\d.]+ m?s"
+    assert re.search(rf"The plan moves {size}\. The one that moves least: {size}\.", text)
+    price = r"costs [\d.]+ m?s and pays after \d+ steps?\."
+    assert re.search(rf"The last [\d.]+% of the step .* moves [\d.]+ GiB, which {price}", text)
+
+
+def test_a_plan_that_moves_nothing_says_so(run, tmp_path):
+    (tmp_path / "llama.toml").write_text(LLAMA.replace("80_", "980_").replace("pp = 4", "pp = 1"))
+    result = run("plan", str(tmp_path / "llama.toml"))
+    assert "The plan moves nothing." in result.stdout
 
 
 def test_no_plan_names_what_binds(run):

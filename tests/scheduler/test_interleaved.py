@@ -24,8 +24,8 @@ from resihp.contracts import (
 )
 from resihp.layout import Param, Parameters, least_numel
 from scheduler import make_plan, replan, simulate
+from scheduler.migration import received_bytes
 from scheduler.policies import POLICIES, policy_outcome
-from scheduler.switching_rule import received_bytes
 
 SHAPE = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=512)
 

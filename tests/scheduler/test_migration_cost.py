@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from resihp.contracts import Job, Layout, Memory, ModelShape
 from resihp.layout import Param, Parameters, least_numel
 from scheduler import make_plan, simulate
-from scheduler.switching_rule import migration_ms, received_bytes
+from scheduler.migration import migration_ms, received_bytes
 
 SHAPE = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=512)
 

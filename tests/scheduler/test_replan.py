@@ -7,8 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Plan, Schedule
-from scheduler import ReplanDecision, SkiRental, SwitchCandidate, make_plan, replan, simulate
-from scheduler.switching_rule import decide, migration_ms
+from scheduler import (
+    PlanOption,
+    ReplanDecision,
+    SkiRental,
+    SwitchCandidate,
+    make_plan,
+    migration_ms,
+    plan_front,
+    replan,
+    simulate,
+)
+from scheduler.switching_rule import decide, least_cost
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 SHAPE = ModelShape(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
@@ -86,12 +96,12 @@ def test_a_gain_too_small_to_be_offered_is_told_all_the_same():
     current = make_plan(one, {})
     moved = replan(one, current, {2: 0.4}, step=0, horizon_steps=10**6).plan
     little = replace(moved, step_ms=current.step_ms * 0.99)
-    decision = decide(one, current, little, {}, SkiRental(), horizon_steps=None)
+    option = PlanOption.of(one, current.layout, little)
+    decision = decide(one, current, [option], {}, SkiRental(), horizon_steps=None)
     assert decision.plan is decision.rental.candidate is None
     assert decision.best.plan == little
-    none = decide(
-        one, current, replace(moved, step_ms=current.step_ms), {}, SkiRental(), horizon_steps=None
-    )
+    option = PlanOption.of(one, current.layout, replace(moved, step_ms=current.step_ms))
+    none = decide(one, current, [option], {}, SkiRental(), horizon_steps=None)
     assert none.best is None
 
 
@@ -204,3 +214,53 @@ def test_a_standby_takes_the_place_of_a_rank_that_dies_at_that_moment(dead):
     assert set(plan.layout.ranks) == {*range(9)} - {dead}
     assert plan.step_ms == make_plan(one, {}).step_ms
     assert "rank 8 takes part" in plan.reason
+
+
+def option(step_ms, migration_ms):
+    plan = replace(ANY, layout=Layout.grid(dp=1, pp=1, tp=2, layers=1), step_ms=step_ms)
+    return PlanOption(
+        plan=plan, most_bytes=migration_ms, total_bytes=migration_ms, migration_ms=migration_ms
+    )
+
+
+@pytest.mark.parametrize(
+    ("horizon_steps", "taken"), [(None, 2), (1, 2), (9, 2), (11, 1), (49, 1), (51, 0)]
+)
+def test_the_horizon_decides_what_a_job_moves_that_cannot_go_on(horizon_steps, taken):
+    front = [option(100.0, 1000.0), option(101.0, 950.0), option(102.0, 940.0)]
+    assert least_cost(front, horizon_steps) is front[taken]
+
+
+def test_a_migration_that_takes_no_longer_is_worth_a_shorter_step():
+    front = [option(100.0, 40.0), option(101.0, 40.0)]
+    assert least_cost(front, None) is front[0]
+
+
+@pytest.mark.parametrize(("horizon_steps", "taken"), [(None, 1), (3, 1), (10**6, 0)])
+def test_of_several_layouts_one_that_pays_first_or_gains_most_is_the_candidate(
+    horizon_steps, taken
+):
+    current = replace(ANY, quotas=(16,), layout=Layout.grid(dp=1, pp=1, tp=1, layers=8))
+    one = Job(
+        name="test",
+        layout=current.layout,
+        microbatches=16,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+    )
+    now_ms = simulate(one, one.layout, (16,), {0: 0.5}).step_ms
+    front = [option(now_ms / 2.0, 1000.0), option(now_ms / 1.98, 100.0)]
+    decision = decide(one, current, front, {0: 0.5}, SkiRental(), horizon_steps=horizon_steps)
+    assert decision.plan is front[taken].plan
+
+
+@pytest.mark.parametrize("dead", range(0, 8, 3))
+def test_after_a_loss_the_links_decide_what_is_moved(dead):
+    """Over slow links and a short horizon a job takes the plan that moves least."""
+    one = slow_links(0.001)
+    current = make_plan(one, {})
+    speeds = {dead % 4: 0.0}
+    front = plan_front(one, speeds, current.layout)
+    short = replan(one, current, speeds, step=1, horizon_steps=1).plan
+    assert short.layout == min(front, key=lambda o: o.migration_ms).plan.layout
+    long = replan(one, current, speeds, step=1, horizon_steps=10**9).plan
+    assert long.step_ms == min(o.plan.step_ms for o in front)

@@ -1,0 +1,172 @@
+"""State that groups receive in their new places, and shares with which they receive less."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Job, Layout
+
+from ..cost_model import group_cost, layer_cost
+from ..migration import NO_STATE, RankState, StateBytes, overlap, rank_states
+from .tp_groups import TPGroup
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_Piece = tuple[float, float, int, int, bool, bool]
+"""Width after the change, the part of it that is kept, and the layers and ends held before."""
+
+
+class ReceivedState:
+    """Bytes that the ranks of chains receive with given layers; arrays are [group, rank].
+
+    The layout before holds one model chunk per stage. `total` merges ranks that held the same
+    layers, so that it costs as much as one rank.
+    """
+
+    def __init__(self, before: Layout, groups: Sequence[TPGroup], sizes: StateBytes) -> None:
+        self._sizes = sizes
+        states = dict(rank_states(before))
+        pieces = [list(_pieces(group, states)) for group in groups]
+        self._by_rank = _arrays(pieces)
+        self._merged = _arrays([_merged(entries) for entries in pieces])
+        self.kinds = [tuple(entries) for entries in pieces]
+
+    def total(self, chains: Ints, layers: Ints) -> Floats:
+        """Bytes of all ranks of every chain, [..., chain]; layers [..., chain, stage]."""
+        return np.asarray(self._received(self._merged, chains, layers).sum(axis=(-1, -2)))
+
+    def most(self, chains: Ints, layers: Ints) -> Floats:
+        """Bytes of the rank that receives most in every chain, [..., chain]."""
+        return np.asarray(self._received(self._by_rank, chains, layers).max(axis=(-1, -2)))
+
+    def home(self, chain: Sequence[int], layers: int) -> list[int]:
+        """Layers per stage with boundaries as close as possible to the ones before.
+
+        Layers of a missing stage are divided between its neighbours.
+        """
+        held = [max(self.kinds[group], key=lambda p: p[1], default=None) for group in chain]
+        spans = [(p[2], p[3]) if p and p[1] > 0.0 else None for p in held]
+        cuts = [0.0]
+        for index in range(1, len(chain)):
+            left, right = spans[index - 1], spans[index]
+            near = [left[1]] if left else []
+            near += [right[0]] if right else []
+            even = layers * index / len(chain)
+            cuts.append(math.ceil(sum(near) / len(near)) if near else even)
+        edges = [max(int(cut), index) for index, cut in enumerate(cuts)]
+        edges = [max(edges[: index + 1]) for index in range(len(edges))]
+        edges = [
+            min(max(edge, index), layers - len(chain) + index) for index, edge in enumerate(edges)
+        ]
+        for index in range(1, len(edges)):
+            edges[index] = max(edges[index], edges[index - 1] + 1)
+        return [b - a for a, b in zip(edges, [*edges[1:], layers], strict=True)]
+
+    def _received(self, arrays: tuple[Floats, ...], chains: Ints, layers: Ints) -> Floats:
+        """Bytes [..., chain, stage, rank]."""
+        width, kept, start, stop, first, last = (array[chains] for array in arrays)
+        after = np.cumsum(layers, axis=-1)
+        low, high = (after - layers)[..., None], after[..., None]
+        common = np.minimum(high, stop) - np.maximum(low, start)
+        received = layers[..., None] * width - np.maximum(common, 0.0) * kept
+        received *= self._sizes.layer
+        received[..., 0, :] += self._sizes.embedding * (width - first * kept)[..., 0, :]
+        received[..., -1, :] += self._sizes.embedding * (width - last * kept)[..., -1, :]
+        return np.asarray(received)
+
+
+def _pieces(group: TPGroup, before: Mapping[int, RankState]) -> Iterator[_Piece]:
+    units, edge = sum(group.shares), 0
+    for rank, share in zip(group.ranks, group.shares, strict=True):
+        part = (edge / units, (edge + share) / units)
+        had = before.get(rank, NO_STATE)
+        start, stop = had.chunks[0] if had.chunks else (0, 0)
+        yield part[1] - part[0], overlap(part, had.part), start, stop, had.first, had.last
+        edge += share
+
+
+def _merged(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """Pieces of ranks that held the same layers, as one."""
+    sums: dict[tuple[int, int, bool, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for width, kept, start, stop, first, last in pieces:
+        entry = sums[start, stop, first, last]
+        entry[0] += width
+        entry[1] += kept
+    return [(width, kept, *origin) for origin, (width, kept) in sums.items()]
+
+
+def _arrays(pieces: Sequence[Sequence[_Piece]]) -> tuple[Floats, ...]:
+    """Fields of the pieces, each [group, piece], padded with pieces of no width."""
+    slots = max(map(len, pieces))
+    table = np.zeros((6, len(pieces), slots))
+    for row, entries in enumerate(pieces):
+        table[:, row, : len(entries)] = np.array(entries, float).T
+    return tuple(table)
+
+
+class NearbyShares:
+    """Shares of groups close to the ones before the change, for a time that a layer may take.
+
+    Cached: many groups have the same shares and speeds.
+    """
+
+    def __init__(self, job: Job, before: Layout, speeds: Mapping[int, float]) -> None:
+        self._job, self._speeds, self._cost = job, speeds, layer_cost(job)
+        self._parts = {rank: state.part for rank, state in rank_states(before)}
+        self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def has_moved(self, group: TPGroup) -> bool:
+        """True if a rank holds a part of the layers that it did not hold before."""
+        units, edge = sum(group.shares), 0
+        for rank, share in zip(group.ranks, group.shares, strict=True):
+            low, high = self._parts.get(rank, (0.0, 0.0))
+            if edge < low * units - 1e-6 or edge + share > high * units + 1e-6:
+                return True
+            edge += share
+        return False
+
+    def group(self, group: TPGroup, slower: float) -> TPGroup:
+        """Group whose ranks receive least, with layers that take at most `slower` times as long."""
+        speeds = tuple(self._speeds.get(rank, 1.0) for rank in group.ranks)
+        parts = tuple(self._parts.get(rank, (0.0, 0.0)) for rank in group.ranks)
+        key = (speeds, parts, group.shares, slower)
+        if key not in self._known:
+            self._known[key] = self._nearest(speeds, parts, group.shares, slower)
+        shares = self._known[key]
+        cost = group_cost(self._job, self._cost, shares, speeds, group.ranks)
+        return TPGroup(group.ranks, shares, group.column, cost)
+
+    def _nearest(
+        self,
+        speeds: Sequence[float],
+        parts: Sequence[tuple[float, float]],
+        shares: Sequence[int],
+        slower: float,
+    ) -> tuple[int, ...]:
+        """Dynamic program over the boundaries between the ranks."""
+        units = sum(shares)
+        layer_ms = self._cost.forward_ms + self._cost.backward_ms
+        fixed = 2.0 * self._cost.fixed_ms / layer_ms * units
+        limit = slower * max((fixed + q) / p for q, p in zip(shares, speeds, strict=True))
+        low, high = np.arange(units + 1)[:, None], np.arange(units + 1)
+        least = np.where(high == 0, 0.0, np.inf)
+        choices = []
+        for speed, (start, stop) in zip(speeds, parts, strict=True):
+            widths = high - low
+            kept = np.minimum(high, stop * units) - np.maximum(low, start * units)
+            received = widths - np.maximum(kept, 0.0)
+            allowed = (widths >= 1) & (fixed + widths <= limit * speed * (1 + 1e-9))
+            sums = np.where(allowed, least[:, None] + received, np.inf)
+            choices.append(sums.argmin(axis=0))
+            least = sums.min(axis=0)
+        found, edge = [], units
+        for choice in reversed(choices):
+            found.append(edge - int(choice[edge]))
+            edge = int(choice[edge])
+        return tuple(reversed(found))
