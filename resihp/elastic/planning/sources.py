@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from resihp import _own_packages
 from resihp.client import Client
 from resihp.contracts import InfeasibleError, Job, Plan, ServiceError
+
+if TYPE_CHECKING:
+    from scheduler import ReplanDecision
 
 _log = logging.getLogger("resihp.elastic")
 
@@ -83,13 +87,18 @@ class LocalPlans(NoPlans):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._make_plan: Callable[..., Plan] = _own_packages.load("scheduler").make_plan
+        scheduler = _own_packages.load("scheduler")
+        self._make_plan: Callable[..., Plan] = scheduler.make_plan
+        self._replan: Callable[..., ReplanDecision] = scheduler.replan
 
     def after_loss(self, current: Plan, survivors: Collection[int], step: int) -> Plan:
-        """A plan for the survivors. Raises `InfeasibleError` if there is none."""
+        """A plan for the survivors that takes the shortest migration or, of equal ones, is
+        quickest. Raises `InfeasibleError` if there is none."""
         lost = {*self._job.layout.ranks, *current.layout.ranks} - set(survivors)
         speeds = dict.fromkeys(sorted(lost), 0.0)
-        return self._make_plan(self._job, speeds, current.layout, version=current.version + 1)
+        plan = self._replan(self._job, current, speeds, step=step).plan
+        assert plan is not None, "a lost rank in the layout always results in a plan"
+        return replace(plan, from_step=0)  # the step that the loss ended is run again
 
     def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
         """A plan with the joiners at full speed, or None if it uses none of them."""
