@@ -82,8 +82,7 @@ def plan_front(
     if _is_interleaved(job):
         found = [_with_chunks(job, quickest, current, known, expired)]
     else:
-        points = search_front(job, current, known, quickest, expired)
-        found = [_found_plan(point.arrangement) for point in points]
+        found = [_found_plan(f) for f in search_front(job, current, known, quickest, expired)]
     plans = [_plan(job, current, known, option, version, from_step) for option in found]
     options = [PlanOption.of(job, current, plan) for plan in plans]
     return (options[0], *(_with_price(option, options[0]) for option in options[1:]))

@@ -29,10 +29,11 @@ from .quotas import Arrangement, ChainEvaluator, divide
 from .received_state import NearbyShares, ReceivedState
 from .tp_groups import GroupTable, TPGroup
 
-_LIMITS = (0.0, 0.0025, 0.005, 0.01)  # of the step given up
+_LIMITS = (0.0, 0.004, 0.01)  # of the step given up
 _SLOWER = (1.0, 1.05, 1.12, 1.25, 1.5)  # times of a layer with shares closer to the present ones
-_MOVES = 32  # of single layers, from either end
-_CELLS = 60_000  # chains x stages^2 up to which a front is searched
+_MOVES = 24  # of single layers, from either end
+_CELLS = 20_000  # chains x stages^2 up to which a front is searched
+_FEWER_CELLS = 4_000  # up to which nearby shares and swaps of groups are tried
 _LEAST_BYTES = 0.02  # of a layer, counted for moves that cost less
 _LEAST_MS = 1e-6  # counted for moves that take less
 _LEAST_RATE = 1e-12  # of time or bytes, beyond rounding
@@ -40,7 +41,7 @@ _LEAST_RATE = 1e-12  # of time or bytes, beyond rounding
 Mask = NDArray[np.bool_]
 
 
-class FrontPoint(NamedTuple):
+class _Point(NamedTuple):
     """Arrangement with the bytes that all ranks, and the one that gets most, receive for it."""
 
     arrangement: Arrangement
@@ -54,46 +55,49 @@ def search_front(
     speeds: Mapping[int, float],
     found: Arrangement,
     expired: Callable[[], bool],
-) -> list[FrontPoint]:
+) -> list[Arrangement]:
     """Front from `found`, or one as fast that moves less, to the one that moves least.
 
-    Step times rise by at most 1%; bytes fall. Only the first one for a job without a model, of
+    Step times rise by at most 1%; bytes fall. Only `found` for a job without a model, of
     interleaved stages, or of too many devices.
     """
     sizes = StateBytes.of(job)
-    if sizes is None or any(replica.chunks > 1 for replica in current.replicas):
-        return [FrontPoint(found, 0.0, 0.0)]
-    quickest = _point(found, current, sizes)
-    fixed_ms = layer_cost(job).step_ms
-    points = [quickest]
-    if sum(len(chain) ** 2 for chain in found.chains) > _CELLS:
-        return points
+    is_interleaved = any(replica.chunks > 1 for replica in current.replicas)
+    if sizes is None or is_interleaved or _cells(found.chains) > _CELLS:
+        return [found]
+    groups = found.evaluator.setting.table.groups
+    quickest = _point(found, ReceivedState(current, groups, sizes))
+    points, fixed_ms = [quickest], layer_cost(job).step_ms
+    nearby = NearbyShares(job, current, speeds)
     for placed in _placements(job, current, speeds, found, expired):
-        options = _Options(job, current, speeds, sizes, placed, quickest.most_bytes)
+        options = _Options(nearby, current, sizes, placed, quickest.most_bytes)
         for limit in _LIMITS:
             if not expired():
                 limit_ms = (found.makespan_ms + fixed_ms) * (1.0 + limit) - fixed_ms
                 arranged = options.within(limit_ms)
-                points += [] if arranged is None else [_point(arranged, current, sizes)]
-    return _monotone(points)
+                points += [] if arranged is None else [_point(arranged, options.state)]
+    return [point.arrangement for point in _monotone(points)]
 
 
-def _point(found: Arrangement, current: Layout, sizes: StateBytes) -> FrontPoint:
+def _cells(chains: Sequence[Chain]) -> int:
+    return sum(len(chain) ** 2 for chain in chains)
+
+
+def _point(found: Arrangement, state: ReceivedState) -> _Point:
     """Arrangement with what it moves."""
-    state = ReceivedState(current, found.evaluator.setting.table.groups, sizes)
     total = most = 0.0
     for indices in by_length(found.chains):
         chains = np.array([found.chains[i] for i in indices], np.int64)
         layers = np.array([found.layers[i] for i in indices], np.int64)
         total += float(state.total(chains, layers).sum())
         most = max(most, float(state.most(chains, layers).max()))
-    return FrontPoint(found, total, most)
+    return _Point(found, total, most)
 
 
-def _monotone(points: Sequence[FrontPoint]) -> list[FrontPoint]:
+def _monotone(points: Sequence[_Point]) -> list[_Point]:
     """Points of falling bytes, quickest first, ending with the one that moves least."""
     left = list(points)
-    front: list[FrontPoint] = []
+    front: list[_Point] = []
     while left:
         best = min(left, key=lambda p: (p.total_bytes, p.most_bytes, p.arrangement.makespan_ms))
         front.insert(0, best)
@@ -133,6 +137,8 @@ def _placements(
         return
     best = min(in_place, key=lambda placed: placed.makespan_ms)
     yield best
+    if _cells(chains) > _FEWER_CELLS:
+        return
     evaluator = best.evaluator
     for start in (sort_by_speed(evaluator, chains), chains):
         if expired() or len(start) != len(chains) or not all(evaluator.fits(start, typical)):
@@ -143,21 +149,21 @@ def _placements(
 
 
 def _with_nearby_shares(
-    job: Job, current: Layout, speeds: Mapping[int, float], placed: Arrangement
+    nearby: NearbyShares, placed: Arrangement
 ) -> tuple[list[TPGroup], list[list[Chain]]]:
     """Groups with others of nearby shares, and the chains of every replica, one for each level."""
-    nearby = NearbyShares(job, current, speeds)
     groups = list(placed.evaluator.setting.table.groups)
+    slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
     others: dict[int, list[int]] = {}
     for index in sorted({group for chain in placed.chains for group in chain}):
         if nearby.has_moved(groups[index]):
-            others[index] = list(range(len(groups), len(groups) + len(_SLOWER)))
-            groups += [nearby.group(groups[index], slower) for slower in _SLOWER]
+            others[index] = list(range(len(groups), len(groups) + len(slower)))
+            groups += [nearby.group(groups[index], times) for times in slower]
     variants = []
     for chain in placed.chains:
         levels = [
             tuple([others[g][level] if g in others else g for g in chain])
-            for level in range(len(_SLOWER))
+            for level in range(len(slower))
         ]
         variants.append(list(dict.fromkeys([chain, *levels])))
     return groups, variants
@@ -183,19 +189,18 @@ class _Options:
 
     def __init__(
         self,
-        job: Job,
+        nearby: NearbyShares,
         current: Layout,
-        speeds: Mapping[int, float],
         sizes: StateBytes,
         placed: Arrangement,
         most_bytes: float,
     ) -> None:
-        groups, variants = _with_nearby_shares(job, current, speeds, placed)
+        groups, variants = _with_nearby_shares(nearby, placed)
         setting = replace(placed.evaluator.setting, table=GroupTable.of(groups))
         self._evaluator = ChainEvaluator(setting)
-        self._state = ReceivedState(current, groups, sizes)
+        self.state = ReceivedState(current, groups, sizes)
         self._least_bytes = _LEAST_BYTES * sizes.layer
-        kinds = list(zip(setting.table.kind.tolist(), self._state.kinds, strict=True))
+        kinds = list(zip(setting.table.kind.tolist(), self.state.kinds, strict=True))
         starts: dict[object, _Option] = {}
         keyed: list[list[tuple[object, Chain]]] = []
         for chains, quota, layers in zip(variants, placed.quotas, placed.layers, strict=True):
@@ -221,7 +226,7 @@ class _Options:
         for indices in by_length([start.chain for start in starts]):
             some = [starts[index] for index in indices]
             batch = self._batch(some)
-            home = np.array([self._state.home(start.chain, total) for start in some], np.int64)
+            home = np.array([self.state.home(start.chain, total) for start in some], np.int64)
             best = np.array([start.layers for start in some], np.int64)
             for steps in (
                 self._walk(batch, home, self._gain),
@@ -267,7 +272,7 @@ class _Options:
         """Bounds of the makespans, much higher beyond the memory, and bytes, [..., chain]."""
         beyond = np.maximum(layers - batch.costs.most, 0).sum(axis=-1)
         bounds = batch.bounds(layers) * (1.0 + beyond)
-        return np.asarray(bounds), self._state.total(batch.chains, layers)
+        return np.asarray(bounds), self.state.total(batch.chains, layers)
 
     def _measure(self, most_bytes: float) -> None:
         """Times and bytes of all options; those that do not fit take forever."""
@@ -277,8 +282,8 @@ class _Options:
         for indices in by_length([option.chain for option in self._options]):
             some = [self._options[index] for index in indices]
             batch, layers = self._batch(some), np.array([o.layers for o in some], np.int64)
-            is_able = self._state.most(batch.chains, layers) <= most_bytes * (1 + 1e-9)
-            self._bytes[indices] = self._state.total(batch.chains, layers)
+            is_able = self.state.most(batch.chains, layers) <= most_bytes * (1 + 1e-9)
+            self._bytes[indices] = self.state.total(batch.chains, layers)
             self._slowest[indices] = batch.slowest(layers)
             self._ends[indices] = self._makespans(batch, layers, is_able)
 
