@@ -1,0 +1,319 @@
+"""Options of replicas: layers and shares between the present ones and the best ones.
+
+Within a limit of the step time an option runs a number of microbatches and makes its ranks receive
+a number of bytes. Replicas take the options that together run all microbatches and receive least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resihp.contracts import Layout
+
+from ..migration import StateBytes
+from .chains import Chain, ChainBatch, Floats, Ints, by_length
+from .layer_partition import single_moves
+from .quotas import Arrangement, ChainEvaluator
+from .received_state import NearbyShares, ReceivedState
+from .tp_groups import GroupTable, TPGroup
+
+_MOVES = 24  # of single layers, from either end
+_LEAST_BYTES = 0.02  # of a layer, counted for moves that cost less
+_LEAST_MS = 1e-6  # counted for moves that take less
+_LEAST_RATE = 1e-12  # of time or bytes, beyond rounding
+
+Mask = NDArray[np.bool_]
+_Entry = tuple[int, float, int, Chain]  # microbatches, bytes, index of the option, chain
+
+
+class _Option(NamedTuple):
+    """A chain with layers for a number of microbatches."""
+
+    chain: Chain
+    layers: tuple[int, ...]
+    quota: int
+
+
+class ReplicaOptions:
+    """Options of the replicas of an arrangement in which no rank receives more than `most_bytes`.
+
+    A replica has a chain for each level of shares, and a chain has several layer partitions.
+    Replicas of equal cost that held the same state share the figures; all arrays are [option].
+    """
+
+    def __init__(
+        self,
+        placed: Arrangement,
+        current: Layout,
+        sizes: StateBytes,
+        nearby: NearbyShares,
+        slower: Sequence[float],
+        most_bytes: float,
+    ) -> None:
+        groups, variants = _with_nearby_shares(nearby, slower, placed)
+        setting = replace(placed.evaluator.setting, table=GroupTable.of(groups))
+        self._evaluator = ChainEvaluator(setting)
+        self.state = ReceivedState(current, groups, sizes)
+        self._most_bytes = most_bytes * (1 + 1e-9)
+        self._least_bytes = _LEAST_BYTES * sizes.layer
+        kinds = list(zip(setting.table.kind.tolist(), self.state.kinds, strict=True))
+        starts: dict[object, _Option] = {}
+        keyed: list[list[tuple[object, Chain]]] = []
+        for chains, quota, layers in zip(variants, placed.quotas, placed.layers, strict=True):
+            keys: list[object] = [
+                (tuple([kinds[g] for g in chain]), quota, layers) for chain in chains
+            ]
+            for key, chain in zip(keys, chains, strict=True):
+                starts.setdefault(key, _Option(chain, layers, quota))
+            keyed.append(list(zip(keys, chains, strict=True)))
+        self._options: list[_Option] = []
+        self._of_start: dict[object, list[int]] = {}
+        for key, options in zip(starts, self._partitions(list(starts.values())), strict=True):
+            first = len(self._options)
+            self._options += options
+            self._of_start[key] = list(range(first, len(self._options)))
+        self._measure()
+        self._replicas = [self._fewest(keys) for keys in keyed]
+
+    def _partitions(self, starts: Sequence[_Option]) -> list[list[_Option]]:
+        """Options between the present layers and those of each start, both included."""
+        found: list[list[_Option]] = [[] for _ in starts]
+        total = self._evaluator.setting.layers
+        for indices in by_length([start.chain for start in starts]):
+            some = [starts[index] for index in indices]
+            batch = self._batch(some)
+            home = np.array([self.state.home(start.chain, total) for start in some], np.int64)
+            best = np.array([start.layers for start in some], np.int64)
+            for steps in (
+                self._walk(batch, home, self._gain),
+                self._walk(batch, best, self._saving),
+            ):
+                for layers in steps:
+                    for index, row in zip(indices, layers.tolist(), strict=True):
+                        found[index].append(starts[index]._replace(layers=tuple(row)))
+        return [list(dict.fromkeys(options)) for options in found]
+
+    def _gain(self, later_ms: Floats, more_bytes: Floats) -> Floats:
+        """Rate of moves that gain time: by bytes."""
+        return np.asarray(-later_ms / np.maximum(more_bytes, self._least_bytes))
+
+    def _saving(self, later_ms: Floats, more_bytes: Floats) -> Floats:
+        """Rate of moves that save bytes: by time."""
+        return np.asarray(-more_bytes / np.maximum(later_ms, _LEAST_MS))
+
+    def _walk(
+        self, batch: ChainBatch, layers: Ints, rate: Callable[[Floats, Floats], Floats]
+    ) -> list[Ints]:
+        """Layers after each of the moves of single layers with the best rates, until none helps."""
+        steps = [layers]
+        bounds, sizes = self._weighed(batch, layers)
+        active = np.arange(len(layers)) if batch.stages > 1 else np.empty(0, np.int64)
+        for _ in range(_MOVES):
+            if not active.size or self._evaluator.setting.expired():
+                break
+            moved = layers[active] + single_moves(batch.stages)[:, None, :]
+            later, larger = self._weighed(batch.pick(active), np.maximum(moved, 1))
+            rates = rate(later - bounds[active], larger - sizes[active])
+            rates = np.where((moved >= 1).all(axis=2), rates, 0.0)
+            choice, take = rates.argmax(axis=0), np.arange(len(active))
+            better = np.flatnonzero(rates[choice, take] > _LEAST_RATE)
+            active, choice = active[better], choice[better]
+            layers = layers.copy()
+            layers[active] = moved[choice, better]
+            bounds[active], sizes[active] = later[choice, better], larger[choice, better]
+            steps.append(layers)
+        return steps
+
+    def _weighed(self, batch: ChainBatch, layers: Ints) -> tuple[Floats, Floats]:
+        """Bounds of the makespans, much higher beyond the memory, and bytes, [..., chain]."""
+        beyond = np.maximum(layers - batch.costs.most, 0).sum(axis=-1)
+        bounds = batch.bounds(layers) * (1.0 + beyond)
+        return np.asarray(bounds), self.state.total(batch.chains, layers)
+
+    def _measure(self) -> None:
+        """Times and bytes of all options; those that do not fit take forever."""
+        count = len(self._options)
+        self._ends, self._slowest = np.full(count, np.inf), np.ones(count)
+        self._bytes = np.zeros(count)
+        for indices in by_length([option.chain for option in self._options]):
+            some = [self._options[index] for index in indices]
+            batch, layers = self._batch(some), np.array([o.layers for o in some], np.int64)
+            self._bytes[indices] = self.state.total(batch.chains, layers)
+            self._slowest[indices] = batch.slowest(layers)
+            self._ends[indices] = self._makespans(batch, layers)
+
+    def _makespans(self, batch: ChainBatch, layers: Ints, wanted: Mask | None = None) -> Floats:
+        """Exact makespans; inf where not wanted, out of memory, or if a rank receives too much."""
+        able = (layers <= batch.costs.most).all(axis=1)
+        able &= self.state.most(batch.chains, layers) <= self._most_bytes
+        rows = np.flatnonzero(able if wanted is None else able & wanted)
+        ends = np.full(len(layers), np.inf)
+        if rows.size:
+            ends[rows] = batch.pick(rows).makespans(layers[rows])
+        return ends
+
+    def _batch(self, options: Sequence[_Option], quotas: Sequence[int] = ()) -> ChainBatch:
+        """Batch of options of chains of equal length, with other quotas if given."""
+        chains = np.array([option.chain for option in options], np.int64)
+        own = np.array(quotas or [option.quota for option in options], np.int64)
+        return ChainBatch(self._evaluator.setting, chains, own)
+
+    def _fewest(self, keys: Sequence[tuple[object, Chain]]) -> list[tuple[int, Chain]]:
+        """Options of a replica that no other one of fewer bytes outruns, each with its chain."""
+        options = [(index, chain) for key, chain in keys for index in self._of_start[key]]
+        options.sort(key=lambda pair: (self._bytes[pair[0]], self._ends[pair[0]]))
+        kept, least_ms = [], np.inf
+        for index, chain in options:
+            if self._ends[index] < least_ms:
+                kept.append((index, chain))
+                least_ms = self._ends[index]
+        return kept
+
+    def within(self, limit_ms: float) -> Arrangement | None:
+        """Arrangement within a makespan with the fewest bytes found; None without any."""
+        counts = self._counts(limit_ms)
+        runs = [
+            _rising([(counts[index], self._bytes[index], index, chain) for index, chain in replica])
+            for replica in self._replicas
+        ]
+        needed = self._evaluator.setting.microbatches
+        picked = _cheapest(runs, needed)
+        if picked is None:
+            return None
+        chosen = [run[at] for run, at in zip(runs, picked, strict=True)]
+        options = [self._options[index]._replace(chain=chain) for _, _, index, chain in chosen]
+        quotas = [count for count, *_ in chosen]
+        slowest = [float(self._slowest[index]) for _, _, index, _ in chosen]
+        ends = [float(self._ends[index]) for _, _, index, _ in chosen]
+        ends = [
+            end + (count - option.quota) * each
+            for end, count, option, each in zip(ends, quotas, options, slowest, strict=True)
+        ]
+        for _ in range(sum(quotas) - needed):
+            last = max((i for i, q in enumerate(quotas) if q > 1), key=lambda i: (ends[i], i))
+            quotas[last] -= 1
+            ends[last] -= slowest[last]
+        return self._reduced(options, quotas, limit_ms)
+
+    def _reduced(
+        self, options: Sequence[_Option], quotas: Sequence[int], limit_ms: float
+    ) -> Arrangement:
+        """Arrangement after moves of single layers that save bytes within the makespan."""
+        layers: dict[int, tuple[int, ...]] = {}
+        makespan_ms = 0.0
+        for indices in by_length([option.chain for option in options]):
+            some = [options[index] for index in indices]
+            batch = self._batch(some, [quotas[index] for index in indices])
+            held = np.array([option.layers for option in some], np.int64)
+            ends, sizes = self._makespans(batch, held), self.state.total(batch.chains, held)
+            row = np.arange(len(held))
+            for _ in range(_MOVES if batch.stages > 1 else 0):
+                moved = held + single_moves(batch.stages)[:, None, :]
+                bounds, smaller = self._weighed(batch, np.maximum(moved, 1))
+                hopeful = (moved >= 1).all(axis=2) & (bounds <= limit_ms)
+                hopeful &= smaller < sizes - _LEAST_RATE * sizes
+                choice = np.where(hopeful, smaller, np.inf).argmin(axis=0)
+                trial = np.maximum(moved[choice, row], 1)
+                exact = self._makespans(batch, trial, hopeful[choice, row])
+                better = exact <= limit_ms * (1 + 1e-9)
+                if not better.any():
+                    break
+                held = np.where(better[:, None], trial, held)
+                ends = np.where(better, exact, ends)
+                sizes = np.where(better, smaller[choice, row], sizes)
+            makespan_ms = max(makespan_ms, float(ends.max()))
+            layers |= zip(indices, map(tuple, held.tolist()), strict=True)
+        return Arrangement(
+            self._evaluator,
+            tuple(option.chain for option in options),
+            tuple(quotas),
+            tuple(layers[index] for index in range(len(options))),
+            makespan_ms,
+        )
+
+    def _counts(self, limit_ms: float) -> dict[int, int]:
+        """Microbatches that the options run within a makespan; 0 for those that run none."""
+        used = sorted({index for replica in self._replicas for index, _ in replica})
+        more = np.floor((limit_ms - self._ends[used]) / self._slowest[used] + 1e-9)
+        first = np.array([self._options[index].quota for index in used])
+        counts = np.maximum(np.where(np.isfinite(more), first + more, 0.0), 0.0).astype(np.int64)
+        for indices in by_length([self._options[index].chain for index in used]):
+            layers = np.array([self._options[used[i]].layers for i in indices], np.int64)
+            for last in (False, False, True):
+                own = counts[indices]
+                some = [self._options[used[i]] for i in indices]
+                batch = self._batch(some, np.maximum(own, 1).tolist())
+                late = self._makespans(batch, layers, own > 0) > limit_ms * (1 + 1e-9)
+                counts[indices] = np.where(late, 0 if last else np.maximum(own - 1, 0), own)
+        return dict(zip(used, counts.tolist(), strict=True))
+
+
+def _with_nearby_shares(
+    nearby: NearbyShares, slower: Sequence[float], placed: Arrangement
+) -> tuple[list[TPGroup], list[list[Chain]]]:
+    """Groups with others of nearby shares, and the chains of every replica, one for each level."""
+    groups = list(placed.evaluator.setting.table.groups)
+    others: dict[int, list[int]] = {}
+    for index in sorted({group for chain in placed.chains for group in chain}):
+        if nearby.has_moved(groups[index]):
+            others[index] = list(range(len(groups), len(groups) + len(slower)))
+            groups += [nearby.group(groups[index], times) for times in slower]
+    variants = []
+    for chain in placed.chains:
+        levels = [
+            tuple([others[g][level] if g in others else g for g in chain])
+            for level in range(len(slower))
+        ]
+        variants.append(list(dict.fromkeys([chain, *levels])))
+    return groups, variants
+
+
+def _rising(entries: Sequence[_Entry]) -> list[_Entry]:
+    """Entries of rising microbatches, from the one of the fewest bytes on."""
+    rising: list[_Entry] = []
+    for entry in sorted(entries, key=lambda e: (e[1], -e[0])):
+        if entry[0] > (rising[-1][0] if rising else 0):
+            rising.append(entry)
+    return rising
+
+
+def _cheapest(runs: Sequence[Sequence[_Entry]], needed: int) -> list[int] | None:
+    """Index of an entry of every run, for enough microbatches and few bytes; None if impossible.
+
+    Starts with the fewest bytes, takes the upgrades with the fewest bytes for a microbatch, and
+    takes back what is not needed.
+    """
+    if not all(runs):
+        return None
+    picked = [0] * len(runs)
+    missing = needed - sum(run[0][0] for run in runs)
+    upgrades = [u for row, run in enumerate(runs) if (u := _upgrade(row, run, 0))]
+    heapify(upgrades)
+    while missing > 0:
+        if not upgrades:
+            return None
+        _, row, at = heappop(upgrades)
+        missing -= runs[row][at][0] - runs[row][picked[row]][0]
+        picked[row] = at
+        following = _upgrade(row, runs[row], at)
+        if following:
+            heappush(upgrades, following)
+    for row in sorted(range(len(runs)), key=lambda row: (-runs[row][picked[row]][1], row)):
+        held = runs[row][picked[row]][0]
+        at = next(k for k, entry in enumerate(runs[row]) if held - entry[0] <= -missing)
+        missing += held - runs[row][at][0]
+        picked[row] = at
+    return picked
+
+
+def _upgrade(row: int, run: Sequence[_Entry], at: int) -> tuple[float, int, int] | None:
+    """Bytes for each further microbatch of the best later entry, its row and its index."""
+    count, size = run[at][:2]
+    rates = [((e[1] - size) / (e[0] - count), row, at + 1 + k) for k, e in enumerate(run[at + 1 :])]
+    return min(rates, default=None)
