@@ -29,7 +29,7 @@ _WIDE = 5e-3  # certified gap beyond which groups are exchanged under another sc
 _FAR = 1e-2  # gap beyond which layers are refined
 _REFINE_CELLS = 1_000  # chains x stages^2 up to which layers are refined
 _FEW_GROUPS = 48  # up to which a search is repeated from its own result
-_FEW_REPLICAS = 12  # up to which groups are exchanged even if the gap is small
+_FEW_REPLICAS = 12  # up to which more is tried: exchanges at a small gap, groups in place
 _LEAST_GAIN = 1e-3  # an arrangement that moves more must be better by this fraction
 
 _Start = tuple[Sequence[Chain], Sequence[int]]  # chains, and groups without a replica
@@ -143,7 +143,7 @@ def _arranged(
     if best is not first and len(chains) <= _FEW_REPLICAS and _may_gain(best):
         best = _exchanged(best)
     best = _with_refined_layers(best)
-    if first.chains != started.chains:
+    if first.chains != started.chains and len(chains) <= _FEW_REPLICAS:
         for schedule in request.schedules[1:]:
             best = _better(best, _under(schedule, started) or best)
     exact = _exact(request, setting, len(chains))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,23 +51,16 @@ class ReceivedState:
 
         Layers of a missing stage are divided between its neighbours.
         """
-        held = [max(self.kinds[group], key=lambda p: p[1], default=None) for group in chain]
-        spans = [(p[2], p[3]) if p and p[1] > 0.0 else None for p in held]
-        cuts = [0.0]
+        largest = [max(self.kinds[group], key=lambda piece: piece[1]) for group in chain]
+        spans = [piece[2:4] if piece[1] > 0.0 else None for piece in largest]
+        edges = [0]
         for index in range(1, len(chain)):
             left, right = spans[index - 1], spans[index]
-            near = [left[1]] if left else []
-            near += [right[0]] if right else []
-            even = layers * index / len(chain)
-            cuts.append(math.ceil(sum(near) / len(near)) if near else even)
-        edges = [max(int(cut), index) for index, cut in enumerate(cuts)]
-        edges = [max(edges[: index + 1]) for index in range(len(edges))]
-        edges = [
-            min(max(edge, index), layers - len(chain) + index) for index, edge in enumerate(edges)
-        ]
-        for index in range(1, len(edges)):
-            edges[index] = max(edges[index], edges[index - 1] + 1)
-        return [b - a for a, b in zip(edges, [*edges[1:], layers], strict=True)]
+            near = [*([left[1]] if left else []), *([right[0]] if right else [])]
+            ideal = sum(near) / len(near) if near else layers * index / len(chain)
+            latest = layers - len(chain) + index
+            edges.append(min(max(math.ceil(ideal), edges[-1] + 1), latest))
+        return [stop - start for start, stop in pairwise([*edges, layers])]
 
     def _received(self, arrays: tuple[Floats, ...], chains: Ints, layers: Ints) -> Floats:
         """Bytes [..., chain, stage, rank]."""

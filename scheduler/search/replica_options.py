@@ -45,6 +45,8 @@ class ReplicaOptions:
 
     A replica has a chain for each level of shares, and a chain has several layer partitions.
     Replicas of equal cost that held the same state share the figures; all arrays are [option].
+
+    slower  levels of shares: times that layers may take, relative to the fastest shares
     """
 
     def __init__(
