@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -28,6 +29,16 @@ T = TypeVar("T")
 
 _JSON = {"Content-Type": "application/json"}
 _MAX_DETAIL = 500
+_UNCHANGED = 304
+_MOST_KNOWN = 16  # answers kept: those of a few jobs
+
+
+@dataclass(frozen=True)
+class _Known:
+    """An answer and its tag."""
+
+    tag: str
+    value: Any
 
 
 class Client:
@@ -36,6 +47,8 @@ class Client:
     Thread-safe, and usable on both sides of a fork. No method retries: the caller knows whether
     its request may be repeated. Every method raises `ServiceError` with the title and the detail
     of the sidecar's problem document and its HTTP status; status None means no valid answer.
+
+    What is read again is transferred and decoded only if it has changed since (`ETag`).
 
     url  base address of the sidecar
     """
@@ -51,6 +64,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pool: urllib3.PoolManager | None = None
         self._pid = -1
+        self._known: dict[str, _Known] = {}
 
     def register(self, job: Job) -> None:
         """Register a job, or replace its description."""
@@ -123,13 +137,11 @@ class Client:
 
     def verdicts(self, job: str) -> list[Verdict]:
         """The verdict on every rank."""
-        document = self._get(_path(job, "verdicts"))
-        items = document.get("verdicts", []) if isinstance(document, Mapping) else []
-        return [_read(Verdict, item) for item in items]
+        return list(self._get(_path(job, "verdicts"), _verdicts))
 
     def diagnosis(self, job: str) -> Diagnosis:
         """The causes of the job's lost time."""
-        return _read(Diagnosis, self._get(_path(job, "diagnosis")))
+        return self._get(_path(job, "diagnosis"), partial(_read, Diagnosis))
 
     def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
         """The newest plan, or, with `after`, one of a higher version, awaited for up to `wait`
@@ -172,7 +184,7 @@ class Client:
 
     def health(self) -> dict[str, Any]:
         """The health report of the sidecar."""
-        document = self._get("/v1/healthz")
+        document = _parse(self._request("GET", "/v1/healthz"))
         return document if isinstance(document, dict) else {}
 
     def close(self) -> None:
@@ -180,8 +192,19 @@ class Client:
         if self._pool is not None and self._pid == os.getpid():
             self._pool.clear()
 
-    def _get(self, path: str) -> Any:
-        return _parse(self._request("GET", path))
+    def _get(self, path: str, read: Callable[[Any], T]) -> T:
+        """What `read` makes of the JSON at `path`, which the caller must not change."""
+        known = self._known.get(path)
+        answer = self._request("GET", path, tag=known.tag if known is not None else None)
+        if known is not None and answer.status == _UNCHANGED:
+            value: T = known.value
+            return value
+        value = read(_parse(answer))
+        if tag := answer.headers.get("ETag"):
+            self._known[path] = _Known(tag, value)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()
+        return value
 
     def _send(self, method: str, path: str, document: Any) -> urllib3.BaseHTTPResponse:
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -194,28 +217,31 @@ class Client:
         *,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        tag: str | None = None,
         patience: float = 0.0,
     ) -> urllib3.BaseHTTPResponse:
-        """The answer, of status below 300, which the sidecar may hold back for `patience` seconds.
+        """The answer, which the sidecar may hold back for `patience` seconds. Its status is below
+        300, or 304 if `tag` is still that of the answer.
 
         Connections are pooled per process: a forked child opens its own, because two processes that
         write to one socket corrupt both conversations.
         """
         if self._pool is None or self._pid != os.getpid():
             self._pool, self._pid = urllib3.PoolManager(num_pools=1, maxsize=4), os.getpid()
+        condition = {} if tag is None else {"If-None-Match": tag}
         try:
             answer = self._pool.request(
                 method,
                 self.url + path,
                 body=body,
-                headers={**self._headers, **(headers or {})},
+                headers={**self._headers, **(headers or {}), **condition},
                 timeout=urllib3.Timeout(connect=self._timeout, read=self._timeout + patience),
                 retries=False,
                 redirect=False,
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ServiceError(f"no answer from {self.url}: {error}") from error
-        if answer.status >= 300:
+        if answer.status >= 300 and not (condition and answer.status == _UNCHANGED):
             raise ServiceError(
                 _problem(answer), status=answer.status, retry_after_s=_retry_after_s(answer)
             )
@@ -266,6 +292,11 @@ def _problem(answer: urllib3.BaseHTTPResponse) -> str:
         return f"status {answer.status} {answer.reason or ''}".strip()
     words = [str(document[key]) for key in ("title", "detail") if document.get(key)]
     return ": ".join(words)[:_MAX_DETAIL]
+
+
+def _verdicts(document: Any) -> tuple[Verdict, ...]:
+    items = document.get("verdicts", []) if isinstance(document, Mapping) else []
+    return tuple(_read(Verdict, item) for item in items)
 
 
 def _read(cls: type[T], document: Any) -> T:

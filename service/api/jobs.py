@@ -11,12 +11,17 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from resihp.contracts import ContractError, Plan, to_json
 
-from ..store.documents import MessageKind
+from ..store.documents import VERDICTS, MessageKind, dumps, joined
 from . import bodies
-from .context import AppContext, Ctx
+from .conditional import CONDITIONAL, Known
+from .context import Ctx
 from .lag import sending_interval_s
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_NO_DIAGNOSIS = {
+    "slowdown": 1.0, "root_cause": "none", "attribution": {}, "steps": 0, "detail": [],
+}  # fmt: skip
 
 
 def _retry_key(
@@ -29,7 +34,7 @@ RetryKey = Annotated[str | None, Depends(_retry_key)]
 
 
 @router.put("/{job}", openapi_extra=bodies.documented_job())
-async def register(job: str, request: Request, response: Response, ctx: Ctx) -> dict[str, Any]:
+async def register(job: str, request: Request, ctx: Ctx) -> Response:
     """Register a job. Equal content changes nothing; other content resets the job."""
     description = await bodies.read_job(request, job)
     if description.name != job:
@@ -41,46 +46,74 @@ async def register(job: str, request: Request, response: Response, ctx: Ctx) -> 
         schedule=description.schedule,
         reason=("the layout that the job was registered with",),
     )
-    response.status_code = 201 if await ctx.store.register(description, first) else 200
-    plan = await ctx.store.plan(job, await ctx.store.require(job))
-    return {"job": to_json(description), "plan": plan}
+    is_new = await ctx.store.register(description, first)
+    return Response(
+        joined(job=dumps(to_json(description)), plan=await ctx.store.newest_plan(job)),
+        status_code=201 if is_new else 200,
+        media_type="application/json",
+    )
 
 
-@router.get("")
-async def list_jobs(ctx: Ctx) -> dict[str, Any]:
-    """All jobs with their newest step, number of devices by verdict, and plan."""
-    return {"jobs": [await _summary(ctx, name) for name in await ctx.store.names()]}
+@router.get("", **CONDITIONAL)
+async def list_jobs(
+    ctx: Ctx,
+    known: Known,
+    after: Annotated[str, Query(max_length=256)] = "",
+    limit: Annotated[int | None, Query(ge=1, le=1_000)] = None,
+) -> Response:
+    """All jobs with their newest step, number of devices by verdict, and plan, by name. With
+    `limit` so many whose names are above `after`; `next` is the `after` of the next page, if there
+    is one."""
+    names = [name for name in await ctx.store.names() if name > after]
+    page = names[:limit]
+    summaries = [
+        joined(
+            name=dumps(name),
+            last_step=status["last_step"] or "-1",
+            devices=status["devices"] or "{}",
+            rollout=status["rollout"],
+        )
+        for name, status in zip(
+            page, await ctx.store.statuses(page, "last_step", "devices", "rollout"), strict=True
+        )
+    ]
+    more = {"next": dumps(page[-1])} if len(page) < len(names) else {}
+    content = joined(jobs=b"[%s]" % b",".join(summaries), **more)
+
+    async def made() -> bytes:
+        return content
+
+    return await known.answer(hashlib.sha256(content).hexdigest()[:32], made)
 
 
-async def _summary(ctx: AppContext, name: str) -> dict[str, Any]:
-    status = await ctx.store.status(name)
-    return {
-        "name": name,
-        "last_step": status.get("last_step", -1),
-        "devices": status.get("devices", {}),
-        "rollout": status.get("rollout"),
-    }
-
-
-@router.get("/{job}")
-async def get_job(job: str, ctx: Ctx) -> dict[str, Any]:
+@router.get("/{job}", **CONDITIONAL)
+async def get_job(job: str, ctx: Ctx, known: Known) -> Response:
     """A job, its newest plan, the roll-out of that plan, and how far its worker is behind: messages
     in no saved state, age of the oldest that no worker has read, messages refused and records
     dropped by senders."""
-    description = await ctx.store.job(job)
-    status, counts = await ctx.store.status(job), await ctx.store.counts(job)
-    (lag_s,) = await ctx.lags.of(job)
-    return {
-        "job": to_json(description),
-        "plan": await ctx.store.plan(job, await ctx.store.require(job)),
-        "planning": status.get("planning", {"state": "idle"}),
-        "rollout": status.get("rollout"),
-        "last_step": status.get("last_step", -1),
-        "backlog": await ctx.store.backlog(job),
+    tag = await ctx.store.tag(job, "plans", "planning", "rollout", "last_step")
+    (counts,), (lag_s,) = await ctx.store.counts(job), await ctx.lags.of(job)
+    progress = {
+        "backlog": counts["backlog"],
         "lag_s": lag_s,
         "refused": counts.get("refused", 0),
         "dropped": counts.get("dropped", 0),
     }
+
+    async def content() -> bytes:
+        planning, rollout, last_step = await ctx.store.status(
+            job, "planning", "rollout", "last_step"
+        )
+        return joined(
+            job=await ctx.store.description(job),
+            plan=await ctx.store.newest_plan(job),
+            planning=planning or '{"state":"idle"}',
+            rollout=rollout,
+            last_step=last_step or "-1",
+            **{name: dumps(value) for name, value in progress.items()},
+        )
+
+    return await known.answer("-".join([tag, *map(str, progress.values())]), content)
 
 
 @router.delete("/{job}", status_code=204)
@@ -157,29 +190,56 @@ async def post_probe(job: str, probe: str, request: Request, ctx: Ctx) -> dict[s
     return {"accepted": answer.ms is not None}
 
 
-@router.get("/{job}/verdicts")
-async def get_verdicts(job: str, ctx: Ctx) -> dict[str, Any]:
-    """The verdict on each device."""
-    await ctx.store.require(job)
-    return {"job": job, "verdicts": await ctx.store.verdicts(job)}
+@router.get("/{job}/verdicts", **CONDITIONAL)
+async def get_verdicts(
+    job: str,
+    ctx: Ctx,
+    known: Known,
+    after: Annotated[int, Query(ge=-1)] = -1,
+    limit: Annotated[int | None, Query(ge=1, le=131_072)] = None,
+) -> Response:
+    """The verdict on each device, by rank. With `limit` so many on ranks above `after`; `next` is
+    the `after` of the next page, if there is one."""
+    tag = await ctx.store.tag(job, *VERDICTS)
+
+    async def content() -> bytes:
+        # One more than asked for tells whether there is another page.
+        page = await ctx.store.verdicts(job, after=after, limit=limit and limit + 1)
+        more = {}
+        if limit is not None and len(page) > limit:
+            page = page[:limit]
+            more = {"next": str(page[-1][0])}
+        found = ",".join(text for _, text in page)
+        return joined(job=dumps(job), verdicts=f"[{found}]", **more)
+
+    return await known.answer(tag, content)
 
 
-@router.get("/{job}/diagnosis")
-async def get_diagnosis(job: str, ctx: Ctx) -> dict[str, Any]:
+@router.get("/{job}/diagnosis", **CONDITIONAL)
+async def get_diagnosis(job: str, ctx: Ctx, known: Known) -> Response:
     """Causes of the job's slowdown, with their shares of the lost time."""
-    await ctx.store.require(job)
-    nothing = {"slowdown": 1.0, "root_cause": "none", "attribution": {}, "steps": 0, "detail": []}
-    diagnosis: dict[str, Any] = (await ctx.store.status(job)).get("diagnosis", nothing)
-    return diagnosis
+    tag = await ctx.store.tag(job, "diagnosis")
+
+    async def content() -> bytes:
+        (diagnosis,) = await ctx.store.status(job, "diagnosis")
+        return diagnosis or dumps(_NO_DIAGNOSIS).encode()
+
+    return await known.answer(tag, content)
 
 
-@router.get("/{job}/steps")
+@router.get("/{job}/steps", **CONDITIONAL)
 async def get_steps(
     job: str,
     ctx: Ctx,
+    known: Known,
     after: Annotated[int, Query(ge=-1)] = -1,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1_000,
-) -> dict[str, Any]:
+) -> Response:
     """Observed and predicted times of the newest steps above `after`, oldest first."""
-    await ctx.store.require(job)
-    return {"job": job, "steps": await ctx.store.steps(job, after=after, limit=limit)}
+    tag = await ctx.store.tag(job, "steps")
+
+    async def content() -> bytes:
+        steps = await ctx.store.steps(job, after=after, limit=limit)
+        return joined(job=dumps(job), steps=dumps(steps))
+
+    return await known.answer(tag, content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from typing import Any
@@ -74,23 +75,24 @@ class HttpMetrics:
 async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> bytes:
     """All metrics in the text format of Prometheus."""
     names, loads = await store.names(), await store.loads()
-    measured = {
-        name: {"lag_seconds": lag_s, "load": loads.get(name, 0.0)}
-        for name, lag_s in zip(names, await lags.of(*names), strict=True)
+    columns = (
+        await lags.of(*names),
+        await store.counts(*names),
+        await store.statuses(names, "devices", "last_step", "rollout"),
+    )
+    jobs = {
+        name: {
+            "lag_seconds": lag_s,
+            "load": loads.get(name, 0.0),
+            "counts": counts,
+            "backlog": counts["backlog"],
+            "devices": json.loads(status["devices"] or "{}"),
+            "last_step": json.loads(status["last_step"] or "-1"),
+            "plan_version": json.loads(status["rollout"] or "{}").get("active", 0),
+        }
+        for name, lag_s, counts, status in zip(names, *columns, strict=True)
     }
-    jobs = _Jobs({name: await _of_job(store, name) | measured[name] for name in names})
-    return generate_latest(http.registry) + generate_latest(jobs)
-
-
-async def _of_job(store: HttpStore, name: str) -> dict[str, Any]:
-    status = await store.status(name)
-    return {
-        "counts": await store.counts(name),
-        "devices": status.get("devices", {}),
-        "backlog": await store.backlog(name),
-        "last_step": status.get("last_step", -1),
-        "plan_version": status.get("rollout", {}).get("active", 0),
-    }
+    return generate_latest(http.registry) + generate_latest(_Jobs(jobs))
 
 
 class _Jobs(Collector):

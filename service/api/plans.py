@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -14,6 +15,7 @@ from ..errors import PlanMismatchError
 from ..store.documents import MessageKind, dumps, plan_from_json
 from ..store.schema import PLANS
 from . import bodies
+from .conditional import CONDITIONAL, Known
 from .context import AppContext, Ctx
 
 router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
@@ -22,20 +24,24 @@ router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
 Version = Annotated[int, Path(ge=0, lt=2**31)]
 
 
-@router.get("", responses={204: {"description": "no newer plan"}})
+_NO_PLAN = {204: {"description": "no newer plan"}}
+
+
+@router.get("", **{**CONDITIONAL, "responses": CONDITIONAL["responses"] | _NO_PLAN})
 async def get_plan(
     job: str,
     ctx: Ctx,
+    known: Known,
     after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
     wait: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
     """The newest plan. With `after`, only a plan of a higher version; the request waits for it, at
     most `wait` seconds, and answers 204 without one."""
     if after is None:
-        plan = await ctx.store.newest_plan(job)
-    else:
-        with ctx.notifier.watching():
-            plan = await _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
+        tag = await ctx.store.tag(job, "plans")
+        return await known.answer(tag, partial(ctx.store.plan, job, await ctx.store.require(job)))
+    with ctx.notifier.watching():
+        plan = await _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
     if plan is None:
         return Response(status_code=204)
     return Response(plan, media_type="application/json")
@@ -59,11 +65,11 @@ async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> bytes 
     return plan
 
 
-@router.get("/{version}")
-async def get_version(job: str, version: Version, ctx: Ctx) -> dict[str, Any]:
+@router.get("/{version}", **CONDITIONAL)
+async def get_version(job: str, version: Version, ctx: Ctx, known: Known) -> Response:
     """A plan by its version."""
-    await ctx.store.require(job)
-    return await ctx.store.plan(job, version)
+    tag = await ctx.store.tag(job, "plans")
+    return await known.answer(tag, partial(ctx.store.plan, job, version))
 
 
 @router.post("/{version}/ack", **bodies.accepts(bodies.AckBody))

@@ -12,6 +12,7 @@ let shown = null; // name of the selected job
 let stop = () => {};
 let data = null;
 let timer = null;
+let tookMs = 0; // the last refresh, drawing included
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
@@ -60,6 +61,7 @@ async function show(name) {
 }
 
 async function refresh() {
+  const begunMs = performance.now();
   const name = shown;
   const path = `/jobs/${encodeURIComponent(name)}`;
   const after = data?.steps.at(-1)?.step ?? -1;
@@ -76,6 +78,7 @@ async function refresh() {
   data = { job, active, verdicts, diagnosis, steps: merged(data?.steps ?? [], steps) };
   only("job");
   draw();
+  tookMs = performance.now() - begunMs;
 }
 
 // Two overlapping refreshes may bring the same steps.
@@ -100,11 +103,14 @@ function take(name, event) {
   if (name !== shown) return;
   if (event.kind === "deleted") return void loadJobs().catch(failed);
   if (event.kind !== "step") addToLog($("log"), event);
-  // Events come in bursts: one refresh for all of them.
-  timer ??= setTimeout(() => {
-    timer = null;
-    refresh().catch(failed);
-  }, 400);
+  // Events come in bursts: one refresh for all of them, and time for others after a long one.
+  timer ??= setTimeout(
+    () => {
+      timer = null;
+      refresh().catch(failed);
+    },
+    Math.max(400, 4 * tookMs),
+  );
 }
 
 function failed(error) {

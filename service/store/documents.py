@@ -105,21 +105,36 @@ class Commit:
     newest: int
 
 
-def verdict_documents(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The verdicts on all ranks of a job, by rank, from its status documents.
+VERDICTS = ("healthy", "healthy_as_of", "verdicts")
+"""Names of the status documents that the verdicts on all ranks are made of."""
+
+
+def verdict_texts(
+    status: Mapping[str, Any], *, after: int = -1, limit: int | None = None
+) -> list[tuple[int, str]]:
+    """The verdicts on the ranks of a job above `after`, the first `limit` of them, as (rank, JSON)
+    by rank, from its status documents.
 
     Those on ordinary healthy ranks are stored as two lists, `healthy`, and `healthy_as_of`, which
     they have in common; `verdicts` holds all others.
     """
-    found: list[dict[str, Any]] = list(status.get("verdicts", ()))
+    found: list[tuple[int, Any]] = [(each["rank"], each) for each in status.get("verdicts", ())]
+    alike = ""
     if "healthy" in status:
-        alike = to_json(Verdict(rank=0, status=Status.HEALTHY, **status["healthy_as_of"]))
-        ranks, since = status["healthy"]["ranks"], status["healthy"]["since_step"]
-        found += [
-            {**alike, "rank": rank, "since_step": None if step < 0 else step}
-            for rank, step in zip(ranks, since, strict=True)
-        ]
-    return sorted(found, key=itemgetter("rank"))
+        common = to_json(Verdict(rank=0, status=Status.HEALTHY, **status["healthy_as_of"]))
+        del common["rank"], common["since_step"]
+        alike = dumps(common)[1:]
+        found += zip(status["healthy"]["ranks"], status["healthy"]["since_step"], strict=True)
+    page = sorted((item for item in found if item[0] > after), key=itemgetter(0))[:limit]
+    # Of many thousands nearly all are alike: text is several times as fast as documents.
+    return [
+        (rank, dumps(what) if isinstance(what, dict) else _healthy(rank, what, alike))
+        for rank, what in page
+    ]
+
+
+def _healthy(rank: int, since: int, rest: str) -> str:
+    return f'{{"rank":{rank},"since_step":{"null" if since < 0 else since},{rest}'
 
 
 def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:
@@ -148,6 +163,20 @@ def predictor_key(job: Job) -> str:
     """Key of the jobs that share a predictor: equal model, device type and recomputation."""
     kind = to_json(job.model) if job.model is not None else None, job.device, job.recompute
     return hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def joined(**members: str | bytes | None) -> bytes:
+    """The JSON object with these members, which are JSON already; None becomes null.
+
+    >>> joined(job=dumps("j"), plan=b'{"version":0}', rollout=None)
+    b'{"job":"j","plan":{"version":0},"rollout":null}'
+    """
+    texts = ((name, b"null" if text is None else text) for name, text in members.items())
+    parts = (
+        b'"%s":%s' % (name.encode(), text.encode() if isinstance(text, str) else text)
+        for name, text in texts
+    )
+    return b"{%s}" % b",".join(parts)
 
 
 def dumps(document: Any) -> str:

@@ -16,7 +16,15 @@ from resihp.contracts import Job, Plan, from_json, to_json
 
 from ..errors import BacklogFullError, TooManyJobsError, UnknownJobError, UnknownPlanError
 from ..settings import Settings
-from .documents import MessageKind, dumps, loads, plan_json, stream_order, verdict_documents
+from .documents import (
+    VERDICTS,
+    MessageKind,
+    dumps,
+    loads,
+    plan_json,
+    stream_order,
+    verdict_texts,
+)
 from .schema import (
     DELETE,
     GENERATIONS,
@@ -30,6 +38,7 @@ from .schema import (
     REGISTER,
     JobKeys,
     Subject,
+    edition,
 )
 
 _REMEMBER_S = 600  # time for which a retried message is recognised
@@ -118,10 +127,14 @@ class HttpStore:
 
     async def job(self, name: str) -> Job:
         """The registered job. Raises `UnknownJobError`."""
-        document = await self._redis.hget(JobKeys(name).meta, "job")
+        return from_json(Job, json.loads(await self.description(name)))
+
+    async def description(self, name: str) -> bytes:
+        """The registered job as JSON. Raises `UnknownJobError`."""
+        document: bytes | None = await self._redis.hget(JobKeys(name).meta, "job")
         if document is None:
             raise UnknownJobError(name)
-        return from_json(Job, json.loads(document))
+        return document
 
     async def require(self, name: str) -> int:
         """Version of the newest plan of a job. Raises `UnknownJobError`."""
@@ -143,12 +156,12 @@ class HttpStore:
             raise UnknownJobError(name)
         return document
 
-    async def plan(self, name: str, version: int) -> dict[str, Any]:
+    async def plan(self, name: str, version: int) -> bytes:
         """A plan as JSON, with its gap. Raises `UnknownPlanError`."""
-        document = await self._redis.hget(JobKeys(name).plans, str(version))
+        document: bytes | None = await self._redis.hget(JobKeys(name).plans, str(version))
         if document is None:
             raise UnknownPlanError(name, version)
-        return loads(document)
+        return document
 
     async def digest(self, name: str, version: int) -> str | None:
         """Digest of a plan; None for plan 0. Raises `UnknownPlanError`."""
@@ -160,14 +173,36 @@ class HttpStore:
             raise UnknownPlanError(name, version)
         return digest.decode() if digest is not None else None
 
-    async def status(self, name: str) -> dict[str, Any]:
-        """Status documents by name (devices, diagnosis, planning, last_step), as last saved."""
-        fields = await self._redis.hgetall(JobKeys(name).status)
-        return {key.decode(): json.loads(value) for key, value in fields.items()}
+    async def tag(self, name: str, *documents: str) -> str:
+        """Text that changes with each of these status documents, `plans` or `steps` of a job, and
+        when it is registered anew. What is read after it is never older. Raises `UnknownJobError`.
+        """
+        fields = ["registered_at", *map(edition, documents)]
+        registered, *editions = await self._redis.hmget(JobKeys(name).meta, fields)
+        if registered is None:
+            raise UnknownJobError(name)
+        return b"-".join([registered, *(number or b"0" for number in editions)]).decode()
 
-    async def verdicts(self, name: str) -> list[dict[str, Any]]:
-        """The verdicts on all devices of a job, by rank."""
-        return verdict_documents(await self.status(name))
+    async def status(self, name: str, *documents: str) -> list[bytes | None]:
+        """These status documents as JSON, as last saved; None for those that never were."""
+        found: list[bytes | None] = await self._redis.hmget(JobKeys(name).status, documents)
+        return found
+
+    async def statuses(
+        self, names: Sequence[str], *documents: str
+    ) -> list[dict[str, bytes | None]]:
+        """These status documents of each of the jobs, as JSON."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hmget(JobKeys(name).status, documents)
+            return [dict(zip(documents, found, strict=True)) for found in await pipe.execute()]
+
+    async def verdicts(self, name: str, *, after: int, limit: int | None) -> list[tuple[int, str]]:
+        """The verdicts on the devices of a job above rank `after`, the first `limit` of them, as
+        (rank, JSON) by rank."""
+        found = zip(VERDICTS, await self.status(name, *VERDICTS), strict=True)
+        status = {key: json.loads(document) for key, document in found if document is not None}
+        return verdict_texts(status, after=after, limit=limit)
 
     async def probes(self, name: str) -> dict[str, list[dict[str, Any]]]:
         """Requested probes by rank (decimal string)."""
@@ -179,14 +214,16 @@ class HttpStore:
         ranks = await self._redis.hget(JobKeys(name).status, "stacks")
         return frozenset(json.loads(ranks) if ranks else ())
 
-    async def backlog(self, name: str) -> int:
-        """Number of messages that no saved state contains yet."""
-        return int(await self._redis.xlen(JobKeys(name).messages))
-
-    async def counts(self, name: str) -> dict[str, int]:
-        """Counters of a job."""
-        fields = await self._redis.hgetall(JobKeys(name).counts)
-        return {key.decode(): int(value) for key, value in fields.items()}
+    async def counts(self, *names: str) -> list[dict[str, int]]:
+        """Counters of each of these jobs, and its `backlog`: messages in no saved state."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for keys in map(JobKeys, names):
+                pipe.hgetall(keys.counts).xlen(keys.messages)
+            answers = await pipe.execute()
+        return [
+            {key.decode(): int(value) for key, value in fields.items()} | {"backlog": backlog}
+            for fields, backlog in zip(answers[::2], answers[1::2], strict=True)
+        ]
 
     async def lags_s(self, names: Sequence[str]) -> list[float]:
         """Age in seconds of the oldest message of each job that no worker has read; 0 if none."""
@@ -269,9 +306,9 @@ class HttpStore:
     async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
         """The newest summaries of steps above `after`, oldest first."""
         found: list[dict[str, Any]] = []
-        newest = "+"
+        newest, count = "+", 4
         while len(found) < limit:
-            count = min(500, limit - len(found))
+            count = min(4 * count, 500, limit - len(found))
             items = await self._redis.xrevrange(JobKeys(name).steps, max=newest, count=count)
             page = [_document(identity, fields) for identity, fields in items]
             found += [step for step in page if step["step"] > after]

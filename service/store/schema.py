@@ -41,11 +41,17 @@ _SUBJECTS = {
 }
 
 
+def edition(document: str) -> str:
+    """Field of a job's `meta` that counts the changes of a status document, of its `plans` or of
+    its `steps`."""
+    return f"edition:{document}"
+
+
 class JobKeys:
     """Keys of one job; all have its name as a prefix.
 
     meta       hash: job, generation, plan (version of the newest), event (id of the newest),
-               registered_at
+               registered_at, and the fields of `edition`
     messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
     state      hash: detector, session, applied (id of the newest message in them), published_step

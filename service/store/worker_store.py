@@ -39,6 +39,7 @@ from .schema import (
     WORKERS,
     JobKeys,
     Subject,
+    edition,
 )
 
 _Part = str | bytes | int | float
@@ -192,6 +193,7 @@ class WorkerStore:
             commands += [
                 ("HSET", keys.plans, plan.version, dumps(plan_json(plan))),
                 ("HSET", keys.digests, plan.version, plan.digest),
+                ("HINCRBY", keys.meta, edition("plans"), 1),
             ]
         for name, value in changes.counts().items():
             commands.append(("HINCRBY", keys.counts, name, value))
@@ -221,9 +223,11 @@ class WorkerStore:
     ) -> Iterator[_Command]:
         for name, document in status.items():
             yield "HSET", keys.status, name, dumps(document)
+            yield "HINCRBY", keys.meta, edition(name), 1
         for step in steps:
             entry = "*", "kind", "step", "body", dumps(step)
             yield "XADD", keys.steps, "MAXLEN", "~", self._keep_steps, *entry
+            yield "HINCRBY", keys.meta, edition("steps"), 1
 
     def _fenced(
         self,

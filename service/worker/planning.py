@@ -6,6 +6,7 @@ crash in between loses nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -91,11 +92,11 @@ class PlanningState:
         return self.active if "refused" in self.acks.values() else self.newest
 
     def rollout(self) -> dict[str, Any]:
-        """Versions and acknowledgements, as the API shows them."""
+        """Versions and the number of ranks by their answer, as the API shows them."""
         return {
             "newest": self.newest.version,
             "active": self.active_version,
-            "acks": {str(rank): answer for rank, answer in sorted(self.acks.items())},
+            "acks": Counter(self.acks.values()),
         }
 
     def publish(self, plan: Plan) -> None:

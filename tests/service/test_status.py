@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from test_telemetry_runs import JOB, message, real_session
@@ -11,7 +13,7 @@ from resihp.contracts import Layout, Plan, from_json, to_json
 from resihp.contracts.codec import encode
 from resihp.contracts.verdict import Verdict
 from resihp.testing.scenarios import steps_of
-from service.store.documents import JobMessage, MessageKind, verdict_documents
+from service.store.documents import JobMessage, MessageKind, verdict_texts
 from service.store.worker_store import Lease
 from service.worker.owned_job import OwnedJob
 from service.worker.session import JobSession
@@ -24,16 +26,22 @@ def session_with_steps() -> JobSession:
     return session
 
 
+def verdicts_in(status: Mapping[str, Any]) -> list[Verdict]:
+    found = [(rank, from_json(Verdict, json.loads(text))) for rank, text in verdict_texts(status)]
+    assert all(rank == verdict.rank for rank, verdict in found)
+    return [verdict for _, verdict in found]
+
+
 def test_the_documents_hold_the_verdict_on_each_device() -> None:
     session = session_with_steps()
     stored = json.loads(json.dumps(session.status()))
     assert stored["verdicts"] == []
     assert stored["devices"] == {"healthy": 16}
-    found = [from_json(Verdict, document) for document in verdict_documents(stored)]
+    found = verdicts_in(stored)
     for verdict, whole in zip(found, session._detector.verdicts(), strict=True):
         assert (verdict.rank, verdict.status, verdict.step) == (whole.rank, whole.status, 3)
         assert verdict.confidence == pytest.approx(whole.confidence, abs=0.01)
-    assert verdict_documents({}) == []
+    assert verdicts_in({}) == []
 
 
 def test_ranks_that_left_the_layout_keep_their_last_verdict() -> None:
@@ -46,7 +54,7 @@ def test_ranks_that_left_the_layout_keep_their_last_verdict() -> None:
     again = real_session()
     again.resume(session.save())
     for each in (session, again):
-        found = {doc["rank"]: doc["status"] for doc in verdict_documents(each.status())}
+        found = {verdict.rank: verdict.status for verdict in verdicts_in(each.status())}
         assert sorted(found) == list(range(16))
         assert [rank for rank, status in found.items() if status == "fail_stop"] == [left[0]]
         assert each.status()["devices"] == {"healthy": 15, "fail_stop": 1}
