@@ -194,6 +194,7 @@ class Detector(Persistent):
             self._layout_state.carry(rank, slowdown, since)
         self._recent.clear()
         self._forget([rank for rank in self._processes if not self._is_known(rank)])
+        self._notes = {rank: note for rank, note in self._notes.items() if self._is_known(rank)}
         early = list(self._ahead)
         self._ahead.clear()
         for batch in early:
@@ -236,19 +237,33 @@ class Detector(Persistent):
         changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}
         return [changed[rank] for rank in sorted(changed)]
 
-    def heard(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+    def heard(
+        self, ranks: Iterable[int], now: float, records: TelemetryBatch | None = None
+    ) -> list[Verdict]:
         """Take records of ranks that arrived at `now` as signs of life and of progress, if those
-        ranks send heartbeats; return the verdicts that they changed."""
+        ranks send heartbeats; return the verdicts that they changed.
+
+        A rank that is held for dead comes back by `records` of later steps than were known then:
+        earlier ones may have waited with another sender.
+        """
         before = None
         for rank in ranks:
-            if not self._heartbeats.knows(rank):
+            is_dead = rank in self._notes
+            if not self._heartbeats.knows(rank) or (is_dead and self._is_late(rank, records)):
                 continue
             self._heartbeats.beat([rank], now)
             self._hangs.moved(rank, now)
-            if rank in self._notes:
+            if is_dead:
                 before = before or self._layout_state.snapshot()
                 self._revive(rank)
         return [] if before is None else self._changed(before)
+
+    def _is_late(self, rank: int, records: TelemetryBatch | None) -> bool:
+        at = self._positions([rank])
+        if records is None or not at:
+            return False
+        newest = records.step[records.rank == rank].max(initial=-1)
+        return bool(newest <= self._layout_state.status_table.since[at[0]])
 
     def check_alive(self, now: float) -> list[Verdict]:
         """Verdicts on ranks whose heartbeats have stopped, and on those whose training threads
@@ -256,10 +271,11 @@ class Detector(Persistent):
         self._now = now
         dead = [rank for rank in self._heartbeats.dead(now) if rank not in self._notes]
         failed: list[Verdict] = []
+        newest_step = self._newest_step() if dead else -1
         for rank in dead:
             last_seen = self._hangs.last_seen(rank)
             self._hangs.forget([rank])
-            failed += self.report_failure([rank], detail=_SILENCE)
+            failed += self.report_failure([rank], step=newest_step, detail=_SILENCE)
             self._notes[rank] = (_SILENCE, *last_seen)
         hanging, self._hanging = self._hanging, self._hanging_ranks(now)
         changed = {
@@ -268,6 +284,10 @@ class Detector(Persistent):
             if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
         }
         return self._verdicts_at(self._positions(sorted(changed | set(dead))))
+
+    def _newest_step(self) -> int:
+        """Newest step that a rank is known to have reached, by its records or its heartbeats."""
+        return max(self._layout_state.assembler.progress.newest, self._hangs.newest_step)
 
     def _positions(self, ranks: Sequence[int]) -> list[int]:
         """Positions of those ranks that are in the layout."""

@@ -139,6 +139,11 @@ class HangTracker(Persistent):
         else:
             self._longest_s = max(self._longest_s, lasted_s)
 
+    @property
+    def newest_step(self) -> int:
+        """Newest step of a rank that has not moved since its last heartbeat; -1 without one."""
+        return max((stay.position.step for stay in self._stays.values()), default=-1)
+
     def forget(self, ranks: Collection[int]) -> None:
         """Drop what is known of ranks."""
         for rank in ranks:

@@ -3,7 +3,8 @@ import { el, ms, ranges, WORDS } from "./dom.js";
 
 const MOST = 300;
 
-const named = (ranks) => `${ranks.length > 1 ? "Ranks" : "Rank"} ${ranges(ranks)}`;
+const named = ({ ranks, more }) =>
+  `${ranks.length > 1 ? "Ranks" : "Rank"} ${ranges(ranks)}${more ? ` and ${more} more` : ""}`;
 
 function words(event) {
   switch (event.kind) {
@@ -26,9 +27,9 @@ function words(event) {
         ? ["error", "no plan", event.detail, `binding constraint: ${event.constraint}`]
         : ["", "layout kept", event.detail, ""];
     case "failure":
-      return ["fail_stop", "failure", `${named(event.ranks)} reported stopped${event.reported_by === null ? "" : ` by rank ${event.reported_by}`}`, event.detail];
+      return ["fail_stop", "failure", `${named(event)} reported stopped${event.reported_by === null ? "" : ` by rank ${event.reported_by}`}`, event.detail];
     case "joiner":
-      return ["", "joiner", `${named(event.ranks)} ready to join`, ""];
+      return ["", "joiner", `${named(event)} ready to join`, ""];
     case "error":
       return ["error", "error", `A message was skipped (${event.during})`, event.detail];
     case "probe":

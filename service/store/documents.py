@@ -14,6 +14,8 @@ from typing import Any
 from resihp.contracts import Job, Plan, Status, TelemetryBatch, Verdict, from_json, to_json
 from resihp.contracts.codec import decode
 
+_MOST_NAMED = 64  # ranks that an event names
+
 
 class MessageKind(StrEnum):
     """Content of a message."""
@@ -135,6 +137,18 @@ def verdict_texts(
 
 def _healthy(rank: int, since: int, rest: str) -> str:
     return f'{{"rank":{rank},"since_step":{"null" if since < 0 else since},{rest}'
+
+
+def in_short(report: dict[str, Any]) -> dict[str, Any]:
+    """A report on ranks as an event tells it: the first of them, and how many `more` there are.
+
+    >>> in_short({"ranks": list(range(66)), "step": 7}) == {
+    ...     "ranks": list(range(64)), "step": 7, "more": 2}
+    True
+    """
+    ranks = report["ranks"]
+    more = {"more": len(ranks) - _MOST_NAMED} if len(ranks) > _MOST_NAMED else {}
+    return {**report, "ranks": ranks[:_MOST_NAMED], **more}
 
 
 def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:

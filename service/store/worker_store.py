@@ -46,6 +46,7 @@ _Part = str | bytes | int | float
 _Command = tuple[_Part, ...]
 
 _MOST_PARTS = 1_000
+_KEEP_PLANS = 100
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,13 @@ class WorkerStore:
             *self._shown(keys, commit.status, changes.steps),
             ("HSET", keys.meta, "plan", commit.newest),
         ]
+        if changes.plans:  # without these the oldest go, except plan 0
+            kept = sorted(map(int, self._redis.hkeys(keys.plans)))[1:]
+            commands += [
+                (command, key, version)
+                for version in kept[: len(changes.plans) - _KEEP_PLANS]
+                for command, key in (("HDEL", keys.plans), ("HDEL", keys.digests))
+            ]
         for plan in changes.plans:
             commands += [
                 ("HSET", keys.plans, plan.version, dumps(plan_json(plan))),

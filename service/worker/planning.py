@@ -20,6 +20,9 @@ from .adapters import Adapters
 
 _RETRY_S = 5.0
 _LONGEST_RETRY_S = 600.0
+# Of what ranks report, whichever they name: as many ranks as one report may have, and more plans
+# than a job can be behind with.
+_MOST_RANKS, _MOST_PLANS = 131_072, 16
 # A slowdown estimate that moves less than this (relative) does not change the situation.
 _TOLERANCE = 0.1
 
@@ -49,9 +52,9 @@ class PlanningRetry:
 class PlanningState:
     """Planning state of one job: plain values, saved and restored as one document.
 
-    plans           the active plan and all later ones, by version
+    plans           the active plan and the newest later ones, by version
     active_version  version of the plan that the ranks work under, as far as they reported it
-    acks            answers of the ranks to the newest plan: `applied` or `refused`
+    acks            answers of the ranks of the two plans to the newest: `applied` or `refused`
     speeds          relative speeds of the devices that are not healthy (0.0: stopped), for which
                     the last plan was made
     joiners         ranks outside the layout that are ready to work
@@ -101,6 +104,9 @@ class PlanningState:
 
     def publish(self, plan: Plan) -> None:
         """Add a new plan, which the ranks have still to apply."""
+        later = sorted(self.plans.keys() - {self.active_version})
+        for version in later[: 1 - _MOST_PLANS]:
+            del self.plans[version]
         self.plans[plan.version] = plan
         self.acks = {}
         self.outcome = {"state": "planned", "version": plan.version}
@@ -115,7 +121,7 @@ class PlanningState:
         later = {version: known for version, known in self.plans.items() if version > plan.version}
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}
         dead = {*lost, *(rank for rank, speed in self.speeds.items() if speed == 0.0)}
-        self.speeds = dict.fromkeys(sorted(dead), 0.0)
+        self.speeds = dict.fromkeys(sorted(dead)[:_MOST_RANKS], 0.0)
         self.rental, self.retry = SkiRental(), PlanningRetry()
         self.outcome = {"state": "taken_over", "version": plan.version}
         self.remove_joiners({*lost, *plan.layout.ranks})
@@ -132,16 +138,22 @@ class PlanningState:
 
     def acknowledge(self, version: int, rank: int, answer: str) -> bool:
         """Record the answer of a rank; True if all ranks have now applied the newest plan."""
-        if version != self.newest.version:
+        if not self.awaits(version, rank):
             return False
         self.acks[rank] = answer
         members = self.newest.layout.ranks
         return all(self.acks.get(m) == "applied" for m in members) and self.activate(version)
 
+    def awaits(self, version: int, rank: int) -> bool:
+        """Return whether the answer of a rank to a plan counts: it is the newest plan, and the rank
+        works under it or under the active one."""
+        working = self.newest.layout.ranks, self.active.layout.ranks
+        return version == self.newest.version and any(rank in ranks for ranks in working)
+
     def add_joiners(self, ranks: Iterable[int]) -> None:
         """Record ranks that are ready to work, whatever their verdicts were before."""
         outside = set(ranks) - set(self.active.layout.ranks)
-        self.joiners = tuple(sorted({*self.joiners, *outside}))
+        self.joiners = tuple(sorted({*self.joiners, *outside})[:_MOST_RANKS])
 
     def remove_joiners(self, ranks: Iterable[int]) -> None:
         """Drop ranks that work now, or are gone."""

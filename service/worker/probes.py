@@ -44,6 +44,8 @@ class OpenProbes:
         if probe is None:
             return None
         request, known = probe.request, probe.answers
+        if rank not in dict(_ends(request)):
+            return None
         if ms is not None:
             known[rank] = ms
             if request.rank not in known or request.reference not in known:

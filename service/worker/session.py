@@ -32,7 +32,14 @@ from resihp.contracts import (
 )
 
 from ..logs import logger
-from ..store.documents import JobMessage, MessageKind, PendingChanges, plan_from_json, plan_json
+from ..store.documents import (
+    JobMessage,
+    MessageKind,
+    PendingChanges,
+    in_short,
+    plan_from_json,
+    plan_json,
+)
 from .adapters import Adapters
 from .forecast import Forecast, ForecastState
 from .planning import Planner, PlanningState, PlanRequest
@@ -43,6 +50,8 @@ from .telemetry_runs import TelemetryPart, joined, runs
 log = logger("resihp.session")
 
 _CHECK_ALIVE_EVERY_S = 0.5
+_LONGEST_DETAIL = 1_000
+_MOST_DEPARTED = 131_072
 
 
 @dataclass
@@ -132,7 +141,7 @@ class JobSession:
         except Exception as error:  # the boundary to injected adapters and to data of users
             log.exception("skipped after an error", job=self.job.name, during=during)
             detail = f"{type(error).__name__}: {error}"
-            self._event("error", {"during": during, "detail": detail})
+            self._event("error", {"during": during, "detail": detail[:_LONGEST_DETAIL]})
 
     def _event(self, kind: str, document: dict[str, Any]) -> None:
         self.changes.events.append((kind, document))
@@ -209,7 +218,7 @@ class JobSession:
             return  # from ranks outside the layout, which report only to receive probes
         batch = joined(run)
         ranks = sorted(frozenset().union(*(part.ranks for part in run)))
-        revived = self._detector.heard(ranks, self._state.clock_s)
+        revived = self._detector.heard(ranks, self._state.clock_s, batch)
         changed = [*revived, *self._detector.update(batch)]
         self._guarded("telemetry", lambda: self._follow(batch, changed))
 
@@ -243,30 +252,32 @@ class JobSession:
 
     def _failure(self, message: JobMessage) -> None:
         document = message.document()
-        self._event("failure", document)
+        self._event("failure", in_short(document))
         ranks, step, detail = document["ranks"], document["step"], document["detail"]
         self.planning.forget_joiners()
         self._report(self._detector.report_failure(ranks, step=step, detail=detail))
 
     def _joiner(self, message: JobMessage) -> None:
         document = message.document()
-        self._event("joiner", document)
+        self._event("joiner", in_short(document))
         self.planning.add_joiners(document["ranks"])
         self._plan_if_needed()
 
     def _ack(self, message: JobMessage) -> None:
         document = message.document()
         version, answer = document["version"], document["state"]
+        if not self.planning.awaits(version, document["rank"]):
+            return
         before = self.planning.active
         is_applied_by_all = self.planning.acknowledge(version, document["rank"], answer)
         if answer == "refused":
             self._event("ack", document)
-        elif version == (newest := self.planning.newest).version:
-            ranks, of = len(self.planning.acks), len(newest.layout.ranks)
+        else:
+            ranks, of = len(self.planning.acks), len(self.planning.newest.layout.ranks)
             self.changes.count_acks(version, ranks=ranks, of=of, pause_ms=document["pause_ms"])
         if is_applied_by_all:
             self._switch(before)
-        elif answer == "refused" and version == self.planning.newest.version:
+        elif answer == "refused":
             self.planning.refuse_newest()
             self._plan_if_needed()
 
@@ -287,7 +298,10 @@ class JobSession:
         plan = self.planning.active
         self._close_steps(before, self._steps.move(plan.layout.ranks))
         leaving = self._detector.summary().outside(frozenset(plan.layout.ranks))
-        self._state.departed.update({verdict.rank: verdict for verdict in leaving})
+        departed = self._state.departed
+        departed.update({verdict.rank: verdict for verdict in leaving})
+        for rank in list(departed)[: max(len(departed) - _MOST_DEPARTED, 0)]:
+            del departed[rank]
         self._detector.apply_plan(plan)
         self._event("plan_applied", {"version": plan.version})
 
@@ -353,7 +367,8 @@ class JobSession:
     def _announce(self, plan: Plan) -> None:
         self.changes.plans.append(plan)
         expected_ms = self._forecast.for_new_plan(plan)
-        self._event("plan", {"plan": plan_json(plan), "expected_ms": expected_ms})
+        told = {name: value for name, value in plan_json(plan).items() if name != "layout"}
+        self._event("plan", {"plan": told, "expected_ms": expected_ms})
 
     # Status and saved state
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from detector import Detector, DetectorSettings, ProbeKind, ProbeResult
 from resihp.contracts import (
@@ -12,8 +14,10 @@ from resihp.contracts import (
     Heartbeat,
     Job,
     Layout,
+    Op,
     Status,
     TelemetryBatch,
+    TrainingPosition,
     Verdict,
 )
 from resihp.testing.scenarios import Fault, steps_of
@@ -128,6 +132,55 @@ def test_records_are_signs_of_life_of_ranks_that_send_heartbeats() -> None:
             (dead,) = [v for v in detector.verdicts() if v.status is Status.FAIL_STOP]
             assert dead.rank == 3
     assert all(v.status is Status.HEALTHY for v in detector.verdicts())
+
+
+STEPS = list(steps_of(JOB, [300, 700, 2000], steps=30, seed=3))
+
+
+def dead_in_step_20() -> Detector:
+    """Rank 5 has stopped and is held for dead. Records up to step 15 are known, and by heartbeats
+    that the others wait for it in step 20."""
+    detector = Detector(JOB)
+    for tick in range(30):
+        beat(detector, tick, range(8))
+    for step in STEPS[:16]:
+        detector.update(step)
+    for tick in range(30, 90):
+        waiting = TrainingPosition(step=20, op=Op.COLLECTIVE, waiting=True)
+        beat(detector, tick, [0, 1, 2, 3, 4, 6, 7], position=waiting)
+        detector.check_alive(float(tick))
+    assert state_of_5(detector) is Status.FAIL_STOP
+    return detector
+
+
+def state_of_5(detector: Detector) -> Status:
+    return next(verdict.status for verdict in detector.verdicts() if verdict.rank == 5)
+
+
+def deliver(detector: Detector, steps: Iterable[int], now: float) -> None:
+    """Records of rank 5 alone, as another sender kept them while the service was behind."""
+    late = TelemetryBatch.concat(STEPS[step] for step in steps)
+    late = late.select(late.rank == 5)
+    detector.heard([5], now, late)
+    detector.update(late)
+    detector.check_alive(now + 0.5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=5), max_size=6))
+def test_records_of_before_its_death_bring_no_rank_back(messages: list[list[int]]) -> None:
+    detector = dead_in_step_20()
+    for number, steps in enumerate(messages):
+        deliver(detector, steps, 90.0 + number)
+        assert state_of_5(detector) is Status.FAIL_STOP
+    again = Detector.restore(JOB, detector.save())
+    deliver(again, [20], 97.0)
+    assert state_of_5(again) is Status.FAIL_STOP
+    deliver(again, [20, 21], 98.0)
+    assert state_of_5(again) is Status.HEALTHY
+    deliver(detector, [3, 20], 98.0)
+    beat(detector, 99.0, [5])
+    assert state_of_5(detector) is Status.HEALTHY
 
 
 def slowly_failing() -> Iterator[TelemetryBatch]:

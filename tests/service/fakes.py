@@ -99,7 +99,9 @@ class FakeDetector:
                 self.beats = {r: s for r, s in self.beats.items() if r not in heartbeat.ranks}
         return []
 
-    def heard(self, ranks: Iterable[int], now: float) -> list[Verdict]:
+    def heard(
+        self, ranks: Iterable[int], now: float, records: TelemetryBatch | None = None
+    ) -> list[Verdict]:
         self.beats.update((rank, now) for rank in ranks if rank in self.beats)
         return []
 

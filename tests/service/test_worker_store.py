@@ -11,6 +11,7 @@ import pytest
 import redis
 from conftest import Http, job_of, running
 
+from resihp.contracts import Plan
 from service import Settings
 from service.errors import LeaseLostError
 from service.store.documents import Commit, PendingChanges
@@ -109,3 +110,15 @@ def test_a_commit_of_any_number_of_messages_leaves_none(store: WorkerStore, raw:
     assert len(read) == 9_000
     assert raw.xlen(JobKeys("j").messages) == 0
     assert list(store.claim(lease, "0-0")) == []
+
+
+def test_the_newest_plans_are_kept_and_plan_0(http: Http, store: WorkerStore, raw: redis.Redis):
+    lease, plan = acquired(store), Plan(version=1, layout=job_of().layout, quotas=job_of().quotas)
+    for first in range(1, 301, 30):
+        plans = [replace(plan, version=version) for version in range(first, first + 30)]
+        store.commit(lease, Commit(PendingChanges(plans=plans), {}, {}, newest=first + 29))
+    kept = sorted(map(int, raw.hkeys(JobKeys("j").plans)))
+    assert kept == [0, *range(201, 301)]
+    assert sorted(map(int, raw.hkeys(JobKeys("j").digests))) == kept[1:]
+    assert http("GET", "/v1/jobs/j/plan/200").status == 404
+    assert http.get("/v1/jobs/j/plan")["version"] == 300
