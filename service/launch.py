@@ -14,7 +14,8 @@ from .errors import StartError
 
 
 class Sidecar:
-    """A `resihp serve` process on a free port, stopped at the end of the block.
+    """A `resihp serve` process on a free port, stopped at the end of the block and with the program
+    that started it, even if that is killed.
 
         with Sidecar(data) as sidecar:
             client = Client(sidecar.url, ...)
@@ -58,7 +59,8 @@ class Sidecar:
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
         command = [
             sys.executable, *self._command, "--port", port,
-            "--data", str(self.data), "--ready-file", str(ready), *self._options,
+            "--data", str(self.data), "--ready-file", str(ready),
+            "--parent", str(os.getpid()), *self._options,
         ]  # fmt: skip
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -34,11 +34,12 @@ _POLL_S = 0.1
 
 
 def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `StartError` with a message of one line.
+    """Serve until SIGINT or SIGTERM, or the end of `settings.parent`. Raises `StartError` with a
+    message of one line.
 
-    This process starts the others and starts them again when they die: Redis if none is given, a
-    worker, and `settings.processes` API processes on one listening socket. At the end it stops them
-    in reverse order. `adapters` is called in the worker's process.
+    This process starts the others and starts them again when they die or hang: Redis if none is
+    given, a worker, and `settings.processes` API processes on one listening socket. At the end it
+    stops them in reverse order. `adapters` is called in the worker's process.
     """
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -65,14 +66,15 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
         children = [*workers, *apis]
         for child in children:
             child.start()
-        if not _wait_until_ready(children, stop):
+        is_over = partial(_is_over, stop, settings.parent)
+        if not _wait_until_ready(children, is_over):
             return
         url = _url(listener, settings)
         log.info("serving", url=url, docs=f"{url}/docs", processes=len(children))
         if settings.ready_file is not None:
             stack.callback(settings.ready_file.unlink, missing_ok=True)
             write_ready_file(settings.ready_file, url)
-        while not stop.is_set():
+        while not is_over():
             for child in children:
                 child.revive()
             if redis is not None:
@@ -80,31 +82,35 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
             time.sleep(_POLL_S)  # not `stop.wait`, whose lock the signal handler would need
 
 
-def _wait_until_ready(children: list[ChildProcess], stop: threading.Event) -> bool:
-    """Wait for all processes; False if `stop` is set first. Raises `StartError`."""
+def _is_over(stop: threading.Event, parent: int | None) -> bool:
+    return stop.is_set() or (parent is not None and os.getppid() != parent)
+
+
+def _wait_until_ready(children: list[ChildProcess], is_over: Callable[[], bool]) -> bool:
+    """Wait for all processes; False if it is over first. Raises `StartError`."""
     missing = list(children)
-    while missing and not stop.is_set():
+    while missing and not is_over():
         missing = [child for child in missing if not child.is_ready()]
         time.sleep(0.01)
     return not missing
 
 
 def _work(
-    settings: Settings, adapters: AdapterFactory, name: str, ready: Callable[[], None]
+    settings: Settings, adapters: AdapterFactory, name: str, alive: Callable[[], None]
 ) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    work(settings, stop, adapters, name=name, ready=ready)
+    work(settings, stop, adapters, name=name, alive=alive)
 
 
-def _serve_api(settings: Settings, listener: socket.socket, ready: Callable[[], None]) -> None:
+def _serve_api(settings: Settings, listener: socket.socket, alive: Callable[[], None]) -> None:
     app = create_app(settings)
     config = uvicorn.Config(
         app, http=TimedConnection, log_config=None, access_log=False, lifespan="on",
         timeout_graceful_shutdown=_REQUESTS_S,
     )  # fmt: skip
     try:
-        _ApiServer(config, app, ready).run(sockets=[listener])
+        _ApiServer(config, app, alive).run(sockets=[listener])
     except SystemExit:
         if app.state.start_error is not None:
             raise app.state.start_error from None
@@ -112,16 +118,16 @@ def _serve_api(settings: Settings, listener: socket.socket, ready: Callable[[], 
 
 
 class _ApiServer(uvicorn.Server):
-    """Reports its start, and wakes waiting requests before the shutdown."""
+    """Gives signs of life from its start on, and wakes waiting requests before the shutdown."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, alive: Callable[[], None]) -> None:
         super().__init__(config)
         self._app = app
-        self._ready = ready
+        self._alive = alive
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
+    async def on_tick(self, counter: int) -> bool:
+        self._alive()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.context.notifier.close()

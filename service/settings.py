@@ -37,6 +37,7 @@ class Settings(BaseSettings):
     data: Path = Field(default_factory=default_data_folder, description="data folder")
     processes: int = Field(1, gt=0, description="API processes on the port")
     worker: bool = Field(True, description="run a worker as well")
+    parent: int | None = Field(None, description="process whose child it is, with which it ends")
     ready_file: Path | None = Field(None, description="file that announces url and pid when ready")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"

@@ -1,4 +1,4 @@
-"""Child processes, forked from their supervisor and started again when they die."""
+"""Child processes, forked from their supervisor and started again when they die or hang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from .errors import StartError
 from .logs import logger
@@ -22,13 +23,18 @@ _LIBC = ctypes.CDLL(None)
 _SET_DEATH_SIGNAL, _SET_NAME = 1, 15  # options of prctl
 _LONGEST_DELAY_S = 30.0
 _STEADY_S = 60.0  # a process that ran for longer is started again with the shortest delay
+HUNG_S = 60.0
+"""Time without a sign of life after which a process is killed."""
+_LONGEST_LOOK_S = 1.0  # a supervisor that stood still for longer heard no sign meanwhile
 
 Body = Callable[[Callable[[], None]], None]
-"""Work of a child process until SIGTERM; it calls its argument when it is ready."""
+"""Work of a child process until SIGTERM; it calls its argument when it is ready, and from then on
+every few seconds as a sign of life."""
 
 
 class ChildProcess:
-    """A process that is started again when it dies, and killed when its supervisor dies (Linux).
+    """A process that is started again when it dies or gives no sign of life for `HUNG_S`, and
+    killed when its supervisor dies (Linux).
 
     name  name in the log and, with the prefix "resihp-", in the list of processes
     body  its work; a `StartError` from it ends the process and is reported to the supervisor
@@ -39,16 +45,23 @@ class ChildProcess:
         self._body = body
         self._early_deaths = 0
         self._restart_s: float | None = None  # None: it runs, as far as is known
+        self._signs: Any = _FORK.RawValue("Q")  # number of its signs of life, in shared memory
 
     def start(self) -> None:
         """Fork the process."""
         self._reports, reports = _FORK.Pipe(duplex=False)
-        supervisor = os.getpid()
+        supervisor, signs = os.getpid(), self._signs
+        signs.value = 0
+
+        def alive() -> None:
+            if not signs.value:
+                reports.send(None)
+            signs.value += 1
 
         def run() -> None:
             _leave_supervisor(supervisor, self.name)
             try:
-                self._body(lambda: reports.send(None))
+                self._body(alive)
             except StartError as error:
                 if self._restart_s is not None:  # nobody waits for the report of a later start
                     log.error("process cannot start", reason=str(error))
@@ -60,6 +73,7 @@ class ChildProcess:
         reports.close()
         self._process = process
         self._started_s, self._restart_s = time.monotonic(), None
+        self._signs_seen, self._silent_s, self._looked_s = 0, 0.0, self._started_s
 
     def is_ready(self) -> bool:
         """True once it is ready; call it until then. Raises `StartError` if it has ended."""
@@ -74,9 +88,13 @@ class ChildProcess:
         return True
 
     def revive(self) -> None:
-        """Start it again if it has died; the delay doubles with each early death."""
+        """Start it again if it has died; the delay doubles with each early death. Kill it if it
+        hangs."""
         status, now_s = self._process.exitcode, time.monotonic()
         if status is None:
+            if self._silence_s(now_s) > HUNG_S:
+                log.warning("process hangs, killing it", process=self.name)
+                self._process.kill()
             return
         if self._restart_s is None:
             is_early = now_s - self._started_s < _STEADY_S
@@ -91,6 +109,14 @@ class ChildProcess:
             except OSError as error:  # no memory or process id is free
                 self._restart_s = now_s + _LONGEST_DELAY_S
                 log.error("process does not start", process=self.name, error=str(error))
+
+    def _silence_s(self, now_s: float) -> float:
+        """Time since its last sign of life, as far as the supervisor looked."""
+        signs = self._signs.value
+        looked_for_s = min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._silent_s = self._silent_s + looked_for_s if signs == self._signs_seen else 0.0
+        self._signs_seen, self._looked_s = signs, now_s
+        return self._silent_s
 
     def terminate(self) -> None:
         """Ask it to end."""

@@ -63,6 +63,10 @@ def serve_command(
     worker: Annotated[
         bool | None, typer.Option("--worker/--no-worker", help="Run a worker process as well.")
     ] = None,
+    parent: Annotated[
+        int | None,
+        typer.Option(help="Process id of the program that starts it, with which it ends."),
+    ] = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="File for url and pid (JSON), written once it serves.")
     ] = None,
@@ -75,7 +79,7 @@ def serve_command(
 
     settings = settings_from(
         host=host, port=port, data=data, redis_url=redis, token=token,
-        processes=processes, worker=worker, ready_file=ready_file,
+        processes=processes, worker=worker, parent=parent, ready_file=ready_file,
         log_level=log_level, log_format=log_format,
     )  # fmt: skip
     try:

@@ -39,6 +39,7 @@ _PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
 _SAVE_SHARE = 0.1
 _DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.05
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
+_HUNG_LEASES = 12  # times of a lease without progress
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 
@@ -61,8 +62,13 @@ class Worker:
         self._meter = LoadMeter()
         self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
-        self._alive_s = time.monotonic()
+        self._alive_s = time.monotonic()  # last progress
         self._waited_s = time.monotonic()  # end of the last wait for messages
+
+    @property
+    def hangs(self) -> bool:
+        """True if it has made no progress for so long that its leases are not renewed."""
+        return time.monotonic() - self._alive_s > _HUNG_LEASES * self._settings.lease_s
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop`; then commit what is quickly saved, release the leases and close."""
@@ -232,6 +238,7 @@ class Worker:
         claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
         while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():
             session.apply(*messages)
+            self._alive_s = time.monotonic()
         published = int(saved.get("published_step", b"-1"))
         changes = session.changes
         changes.steps = [step for step in changes.steps if step["step"] > published]
@@ -247,9 +254,8 @@ class Worker:
 
     def _renew_leases(self, stop: threading.Event) -> None:
         """Renew the leases during long rounds too; a worker that hangs loses them."""
-        hung_s = 12 * self._settings.lease_s
         while not stop.wait(self._settings.lease_s / 3):
-            if time.monotonic() - self._alive_s > hung_s:
+            if self.hangs:
                 continue
             for owned in list(self._owned.values()):
                 try:
@@ -291,10 +297,11 @@ def work(
     adapters: AdapterFactory = load_adapters,
     *,
     name: str | None = None,
-    ready: Callable[[], None] = lambda: None,
+    alive: Callable[[], None] = lambda: None,
     patience_s: float = _PATIENCE_S,
 ) -> None:
-    """Run a worker as a process of its own until `stop` is set; `ready` is called at its start.
+    """Run a worker as a process of its own until `stop` is set; `alive` is called at its start, and
+    again and again while it does not hang.
 
     `name` is that of a worker that has died, whose leases it takes over; else it has its own.
     Raises `StartError` if no Redis answers within `patience_s`.
@@ -311,8 +318,9 @@ def work(
     worker = Worker(url, settings, adapters(settings), name or unique_name())
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
-    ready()
     while thread.is_alive():
+        if not worker.hangs:
+            alive()
         thread.join(0.2)
 
 

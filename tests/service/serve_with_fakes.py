@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fakes import FakeDetector, fake_adapters
 
-from service import Settings
+from service import Settings, supervisor
 from service.logs import configure_logs
 from service.server import serve
 from service.worker.loop import work
@@ -28,7 +28,10 @@ def main() -> None:
     parser.add_argument("--only-worker", action="store_true")
     parser.add_argument("--lease-s", type=float, default=2.0)
     parser.add_argument("--padding", type=int, default=0)
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--hung-s", type=float, default=supervisor.HUNG_S)
     given = vars(parser.parse_args())
+    supervisor.HUNG_S = given.pop("hung_s")
     FakeDetector.padding = given.pop("padding")
     only_worker = given.pop("only_worker")
     settings = Settings(redis_url=None, commit_every_s=0.2, **given)

@@ -45,6 +45,21 @@ def test_the_next_worker_does_not_wait_for_the_leases_of_the_last(tmp_path: Path
         http.close()
 
 
+def test_a_worker_and_an_api_that_hang_are_replaced(tmp_path: Path):
+    with Sidecar(tmp_path, command=FAKES, options=("--hung-s", "3")) as sidecar:
+        http = Http(sidecar.url)
+        http.register(job_of())
+        before = children(sidecar.pid)
+        for pid in before.values():
+            os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: replaced(before, children(sidecar.pid)))
+        send(http, 0)
+        send(http, 1)
+        assert_all_applied_once(http, 2)
+        assert "process hangs, killing it" in sidecar.tail(1000)
+        http.close()
+
+
 def replaced(before: dict[str, int], now: dict[str, int]) -> bool:
     return set(before) == set(now) and set(before.values()).isdisjoint(now.values())
 
@@ -71,6 +86,27 @@ def test_the_processes_end_with_a_killed_supervisor(tmp_path: Path):
         assert len(processes) == 3
         sidecar.kill()
         eventually(lambda: not any(map(lives, processes)))
+
+
+def test_the_processes_end_with_a_killed_program_that_started_them(tmp_path: Path):
+    program = (
+        "import sys, time; from pathlib import Path; from service import Sidecar\n"
+        "with Sidecar(Path(sys.argv[1])) as sidecar:\n"
+        "    print(sidecar.pid, flush=True); time.sleep(600)"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert started.stdout is not None
+        with started.stdout as out:
+            supervisor = int(out.readline())
+        processes = [supervisor, *children(supervisor).values(), *redis_pids(tmp_path)]
+        assert len(processes) == 4
+    finally:
+        started.kill()
+        started.wait(300)
+    eventually(lambda: not any(map(lives, processes)))
 
 
 def lives(pid: int) -> bool:
