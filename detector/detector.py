@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -389,21 +390,28 @@ class Detector(Persistent):
         self._layout_state.take_probe(result)
         return []
 
-    def save(self) -> bytes:
-        """The whole state, for `restore`."""
+    def save(self, arrays: dict[str, bytes] | None = None) -> bytes:
+        """The whole state, for `restore`. Its large arrays are put into `arrays`, where given, by
+        names that change with their content, so that what is unchanged need not be stored again."""
         job = self.job
         moved = {"layout": job.layout, "quotas": job.quotas, "schedule": job.schedule}
-        return pack({**self.state(), "moved": to_json(moved)})
+        return pack({**self.state(), "moved": to_json(moved)}, arrays)
 
     @classmethod
     def restore(
-        cls, job: Job, state: bytes, *, settings: DetectorSettings | None = None
+        cls,
+        job: Job,
+        state: bytes,
+        arrays: Mapping[str, bytes] = MappingProxyType({}),
+        *,
+        settings: DetectorSettings | None = None,
     ) -> Detector:
-        """The detector that `save` wrote, on the layout that it was then on.
+        """The detector that `save` wrote, with the `arrays` that it was given, on the layout that
+        it was then on.
 
         Raises `ContractError` for bytes that `save` did not write.
         """
-        saved = unpack(state)
+        saved = unpack(state, arrays)
         moved = saved["moved"]
         layout = from_json(Layout, moved["layout"], "layout")
         job = _moved(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import itertools
 import types
 import typing
 from collections import deque
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import msgpack
@@ -21,6 +22,9 @@ State = dict[str, Any]
 """Saved attributes: arrays, numbers, strings, and lists and dicts of them."""
 
 FORMAT = 14
+ARRAY = "array:"
+"""Beginning of the names of large arrays."""
+_LARGE_BYTES = 1 << 14
 
 
 class Persistent:
@@ -65,16 +69,23 @@ class Persistent:
                 setattr(self, name, restored)
 
 
-def pack(state: State) -> bytes:
-    """The bytes that `unpack` turns back."""
-    packed: bytes = msgpack.packb({"format": FORMAT, "state": state}, default=_encode)
+def pack(state: State, arrays: dict[str, bytes] | None = None) -> bytes:
+    """The bytes that `unpack` turns back.
+
+    Large arrays are put into `arrays`, where given, by a name that depends on their content alone:
+    what has not changed since another `pack` has the name that it had.
+    """
+    encode = partial(_encode, arrays)
+    packed: bytes = msgpack.packb({"format": FORMAT, "state": state}, default=encode)
     return packed
 
 
-def unpack(data: bytes) -> State:
-    """The state that was packed. Raises `ContractError` for bytes that `pack` did not write."""
+def unpack(data: bytes, arrays: Mapping[str, bytes] = types.MappingProxyType({})) -> State:
+    """The state that was packed, of which `arrays` holds the large ones by name. Raises
+    `ContractError` for bytes that `pack` did not write, and if an array is missing."""
     try:
-        document = msgpack.unpackb(data, object_hook=_decode, strict_map_key=False)
+        decode = partial(_decode, arrays)
+        document = msgpack.unpackb(data, object_hook=decode, strict_map_key=False)
         if document["format"] != FORMAT:
             raise ContractError("state", f"is of format {document['format']}, not {FORMAT}")
         state: State = document["state"]
@@ -152,17 +163,23 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _encode(value: Any) -> Any:
+def _encode(arrays: dict[str, bytes] | None, value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(value)
-        return {"__array__": data.dtype.str, "shape": list(data.shape), "data": data.tobytes()}
+        content = value.tobytes()
+        kept: bytes | str = content
+        if arrays is not None and len(content) >= _LARGE_BYTES:
+            kept = ARRAY + hashlib.blake2b(content, digest_size=16).hexdigest()
+            arrays[kept] = content
+        return {"__array__": value.dtype.str, "shape": list(value.shape), "data": kept}
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"cannot save {type(value).__name__}")
 
 
-def _decode(value: dict[Any, Any]) -> Any:
+def _decode(arrays: Mapping[str, bytes], value: dict[Any, Any]) -> Any:
     if "__array__" not in value:
         return value
-    flat = np.frombuffer(value["data"], np.dtype(value["__array__"]))
+    content = value["data"]
+    content = arrays[content] if isinstance(content, str) else content
+    flat = np.frombuffer(content, np.dtype(value["__array__"]))
     return flat.reshape(value["shape"]).copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
@@ -96,15 +96,17 @@ class PendingChanges:
 class Commit:
     """Everything that one transaction writes.
 
-    state   saved state by part: `detector`, `session`
-    status  status documents by name, those that changed
-    newest  version of the newest plan
+    state    parts of the saved state that changed, by name
+    status   status documents by name, those that changed
+    newest   version of the newest plan
+    dropped  names of parts that the saved state has no more
     """
 
     changes: PendingChanges
     state: Mapping[str, bytes]
     status: Mapping[str, Any]
     newest: int
+    dropped: Set[str] = frozenset()
 
 
 VERDICTS = ("healthy", "healthy_as_of", "verdicts")

@@ -187,6 +187,7 @@ class WorkerStore:
         keys, changes = JobKeys(lease.job), commit.changes
         commands: list[_Command] = [
             *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
+            *(("HDEL", keys.state, *parts) for parts in _chunks(sorted(commit.dropped))),
             *self._shown(keys, commit.status, changes.steps),
             ("HSET", keys.meta, "plan", commit.newest),
         ]

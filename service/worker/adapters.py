@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,13 +24,13 @@ class Adapters:
 
     detector  makes the detector of a job, with the predictor stored by an earlier one, if any.
               Raises `ContractError` for an unreadable one
-    restore   makes it from a saved state
+    restore   makes it from a saved state and its large arrays by name
     replan    `scheduler.replan`
     executor  makes what calls it, with a time limit in seconds
     """
 
     detector: Callable[[Job, bytes | None], Detector]
-    restore: Callable[[Job, bytes], Detector]
+    restore: Callable[[Job, bytes, Mapping[str, bytes]], Detector]
     replan: Callable[..., ReplanDecision]
     executor: Callable[[float], PlanExecutor] = lambda _: InlineExecutor()
 

@@ -234,7 +234,7 @@ class Worker:
         session = JobSession(description, plan, self._adapters, self._planner, predictor)
         if saved:
             session.resume(saved)
-        self._owned[job] = OwnedJob(lease, session)
+        self._owned[job] = OwnedJob(lease, session, frozenset(saved))
         claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
         while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():
             session.apply(*messages)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from detector.persistence import ARRAY
 from resihp.contracts import Status
 
 from ..store.documents import Commit, PendingChanges
@@ -22,10 +23,15 @@ _URGENT_VERDICTS = frozenset({Status.FAIL_SLOW.value, Status.FAIL_STOP.value})
 
 @dataclass
 class OwnedJob:
-    """A job whose lease this worker holds; times are those of the monotonic clock."""
+    """A job whose lease this worker holds; times are those of the monotonic clock.
+
+    saved        names of the parts of its saved state
+    saved_bytes  size of those that the last commit wrote
+    """
 
     lease: Lease
     session: JobSession
+    saved: frozenset[str] = frozenset()
     committed_s: float = field(default_factory=time.monotonic)
     save_cost_s: float = 0.0
     saved_bytes: int = 0
@@ -78,12 +84,18 @@ class OwnedJob:
         return diagnosis
 
     def commit(self) -> Commit:
-        """The pending changes with the state after them; the session starts a new collection."""
+        """The pending changes with the state after them; the session starts a new collection.
+
+        Arrays of the state that are saved already are not written again.
+        """
         changes, self.session.changes = self.session.changes, PendingChanges()
         state = self.session.save()
-        self.saved_bytes = sum(map(len, state.values()))
+        known = {name for name in self.saved if name.startswith(ARRAY)}
+        written = {name: part for name, part in state.items() if name not in known}
+        self.saved, self.saved_bytes = frozenset(state), sum(map(len, written.values()))
         newest = self.session.planning.newest.version
-        return Commit(changes, state, self.changed_status(), newest=newest)
+        status = self.changed_status()
+        return Commit(changes, written, status, newest=newest, dropped=known - state.keys())
 
 
 def _is_urgent(kind: str, document: dict[str, Any]) -> bool:

@@ -413,10 +413,15 @@ class JobSession:
         return document
 
     def save(self) -> dict[str, bytes]:
-        """Saved state by part: the detector, the step times, and everything else."""
-        state = msgpack.packb(to_json(self._state))
-        steps = pack(self._steps.state())
-        return {"detector": self._detector.save(), "steps": steps, "session": state}
+        """Saved state by part: the detector, the step times, and everything else; large arrays by
+        names that change with their content."""
+        arrays = dict[str, bytes]()
+        parts = {
+            "detector": self._detector.save(arrays),
+            "steps": pack(self._steps.state(), arrays),
+            "session": msgpack.packb(to_json(self._state)),
+        }
+        return parts | arrays
 
     def resume(self, saved: dict[str, bytes]) -> None:
         """Restore a saved state. One that is unreadable becomes an event, and the session starts
@@ -426,7 +431,7 @@ class JobSession:
     def _restore(self, saved: dict[str, bytes]) -> None:
         state = from_json(SessionState, msgpack.unpackb(saved["session"]))
         steps = StepTimes(state.planning.active.layout.ranks)
-        steps.load(unpack(saved["steps"]))
-        self._detector = self._adapters.restore(self.job, saved["detector"])
+        steps.load(unpack(saved["steps"], saved))
+        self._detector = self._adapters.restore(self.job, saved["detector"], saved)
         self._state, self._steps = state, steps
         self._forecast = Forecast(self.job, state.forecast)

@@ -127,13 +127,15 @@ class FakeDetector:
     def probe_result(self, result: ProbeResult) -> list[Verdict]:
         return []
 
-    def save(self) -> bytes:
+    def save(self, arrays: dict[str, bytes] | None = None) -> bytes:
         known = {str(r): [v.status.value, v.slowdown, v.step] for r, v in self.known.items()}
         saved = [self.records, self.checksum, self.plan_version, known]
         return json.dumps(saved).encode() + b" " * self.padding
 
     @classmethod
-    def restore(cls, job: Job, state: bytes) -> FakeDetector:
+    def restore(
+        cls, job: Job, state: bytes, arrays: Mapping[str, bytes] | None = None
+    ) -> FakeDetector:
         detector = cls(job)
         detector.records, detector.checksum, detector.plan_version, known = json.loads(state)
         for rank, (status, slowdown, step) in known.items():

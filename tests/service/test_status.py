@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from test_telemetry_runs import JOB, message, real_session
+from test_telemetry_runs import JOB, contents, message, real_session
 
+from detector import persistence
 from resihp.contracts import Layout, Plan, from_json, to_json
 from resihp.contracts.codec import encode
 from resihp.contracts.verdict import Verdict
@@ -68,3 +69,33 @@ def test_a_document_is_written_once() -> None:
     body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'
     session.apply(JobMessage("9-0", MessageKind.FAILURE, body))
     assert {"healthy", "verdicts", "devices"} <= owned.changed_status().keys()
+
+
+def test_arrays_that_have_not_changed_are_not_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(persistence, "_LARGE_BYTES", 64)
+    session = real_session()
+    owned = OwnedJob(Lease("j", b"1:w", b"1"), session)
+    saved: dict[str, bytes] = {}
+    for number, step in enumerate(steps_of(JOB, (300, 700, 2000), steps=6, seed=1)):
+        session.apply(message(number, encode(step)))
+        commit = owned.commit()
+        assert commit.dropped <= saved.keys()
+        unchanged = saved.keys() & session.save().keys() - {"detector", "steps", "session"}
+        assert unchanged.isdisjoint(commit.state)
+        assert number == 0 or unchanged
+        saved = {name: part for name, part in saved.items() if name not in commit.dropped}
+        saved |= commit.state
+        again = real_session()
+        again.resume(saved)
+        assert contents(again.save()) == contents(session.save()) == contents(saved)
+    resumed = OwnedJob(Lease("j", b"2:w", b"1"), again, frozenset(saved))
+    commit = resumed.commit()
+    assert commit.state.keys() == {"detector", "steps", "session"}
+    assert not commit.dropped
+    del saved[next(name for name in saved if name.startswith(persistence.ARRAY))]
+    broken = real_session()
+    broken.resume(saved)
+    ((kind, event),) = broken.changes.events
+    assert (kind, event["during"]) == ("error", "resume")

@@ -74,6 +74,16 @@ def test_a_lease_renewed_all_the_time_ends_no_commit(store: WorkerStore):
     assert saved["detector"] == b"49"
 
 
+def test_parts_of_a_state_are_dropped_with_the_commit_that_names_them(store: WorkerStore):
+    lease, none = acquired(store), PendingChanges()
+    arrays = {f"array:{number}": b"" for number in range(3_000)}
+    store.commit(lease, Commit(none, {"detector": b"1", **arrays}, {}, newest=0))
+    dropped = arrays.keys() - {"array:7"}
+    store.commit(lease, Commit(none, {"detector": b"2"}, {}, newest=0, dropped=dropped))
+    _, _, saved = store.load("j")
+    assert saved == {"detector": b"2", "array:7": b""}
+
+
 def test_a_lost_lease_writes_nothing(http: Http, store: WorkerStore, raw: redis.Redis):
     lease = acquired(store)
     store.commit(lease, commit_of(1))
