@@ -193,7 +193,7 @@ class Client:
             self._pool.clear()
 
     def _get(self, path: str, read: Callable[[Any], T]) -> T:
-        """What `read` makes of the JSON at `path`, which the caller must not change."""
+        """The JSON at `path` as `read` converts it; the caller must not change it."""
         known = self._known.get(path)
         answer = self._request("GET", path, tag=known.tag if known is not None else None)
         if known is not None and answer.status == _UNCHANGED:
