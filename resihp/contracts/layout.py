@@ -190,6 +190,11 @@ class Layout:
         """All ranks that work, replica by replica, stage by stage."""
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
 
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The same ranks, for looking one up."""
+        return frozenset(self.ranks)
+
     @property
     def dp(self) -> int:
         """Number of replicas."""

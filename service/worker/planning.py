@@ -141,14 +141,16 @@ class PlanningState:
         if not self.awaits(version, rank):
             return False
         self.acks[rank] = answer
-        members = self.newest.layout.ranks
+        members = self.newest.layout.members
+        if len(self.acks) < len(members):
+            return False
         return all(self.acks.get(m) == "applied" for m in members) and self.activate(version)
 
     def awaits(self, version: int, rank: int) -> bool:
         """Return whether the answer of a rank to a plan counts: it is the newest plan, and the rank
         works under it or under the active one."""
-        working = self.newest.layout.ranks, self.active.layout.ranks
-        return version == self.newest.version and any(rank in ranks for ranks in working)
+        layouts = self.newest.layout, self.active.layout
+        return version == self.newest.version and any(rank in each.members for each in layouts)
 
     def add_joiners(self, ranks: Iterable[int]) -> None:
         """Record ranks that are ready to work, whatever their verdicts were before."""
