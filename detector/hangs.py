@@ -63,7 +63,7 @@ class Hang:
     def evidence(self, now: float) -> tuple[str, ...]:
         """Sentences on the hang as of `now`."""
         position = self.position
-        lasted = duration(1e3 * max(0.0, now - self.since_s))
+        lasted = duration(1e3 * max(self.position.for_s, now - self.since_s))
         where = "waiting for other ranks " if position.waiting else ""
         if position.op is None:
             where += f"outside of all timed blocks since step {position.step}"

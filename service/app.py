@@ -15,8 +15,9 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
-from .api import events, jobs, pages, plans
+from .api import events, ingest, jobs, pages, plans
 from .api.context import AppContext
+from .api.delay import Address, DelayReporter, WaitingRequests
 from .api.heartbeats import HeartbeatBatches
 from .api.lag import JobLags
 from .api.metrics import HttpMetrics
@@ -38,22 +39,38 @@ _CONNECTIONS, _WATCHING_CONNECTIONS = 64, 16
 _CONNECTION_WAIT_S = 30.0
 _NEWEST_JOBS = 10  # stay, however old
 _EXPIRE_EVERY_S = 3_600.0
-_OPEN_FILES = 1_024  # beside those of the watchers: other requests, Redis, the log
+_CANCEL_EVERY_S = 0.2
+_OPEN_FILES = 32_768  # beside those of the watchers: connections of senders, Redis, the log
 
 
-def create_app(settings: Settings, adapters: AdapterFactory = load_adapters) -> FastAPI:
+def create_app(
+    settings: Settings,
+    adapters: AdapterFactory = load_adapters,
+    *,
+    name: str | None = None,
+    address: Address | None = None,
+) -> FastAPI:
     """The sidecar as an ASGI app, in one process.
 
     It starts what the settings ask for beside the API: an embedded Redis, and a worker in a thread,
     for which `adapters` loads detector and scheduler. `resihp serve` starts both as processes.
+
+    name     that of this process among those of the API; one that is started in place of another
+             has its name. None: one of its own
+    address  host and port at which the app will be served, where it measures the delay of requests.
+             None: without those that no app has got yet
     """
-    metrics = HttpMetrics()
+    metrics, waiting = HttpMetrics(), WaitingRequests()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                app.state.context = await _open(stack, settings, adapters, metrics)
+                context = await _open(stack, settings, adapters, metrics)
+                app.state.context = context
+                reporter = DelayReporter(context.watched, name or unique_name(), waiting, address)
+                stack.push_async_callback(reporter.close)
+                _run_task(stack, reporter.run())
             except StartError as error:
                 app.state.start_error = error
                 raise
@@ -69,9 +86,9 @@ def create_app(settings: Settings, adapters: AdapterFactory = load_adapters) -> 
     # The packaged Swagger UI does not support 3.1.
     app.openapi_version = "3.0.3"
     app.state.start_error = None
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics, waiting=waiting)
     add_problem_handlers(app)
-    for routes in (jobs, plans, events, pages):
+    for routes in (ingest, jobs, plans, events, pages):
         app.include_router(routes.router)
     pages.mount_assets(app)
     return app
@@ -98,9 +115,8 @@ async def _open(
     log.info("ready", redis=url)
     store, watched = HttpStore(client, settings), HttpStore(watching, settings)
     _run_task(stack, _expire_jobs(store, settings.keep_jobs_days))
-    return AppContext(
-        settings, store, watched, notifier, metrics, HeartbeatBatches(store), JobLags(store)
-    )
+    lags = JobLags(store, settings.slow_down_lag_s)
+    return AppContext(settings, store, watched, notifier, metrics, HeartbeatBatches(store), lags)
 
 
 async def _expire_jobs(store: HttpStore, days: float) -> None:
@@ -124,7 +140,7 @@ def _allow_open_files(number: int) -> None:
     allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < number:
-        log.warning("fewer open files than watchers allowed (ulimit -n)", files=allowed)
+        log.warning("few open files for connections (ulimit -n)", files=allowed, wanted=number)
 
 
 def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Redis:
@@ -172,7 +188,9 @@ def _run_task(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None])
     task = asyncio.create_task(work)
 
     async def cancel() -> None:
-        task.cancel()
+        while not task.done():  # redis-py may turn a cancellation into an error of the connection
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_EVERY_S)
         with contextlib.suppress(asyncio.CancelledError):
             await task
 

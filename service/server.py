@@ -31,6 +31,7 @@ log = logger("resihp.server")
 # Together less than 10 s: open requests, then the API, the worker and Redis.
 _REQUESTS_S, _API_S, _WORKER_S, _REDIS_S = 2, 3.5, 4.0, 2.0
 _POLL_S = 0.1
+_KEEP_ALIVE_S = 75  # idle connections; large jobs send a message in many seconds
 
 
 def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
@@ -54,11 +55,13 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
         own = settings.model_copy(update={"redis_url": redis_url, "worker": False})
         check_redis(redis_url)
         listener = stack.enter_context(_bind(settings))
-        # One name for all its lives: the next one need not wait until the leases end.
-        work_on = partial(_work, own, adapters, unique_name())
+        # One name for all lives of a process: the next one need not wait until the leases end, and
+        # is not delayed by the requests of the last one.
+        name = unique_name()
+        work_on = partial(_work, own, adapters, name)
         workers = [ChildProcess("worker", work_on)] if settings.worker else []
         apis = [
-            ChildProcess(f"api-{number}", partial(_serve_api, own, listener))
+            ChildProcess(f"api-{number}", partial(_serve_api, own, listener, f"{name}-{number}"))
             for number in range(settings.processes)
         ]
         stack.callback(end, workers, timeout_s=_WORKER_S)
@@ -103,11 +106,13 @@ def _work(
     work(settings, stop, adapters, name=name, alive=alive)
 
 
-def _serve_api(settings: Settings, listener: socket.socket, alive: Callable[[], None]) -> None:
-    app = create_app(settings)
+def _serve_api(
+    settings: Settings, listener: socket.socket, name: str, alive: Callable[[], None]
+) -> None:
+    app = create_app(settings, name=name, address=listener.getsockname()[:2])
     config = uvicorn.Config(
         app, http=TimedConnection, log_config=None, access_log=False, lifespan="on",
-        timeout_graceful_shutdown=_REQUESTS_S,
+        timeout_graceful_shutdown=_REQUESTS_S, timeout_keep_alive=_KEEP_ALIVE_S,
     )  # fmt: skip
     try:
         _ApiServer(config, app, alive).run(sockets=[listener])

@@ -19,8 +19,6 @@ from ._spans import FORWARD, Recording, Span
 from ._stack import stack_of
 from ._stats import FailureLog
 
-_MOST_PER_SECOND = 1_000
-"""Heartbeats of a whole job; larger jobs beat less often."""
 _UNCONDITIONAL = 10
 """A heartbeat is sent once in so many intervals even while telemetry shows that the rank lives."""
 _EXCHANGES = (Op.P2P, Op.COLLECTIVE)
@@ -32,15 +30,6 @@ class HeartbeatReceiver(Protocol):
     def send_heartbeat(self, job: str, heartbeat: Heartbeat) -> object:
         """Deliver one heartbeat; the answer may ask for the stack of the training thread."""
         ...
-
-
-def spread_interval(interval_s: float, ranks: int) -> float:
-    """Seconds between two heartbeats of one of `ranks` ranks.
-
-    >>> spread_interval(1.0, 64), spread_interval(1.0, 10_000)
-    (1.0, 10.0)
-    """
-    return max(interval_s, ranks / _MOST_PER_SECOND) if interval_s > 0 else interval_s
 
 
 class HeartbeatSender:

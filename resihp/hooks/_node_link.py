@@ -33,10 +33,11 @@ _ALONE_S = 10.0
 """Time for which a rank that found no sender sends by itself before it looks again."""
 
 
-def shares_by_default() -> bool:
-    """Return whether this host runs several ranks of the job, by LOCAL_WORLD_SIZE, WORLD_SIZE."""
+def ranks_of_host() -> int:
+    """Return the number of ranks of the job on this host, by LOCAL_WORLD_SIZE; else by WORLD_SIZE;
+    1 without."""
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or ""
-    return text.isdigit() and int(text) > 1
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 class NodeLink:

@@ -12,6 +12,28 @@ UNKNOWN_JOB = 404
 _RETRY_STATUSES = (408, 425, 429)
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _LONGEST_INTERVAL_S = 30.0
+_HEARTBEATS_PER_S, _MESSAGES_PER_S = 1_000, 400
+"""Most of a whole job, whose ranks send less often if they are many."""
+
+
+def heartbeat_interval_s(interval_s: float, ranks: int) -> float:
+    """Seconds between two heartbeats of a rank: `interval_s`, and more in jobs of many ranks.
+
+    >>> heartbeat_interval_s(1.0, 64), heartbeat_interval_s(1.0, 10_000)
+    (1.0, 10.0)
+    """
+    return max(interval_s, ranks / _HEARTBEATS_PER_S) if interval_s > 0 else interval_s
+
+
+def message_interval_s(interval_s: float, ranks: int, ranks_per_sender: int) -> float:
+    """Seconds between two messages of records of one sender: `interval_s`, and more in jobs of many
+    senders, up to 30 s.
+
+    >>> message_interval_s(0.5, 1_024, 8), message_interval_s(0.5, 16_384, 8)
+    (0.5, 5.12)
+    """
+    spread_s = ranks / ranks_per_sender / _MESSAGES_PER_S
+    return max(interval_s, min(spread_s, _LONGEST_INTERVAL_S))
 
 
 def is_temporary(error: ServiceError) -> bool:

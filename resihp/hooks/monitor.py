@@ -14,9 +14,10 @@ from resihp.client import Client
 from resihp.contracts import ContractError, Job, Op
 
 from ._clocks import CudaClock, HostClock
-from ._heartbeat import size_of_job, spread_interval
-from ._node_link import NodeLink, shares_by_default
+from ._heartbeat import size_of_job
+from ._node_link import NodeLink, ranks_of_host
 from ._node_socket import NodeAddress
+from ._pace import heartbeat_interval_s, message_interval_s
 from ._probes import LinkProbe, Probes, allowed_by_environment
 from ._registration import DeferredJob, Registration
 from ._sampler import sensors_allowed
@@ -52,7 +53,8 @@ class Monitor:
     client         used instead of `url` and `token`
     capacity       records kept until the sidecar accepts them; further ones are dropped
     batch_records  maximum number of records in one message
-    interval_s     time between messages
+    interval_s     time between messages; longer in jobs of more than 200 senders, which are hosts
+                   where their ranks share one
     heartbeat_s    time between heartbeats where no message is sent; longer in jobs of more than
                    1,000 ranks; 0: none
     seed           of the jitter between retries; default the rank
@@ -102,7 +104,7 @@ class Monitor:
             failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
         )
         ranks = len(job.layout.ranks) if isinstance(job, Job) else size_of_job()
-        heartbeat_s = spread_interval(heartbeat_s, ranks)
+        heartbeat_s = heartbeat_interval_s(heartbeat_s, ranks)
         seed = self.rank if seed is None else seed
         registration = Registration(job, self.rank, failures)
         receiver: TelemetryReceiver | NodeLink
@@ -110,7 +112,9 @@ class Monitor:
             url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
             token or os.environ.get("RESIHP_TOKEN"),
         )
-        shares = client is None and shares_by_default() if share_sender is None else share_sender
+        together = ranks_of_host()
+        shares = client is None and together > 1 if share_sender is None else share_sender
+        interval_s = message_interval_s(interval_s, ranks, together if shares else 1)
         if shares and isinstance(receiver, Client) and NodeAddress.is_possible():
             receiver = NodeLink(
                 receiver, NodeAddress(registration.name, receiver.url), registration.name,

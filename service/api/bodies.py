@@ -37,6 +37,11 @@ Frame = Annotated[str, Field(max_length=256)]
 _Body = TypeVar("_Body", bound=BaseModel)
 _Made = TypeVar("_Made")
 
+_RETRY_KEY = {
+    "parameters": [
+        {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 256}}
+    ]
+}
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
@@ -191,9 +196,11 @@ def wire_format(request: Request) -> WireFormat:
     return WireFormat.MSGPACK if given in _MSGPACK else WireFormat.JSON
 
 
-def accepts(model: type[BaseModel]) -> dict[str, Any]:
-    """Options of a route that answers 202 and validates its body of this model itself."""
-    return {"status_code": 202, "openapi_extra": _json_body(model.model_json_schema())}
+def accepts(model: type[BaseModel], *, once: bool = False) -> dict[str, Any]:
+    """Options of a route that answers 202 and validates its body of this model itself; with `once`
+    a repetition under the same key has no effect."""
+    extra = _json_body(model.model_json_schema()) | (_RETRY_KEY if once else {})
+    return {"status_code": 202, "openapi_extra": extra}
 
 
 def accepts_heartbeats() -> dict[str, Any]:
@@ -215,7 +222,7 @@ def documented_telemetry() -> dict[str, Any]:
         "dropped": 0,
         "columns": {"rank": [0], "step": [7], "microbatch": [0], "op": [0], "compute_ms": [12.5]},
     }
-    part = _json_body({"type": "object", "example": example})
+    part = _json_body({"type": "object", "example": example}) | _RETRY_KEY
     part["requestBody"]["content"]["application/msgpack"] = {
         "schema": {"type": "string", "format": "binary"}
     }

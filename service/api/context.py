@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, cast
@@ -21,6 +22,8 @@ class AppContext:
     """Resources of a running sidecar.
 
     decoding  the one thread that decodes large bodies
+    turns     so many messages are decoded and written at a time: of thousands that arrive together,
+              all in one turn of the event loop would keep it from all else for seconds
     watched   the same store as `store`, on connections of their own: for requests that wait
     """
 
@@ -31,10 +34,11 @@ class AppContext:
     metrics: HttpMetrics
     heartbeats: HeartbeatBatches
     lags: JobLags
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(64))
     decoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decoding"))
 
 
-def _context(request: Request) -> AppContext:
+async def _context(request: Request) -> AppContext:
     return cast(AppContext, request.app.state.context)
 
 

@@ -17,8 +17,11 @@ _MOST = 4_096
 
 @dataclass
 class _Batch:
+    """`asked` is set when they are `done`: the outcome for each request that has part in it."""
+
     heartbeats: list[dict[str, Any]] = field(default_factory=list)
-    stored: asyncio.Task[frozenset[int]] | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: frozenset[int] | Exception = frozenset()
 
 
 class HeartbeatBatches:
@@ -27,6 +30,7 @@ class HeartbeatBatches:
     def __init__(self, store: HttpStore) -> None:
         self._store = store
         self._open: dict[str, _Batch] = {}
+        self._tasks = set[asyncio.Task[None]]()
 
     async def add(self, job: str, heartbeats: list[dict[str, Any]]) -> frozenset[int]:
         """Store heartbeats; return the ranks of the job whose stacks are asked for.
@@ -36,15 +40,23 @@ class HeartbeatBatches:
         batch = self._open.get(job)
         if batch is None or len(batch.heartbeats) >= _MOST:
             batch = self._open[job] = _Batch()
-            batch.stored = asyncio.create_task(self._store_later(job, batch))
+            task = asyncio.create_task(self._store_later(job, batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         batch.heartbeats += heartbeats
-        assert batch.stored is not None
-        return await asyncio.shield(batch.stored)
+        await batch.done.wait()
+        if isinstance(batch.asked, Exception):
+            raise batch.asked
+        return batch.asked
 
-    async def _store_later(self, job: str, batch: _Batch) -> frozenset[int]:
+    async def _store_later(self, job: str, batch: _Batch) -> None:
         await asyncio.sleep(_WINDOW_S)
         if self._open.get(job) is batch:
             del self._open[job]
         body = json.dumps({"heartbeats": batch.heartbeats}, separators=(",", ":")).encode()
-        await self._store.put(job, MessageKind.HEARTBEAT, body)
-        return await self._store.asked_stacks(job)
+        try:
+            stored = await self._store.put(job, MessageKind.HEARTBEAT, body, status="stacks")
+            batch.asked = frozenset(json.loads(stored.status or b"[]"))
+        except Exception as error:  # noqa: BLE001 each request raises it, and none waits for ever
+            batch.asked = error
+        batch.done.set()

@@ -1,4 +1,4 @@
-"""Routes: jobs, their telemetry, heartbeats and failures, verdicts and diagnosis."""
+"""Routes: jobs, their failures, joiners and probes, verdicts and diagnosis."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Any
 
-import numpy as np
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from resihp.contracts import ContractError, Plan, to_json
 
@@ -15,22 +14,13 @@ from ..store.documents import VERDICTS, MessageKind, dumps, joined
 from . import bodies
 from .conditional import CONDITIONAL, Known
 from .context import Ctx
-from .lag import sending_interval_s
+from .ingest import retry_key
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _NO_DIAGNOSIS = {
     "slowdown": 1.0, "root_cause": "none", "attribution": {}, "steps": 0, "detail": [],
 }  # fmt: skip
-
-
-def _retry_key(
-    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
-) -> str | None:
-    return hashlib.sha256(idempotency_key.encode()).hexdigest()[:32] if idempotency_key else None
-
-
-RetryKey = Annotated[str | None, Depends(_retry_key)]
 
 
 @router.put("/{job}", openapi_extra=bodies.documented_job())
@@ -88,9 +78,9 @@ async def list_jobs(
 
 @router.get("/{job}", **CONDITIONAL)
 async def get_job(job: str, ctx: Ctx, known: Known) -> Response:
-    """A job, its newest plan, the roll-out of that plan, and how far its worker is behind: messages
-    in no saved state, age of the oldest that no worker has read, messages refused and records
-    dropped by senders."""
+    """A job, its newest plan, the roll-out of that plan, and how far the service is behind it:
+    messages in no saved state, age of the oldest that no worker has read, messages refused and
+    records dropped by senders."""
     tag = await ctx.store.tag(job, "plans", "planning", "rollout", "last_step")
     (counts,), (lag_s,) = await ctx.store.counts(job), await ctx.lags.of(job)
     progress = {
@@ -123,61 +113,21 @@ async def delete_job(job: str, ctx: Ctx) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/{job}/telemetry", status_code=202, openapi_extra=bodies.documented_telemetry())
-async def post_telemetry(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
-    """Microbatch records as columns, in JSON or msgpack. A retry under the same
-    `Idempotency-Key` is applied once. The answer lists the `probes` that ranks in it should run, if
-    any: `{"id", "kind", "peer", "rank"}`, and while the job's worker is behind `interval_s`: the
-    seconds that the sender should leave between two messages."""
-    batch, body = await bodies.read_telemetry(request, ctx.settings.max_records)
-    new = await ctx.store.put(
-        job, MessageKind.TELEMETRY, body,
-        records=len(batch), dropped=batch.dropped, retry_key=key,
-    )  # fmt: skip
-    answer: dict[str, Any] = {"accepted": len(batch), "duplicate": not new}
-    if wanted := await ctx.store.probes(job):
-        ranks = np.intersect1d(batch.rank, [int(rank) for rank in wanted]).tolist()
-        probes = [{**probe, "rank": rank} for rank in ranks for probe in wanted[str(rank)]]
-        answer |= {"probes": probes} if probes else {}
-    (lag_s,) = await ctx.lags.of(job)
-    if interval_s := sending_interval_s(lag_s, ctx.settings.slow_down_lag_s):
-        answer["interval_s"] = interval_s
-    return answer
-
-
-@router.post("/{job}/heartbeats", **bodies.accepts_heartbeats())
-async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
-    """Report that these ranks are alive, or with `left` that their process ends. A rank that has
-    sent heartbeats and falls silent has stopped; its telemetry counts as heartbeats too. With
-    `stack` true in the answer, the next heartbeat is to have the stack of the training thread. A
-    list of heartbeats, as of the ranks of one host, is answered with the `stacks` asked for: the
-    ranks."""
-    body = await bodies.read_heartbeats(request)
-    heartbeats = body.root if isinstance(body, bodies.HeartbeatList) else [body]
-    documents = [heartbeat.model_dump(exclude_defaults=True) for heartbeat in heartbeats]
-    ranks = {rank for heartbeat in heartbeats for rank in heartbeat.ranks}
-    asked = await ctx.heartbeats.add(job, documents) & ranks
-    answer: dict[str, Any] = {"accepted": len(ranks)}
-    if isinstance(body, bodies.HeartbeatList):
-        return {**answer, "stacks": sorted(asked)} if asked else answer
-    return {**answer, "stack": True} if asked else answer
-
-
-@router.post("/{job}/failures", **bodies.accepts(bodies.FailureBody))
-async def post_failure(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
+@router.post("/{job}/failures", **bodies.accepts(bodies.FailureBody, once=True))
+async def post_failure(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Stopped ranks, reported by a survivor. A plan without them follows at once."""
     failure = await bodies.read(request, bodies.FailureBody)
     body = failure.model_dump_json().encode()
-    await ctx.store.put(job, MessageKind.FAILURE, body, retry_key=key)
+    await ctx.store.put(job, MessageKind.FAILURE, body, retry_key=retry_key(request))
     return {"accepted": len(failure.ranks)}
 
 
-@router.post("/{job}/joiners", **bodies.accepts(bodies.JoinersBody))
-async def post_joiners(job: str, request: Request, ctx: Ctx, key: RetryKey) -> dict[str, Any]:
+@router.post("/{job}/joiners", **bodies.accepts(bodies.JoinersBody, once=True))
+async def post_joiners(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Ranks that are ready to work. A plan with them follows if it is worth its migration."""
     joiners = await bodies.read(request, bodies.JoinersBody)
     body = joiners.model_dump_json().encode()
-    await ctx.store.put(job, MessageKind.JOINER, body, retry_key=key)
+    await ctx.store.put(job, MessageKind.JOINER, body, retry_key=retry_key(request))
     return {"accepted": len(joiners.ranks)}
 
 

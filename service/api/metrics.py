@@ -33,7 +33,7 @@ _COUNTERS = {
 }
 _GAUGES = {
     "backlog": "messages not yet contained in a saved state",
-    "lag_seconds": "age of the oldest message that no worker has read",
+    "lag_seconds": "age of the oldest message that no worker has read, and the API's delay",
     "load": "share of a core that the job costs its worker",
     "last_step": "newest step reported by any rank",
     "plan_version": "plan that the ranks work under",
@@ -92,12 +92,12 @@ async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> byte
         }
         for name, lag_s, counts, status in zip(names, *columns, strict=True)
     }
-    return generate_latest(http.registry) + generate_latest(_Jobs(jobs))
+    return generate_latest(http.registry) + generate_latest(_Jobs(jobs, await lags.delay_s()))
 
 
 class _Jobs(Collector):
-    def __init__(self, jobs: dict[str, dict[str, Any]]) -> None:
-        self._jobs = jobs
+    def __init__(self, jobs: dict[str, dict[str, Any]], delay_s: float) -> None:
+        self._jobs, self._delay_s = jobs, delay_s
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for name, text in _COUNTERS.items():
@@ -117,3 +117,5 @@ class _Jobs(Collector):
             for status, count in values["devices"].items():
                 devices.add_metric([job, status], count)
         yield devices
+        text = "age of the oldest request that the slowest API process may not have stored"
+        yield GaugeMetricFamily("resihp_api_delay_seconds", text, value=self._delay_s)

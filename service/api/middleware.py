@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import time
+from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,14 +15,18 @@ from ..errors import BodyTooLargeError, SlowRequestError
 from ..logs import logger
 from ..settings import Settings, is_loopback
 from .bodies import LARGE_BYTES
+from .delay import WaitingRequests
 from .metrics import HttpMetrics
 from .problems import problem, send_problem
 
 log = logger("resihp.http")
 
 # Paths without data of a job; all others need the token if one is set.
-_OPEN = ("/", "/dashboard", "/healthz", "/v1/healthz", "/docs", "/openapi.json")
+_OPEN = (
+    "/", "/dashboard", "/docs", "/openapi.json", "/healthz", "/v1/healthz", "/livez", "/v1/livez",
+)  # fmt: skip
 _OPEN_FOLDERS = ("/assets/",)
+_WRITING = frozenset({"POST", "PUT"})
 LARGE_AT_A_TIME = 4
 SILENT_S, WHOLE_S = 10.0, 60.0
 """Longest time without a byte of an incomplete body, and for all of it."""
@@ -37,9 +42,12 @@ class RequestMiddleware:
     the sidecar through a DNS name of its own (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: HttpMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: HttpMetrics, waiting: WaitingRequests
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._waiting = waiting
         self._token = settings.token.get_secret_value().encode() if settings.token else None
         self._local_only = self._token is None and is_loopback(settings.host)
         self._limit = settings.max_body_bytes
@@ -61,6 +69,8 @@ class RequestMiddleware:
         try:
             await self._checked(scope, receive, counted)
         finally:
+            if status == HTTPStatus.SERVICE_UNAVAILABLE and scope["method"] in _WRITING:
+                self._waiting.fail()
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - begun_s
             self._metrics.observe(scope["method"], route, status, seconds)
@@ -82,10 +92,13 @@ class RequestMiddleware:
             error = BodyTooLargeError(self._limit)
             await send_problem(send, problem(413, "body-too-large", str(error)))
         else:
-            takes_body = scope["method"] in {"POST", "PUT"}  # others may go on for hours
-            limit = self._limit if takes_body else min(self._limit, LARGE_BYTES)
             async with contextlib.AsyncExitStack() as stack:
-                await self._app(scope, self._bounded(receive, stack, limit), send)
+                writes = scope["method"] in _WRITING  # others may go on for hours
+                receive = self._bounded(receive, stack if writes else None)
+                try:
+                    await self._app(scope, receive, send)
+                finally:
+                    self._waiting.remove(stack)
 
     def _may_pass(self, path: str, headers: Headers) -> bool:
         if self._token is None or path in _OPEN or path.startswith(_OPEN_FOLDERS):
@@ -93,8 +106,13 @@ class RequestMiddleware:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(given.encode(), self._token) and scheme.lower() == "bearer"
 
-    def _bounded(self, receive: Receive, stack: contextlib.AsyncExitStack, limit: int) -> Receive:
-        """`receive` within the limits; a large body occupies its place until `stack` is left."""
+    def _bounded(self, receive: Receive, stack: contextlib.AsyncExitStack | None) -> Receive:
+        """`receive` within the limits; a large body occupies its place until `stack` is left, and
+        is too large without one.
+
+        The request waits for the service while it has no place, and once its body is whole.
+        """
+        limit = min(self._limit, LARGE_BYTES) if stack is None else self._limit
         size, is_large, is_whole, ends_s = 0, False, False, time.monotonic() + WHOLE_S
 
         async def bounded() -> Message:
@@ -111,9 +129,13 @@ class RequestMiddleware:
             size += len(message.get("body", b""))
             if size > limit:
                 raise BodyTooLargeError(limit)
-            if size > LARGE_BYTES and not is_large:
+            if stack is not None and size > LARGE_BYTES and not is_large:
+                self._waiting.add(stack)
                 await stack.enter_async_context(self._large)
+                self._waiting.remove(stack)
                 is_large, ends_s = True, time.monotonic() + WHOLE_S
+            if stack is not None and is_whole:
+                self._waiting.add(stack)
             return message
 
         return bounded

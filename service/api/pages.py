@@ -31,6 +31,13 @@ async def healthz(ctx: Ctx) -> dict[str, Any]:
     return {"status": "ok", "lag_s": max(lags_s, default=0.0)}
 
 
+@router.get("/v1/livez")
+@router.get("/livez", include_in_schema=False)
+async def livez() -> dict[str, str]:
+    """Life of the API process that answers, whatever Redis and the workers do."""
+    return {"status": "ok"}
+
+
 @router.get("/v1/metrics", response_class=Response)
 @router.get("/metrics", include_in_schema=False)
 async def metrics(ctx: Ctx) -> Response:

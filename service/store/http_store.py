@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,22 +21,23 @@ from .documents import (
     VERDICTS,
     MessageKind,
     dumps,
-    loads,
     plan_json,
     stream_order,
     verdict_texts,
 )
+from .message_writer import MessageWriter
 from .schema import (
+    APIS,
     DELETE,
     GENERATIONS,
     GROUP,
-    INGEST,
     JOBS,
     LAGS,
     LOADS,
     NEWS,
     PLANS,
     REGISTER,
+    REPORT_DELAY,
     JobKeys,
     Subject,
     edition,
@@ -45,12 +47,21 @@ _REMEMBER_S = 600  # time for which a retried message is recognised
 _PAGE = 100  # events read at a time
 _BEGIN = "0-0"
 
+_keys = lru_cache(maxsize=1_024)(JobKeys)
+
 
 class EventCursor(NamedTuple):
     """A place in the events of a job: stream ids of the newest event and step summary known."""
 
     event: str = _BEGIN
     step: str = _BEGIN
+
+
+class StoredMessage(NamedTuple):
+    """Outcome of a message: whether it was new, and the status document asked for, if any."""
+
+    is_new: bool
+    status: bytes | None
 
 
 class HttpStore:
@@ -60,10 +71,11 @@ class HttpStore:
         # redis-py types each answer as a union over its two clients; the methods below are typed.
         self._redis: Any = redis
         self._settings = settings
-        self._ingest = self._redis.register_script(INGEST)
+        self._writer = MessageWriter(redis)
         self._register = self._redis.register_script(REGISTER)
         self._delete = self._redis.register_script(DELETE)
         self._lags = self._redis.register_script(LAGS)
+        self._report_delay = self._redis.register_script(REPORT_DELAY)
 
     async def ping(self) -> None:
         """Check that Redis answers. Raises `redis.RedisError`."""
@@ -204,16 +216,6 @@ class HttpStore:
         status = {key: json.loads(document) for key, document in found if document is not None}
         return verdict_texts(status, after=after, limit=limit)
 
-    async def probes(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        """Requested probes by rank (decimal string)."""
-        requests = await self._redis.hget(JobKeys(name).status, "probes")
-        return loads(requests) if requests else {}
-
-    async def asked_stacks(self, name: str) -> frozenset[int]:
-        """Ranks whose heartbeats are to have the stacks of their training threads."""
-        ranks = await self._redis.hget(JobKeys(name).status, "stacks")
-        return frozenset(json.loads(ranks) if ranks else ())
-
     async def counts(self, *names: str) -> list[dict[str, int]]:
         """Counters of each of these jobs, and its `backlog`: messages in no saved state."""
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -225,10 +227,20 @@ class HttpStore:
             for fields, backlog in zip(answers[::2], answers[1::2], strict=True)
         ]
 
-    async def lags_s(self, names: Sequence[str]) -> list[float]:
-        """Age in seconds of the oldest message of each job that no worker has read; 0 if none."""
-        answer = await self._lags(keys=[JobKeys(name).messages for name in names])
-        return [milliseconds / 1e3 for milliseconds in answer]
+    async def lags_s(self, names: Sequence[str]) -> tuple[float, list[float]]:
+        """Age in seconds of the oldest request that an API process may not have stored, and that of
+        the oldest message of each job that no worker has read; 0 if none."""
+        answer = await self._lags(keys=[APIS, *(JobKeys(name).messages for name in names)])
+        delay_s, *lags_s = (milliseconds / 1e3 for milliseconds in answer)
+        return delay_s, lags_s
+
+    async def report_delay(self, process: str, delay_s: float) -> None:
+        """Report the age of the oldest request that this API process has not answered."""
+        await self._report_delay(keys=[APIS], args=[process, int(delay_s * 1e3)])
+
+    async def remove_report(self, process: str) -> None:
+        """Remove the report of an API process that has answered all its requests and ends."""
+        await self._redis.hdel(APIS, process)
 
     async def loads(self) -> dict[str, float]:
         """Share of a core that each job costs its worker, as last reported."""
@@ -244,26 +256,28 @@ class HttpStore:
         records: int = 0,
         dropped: int = 0,
         retry_key: str | None = None,
-    ) -> bool:
-        """Append a message to the job's stream; False if `retry_key` was received before.
+        status: str = "",
+    ) -> StoredMessage:
+        """Append a message to the job's stream, unless `retry_key` was received before; return the
+        status document of that name with the answer.
 
         Raises `UnknownJobError` and `BacklogFullError`.
         """
-        keys = JobKeys(name)
+        keys = _keys(name)
         # Telemetry may fill half of the space, so that reports of failures always find room.
         room = 1 if kind is MessageKind.TELEMETRY else 2
-        answer = await self._ingest(
-            keys=[keys.meta, keys.messages, keys.counts, keys.seen(retry_key or "")],
-            args=[
+        answer, document = await self._writer.write(
+            [keys.meta, keys.messages, keys.counts, keys.seen(retry_key or ""), keys.status],
+            [
                 room * self._settings.max_backlog, room * self._settings.max_backlog_bytes,
-                kind.value, body, records, dropped, _REMEMBER_S if retry_key else 0,
+                kind.value, body, records, dropped, _REMEMBER_S if retry_key else 0, status,
             ],
         )  # fmt: skip
         if answer == b"unknown":
             raise UnknownJobError(name)
         if answer == b"full":
             raise BacklogFullError(name)
-        return bool(answer != b"duplicate")
+        return StoredMessage(answer != b"duplicate", document)
 
     async def news(
         self, name: str, cursor: EventCursor

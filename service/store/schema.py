@@ -9,6 +9,7 @@ GENERATIONS = "resihp:generations"  # counter: registrations with new content
 FENCES = "resihp:fences"  # counter: leases given out
 LOADS = "resihp:loads"  # hash: job -> share of a core that it costs its worker
 WORKERS = "resihp:workers"  # sorted set: worker -> time of its last sign of life
+APIS = "resihp:apis"  # hash: API process -> its last report, see REPORT_DELAY
 NEWS = "resihp:news"  # channel: names of jobs that changed
 PLANS = "resihp:plans"  # channel: names of jobs with a new plan, registered anew or deleted
 PREDICTORS = "resihp:predictors"  # hash: kind of job -> fitted predictor
@@ -91,24 +92,25 @@ class JobKeys:
 # after it, a script is carried out whole. So what is small or frees memory is never refused: a
 # commit above all, which removes the messages that it applies.
 
-# KEYS: meta, messages, counts, seen
-# ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key)
-# Returns "unknown", "full", "duplicate" or the id of the entry. The marker of a message counts for
-# the registration under which it was received only.
+# KEYS: meta, messages, counts, seen, status
+# ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key), field
+# Returns "unknown", "full", "duplicate" or the id of the entry, and that field of the status. The
+# marker of a message counts for the registration under which it was received only.
 INGEST = """
 local generation = redis.call('HGET', KEYS[1], 'generation')
-if not generation then return 'unknown' end
+if not generation then return {'unknown', false} end
+local status = redis.call('HGET', KEYS[5], ARGV[8])
 if ARGV[3] ~= 'telemetry' then redis.call('PERSIST', KEYS[1]) end
 local remember = tonumber(ARGV[7])
 if remember > 0 and redis.call('GET', KEYS[4]) == generation then
   redis.call('HINCRBY', KEYS[3], 'duplicates', 1)
-  return 'duplicate'
+  return {'duplicate', status}
 end
 local waiting = tonumber(redis.call('HGET', KEYS[3], 'backlog_bytes') or '0')
 if redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[1])
     or waiting + #ARGV[4] > tonumber(ARGV[2]) then
   redis.call('HINCRBY', KEYS[3], 'refused', 1)
-  return 'full'
+  return {'full', status}
 end
 redis.call('HINCRBY', KEYS[3], 'dropped', ARGV[6])
 local id = redis.call('XADD', KEYS[2], '*', 'kind', ARGV[3], 'body', ARGV[4])
@@ -117,7 +119,7 @@ redis.call('HINCRBY', KEYS[3], 'backlog_bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'messages', 1)
 redis.call('HINCRBY', KEYS[3], 'bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'records', ARGV[5])
-return id
+return {id, status}
 """
 
 # KEYS: jobs, generations, meta, messages, plans, history of the event, all keys of the job
@@ -203,26 +205,71 @@ redis.call('HDEL', KEYS[1], ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """
 
-# KEYS: message streams
-# Returns the age of the oldest message in each that no worker has read, in ms; 0 without one.
-LAGS = """
-local now = redis.call('TIME')
-local lags = {}
-for index, messages in ipairs(KEYS) do
+# Age in ms of the oldest request that may not have been stored, by the last reports of the API
+# processes; -1 without one. A report ages as if its process hung since. One that is much older than
+# the newest is of a process that is gone, and whose clients have turned to others.
+_API_DELAY = """
+local function now_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+local function api_delay_ms(apis)
+  local reports, newest_ms, oldest_ms = redis.call('HGETALL', apis), 0, math.huge
+  for at = 2, #reports, 2 do
+    newest_ms = math.max(newest_ms, tonumber(string.match(reports[at], '%d+$')))
+  end
+  for at = 2, #reports, 2 do
+    local stored_ms, reported_ms = string.match(reports[at], '(%d+) (%d+)')
+    if newest_ms - tonumber(reported_ms) <= 30000 then
+      oldest_ms = math.min(oldest_ms, tonumber(stored_ms))
+    end
+  end
+  return newest_ms > 0 and math.max(0, now_ms() - oldest_ms) or -1
+end
+"""
+
+API_DELAY = _API_DELAY + "return api_delay_ms(KEYS[1])"  # KEYS: apis
+
+# KEYS: apis   ARGV: process, age of its oldest request (ms)
+# A report is the time before which all requests of the process are stored, and that of the report.
+REPORT_DELAY = (
+    _API_DELAY
+    + """
+redis.call('HDEL', KEYS[1], ARGV[1])
+local now = now_ms()
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %.0f', now - ARGV[2], now))
+local reports = redis.call('HGETALL', KEYS[1])
+for at = 2, #reports, 2 do
+  if now - string.match(reports[at], '%d+$') > 30000 then
+    redis.call('HDEL', KEYS[1], reports[at - 1])
+  end
+end
+"""
+)
+
+# KEYS: apis, message streams
+# Returns the delay of the API, then the age of the oldest message in each stream that no worker has
+# read; all in ms, 0 without one.
+LAGS = (
+    _API_DELAY
+    + """
+local lags = {math.max(0, api_delay_ms(KEYS[1]))}
+for index = 2, #KEYS do
   lags[index] = 0
-  local group = redis.pcall('XINFO', 'GROUPS', messages)[1]
+  local group = redis.pcall('XINFO', 'GROUPS', KEYS[index])[1]
   for at = 1, group and #group or 0, 2 do
     if group[at] == 'last-delivered-id' then
-      local unread = redis.call('XRANGE', messages, '(' .. group[at + 1], '+', 'COUNT', 1)[1]
+      local unread = redis.call('XRANGE', KEYS[index], '(' .. group[at + 1], '+', 'COUNT', 1)[1]
       if unread then
         local arrived_ms = tonumber(string.match(unread[1], '%d+'))
-        lags[index] = math.max(0, now[1] * 1000 + math.floor(now[2] / 1000) - arrived_ms)
+        lags[index] = math.max(0, now_ms() - arrived_ms)
       end
     end
   end
 end
 return lags
 """
+)
 
 # KEYS: workers, loads
 # ARGV: worker, now, time before which a worker counts as gone (s), JSON: load of each of its jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from .documents import (
 )
 from .schema import (
     ACQUIRE,
+    API_DELAY,
+    APIS,
     COMMIT,
     FENCES,
     GROUP,
@@ -80,6 +83,7 @@ class WorkerStore:
         self._commit = self._redis.register_script(COMMIT)
         self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
         self._report_loads = self._redis.register_script(REPORT_LOADS)
+        self._api_delay = self._redis.register_script(API_DELAY)
 
     def close(self) -> None:
         """Close every connection."""
@@ -107,6 +111,12 @@ class WorkerStore:
             dict(zip(jobs, map(_owner, leases), strict=True)),
             {job.decode(): float(load) for job, load in known.items() if job in names},
         )
+
+    def api_delay_s(self) -> float:
+        """Age in seconds of the oldest request that an API process may not have stored; infinite
+        without an API process."""
+        delay_ms = self._api_delay(keys=[APIS])
+        return delay_ms / 1e3 if delay_ms >= 0 else math.inf
 
     def leave(self) -> None:
         """Remove this worker from the list of workers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -40,6 +41,8 @@ _SAVE_SHARE = 0.1
 _DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.05
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _HUNG_LEASES = 12  # times of a lease without progress
+_MEASURE_EVERY_S = 0.25  # the delay of the API
+_LONGEST_ROUND_S = 1.0  # that counts as delay
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 
@@ -64,6 +67,7 @@ class Worker:
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()  # last progress
         self._waited_s = time.monotonic()  # end of the last wait for messages
+        self._api_delay_s, self._measured_s = math.inf, float("-inf")
 
     @property
     def hangs(self) -> bool:
@@ -98,6 +102,8 @@ class Worker:
         if not self._owned:
             stop.wait(_BLOCK_MS / 1e3)
             return
+        if now_s - self._measured_s >= _MEASURE_EVERY_S:
+            self._api_delay_s, self._measured_s = self._store.api_delay_s(), now_s
         behind = self._read()
         self._spent(None)
         active = [owned for owned in self._owned.values() if owned.session.changes.applied]
@@ -109,7 +115,7 @@ class Worker:
             if stop.is_set():
                 return
             owned.session.take_plan()
-            owned.tick(drained=job not in behind)
+            owned.tick(drained=job not in behind, delay_s=self._delay_s())
             diagnose = owned.diagnosis_is_due(diagnose_every_s)
             if owned.is_urgent():
                 self._commit(job)
@@ -120,6 +126,10 @@ class Worker:
             self._spent(job)
         if not behind and not self._is_planning():
             stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
+
+    def _delay_s(self) -> float:
+        """Age of the oldest request that may not have been read, at rounds of ordinary length."""
+        return self._api_delay_s + min(time.monotonic() - self._measured_s, _LONGEST_ROUND_S)
 
     def _is_planning(self) -> bool:
         return any(owned.session.is_planning for owned in self._owned.values())

@@ -58,15 +58,16 @@ class OwnedJob:
         least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
         return since_s >= least_s and bool(changes.applied or changes.events or diagnose)
 
-    def tick(self, *, drained: bool) -> None:
-        """Advance the session's clock if all its messages are applied."""
+    def tick(self, *, drained: bool, delay_s: float) -> None:
+        """Advance the session's clock if all its messages are applied: what ranks sent until
+        `delay_s` ago."""
         now_s = time.monotonic()
         elapsed_s = now_s - self.ticked_s
         if elapsed_s < _TICK_S:
             return
         self.ticked_s = now_s
         if drained:
-            self.session.tick(min(elapsed_s, _LONGEST_TICK_S))
+            self.session.tick(min(elapsed_s, _LONGEST_TICK_S), delay_s)
 
     def changed_status(self) -> dict[str, Any]:
         """The status documents that differ from those returned before."""

@@ -42,6 +42,7 @@ from ..store.documents import (
 )
 from .adapters import Adapters
 from .forecast import Forecast, ForecastState
+from .listening import ListeningClock
 from .planning import Planner, PlanningState, PlanRequest
 from .probes import OpenProbes
 from .step_times import StepTime, StepTimes
@@ -60,14 +61,14 @@ class SessionState:
     restored as one.
 
     departed  last verdict on each rank that left the layout
-    clock_s   time during which the service was up and had applied all messages
+    clock     time during which the service listened and had applied all messages
     """
 
     planning: PlanningState
     forecast: ForecastState = field(default_factory=ForecastState)
     probes: OpenProbes = field(default_factory=OpenProbes)
     departed: dict[int, Verdict] = field(default_factory=dict)
-    clock_s: float = 0.0
+    clock: ListeningClock = field(default_factory=ListeningClock)
 
 
 class JobSession:
@@ -148,32 +149,32 @@ class JobSession:
 
     # Heartbeats and probes
 
-    def tick(self, elapsed_s: float) -> None:
+    def tick(self, elapsed_s: float, delay_s: float) -> None:
         """Advance the clock, check heartbeats and request probes.
 
         Called only when the message stream is drained, so that time in which the service was down
-        or behind never counts against a rank.
+        or behind never counts against a rank. What was sent in the last `delay_s` may be missing.
         """
-        self._state.clock_s += elapsed_s
+        self._state.clock.advance(elapsed_s, delay_s)
         self._guarded("check_alive", lambda: self._report(self._check_alive()))
         self._guarded("probe_requests", self._request_probes)
 
     def _heartbeat(self, message: JobMessage) -> None:
         documents = message.document()["heartbeats"]
         heartbeats = [from_json(Heartbeat, document) for document in documents]
-        changed = self._detector.take_heartbeats(heartbeats, self._state.clock_s)
+        changed = self._detector.take_heartbeats(heartbeats, self._state.clock.latest_s)
         if changed:
             self._report(changed)
 
     def _check_alive(self) -> list[Verdict]:
-        now_s = self._state.clock_s
+        now_s = self._state.clock.heard_s
         if now_s - self._checked_s < _CHECK_ALIVE_EVERY_S:
             return []
         self._checked_s = now_s
         return self._detector.check_alive(now_s)
 
     def _request_probes(self) -> None:
-        now_s = self._state.clock_s
+        now_s = self._state.clock.heard_s
         for request in self._state.probes.ask(self._detector.probe_requests(now_s), now_s):
             kind, rank, reference = request.kind.value, request.rank, request.reference
             self._event("probe", {"probe": kind, "rank": rank, "reference": reference})
@@ -218,7 +219,7 @@ class JobSession:
             return  # from ranks outside the layout, which report only to receive probes
         batch = joined(run)
         ranks = sorted(frozenset().union(*(part.ranks for part in run)))
-        revived = self._detector.heard(ranks, self._state.clock_s, batch)
+        revived = self._detector.heard(ranks, self._state.clock.latest_s, batch)
         changed = [*revived, *self._detector.update(batch)]
         self._guarded("telemetry", lambda: self._follow(batch, changed))
 
@@ -314,7 +315,7 @@ class JobSession:
         self._plan_if_needed()
 
     def _plan_if_needed(self) -> None:
-        clock_s = self._state.clock_s
+        clock_s = self._state.clock.heard_s
         needed = self._planner.is_needed(self.planning, self._detector.unhealthy(), clock_s)
         if needed and self._request is None:
             self._ask_for_plan()
@@ -324,7 +325,7 @@ class JobSession:
             self.planning,
             self._forecast.job,
             step=self.last_step + 1,
-            clock_s=self._state.clock_s,
+            clock_s=self._state.clock.heard_s,
         )
         self.take_plan()
 
@@ -348,7 +349,7 @@ class JobSession:
         if not request.is_for(self.planning):
             self._ask_for_plan()
             return
-        plan = self._planner.take(self.planning, request, self._state.clock_s)
+        plan = self._planner.take(self.planning, request, self._state.clock.heard_s)
         if plan is not None:
             self._publish(plan)
         elif self.planning.outcome != before:

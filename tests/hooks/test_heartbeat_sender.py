@@ -13,7 +13,9 @@ from contextlib import suppress
 import pytest
 
 from resihp.contracts import Heartbeat, Op, ServiceError
-from resihp.hooks._heartbeat import HeartbeatSender, spread_interval
+from resihp.hooks import Monitor
+from resihp.hooks._heartbeat import HeartbeatSender
+from resihp.hooks._pace import heartbeat_interval_s, message_interval_s
 from resihp.hooks._spans import Recording
 from resihp.hooks._stats import FailureLog
 
@@ -190,10 +192,25 @@ def test_heartbeats_go_on_while_telemetry_is_repeated(beating, sidecar, wait_unt
     assert monitor.stats.sent == 0
 
 
-def test_large_jobs_beat_less_often():
-    assert spread_interval(1.0, 8) == 1.0
-    assert spread_interval(1.0, 10_000) == 10.0
-    assert spread_interval(0.0, 10_000) == 0.0
+def test_large_jobs_beat_and_send_less_often():
+    assert heartbeat_interval_s(1.0, 8) == 1.0
+    assert heartbeat_interval_s(1.0, 10_000) == 10.0
+    assert heartbeat_interval_s(0.0, 10_000) == 0.0
+    for ranks, together in [(8, 1), (64, 1), (1_024, 8), (1_024, 1), (16_384, 8)]:
+        interval_s = message_interval_s(0.5, ranks, together)
+        per_second = ranks / together / interval_s
+        assert interval_s == 0.5 or per_second == pytest.approx(400)
+        assert per_second <= 400.0001
+    assert message_interval_s(0.5, 100_000, 1) == 30.0
+    assert message_interval_s(60.0, 100_000, 1) == 60.0
+
+
+def test_a_monitor_spreads_its_messages_by_the_senders_of_its_job(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8000")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for shares, interval_s in [(True, 2.5), (False, 20.0)]:
+        with Monitor(job="j", rank=0, share_sender=shares) as monitor:
+            assert monitor._sender._pace.base_s == pytest.approx(interval_s)
 
 
 def test_a_forked_child_that_records_nothing_does_not_beat(beating, sidecar, wait_until):

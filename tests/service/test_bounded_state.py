@@ -47,7 +47,7 @@ def tell_of_foreign_ranks(session: JobSession, number: int) -> None:
     )
     plan = Plan(version=version + 1, layout=moved, quotas=JOB.quotas)
     tell(session, MessageKind.OWN_PLAN, {"plan": to_json(plan), "lost": ranks, "step": 1})
-    session.tick(1.0)
+    session.tick(1.0, 0.0)
 
 
 @pytest.fixture

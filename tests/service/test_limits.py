@@ -24,6 +24,7 @@ from resihp.contracts import TelemetryBatch, codec, to_json
 from resihp.contracts.telemetry import MOST_MS
 from service import Settings, connections
 from service.api import bodies, middleware
+from service.api.delay import WaitingRequests
 from service.api.metrics import HttpMetrics
 from service.worker.adapters import load_adapters
 
@@ -184,6 +185,8 @@ def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
     monkeypatch.setattr(middleware, "LARGE_AT_A_TIME", 1)
     answering = []
 
+    waiting = WaitingRequests()
+
     async def requests() -> None:
         may_end = asyncio.Event()
 
@@ -192,7 +195,9 @@ def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
             answering.append(scope["path"])
             await may_end.wait()
 
-        guarded = middleware.RequestMiddleware(app, Settings(redis_url=None), HttpMetrics())
+        guarded = middleware.RequestMiddleware(
+            app, Settings(redis_url=None), HttpMetrics(), waiting
+        )
 
         async def request(path: str, size: int) -> None:
             async def receive():
@@ -211,6 +216,7 @@ def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
         await asyncio.gather(*tasks)
 
     asyncio.run(requests())
+    assert not len(waiting)
     assert answering == ["/large", "/small", "/waits"]
 
 

@@ -185,7 +185,7 @@ def test_an_error_of_the_scheduler_is_reported_and_planning_tried_again(later: A
     )
     assert not executor.calls
     for _ in range(5):
-        session.tick(1.0)
+        session.tick(1.0, 0.0)
     executor.go_on()
     session.take_plan()
     assert [plan.version for plan in session.changes.plans] == [1]

@@ -159,14 +159,14 @@ def test_planning_that_failed_is_tried_again_after_a_while(sessions):
     tell(session, 0, slow=(3,))
     assert session.planning.outcome["constraint"] == "time"
     for _ in range(4):
-        session.tick(1.0)
+        session.tick(1.0, 0.0)
     assert len(tries) == 1
-    session.tick(1.0)
+    session.tick(1.0, 0.0)
     assert len(tries) == 2
     for _ in range(9):
-        session.tick(1.0)
+        session.tick(1.0, 0.0)
     assert len(tries) == 2
-    session.tick(1.0)
+    session.tick(1.0, 0.0)
     assert len(tries) == 3
     assert [plan.version for plan in session.changes.plans] == [1]
     told = [event for kind, event in session.changes.events if kind == "planning"]

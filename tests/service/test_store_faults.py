@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from test_api import problem_of, read_events
 
 from resihp.contracts import to_json
 from service import Settings
+from service.app import _run_task
 from service.store.embedded_redis import EmbeddedRedis
 from service.store.schema import JobKeys
 from service.worker.loop import work
@@ -168,3 +170,24 @@ def test_a_backlog_that_fills_the_memory_is_applied(
         worker.join(60)
     raw.config_set("maxmemory", 1)
     assert http("DELETE", "/v1/jobs/j").status == 204
+
+
+def test_a_task_that_takes_a_cancellation_for_an_error_of_redis_ends_with_the_app():
+    cancelled = []
+
+    async def work() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                if len(cancelled) > 1:
+                    raise
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            _run_task(stack, work())
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert len(cancelled) == 2
