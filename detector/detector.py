@@ -16,7 +16,6 @@ from resihp.contracts import (
     Layout,
     Plan,
     Schedule,
-    Status,
     TelemetryBatch,
     Verdict,
     from_json,
@@ -27,14 +26,12 @@ from .arrays import Ints
 from .diagnosis import diagnose
 from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY
 from .expectation.predictor import LearnedCorrection, Predictor
-from .hangs import Hang, HangTracker
-from .heartbeat import HeartbeatTracker
 from .layout_state import LayoutState
 from .links_and_hosts import LinkVerdict
 from .persistence import Persistent, pack, unpack
 from .probes import Probation, ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
+from .rank_processes import RankProcesses
 from .recent_steps import RecentSteps
-from .sensors import Sensors
 from .settings import DetectorSettings
 from .verdict_text import VerdictSummary, beliefs, verdict_of
 from .whatif.effects import SlowDevice
@@ -49,7 +46,6 @@ _LONE_PROBES = (ProbeKind.GEMM, ProbeKind.MEMORY)
 """Probes that a rank runs alone."""
 _SILENCE = "its heartbeats have stopped"
 _ENDED = "its process ended with "
-_HANG_CONFIDENCE = 0.9
 
 
 class Detector(Persistent):
@@ -66,10 +62,9 @@ class Detector(Persistent):
     """
 
     _saved = (
-        "plan_version", "counters", "_probe_budget", "_probation", "_layout_state", "_heartbeats",
-        "_processes", "_hangs", "_sensors", "_notes", "_recent", "_ahead",
+        "plan_version", "counters", "_probe_budget", "_probation", "_layout_state", "_processes",
+        "_notes", "_recent", "_ahead",
     )  # fmt: skip
-    _processes: dict[int, tuple[str, int]]
     _notes: dict[int, tuple[str, ...]]
     _ahead: deque[TelemetryBatch]
 
@@ -86,12 +81,7 @@ class Detector(Persistent):
         self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0, "unknown_ranks": 0}
         correction = LearnedCorrection(self.settings, predictor)
         self._layout_state = LayoutState(job, self.settings, correction)
-        self._heartbeats = HeartbeatTracker()
-        self._processes = {}
-        self._hangs = HangTracker()
-        self._sensors = Sensors(self._layout_state.places)
-        self._hanging: dict[int, Hang] = {}
-        self._now = 0.0
+        self._processes = RankProcesses(self._layout_state.places)
         self._probe_budget = ProbeBudget(self.settings.probes_per_minute)
         self._probation = Probation(self.settings)
         self._pending: dict[int, Verdict] = {}
@@ -122,7 +112,7 @@ class Detector(Persistent):
             self.counters["restarts"] += 1
             self._layout_state = self._layout_state.successor(self.job)
             self._recent.clear()
-            self._sensors.clear()
+            self._processes.sensors.clear()
             for message in messages:
                 self._take(message)
         changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
@@ -147,7 +137,7 @@ class Detector(Persistent):
         doubt = beliefs(table.evidence)
         healthy = (table.status == HEALTHY) & (doubt < _ORDINARY_DOUBT)
         healthy &= ~state.annotations.remarkable(state.slow_links())
-        healthy[self._positions(sorted(self._hanging))] = False
+        healthy[self._positions(self._processes.hanging)] = False
         others = self._verdicts_at(np.flatnonzero(~healthy).tolist())
         others = sorted([*others, *self._probation.verdicts()], key=lambda verdict: verdict.rank)
         return VerdictSummary(
@@ -167,8 +157,9 @@ class Detector(Persistent):
 
     def diagnosis(self) -> Diagnosis:
         """Diagnosis of the last steps; no cause before the first."""
-        named = np.flatnonzero(self._layout_state.status_table.status == FAIL_SLOW).tolist()
-        by_host = self._sensors.by_host(self._layout_state.status_table, named)
+        table = self._layout_state.status_table
+        named = np.flatnonzero(table.status == FAIL_SLOW).tolist()
+        by_host = self._processes.sensors.by_host(table, named)
         slow = SlowDevice.named(self._verdicts_at(named), self.job.layout, by_host=by_host)
         return diagnose(self.job, self.job.layout, self._recent.batches(), slow)
 
@@ -190,11 +181,11 @@ class Detector(Persistent):
         for rank, slowdown, since in self._layout_state.leaving(plan.layout.ranks):
             self._probation.leave(rank, slowdown, since, last_step)
         self._layout_state = self._layout_state.successor(self.job)
-        self._sensors.move(self._layout_state.places)
+        self._processes.sensors.move(self._layout_state.places)
         for rank, (slowdown, since) in self._probation.back(plan.layout.ranks).items():
             self._layout_state.carry(rank, slowdown, since)
         self._recent.clear()
-        self._forget([rank for rank in self._processes if not self._is_known(rank)])
+        self._processes.keep(self._is_known)
         self._notes = {rank: note for rank, note in self._notes.items() if self._is_known(rank)}
         early = list(self._ahead)
         self._ahead.clear()
@@ -221,19 +212,18 @@ class Detector(Persistent):
         for heartbeat in heartbeats:
             known = [rank for rank in heartbeat.ranks if self._is_known(rank)]
             self.counters["unknown_ranks"] += len(heartbeat.ranks) - len(known)
-            ranks = [rank for rank in known if self._is_new(rank, heartbeat)]
+            ranks = [rank for rank in known if self._processes.is_newest(rank, heartbeat)]
             if heartbeat.left:
-                self._forget(ranks)
+                self._processes.forget(ranks)
                 if heartbeat.error:
                     step, detail = heartbeat.step, _ENDED + heartbeat.error
                     failed += self.report_failure(ranks, step=step, detail=detail)
                 continue
-            self._heartbeats.beat(ranks, now)
             for rank in ranks:
                 self._revive(rank)
-                self._hangs.observe(rank, heartbeat, now)
-                if self._sensors.observe(rank, heartbeat, self._layout_state.status_table):
-                    explained.append(rank)
+            explained += self._processes.beat(
+                ranks, heartbeat, now, self._layout_state.status_table
+            )
         causes = self._verdicts_at(self._positions(explained))
         changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}
         return [changed[rank] for rank in sorted(changed)]
@@ -250,10 +240,9 @@ class Detector(Persistent):
         before = None
         for rank in ranks:
             is_dead = rank in self._notes
-            if not self._heartbeats.knows(rank) or (is_dead and self._is_late(rank, records)):
+            if not self._processes.knows(rank) or (is_dead and self._is_late(rank, records)):
                 continue
-            self._heartbeats.beat([rank], now)
-            self._hangs.moved(rank, now)
+            self._processes.heard(rank, now)
             if is_dead:
                 before = before or self._layout_state.snapshot()
                 self._revive(rank)
@@ -269,26 +258,21 @@ class Detector(Persistent):
     def check_alive(self, now: float) -> list[Verdict]:
         """Verdicts on ranks whose heartbeats have stopped, and on those whose training threads
         hang or move again; to be called every second or so."""
-        self._now = now
-        dead = [rank for rank in self._heartbeats.dead(now) if rank not in self._notes]
-        failed: list[Verdict] = []
-        newest_step = self._newest_step() if dead else -1
+        state, processes = self._layout_state, self._processes
+        dead = [rank for rank in processes.silent(now) if rank not in self._notes]
+        failed = (
+            self.report_failure(dead, step=self._newest_step(), detail=_SILENCE) if dead else []
+        )
         for rank in dead:
-            last_seen = self._hangs.last_seen(rank)
-            self._hangs.forget([rank])
-            failed += self.report_failure([rank], step=newest_step, detail=_SILENCE)
-            self._notes[rank] = (_SILENCE, *last_seen)
-        hanging, self._hanging = self._hanging, self._hanging_ranks(now)
-        changed = {
-            rank
-            for rank in hanging.keys() | self._hanging.keys()
-            if _naming(hanging.get(rank)) != _naming(self._hanging.get(rank))
-        }
-        return self._verdicts_at(self._positions(sorted(changed | set(dead))))
+            self._notes[rank] = (_SILENCE, *processes.take_last_place(rank))
+        changed = processes.look_for_hangs(now, state.places, state.status_table)
+        noted = self._verdicts_at(self._positions(sorted(changed.union(dead))))
+        verdicts = {verdict.rank: verdict for verdict in (*failed, *noted)}
+        return [verdicts[rank] for rank in sorted(verdicts)]
 
     def _newest_step(self) -> int:
         """Newest step that a rank is known to have reached, by its records or its heartbeats."""
-        return max(self._layout_state.assembler.progress.newest, self._hangs.newest_step)
+        return max(self._layout_state.assembler.progress.newest, self._processes.newest_step)
 
     def _positions(self, ranks: Sequence[int]) -> list[int]:
         """Positions of those ranks that are in the layout."""
@@ -296,42 +280,13 @@ class Detector(Persistent):
         found: list[int] = index[index >= 0].tolist()
         return found
 
-    def _hanging_ranks(self, now: float) -> dict[int, Hang]:
-        """Ranks that hang. While a rank has stopped all others may wait for it, and while one is
-        silent nothing new is said."""
-        if (self._layout_state.status_table.status == FAIL_STOP).any():
-            return {}
-        if self._heartbeats.any_quiet(now):
-            return self._hanging
-        return self._hangs.hangs(now, self._layout_state.places)
-
     def asked_stacks(self) -> tuple[int, ...]:
         """Ranks whose next heartbeats are to have the stacks of their training threads, as of the
         last `check_alive`: a few of those that hang, and one that waits for them."""
-        return self._hangs.asked_stacks() if self._hanging else ()
+        return self._processes.asked_stacks()
 
     def _is_known(self, rank: int) -> bool:
         return rank in self._layout_state.places.members or self._probation.knows(rank)
-
-    def _is_new(self, rank: int, heartbeat: Heartbeat) -> bool:
-        """Note the process of a rank; return whether the heartbeat is its newest."""
-        process, sequence = self._processes.get(rank, ("", 0))
-        if heartbeat.process and heartbeat.process == process:
-            if heartbeat.sequence <= sequence:
-                return False
-        elif heartbeat.left and process:
-            return not heartbeat.process
-        elif heartbeat.process != process:
-            self._forget([rank])
-        self._processes[rank] = (heartbeat.process, heartbeat.sequence)
-        return True
-
-    def _forget(self, ranks: Sequence[int]) -> None:
-        self._heartbeats.forget(ranks)
-        self._hangs.forget(ranks)
-        self._sensors.forget(ranks)
-        for rank in ranks:
-            self._processes.pop(rank, None)
 
     def _revive(self, rank: int) -> None:
         """Take back that a rank has stopped, if heartbeats were the only reason."""
@@ -436,31 +391,8 @@ class Detector(Persistent):
         rank = int(state.places.ranks[at])
         notes = self._notes.get(rank, ()) if table.status[at] == FAIL_STOP else ()
         notes = (*notes, *state.annotations.notes_of(at, links))
-        notes = (*self._sensors.evidence(at, table), *notes)
-        verdict = verdict_of(rank, at, table, state.last_step, notes)
-        hang = self._hanging.get(rank)
-        return verdict if hang is None else _with_hang(verdict, hang, self._now)
-
-
-def _naming(hang: Hang | None) -> tuple[object, ...] | None:
-    """The part of a hang whose change is worth a new verdict."""
-    if hang is None:
-        return None
-    return hang.named, replace(hang.position, for_s=0.0), hang.stack, hang.collectives
-
-
-def _with_hang(verdict: Verdict, hang: Hang, now: float) -> Verdict:
-    """A verdict with the hang of the rank's training thread: its process has not failed."""
-    evidence = (*hang.evidence(now), *verdict.evidence)
-    if verdict.status in (Status.FAIL_STOP, Status.FAIL_SLOW):
-        return replace(verdict, evidence=evidence)
-    return replace(
-        verdict,
-        status=Status.SUSPECT if hang.named else Status.INCONCLUSIVE,
-        since_step=hang.position.step,
-        confidence=_HANG_CONFIDENCE if hang.named else 0.5,
-        evidence=evidence,
-    )
+        notes = (*self._processes.sensors.evidence(at, table), *notes)
+        return self._processes.with_hang(verdict_of(rank, at, table, state.last_step, notes))
 
 
 def _moved(job: Job, layout: Layout, quotas: tuple[int, ...], schedule: Schedule) -> Job:

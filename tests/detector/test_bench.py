@@ -125,3 +125,16 @@ def test_one_that_dies_out_there_is_dead() -> None:
     (verdict,) = detector.report_failure([SLOW])
     assert verdict.status is Status.FAIL_STOP
     assert detector.probe_requests(now=0.0) == []
+
+
+def test_one_that_falls_silent_out_there_is_dead() -> None:
+    detector = retired()
+    for second in range(60):
+        detector.heartbeat([*WITHOUT.ranks, SLOW], float(second))
+    for second in range(60, 300):
+        detector.heartbeat(WITHOUT.ranks, float(second))
+        if told := detector.check_alive(float(second)):
+            break
+    assert [(verdict.rank, verdict.status) for verdict in told] == [(SLOW, Status.FAIL_STOP)]
+    assert said_of_slow(detector).status is Status.FAIL_STOP
+    assert detector.check_alive(300.0) == []

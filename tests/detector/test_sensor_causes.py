@@ -273,7 +273,7 @@ def test_without_samples_nothing_is_kept_and_nothing_changes() -> None:
         beats(beaten, int(batch.step[0]))
     assert bare.verdicts() == beaten.verdicts()
     assert bare.diagnosis() == beaten.diagnosis()
-    kept = unpack(beaten.save())["_sensors"]["_history"]
+    kept = unpack(beaten.save())["_processes"]["sensors"]["_history"]
     assert all(len(column) == 0 for column in kept.values())
 
 

@@ -1,0 +1,137 @@
+"""Processes of the ranks, as their heartbeats tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from resihp.contracts import Heartbeat, Status, Verdict
+
+from .evidence.status import FAIL_STOP, StatusTable
+from .hangs import Hang, HangTracker
+from .heartbeat import HeartbeatTracker
+from .persistence import Persistent
+from .rank_table import RankTable
+from .sensors import Sensors
+
+_HANG_CONFIDENCE = 0.9
+
+
+class RankProcesses(Persistent):
+    """The newest process of each rank: its signs of life, the place of its training thread, and its
+    sensors. Times are seconds of the heartbeats' clock."""
+
+    _saved = ("sensors", "_newest", "_heartbeats", "_hangs")
+    _newest: dict[int, tuple[str, int]]
+
+    def __init__(self, places: RankTable) -> None:
+        self.sensors = Sensors(places)
+        self._newest = {}
+        self._heartbeats, self._hangs = HeartbeatTracker(), HangTracker()
+        self._hanging: dict[int, Hang] = {}
+        self._now = 0.0
+
+    def is_newest(self, rank: int, heartbeat: Heartbeat) -> bool:
+        """Note the process of a rank; return whether the heartbeat is its newest."""
+        process, sequence = self._newest.get(rank, ("", 0))
+        if heartbeat.process and heartbeat.process == process:
+            if heartbeat.sequence <= sequence:
+                return False
+        elif heartbeat.left and process:
+            return not heartbeat.process
+        elif heartbeat.process != process:
+            self.forget([rank])
+        self._newest[rank] = (heartbeat.process, heartbeat.sequence)
+        return True
+
+    def beat(
+        self, ranks: Sequence[int], heartbeat: Heartbeat, now: float, table: StatusTable
+    ) -> list[int]:
+        """Take the newest heartbeat of ranks; return those whose sensors now tell other causes."""
+        self._heartbeats.beat(ranks, now)
+        for rank in ranks:
+            self._hangs.observe(rank, heartbeat, now)
+        return [rank for rank in ranks if self.sensors.observe(rank, heartbeat, table)]
+
+    def heard(self, rank: int, now: float) -> None:
+        """Take records of a rank as a sign of life and of progress."""
+        self._heartbeats.beat([rank], now)
+        self._hangs.moved(rank, now)
+
+    def knows(self, rank: int) -> bool:
+        """Return whether a rank sends heartbeats."""
+        return self._heartbeats.knows(rank)
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Drop what is known of ranks."""
+        self._heartbeats.forget(ranks)
+        self._hangs.forget(ranks)
+        self.sensors.forget(ranks)
+        for rank in ranks:
+            self._newest.pop(rank, None)
+
+    def keep(self, is_known: Callable[[int], bool]) -> None:
+        """Drop what is known of all other ranks."""
+        self.forget([rank for rank in self._newest if not is_known(rank)])
+
+    def silent(self, now: float) -> list[int]:
+        """Ranks whose heartbeats have stopped."""
+        return self._heartbeats.dead(now)
+
+    def take_last_place(self, rank: int) -> tuple[str, ...]:
+        """Drop where a rank was when it fell silent; return that as evidence."""
+        last_seen = self._hangs.last_seen(rank)
+        self._hangs.forget([rank])
+        return last_seen
+
+    @property
+    def newest_step(self) -> int:
+        """Newest step that a heartbeat told of and no record since; -1 without one."""
+        return self._hangs.newest_step
+
+    def look_for_hangs(self, now: float, places: RankTable, table: StatusTable) -> set[int]:
+        """Find the ranks that hang now; return those on which that changes the verdict.
+
+        While a rank has stopped all others may wait for it, and while one is silent nothing new is
+        said.
+        """
+        before, self._now = self._hanging, now
+        if (table.status == FAIL_STOP).any():
+            self._hanging = {}
+        elif not self._heartbeats.any_quiet(now):
+            self._hanging = self._hangs.hangs(now, places)
+        ranks = before.keys() | self._hanging.keys()
+        return {r for r in ranks if _naming(before.get(r)) != _naming(self._hanging.get(r))}
+
+    @property
+    def hanging(self) -> list[int]:
+        """Ranks that hang, in order."""
+        return sorted(self._hanging)
+
+    def asked_stacks(self) -> tuple[int, ...]:
+        """A few of the ranks that hang, and one that waits for them, whose stacks are not known."""
+        return self._hangs.asked_stacks() if self._hanging else ()
+
+    def with_hang(self, verdict: Verdict) -> Verdict:
+        """A verdict, with the hang of the rank's training thread if it hangs: its process has not
+        failed."""
+        hang = self._hanging.get(verdict.rank)
+        if hang is None:
+            return verdict
+        evidence = (*hang.evidence(self._now), *verdict.evidence)
+        if verdict.status in (Status.FAIL_STOP, Status.FAIL_SLOW):
+            return replace(verdict, evidence=evidence)
+        return replace(
+            verdict,
+            status=Status.SUSPECT if hang.named else Status.INCONCLUSIVE,
+            since_step=hang.position.step,
+            confidence=_HANG_CONFIDENCE if hang.named else 0.5,
+            evidence=evidence,
+        )
+
+
+def _naming(hang: Hang | None) -> tuple[object, ...] | None:
+    """The part of a hang whose change is worth a new verdict."""
+    if hang is None:
+        return None
+    return hang.named, replace(hang.position, for_s=0.0), hang.stack, hang.collectives
