@@ -8,11 +8,11 @@ import time
 from itertools import pairwise
 
 import pytest
-from conftest import Http, batch_of, eventually, job_of
 from fakes import HEARTBEAT_TIMEOUT_S
 
 from resihp.contracts import Job, Plan, from_json, to_json
 from resihp.contracts.codec import WireFormat
+from tests.service.conftest import Http, batch_of, eventually, job_of
 
 JSON = {"Content-Type": "application/json"}
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import job_of
 from test_telemetry_runs import JOB, real_session, session_of
 
 from detector import ProbeKind, ProbeRequest
@@ -16,6 +15,7 @@ from service.store.documents import JobMessage, MessageKind, dumps
 from service.worker import planning, session
 from service.worker.probes import OpenProbes
 from service.worker.session import JobSession
+from tests.service.conftest import job_of
 
 FOREIGN = 1_000
 

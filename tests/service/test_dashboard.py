@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Http, batch_of, eventually, job_of, running
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from resihp.contracts import to_json
 from service import Settings
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Http, job_of, running
 from test_api import problem_of, read_events
 from test_planning import sessions
 
@@ -15,6 +14,7 @@ from service import Settings
 from service.store.documents import Commit, JobMessage, MessageKind, PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.worker_store import WorkerStore
+from tests.service.conftest import Http, job_of, running
 
 __all__ = ["sessions"]
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from conftest import Http, eventually, job_of, running
 
 from resihp.client import Client
 from resihp.contracts import (
@@ -25,6 +24,7 @@ from resihp.hooks import Monitor
 from resihp.testing.scenarios import Fault, steps_of
 from service import Settings
 from service.worker.adapters import load_adapters
+from tests.service.conftest import Http, eventually, job_of, running
 
 
 def messages(http: Http, job: str) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from conftest import eventually, job_of
-
 from resihp.contracts import Op
 from resihp.hooks import Monitor
+from tests.service.conftest import eventually, job_of
 
 
 def test_a_job_given_to_the_hooks_needs_no_other_registration(http):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Http, batch_of, eventually, job_of, running
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service import Settings
 from service.api.lag import sending_interval_s
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 LAGS = st.floats(0, 1e6)
 

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from conftest import Http, batch_of, eventually, job_of, running
 from pydantic import ValidationError
 from test_api import JSON, problem_of
 
@@ -27,6 +26,7 @@ from service.api import bodies, middleware
 from service.api.delay import WaitingRequests
 from service.api.metrics import HttpMetrics
 from service.worker.adapters import load_adapters
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 
 def settings_of(tmp_path, **more):

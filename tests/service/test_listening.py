@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids, running
 from fakes import HEARTBEAT_TIMEOUT_S
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +28,16 @@ from service.store.embedded_redis import EmbeddedRedis
 from service.store.schema import APIS
 from service.store.worker_store import WorkerStore
 from service.worker.listening import PATIENCE_S, ListeningClock
+from tests.service.conftest import (
+    FAKES,
+    Http,
+    batch_of,
+    children,
+    eventually,
+    job_of,
+    redis_pids,
+    running,
+)
 
 TICK_S, EVERY_S = 0.25, 1.0
 

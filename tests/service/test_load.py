@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from conftest import Http, batch_of, eventually, job_of, running
 from fakes import fake_adapters
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
 from service.worker.load import MOST_LOAD, LoadMeter, WorkerLoads
 from service.worker.loop import Worker, unique_name
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 LOADS = st.lists(st.floats(0, 1.2), max_size=40)
 

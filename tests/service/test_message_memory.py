@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgpack
 import numpy as np
-from conftest import FAKES, Http, job_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.contracts.json_size import parse_json
 from service import Settings, Sidecar
 from service.api.bodies import DOCUMENT_SIZE
+from tests.service.conftest import FAKES, Http, job_of
 
 MOST = 200e6
 LIMITS = Settings(redis_url=None)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from conftest import job_of
 
 from resihp.contracts import Plan
 from service import Settings
@@ -17,6 +16,7 @@ from service.errors import UnknownJobError
 from service.store.documents import MessageKind
 from service.store.embedded_redis import EmbeddedRedis
 from service.store.http_store import HttpStore
+from tests.service.conftest import job_of
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from conftest import Http, batch_of, eventually, job_of
 from fakes import fake_adapters
 
 from resihp.client import Client
@@ -16,6 +15,7 @@ from resihp.contracts.codec import WireFormat, encode
 from service.store.documents import JobMessage, MessageKind
 from service.worker.planning import Planner
 from service.worker.session import JobSession
+from tests.service.conftest import Http, batch_of, eventually, job_of
 
 
 def without(rank: int, version: int) -> Plan:

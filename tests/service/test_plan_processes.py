@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import batch_of, eventually, job_of
 from fakes import fake_adapters
 
 from resihp.contracts import InfeasibleError, Plan
@@ -23,6 +22,7 @@ from service.store.documents import JobMessage, MessageKind
 from service.worker.plan_processes import ProcessExecutor
 from service.worker.planning import Planner
 from service.worker.session import JobSession
+from tests.service.conftest import batch_of, eventually, job_of
 
 LONG_S = 600.0
 WAIT_S = 120.0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import batch_of, job_of
 from fakes import fake_adapters
 
 from resihp.contracts import (
@@ -28,6 +27,7 @@ from service.worker.forecast import Forecast, ForecastState
 from service.worker.planning import Planner, PlanningRetry, speeds_changed, speeds_of
 from service.worker.session import JobSession
 from service.worker.step_times import StepTime, StepTimes
+from tests.service.conftest import batch_of, job_of
 
 RANKS = range(8)
 

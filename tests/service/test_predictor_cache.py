@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import eventually, job_of, running
 
 from resihp.contracts import ModelShape, Plan
 from resihp.contracts.codec import encode
@@ -20,6 +19,7 @@ from service.store.worker_store import WorkerStore
 from service.worker.adapters import load_adapters
 from service.worker.planning import Planner
 from service.worker.session import JobSession
+from tests.service.conftest import eventually, job_of, running
 
 MODEL = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)
 JOB = job_of(model=MODEL, tokens_per_microbatch=8192)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import batch_of, eventually, job_of, running
 from fakes import FakeDetector, fake_adapters
 
 from detector import ProbeKind, ProbeRequest, ProbeResult
@@ -20,6 +19,7 @@ from resihp.hooks import Monitor
 from service import Settings
 from service.worker.adapters import Adapters
 from service.worker.probes import OpenProbes
+from tests.service.conftest import batch_of, eventually, job_of, running
 
 
 class Doubting(FakeDetector):

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import FAKES, Http, children, eventually, job_of, redis_pids
 from test_recovery import assert_all_applied_once, send
 
 from service import Sidecar
 from service.supervisor import restart_delay_s
+from tests.service.conftest import FAKES, Http, children, eventually, job_of, redis_pids
 
 
 def test_a_worker_and_an_api_that_die_are_replaced(tmp_path: Path):

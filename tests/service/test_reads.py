@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Http, batch_of, eventually, job_of
 
 from resihp.client import Client
+from tests.service.conftest import Http, batch_of, eventually, job_of
 
 READS = ("", "/verdicts", "/diagnosis", "/steps", "/plan", "/plan/0")
 

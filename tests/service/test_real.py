@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from conftest import eventually, job_of, running
 
 from detector import Detector
 from resihp.client import Client
@@ -11,6 +10,7 @@ from resihp.contracts import LayerCost, Status, TelemetryBatch, to_json
 from resihp.contracts.codec import WireFormat, encode
 from service import Settings
 from service.worker.adapters import load_adapters
+from tests.service.conftest import eventually, job_of, running
 
 
 def steps_of(steps: range, rng: np.random.Generator, *, version: int, ranks, slow: int | None):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import urllib3
-from conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
 from fakes import fake_adapters
 
 from service import Settings, Sidecar, StartError
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.worker.adapters import Adapters
 from service.worker.loop import work
+from tests.service.conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
 
 
 def send(http: Http, step: int) -> None:

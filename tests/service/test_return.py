@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from conftest import eventually, job_of, running
 
 from detector import Detector, ProbeRequest
 from resihp.client import Client
@@ -18,6 +17,7 @@ from resihp.contracts import Job, LayerCost, Op, Plan, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, encode
 from service import Settings
 from service.worker.adapters import Adapters, load_adapters
+from tests.service.conftest import eventually, job_of, running
 
 BAD = 3
 HOW_SLOW = 12.0

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import urllib3
-from conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
 from test_recovery import start_worker
 
 from resihp.contracts import TelemetryBatch
 from service import Sidecar
+from tests.service.conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
 
 pytestmark = pytest.mark.soak
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from conftest import Http, batch_of, eventually, job_of, running
 from fakes import fake_adapters
 from test_api import problem_of, read_events
 
@@ -20,6 +19,7 @@ from service.app import _run_task
 from service.store.embedded_redis import EmbeddedRedis
 from service.store.schema import JobKeys
 from service.worker.loop import work
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 KEYS = JobKeys("j")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgpack
 import numpy as np
 import pytest
-from conftest import batch_of, job_of
 from fakes import fake_adapters
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from service.worker.adapters import Adapters
 from service.worker.planning import Planner
 from service.worker.session import JobSession
 from service.worker.telemetry_runs import TelemetryPart, joined, runs
+from tests.service.conftest import batch_of, job_of
 
 JOB = Job(name="j", layout=Layout.grid(dp=4, pp=2, tp=2, layers=8), microbatches=16)
 FAULTS = (Fault(rank=5, factor=1.4, from_step=5),)

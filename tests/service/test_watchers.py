@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis
-from conftest import Http, batch_of, eventually, job_of, running
 
 from service import Settings
 from service.api.notifier import JobChange, Notifier
 from service.store.embedded_redis import socket_path
 from service.store.schema import NEWS, PLANS
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 POLLS, STREAMS = 150, 150
 Request = tuple[asyncio.StreamReader, asyncio.StreamWriter]

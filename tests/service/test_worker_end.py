@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from conftest import batch_of, eventually, job_of, running
 from fakes import fake_adapters
 
 from service import Settings
@@ -17,6 +16,7 @@ from service.store.embedded_redis import socket_path
 from service.store.schema import GROUP, JobKeys
 from service.worker import loop
 from service.worker.loop import Worker
+from tests.service.conftest import batch_of, eventually, job_of, running
 
 STEPS = 12
 

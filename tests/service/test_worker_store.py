@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from conftest import Http, job_of, running
 
 from resihp.contracts import Plan
 from service import Settings
@@ -18,6 +17,7 @@ from service.store.documents import Commit, PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
 from service.store.worker_store import Lease, WorkerStore
+from tests.service.conftest import Http, job_of, running
 
 TTL_S = 60
 
