@@ -32,7 +32,7 @@ class PlanOption:
             plan=plan,
             most_bytes=most,
             total_bytes=sum(received),
-            migration_ms=_transfer_ms(job, most),
+            migration_ms=transfer_ms(job, most),
         )
 
 
@@ -109,10 +109,11 @@ def migration_ms(job: Job, old: Layout, new: Layout) -> float:
 
     Ranks receive in parallel, so the rank that receives most determines the time.
     """
-    return _transfer_ms(job, max(received_bytes(job, old, new).values(), default=0.0))
+    return transfer_ms(job, max(received_bytes(job, old, new).values(), default=0.0))
 
 
-def _transfer_ms(job: Job, most_bytes: float) -> float:
+def transfer_ms(job: Job, most_bytes: float) -> float:
+    """Time in which a rank receives so many bytes over the links between nodes; 0 for none."""
     if not most_bytes:
         return 0.0
     return job.links.latency_ms + most_bytes / (job.links.inter_gbytes_per_s * 1e6)

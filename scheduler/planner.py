@@ -74,7 +74,8 @@ def plan_front(
     Arguments and errors as for `make_plan`. From the first plan, which is as fast as that of
     `make_plan`, to the last, steps get longer, by 1% at most, and ranks receive fewer bytes: all
     together, and none receives more. Only the first plan for a job without a model (nothing is
-    known to move), with interleaved stages, or of too many devices.
+    known to move), with interleaved stages, of too many devices, or whose migration takes less
+    than 1% of a step.
     """
     current, known = _checked(job, layout, speeds)
     expired = _deadline(time_limit_s, clock)

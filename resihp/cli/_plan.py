@@ -177,7 +177,7 @@ def _migrations(options: Sequence[PlanOption]) -> list[str]:
     if not quickest.total_bytes:
         return ["The plan moves nothing."]
     if least is quickest:
-        return [f"The plan moves {moved(quickest)}; none that is at most 1% slower moves less."]
+        return [f"The plan moves {moved(quickest)}; none that moves less is worth a longer step."]
     slower_ms = least.plan.step_ms - quickest.plan.step_ms
     later = f"{slower_ms / quickest.plan.step_ms:.2%} of the step ({duration(slower_ms)})"
     dearer_ms = quickest.migration_ms - least.migration_ms

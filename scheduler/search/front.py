@@ -12,7 +12,7 @@ from resihp.contracts import Job, Layout
 
 from ..cost_model import layer_cost
 from ..memory import MemoryFootprint, plan_schedules
-from ..migration import StateBytes
+from ..migration import StateBytes, transfer_ms
 from .arrangements import initial_chains
 from .chains import Chain, by_length
 from .placement import exchange_groups, restore_positions, sort_by_speed
@@ -45,7 +45,8 @@ def search_front(
     """Front from `found`, or one as fast that moves less, to the one that moves least.
 
     Step times rise by at most 1%; bytes fall. Only `found` for a job without a model, of
-    interleaved stages, or of too many devices.
+    interleaved stages, or of too many devices, and where moving takes less than 1% of one step:
+    no longer step is worth that, and after a loss the job waits for the plan.
     """
     sizes = StateBytes.of(job)
     is_interleaved = any(replica.chunks > 1 for replica in current.replicas)
@@ -54,13 +55,16 @@ def search_front(
     groups = found.evaluator.setting.table.groups
     quickest = _point(found, ReceivedState(current, groups, sizes))
     points, fixed_ms = [quickest], layer_cost(job).step_ms
+    step_ms = found.makespan_ms + fixed_ms
+    if transfer_ms(job, quickest.most_bytes) < _LIMITS[-1] * step_ms:
+        return [found]
     nearby = NearbyShares(job, current, speeds)
     for placed in _placements(job, current, speeds, found, expired):
         slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
         options = ReplicaOptions(placed, current, sizes, nearby, slower, quickest.most_bytes)
         for limit in _LIMITS:
             if not expired():
-                limit_ms = (found.makespan_ms + fixed_ms) * (1.0 + limit) - fixed_ms
+                limit_ms = step_ms * (1.0 + limit) - fixed_ms
                 arranged = options.within(limit_ms)
                 points += [] if arranged is None else [_point(arranged, options.state)]
     return [point.arrangement for point in _monotone(points)]
