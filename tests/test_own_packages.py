@@ -76,7 +76,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("doomed", range(RANKS))
 def test_a_job_survives_the_loss_of_any_of_its_ranks(doomed: int, folder: Path) -> None:
-    launch = ("-m", "resihp.elastic.launch", "--nproc-per-node", str(RANKS))
+    launch = ("-m", "resihp.launch", "--nproc-per-node", str(RANKS))
     done = python(folder, *launch, "train.py", str(doomed))
     assert done.returncode == 0, done.stderr
     for rank in range(RANKS):

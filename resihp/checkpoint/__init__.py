@@ -5,7 +5,7 @@ from resihp.contracts import FaultRate, Protection
 from .checkpointer import Checkpointer
 from .counters import Counters, LevelCounters
 from .dcp import LazyWriter
-from .levels import HostMemory, Level, LocalDisk, PeerMemory, SharedStorage
+from .levels import HostMemory, Level, LocalDisk, NodeMemory, PeerMemory, SharedStorage
 from .policy import Every, EveryStep, LeastLoss, SavePolicy, SaveTiming
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored
@@ -24,6 +24,7 @@ __all__ = [
     "Level",
     "LevelCounters",
     "LocalDisk",
+    "NodeMemory",
     "PeerMemory",
     "ProcessGroupRanks",
     "Protection",

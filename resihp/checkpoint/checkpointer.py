@@ -139,6 +139,25 @@ class Checkpointer:
             faults=faults, interval_s=interval_s, cost_s=min(self._cost_s or 0.0, interval_s)
         )
 
+    def newest_step(self) -> int | None:
+        """Newest step with a complete checkpoint on any level of any rank; a collective call.
+
+        None if there is none: the job begins. Raises `CheckpointError`, on all ranks, if none is
+        found but a level could not be read.
+        """
+        newest, problems = -1, []
+        for level in self.levels:
+            try:
+                newest = max(newest, *level.steps(), -1)
+            except OSError as error:
+                problems.append(f"{level.name}: {error}")
+        told = self.ranks.gather((newest, "; ".join(problems)))
+        newest = max(step for step, _ in told)
+        unread = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(told) if words]
+        if newest < 0 and unread:
+            raise CheckpointError(f"no checkpoint found, but not all was read: {unread[0]}")
+        return newest if newest >= 0 else None
+
     def restore(self, into: State, *, step: int | None = None) -> Restored:
         """Fill `into` from the newest complete checkpoint at the nearest level; a collective call.
 

@@ -13,7 +13,7 @@ def main() -> None:
     """Entry point of the `resihp` script."""
     _own_packages.pin()
     try:
-        from . import _analyze, _demo, _plan, _replay, _serve, _simulate, _worker  # noqa: F401
+        from . import _analyze, _demo, _plan, _replay, _run, _serve, _simulate, _worker  # noqa: F401
         from ._app import app
 
         app()

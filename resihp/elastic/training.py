@@ -1,4 +1,4 @@
-"""Elastic training in one call, under torchrun or `resihp.elastic.launch`."""
+"""Elastic training in one call, under torchrun or `resihp run`."""
 
 from __future__ import annotations
 

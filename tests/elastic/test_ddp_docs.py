@@ -34,7 +34,7 @@ def losses(lines: Iterable[str]) -> Iterator[tuple[int, float]]:
 
 def launched(processes: int, path: Path, *, doomed: int | None = None) -> dict[int, float]:
     """Losses by step; the process of rank `doomed` is killed when the third step is told."""
-    command = [sys.executable, "-m", "resihp.elastic.launch", f"--nproc-per-node={processes}"]
+    command = [sys.executable, "-m", "resihp.launch", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
         [*command, str(path)],
@@ -49,7 +49,8 @@ def launched(processes: int, path: Path, *, doomed: int | None = None) -> dict[i
     with job, job.stdout, job.stderr:
         for step, loss in losses(job.stdout):
             if doomed is not None and step == 2 and step not in known:
-                os.kill(children(job.pid)[doomed], signal.SIGKILL)
+                [fork_server] = children(job.pid)
+                os.kill(children(fork_server)[doomed], signal.SIGKILL)
             known[step] = loss
         errors = job.stderr.read()
     assert job.returncode == 0, errors

@@ -17,11 +17,11 @@ from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.rendezvous.environment import Environment
 from service import Sidecar
-from tests.elastic.train_script import job_of
+from tests.launch.train_script import job_of
 
 STEPS = 8
-SCRIPT = "tests/elastic/train_script.py"
-OURS = ("resihp.elastic.launch",)
+SCRIPT = "tests/launch/train_script.py"
+OURS = ("resihp.launch",)
 TORCHRUN = (
     "torch.distributed.run", "--master-port=0",
     "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",

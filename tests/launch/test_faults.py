@@ -62,7 +62,7 @@ class Launcher:
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "resihp.elastic.launch", *arguments],
+                [sys.executable, "-m", "resihp.launch", *arguments],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -125,7 +125,7 @@ def loop(script: Path, *, steps: int = ENDLESS, width: int = 8, failing: int = -
 
 def joining(store: str) -> tuple[str, ...]:
     """Options of a launcher whose replica 2 joins a job of two."""
-    return ("--join", "--first-rank", "2", "--world-size", "2", "--master", store)
+    return ("--join", "2", "--rdzv-endpoint", store)
 
 
 def test_the_failure_of_a_script_is_the_launchers(script: Path, tmp_path: Path) -> None:

@@ -1,0 +1,403 @@
+"""A process that has imported torch, and forks the ranks of a node from itself.
+
+`ForkServer` is the launcher's end of it. A rank so started is at its script's first line after some
+20 ms, in place of the seconds that the import of torch takes. Once the ranks run, the server also
+imports the modules that the script imports, for the next start: each one first in a child, and in
+the server only if the import there began no thread, opened no accelerator, and read no variable
+that differs between ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .options import Command
+
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update imports the last
+_OF_A_RANK = ("RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
+_MESSAGE_BYTES = 1 << 17
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank's process has begun."""
+
+    key: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process has ended: its exit status, or minus the signal that killed it."""
+
+    key: str
+    status: int
+
+
+class ForkServer:
+    """The launcher's end: starts and ends ranks. The ranks end with the launcher.
+
+    `fileno` is readable when `events` has something to tell.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._socket = ours
+        self._alive: set[str] = set()
+
+    def fileno(self) -> int:
+        """Descriptor to wait on."""
+        return self._socket.fileno()
+
+    def start(
+        self, key: str, command: Command, variables: Mapping[str, str], streams: Sequence[int]
+    ) -> None:
+        """Start a process whose stdout and stderr are `streams`; `key` names it from now on.
+
+        variables  added to the environment that the server was started with
+        """
+        self._alive.add(key)
+        self._send(
+            {"start": key, "command": asdict(command), "variables": dict(variables)}, streams
+        )
+
+    def signal(self, key: str, number: int) -> None:
+        """Send a signal to a process and to those that it has started."""
+        if key in self._alive:
+            self._send({"signal": number, "key": key})
+
+    def preload(self, command: Command) -> None:
+        """Import what the script imports, as far as that is safe, for processes to come."""
+        self._send({"preload": asdict(command)})
+
+    def events(self) -> list[Started | Ended]:
+        """Take what has happened; if the server died, all its processes have ended by SIGKILL."""
+        found: list[Started | Ended] = []
+        while True:
+            try:
+                message = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return found
+            except OSError:
+                message = b""
+            if not message:
+                found += [Ended(key, -signal.SIGKILL) for key in sorted(self._alive)]
+                self._alive.clear()
+                return found
+            told = json.loads(message)
+            if "pid" in told:
+                found.append(Started(told["key"], told["pid"]))
+            else:
+                self._alive.discard(told["key"])
+                found.append(Ended(told["key"], told["status"]))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server can start processes."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the server and all its processes."""
+        self._socket.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        with suppress(OSError):  # `events` tells that the server is gone
+            socket.send_fds(self._socket, [json.dumps(message).encode()], list(descriptors))
+
+
+class _Server:
+    """The process that forks. It has one thread, and no state but its children."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._keys: dict[int, str] = {}
+        self._to_import: list[str] = []
+        self._trial: tuple[int, str] | None = None  # the child that imports a module, and its name
+        self._signals, self._wakeup = socket.socketpair()
+        for end in (self._signals, self._wakeup):
+            end.setblocking(False)
+
+    def serve(self) -> _Task | None:
+        """Serve until the launcher is gone; in a forked child, return what it has to run."""
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
+            while True:
+                is_waiting = bool(self._to_import) and self._trial is None
+                ready = {key.fileobj for key, _ in selector.select(0 if is_waiting else None)}
+                with suppress(BlockingIOError):
+                    self._signals.recv(4096)
+                self._reap()
+                if self._control not in ready:
+                    self._try_next()
+                    continue
+                message, descriptors = self._receive()
+                if not message:
+                    self._kill_all()
+                    return None
+                if task := self._obey(message, descriptors):
+                    return task
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        """The next message and its descriptors; {} if the launcher has ended."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 2)
+        except OSError:
+            return {}, []
+        return (json.loads(data) if data else {}), list(descriptors)
+
+    def _obey(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
+        if "start" in message:
+            return self._fork(message, descriptors)
+        if "signal" in message:
+            for pid, key in self._keys.items():
+                if key == message["key"]:
+                    _signal_group(pid, message["signal"])
+        if "preload" in message:
+            command = Command(**message["preload"])
+            sys.path[0] = _folder_of(command)
+            self._to_import = imports_of(command)
+        return None
+
+    def _fork(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._keys[pid] = message["start"]
+            self._tell({"key": message["start"], "pid": pid})
+            return None
+        self._leave(server)
+        command = Command(**message["command"])
+        return _Task(command, message["variables"], descriptors)
+
+    def _leave(self, server: int) -> None:
+        """Turn this forked child into a process of its own that ends with the server."""
+        os.setsid()
+        _end_with(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._control, self._signals, self._wakeup):
+            end.close()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            key = self._keys.pop(pid, None)
+            if key is not None:
+                self._tell({"key": key, "status": os.waitstatus_to_exitcode(status)})
+            elif self._trial is not None and self._trial[0] == pid:
+                (_, name), self._trial = self._trial, None
+                if status == 0:
+                    with _silence(), suppress(Exception):
+                        importlib.import_module(name)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the launcher is gone, which `serve` notices
+            self._control.send(json.dumps(message).encode())
+
+    def _kill_all(self) -> None:
+        for pid in self._keys:
+            _signal_group(pid, signal.SIGKILL)
+
+    def _try_next(self) -> None:
+        """Begin the import of the next of the script's modules, in a child, while nothing waits.
+
+        A module whose import never ends is the last one.
+        """
+        while self._to_import and self._trial is None:
+            name = self._to_import.pop(0)
+            if name in sys.modules:
+                continue
+            server, pid = os.getpid(), os.fork()
+            if pid == 0:
+                self._leave(server)
+                os.nice(10)
+                os._exit(0 if _imports_safely(name) else 1)
+            self._trial = (pid, name)
+
+
+def _folder_of(command: Command) -> str:
+    """The folder that Python puts first on the path for this command."""
+    is_script = command.kind == "script"
+    return str(Path(command.target).resolve().parent) if is_script else os.getcwd()
+
+
+def imports_of(command: Command) -> list[str]:
+    """List the modules that a script imports at its top level, in their order."""
+    try:
+        if command.kind == "program":
+            return []
+        if command.kind == "module":
+            return [command.target.rpartition(".")[0]] if "." in command.target else []
+        tree = ast.parse(Path(command.target).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return list(dict.fromkeys(found))
+
+
+def _imports_safely(name: str) -> bool:
+    """Import a module in this process; whether processes may be forked that have imported it."""
+    read: list[str] = []
+    kind = type(os.environ)
+    before = kind.__getitem__
+
+    def watched(environ: os._Environ[str], key: str) -> str:
+        if key.startswith(_OF_A_RANK):
+            read.append(key)
+        return before(environ, key)
+
+    kind.__getitem__ = watched  # type: ignore[method-assign]
+    threads = _native_threads()
+    try:
+        with _silence():
+            importlib.import_module(name)
+    except BaseException:  # noqa: BLE001 - a module may do anything when it is imported
+        return False
+    return not read and _native_threads() <= threads and not _has_opened_an_accelerator()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what this process writes meanwhile."""
+    kept = [os.dup(stream) for stream in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        yield
+    finally:
+        for descriptor, stream in zip(kept, (1, 2), strict=True):
+            os.dup2(descriptor, stream)
+        for descriptor in (*kept, nowhere):
+            os.close(descriptor)
+
+
+def _native_threads() -> int:
+    with suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return threading.active_count()
+
+
+def _has_opened_an_accelerator() -> bool:
+    with suppress(OSError):
+        for entry in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{entry}").startswith(_ACCELERATORS):
+                    return True
+    return False
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Signal a child that has not been reaped, and what it has started."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:  # it was forked a moment ago and has no group yet
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a forked child has to run."""
+
+    command: Command
+    variables: Mapping[str, str]
+    streams: Sequence[int]
+
+    def run(self) -> None:
+        """Become the rank. Returns or raises as the script does."""
+        for descriptor, stream in zip(self.streams, (1, 2), strict=True):
+            os.dup2(descriptor, stream)
+            os.close(descriptor)
+        os.environ.update(self.variables)
+        command = self.command
+        arguments = [command.target, *command.arguments]
+        if command.kind == "program":
+            os.execvp(command.target, arguments)
+        if "numpy" in sys.modules:  # its state is that of the server; `random` reseeds itself
+            sys.modules["numpy"].random.seed()
+        sys.argv, sys.path[0] = arguments, _folder_of(command)
+        if command.kind == "module":
+            runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(command.target)
+
+
+def _run_script(path: str) -> None:
+    """Run a script as `python PATH` does: as the module `__main__` of this process."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    code = compile(Path(path).read_bytes(), path, "exec")
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _end_with(int(sys.argv[2]))
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    task = _Server(control).serve()
+    if task is not None:
+        task.run()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,261 @@
+"""Options of `resihp run`: those of torchrun, of which some have no meaning here."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger("resihp.launch")
+
+_WITHOUT_MEANING = {
+    "--rdzv-backend": "nodes meet at the store of node 0",
+    "--rdzv-conf": "nodes meet at the store of node 0",
+    "--monitor-interval": "ends of processes are noticed at once",
+    "--start-method": "ranks are forked from a process that has imported torch",
+    "--event-log-handler": "there is no event log",
+    "--logs-specs": "there are no plugins for logs",
+    "--local-addr": "the address is that of the route to node 0",
+    "--role": "there is one role",
+}
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a rank runs.
+
+    target     path of a script, name of a module, or a program
+    kind       "script", "module" or "program"
+    arguments  command line after the target
+    """
+
+    target: str
+    kind: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """Output of ranks: shown on the launcher's streams, written to files, or both.
+
+    folder     of the files; None: there are none
+    redirects  streams of a local rank that go to files alone, as torchrun's digits: 1 stdout,
+               2 stderr, 3 both; the key None holds for ranks that are not named
+    tee        streams that go to files and to the launcher's streams
+    shown      local ranks whose streams are shown; None: all
+    """
+
+    folder: Path | None = None
+    redirects: dict[int | None, int] | None = None
+    tee: dict[int | None, int] | None = None
+    shown: frozenset[int] | None = None
+
+    def is_shown(self, local_rank: int, stream: int) -> bool:
+        """Whether stream 1 or 2 of a rank appears on the launcher's."""
+        if self.shown is not None and local_rank not in self.shown:
+            return False
+        return not _digit(self.redirects, local_rank) & stream
+
+    def is_written(self, local_rank: int, stream: int) -> bool:
+        """Whether stream 1 or 2 of a rank goes to a file."""
+        digits = _digit(self.redirects, local_rank) | _digit(self.tee, local_rank)
+        return self.folder is not None and bool(digits & stream)
+
+
+def _digit(given: dict[int | None, int] | None, local_rank: int) -> int:
+    return 0 if given is None else given.get(local_rank, given.get(None, 0))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one launcher.
+
+    nodes         launchers of the job, one a node
+    node          index of this one; node 0 hosts the store
+    processes     ranks of this node
+    least         ranks with which this node goes on when devices fail
+    host, port    of the store; port 0: a free one
+    run           identity of the job, in its store and its folders
+    max_restarts  limit of restarts of all ranks; None: as long as they help
+    joins         ranks that join a running job; empty: this launcher starts the job
+    """
+
+    command: Command
+    nodes: int = 1
+    node: int = 0
+    processes: int = 1
+    least: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    run: str = "none"
+    max_restarts: int | None = None
+    joins: tuple[int, ...] = ()
+    output: Output = Output()
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str] | None = None) -> Options:
+        """Parse a command line. Ends the process with status 2 and one line if it is not valid."""
+        parser = _parser()
+        given = parser.parse_args(arguments)
+        for option, reason in _WITHOUT_MEANING.items():
+            if getattr(given, _name(option)) is not None:
+                _log.info("%s has no meaning here: %s", option, reason)
+        try:
+            return _options(given)
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def _options(given: argparse.Namespace) -> Options:
+    nodes = _number("--nnodes", str(given.nnodes).split(":")[-1], least=1)
+    node = _number("--node-rank", given.node_rank, least=0)
+    if node >= nodes:
+        raise ValueError(f"--node-rank {node} must be below --nnodes {nodes}")
+    endpoint = f"{given.master_addr}:{given.master_port or ''}" if given.master_addr else ""
+    host, colon, port = (given.rdzv_endpoint or endpoint or "127.0.0.1").rpartition(":")
+    if not colon or port.endswith("]"):  # no port, perhaps after an address of IPv6 in brackets
+        host, port = f"{host}{colon}{port}", ""
+    if not port:
+        port = given.master_port or (DEFAULT_PORT if nodes > 1 or given.join else 0)
+    if given.standalone:
+        host, port = "127.0.0.1", "0"
+    if node and int(port) == 0:
+        raise ValueError("several nodes need the port of the store: --rdzv-endpoint HOST:PORT")
+    fewest, _, most = given.nproc_per_node.rpartition(":")
+    processes = _processes(most)
+    least = _number("--nproc-per-node", fewest, least=1) if fewest else processes
+    if least > processes:
+        raise ValueError(f"--nproc-per-node {fewest}:{most} must rise")
+    kind = "module" if given.module else "program" if given.no_python else "script"
+    restarts = given.max_restarts
+    return Options(
+        command=Command(given.script, kind, tuple(given.arguments)),
+        nodes=nodes,
+        node=node,
+        processes=processes,
+        least=least,
+        host=host.strip("[]"),
+        port=_number("port", port, least=0),
+        run=given.rdzv_id or "none",
+        max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),
+        joins=tuple(_number("--join", rank, least=0) for rank in _parts(given.join)),
+        output=_output(given),
+    )
+
+
+def _output(given: argparse.Namespace) -> Output:
+    redirects, tee = _streams(given.redirects), _streams(given.tee)
+    folder = Path(given.log_dir) if given.log_dir else None
+    if folder is None and (redirects or any((tee or {}).values())):
+        folder = Path("logs")
+    if folder is not None:
+        folder /= f"{given.rdzv_id or 'none'}_{uuid.uuid4().hex[:8]}"
+    shown = given.local_ranks_filter
+    return Output(
+        folder,
+        redirects,
+        tee,
+        frozenset(_number("--local-ranks-filter", rank, least=0) for rank in _parts(shown))
+        if shown
+        else None,
+    )
+
+
+def _streams(given: str | None) -> dict[int | None, int] | None:
+    """Streams by local rank, from `3` or `0:3,1:1`."""
+    if given is None:
+        return None
+    found: dict[int | None, int] = {}
+    for part in _parts(given):
+        rank, colon, digit = part.rpartition(":")
+        if digit not in ("0", "1", "2", "3"):
+            raise ValueError(f"streams are 0, 1, 2 or 3, or RANK:STREAMS,..., not {given!r}")
+        found[_number("rank", rank, least=0) if colon else None] = int(digit)
+    return found
+
+
+def _parts(given: str | None) -> list[str]:
+    return [part.strip() for part in (given or "").split(",") if part.strip()]
+
+
+def _processes(given: str) -> int:
+    if given in ("gpu", "auto"):
+        import torch
+
+        count = torch.cuda.device_count()
+        if count or given == "gpu":
+            if not count:
+                raise ValueError("--nproc-per-node gpu: there is no CUDA device")
+            return count
+    if given in ("cpu", "auto"):
+        return os.cpu_count() or 1
+    return _number("--nproc-per-node", given, least=1)
+
+
+def _number(name: str, given: Any, *, least: int) -> int:
+    try:
+        number = int(given)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a number of at least {least}, not {given!r}")
+    return number
+
+
+def _name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The parser. As with torchrun, an option may be written with underscores, and its default
+    may stand in the variable PET_NAME."""
+    parser = argparse.ArgumentParser(
+        prog="resihp run",
+        description="Start a training job on this node, as torchrun does. It goes on when a rank "
+        "is lost: in the same step where the script can, else by a restart from warm processes.",
+        allow_abbrev=False,
+    )
+
+    def add(option: str, *short: str, default: Any = None, **settings: Any) -> None:
+        name = _name(option)
+        spellings = dict.fromkeys((*short, option, f"--{name}"))
+        if settings.get("action") != "store_true":
+            default = os.environ.get(f"PET_{name.upper()}", default)
+        parser.add_argument(*spellings, dest=name, default=default, **settings)
+
+    add("--nnodes", default="1", help="nodes of the job, one launcher each")
+    add(
+        "--nproc-per-node",
+        default="1",
+        help="ranks of this node: a number, gpu, cpu or auto; "
+        "MIN:MAX to restart with fewer when a device fails",
+    )
+    add("--node-rank", default="0", help="index of this node; node 0 hosts the store")
+    add("--rdzv-endpoint", help="HOST:PORT of the store, on node 0")
+    add("--master-addr", help="the host of it")
+    add("--master-port", help="the port of it; default 29500 for several nodes, else a free one")
+    add("--standalone", action="store_true", help="one node, a free port")
+    add("--rdzv-id", help="identity of the job")
+    add(
+        "--max-restarts",
+        help="limit of restarts of all ranks; default: until the same error comes twice at the "
+        "same step, or three in a row without progress",
+    )
+    add("--join", metavar="RANKS", help="join a running job as these ranks, such as 2 or 2,3")
+    add("--log-dir", help="folder of the ranks' output")
+    add("--redirects", "-r", help="streams that go to files alone: 1, 2, 3, or RANK:STREAMS,...")
+    add("--tee", "-t", help="streams that go to files too")
+    add("--local-ranks-filter", help="show the output of these local ranks only")
+    for option in _WITHOUT_MEANING:
+        add(option, help=argparse.SUPPRESS)
+    add("--module", "-m", action="store_true", help="the script is a module, as in python -m")
+    add("--no-python", action="store_true", help="the script is a program of any kind")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser

@@ -1,0 +1,88 @@
+"""Decision after a failure: restart the ranks, or end the job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ATTEMPTS_WITHOUT_PROGRESS = 3
+_DEVICE_WORDS = (
+    "cuda error",
+    "uncorrectable ecc",
+    "nccl error",
+    "ncclsystemerror",
+    "ncclremoteerror",
+    "ncclinternalerror",
+    "cudnn_status_execution_failed",
+    "xid",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """First failure of an attempt; what fails after it is its consequence.
+
+    attempt  number of the attempt, from 0
+    status   exit status, or minus the signal that killed the process
+    message  last line of its stderr
+    step     last step whose state is kept, -1 if there is none
+    """
+
+    attempt: int
+    rank: int
+    status: int
+    message: str = ""
+    step: int = -1
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the words of the error are those of a broken accelerator or network card."""
+        words = self.message.lower()
+        return self.status > 0 and any(word in words for word in _DEVICE_WORDS)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the script ended by itself, and not by a signal or by its device."""
+        return self.status > 0 and not self.is_of_device
+
+    def __str__(self) -> str:
+        how = f"killed by signal {-self.status}" if self.status < 0 else f"status {self.status}"
+        return f"rank {self.rank} failed ({how})"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to restart, and why."""
+
+    restarts: bool
+    why: str
+
+
+def decide(failures: Sequence[Failure], *, max_restarts: int | None = None) -> Decision:
+    """Decide after the last of a job's failures, oldest first.
+
+    An error of the script that comes twice in a row at the same step would come again. After
+    `ATTEMPTS_WITHOUT_PROGRESS` failures of any kind in a row at the same step, the next attempt is
+    not expected to get further.
+
+    >>> decide([Failure(0, 2, -9)]).restarts
+    True
+    >>> bug = Failure(0, 1, 1, "ValueError: no such sample", step=6)
+    >>> decide([bug]).restarts, decide([bug, bug]).restarts
+    (True, False)
+    """
+    last = failures[-1]
+    if max_restarts is not None and len(failures) > max_restarts:
+        return Decision(False, f"{last}, and there have been {max_restarts} restarts")
+    before = failures[-2] if len(failures) > 1 else None
+    if before is not None and last.is_of_script and _is_repeated(before, last):
+        return Decision(False, f"{last} in the same way as before: {last.message}")
+    recent = failures[-ATTEMPTS_WITHOUT_PROGRESS:]
+    if len(recent) == ATTEMPTS_WITHOUT_PROGRESS and len({one.step for one in recent}) == 1:
+        return Decision(False, f"{last}, for the third time without progress")
+    return Decision(True, str(last))
+
+
+def _is_repeated(before: Failure, last: Failure) -> bool:
+    """Whether two failures are one: of the same step, with the same words."""
+    return (before.status, before.message, before.step) == (last.status, last.message, last.step)

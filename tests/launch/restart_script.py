@@ -1,0 +1,71 @@
+"""A data-parallel loop as a user writes it, which knows nothing of restarts but its checkpoints.
+
+`restart_script.py FOLDER STEPS EVENT...`: an event `ATTEMPT:RANK:STEP:KIND` ends a rank in the
+middle of a step, by "kill", by "device" (the words of a broken one), or by "bug" (in each attempt).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from resihp.checkpoint import Checkpointer, NodeMemory
+
+SAMPLES = 12  # of a step, over all ranks
+
+
+def end(events: list[str], rank: int, attempt: int, step: int) -> None:
+    """End this rank if that is its event."""
+    for event in events:
+        number, doomed, when, kind = event.split(":")
+        if (int(doomed), int(when)) != (rank, step):
+            continue
+        if kind == "bug":
+            raise ValueError(f"no sample of step {step}")
+        if int(number) == attempt:
+            if kind == "device":
+                raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    folder, steps, events = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    saver = Checkpointer([NodeMemory()])
+    saver.attach(optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    first = 0 if saver.newest_step() is None else saver.restore(state).step + 1
+    (folder / "memory").write_text(os.environ["RESIHP_NODE_MEMORY"])
+    with (folder / f"losses-{attempt}-{rank}").open("w") as losses:
+        for step in range(first, steps):
+            drawn = torch.Generator().manual_seed(step)
+            x = torch.randn(SAMPLES, 8, generator=drawn)[rank::ranks]
+            loss = parallel(x).sub(x.sum(1, keepdim=True)).square().mean()
+            end(events, rank, attempt, step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            saver.save(step, state)
+            dist.all_reduce(loss.detach_())
+            losses.write(json.dumps([step, loss.item() / ranks]) + "\n")
+            losses.flush()
+    saver.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

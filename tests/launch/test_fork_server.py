@@ -1,0 +1,220 @@
+"""Ranks forked from a process with torch: like started ones, and their modules safely imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resihp.launch.fork_server import Ended, ForkServer, Started, imports_of
+from resihp.launch.options import Command
+from tests.elastic.engine_job import is_running
+
+LIMIT_S = 300.0
+TELL = """
+import json, os, sys
+def tell(**what):
+    with open(os.environ["TOLD"], "w") as file:
+        json.dump(what, file)
+"""
+
+
+class Ranks:
+    """A fork server, with the scripts that it runs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server = ForkServer({**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+        self._count = 0
+
+    def script(self, text: str, name: str = "script.py") -> Command:
+        (self.folder / name).write_text(TELL + text)
+        return Command(str(self.folder / name), "script", ("a", "--b"))
+
+    def start(self, command: Command, **variables: str) -> tuple[str, Path]:
+        self._count += 1
+        key, told = f"rank {self._count}", self.folder / f"told-{self._count}"
+        with (self.folder / f"log-{self._count}").open("wb") as log:
+            streams = [log.fileno(), log.fileno()]
+            self.server.start(key, command, {"TOLD": str(told), **variables}, streams)
+        return key, told
+
+    def wait_for(self, kind: type[Started] | type[Ended], key: str) -> Any:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            select.select([self.server], [], [], 1.0)
+            for event in self.server.events():
+                if isinstance(event, kind) and event.key == key:
+                    return event
+        raise TimeoutError(self.logs())
+
+    def run(self, command: Command, **variables: str) -> tuple[int, dict[str, Any]]:
+        """Exit status, and what the script told."""
+        key, told = self.start(command, **variables)
+        status = self.wait_for(Ended, key).status
+        return status, json.loads(told.read_text()) if told.exists() else {}
+
+    def logs(self) -> str:
+        return "\n".join(log.read_text() for log in sorted(self.folder.glob("log-*")))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.server.close()
+
+
+def test_a_script_finds_what_python_gives_it(ranks: Ranks) -> None:
+    command = ranks.script(
+        "import __main__, pickle\n"
+        "class Local: pass\n"
+        "same = isinstance(pickle.loads(pickle.dumps(Local())), Local)\n"
+        "tell(argv=sys.argv, path=sys.path[0], file=__file__, name=__name__,"
+        " rank=os.environ['RANK'], pickled=same, here=__main__.Local is Local,"
+        " leads=os.getsid(0) == os.getpid(), torch='torch' in sys.modules)"
+    )
+    status, told = ranks.run(command, RANK="3")
+    assert status == 0, ranks.logs()
+    assert told == {
+        "argv": [command.target, "a", "--b"],
+        "path": str(ranks.folder),
+        "file": command.target,
+        "name": "__main__",
+        "rank": "3",
+        "pickled": True,
+        "here": True,
+        "leads": True,
+        "torch": True,
+    }
+
+
+def test_a_module_and_a_program(ranks: Ranks) -> None:
+    assert ranks.run(Command("json.tool", "module", ("--help",)))[0] == 0, ranks.logs()
+    assert ranks.run(Command("sh", "program", ("-c", "exit 7")))[0] == 7, ranks.logs()
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("raise ValueError('of the script')", 1),
+        ("sys.exit(5)", 5),
+        ("os.kill(os.getpid(), 9)", -9),
+        ("import atexit; atexit.register(tell, last=1)", 0),
+        ("import threading; threading.Timer(0.1, lambda: tell(last=1)).start()", 0),
+    ],
+)  # fmt: skip
+def test_an_end_is_that_of_the_script(ranks: Ranks, text: str, status: int) -> None:
+    ended, told = ranks.run(ranks.script(text))
+    assert ended == status, ranks.logs()
+    assert told or status != 0
+
+
+def test_random_numbers_differ_between_ranks(ranks: Ranks) -> None:
+    command = ranks.script(
+        "import random\nimport numpy\ntell(a=random.random(), b=float(numpy.random.rand()))"
+    )
+    drawn = [ranks.run(command)[1] for _ in range(2)]
+    assert drawn[0]["a"] != drawn[1]["a"]
+    assert drawn[0]["b"] != drawn[1]["b"]
+
+
+def test_what_a_script_has_started_gets_the_signal_too(ranks: Ranks) -> None:
+    command = ranks.script(
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "tell(child=child.pid)\ntime.sleep(1000)"
+    )
+    key, told = ranks.start(command)
+    deadline = time.monotonic() + LIMIT_S
+    while not (told.exists() and told.read_text()):
+        assert time.monotonic() < deadline, ranks.logs()
+        time.sleep(0.02)
+    ranks.server.signal(key, signal.SIGKILL)
+    assert ranks.wait_for(Ended, key).status == -signal.SIGKILL
+    child = json.loads(told.read_text())["child"]
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+MODULES = {
+    "quiet": "print('imported')\n",
+    "reads_its_rank": "import os\nRANK = int(os.environ.get('RANK', -1))\n",
+    "starts_a_thread": (
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    ),
+    "fails": "raise RuntimeError\n",
+    "last": "",
+    "never_ends": "import time\ntime.sleep(1000)\n",
+}
+
+
+def test_modules_are_imported_before_the_fork_where_that_changes_nothing(tmp_path: Path) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    ranks = Ranks(tmp_path)
+    try:
+        command = ranks.script("\n".join(f"import {name}" for name in MODULES))
+        seen = ranks.script(
+            f"tell(known=[n for n in {list(MODULES)} if n in sys.modules])", "seen.py"
+        )
+        ranks.server.preload(command)
+        known: list[str] = []
+        deadline = time.monotonic() + LIMIT_S
+        while "last" not in known:
+            assert time.monotonic() < deadline, ranks.logs()
+            known = ranks.run(seen)[1]["known"]
+        assert known == ["quiet", "last"]
+        _, told = ranks.run(ranks.script("import reads_its_rank as r; tell(rank=r.RANK)"), RANK="2")
+        assert told == {"rank": 2}
+    finally:
+        ranks.server.close()
+
+
+def test_imports_of_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import a.b as c, d\nfrom e import f\nfrom . import g\nif True:\n    import h\n"
+    )
+    assert imports_of(Command(str(path), "script")) == ["a.b", "d", "e", "e.f"]
+    path.write_text("not python")
+    assert imports_of(Command(str(path), "script")) == []
+    assert imports_of(Command(str(tmp_path / "missing.py"), "script")) == []
+    assert imports_of(Command("package.train", "module")) == ["package"]
+    assert imports_of(Command("program", "program")) == []
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = (
+        "import os, select, sys, time\n"
+        "from resihp.launch.fork_server import ForkServer\n"
+        "from resihp.launch.options import Command\n"
+        "server = ForkServer(os.environ)\n"
+        "server.start('0', Command('sleep', 'program', ('1000',)), {}, [1, 2])\n"
+        "select.select([server], [], [])\n"
+        "print(server.events()[0].pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_running(pid)
+        process.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

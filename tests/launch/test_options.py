@@ -1,0 +1,82 @@
+"""Command lines that people have for torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resihp.launch.options import Command, Options
+
+
+@pytest.fixture(autouse=True)
+def _no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "RDZV_ENDPOINT"):
+        monkeypatch.delenv(f"PET_{name}", raising=False)
+
+
+def parsed(line: str) -> Options:
+    return Options.parse(line.split())
+
+
+def test_one_node_needs_a_script_alone() -> None:
+    options = parsed("train.py --lr 1e-3 -m x")
+    assert options.command == Command("train.py", "script", ("--lr", "1e-3", "-m", "x"))
+    assert (options.nodes, options.node, options.processes, options.port) == (1, 0, 1, 0)
+    assert options.max_restarts is None
+
+
+def test_the_command_line_of_torchtitan() -> None:
+    options = parsed(
+        "--nproc_per_node=8 --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
+        "--local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train --module llama3"
+    )
+    assert options.command == Command("torchtitan.train", "module", ("--module", "llama3"))
+    assert (options.processes, options.host, options.port) == (8, "localhost", 0)
+    output = options.output
+    assert output.is_written(5, 1)
+    assert output.is_written(5, 2)
+    assert [output.is_shown(rank, 1) for rank in (0, 5)] == [True, False]
+
+
+def test_several_nodes() -> None:
+    options = parsed("--nnodes 1:4 --node-rank 3 --master-addr n0 --master-port 1234 t.py")
+    assert (options.nodes, options.node, options.host, options.port) == (4, 3, "n0", 1234)
+    assert parsed("--nnodes 2 --rdzv-endpoint [::1] t.py").port == 29500
+    assert parsed("--nnodes 2 --rdzv-endpoint [::1]:5 t.py").host == "::1"
+
+
+def test_defaults_stand_in_variables_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    assert parsed("t.py").processes == 3
+    assert parsed("--nproc-per-node 2 t.py").processes == 2
+
+
+def test_streams_of_single_ranks() -> None:
+    output = parsed("--log-dir logs -r 0:3,1:1 -t 2 t.py").output
+    assert output.folder is not None
+    assert output.folder.parent == Path("logs")
+    assert [output.is_shown(0, stream) for stream in (1, 2)] == [False, False]
+    assert [output.is_shown(1, stream) for stream in (1, 2)] == [False, True]
+    assert [output.is_written(2, stream) for stream in (1, 2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--nproc-per-node 0 t.py", "--nproc-per-node must be a number of at least 1"),
+        ("--nnodes 2 --node-rank 2 --master-addr h t.py", "--node-rank 2 must be below"),
+        ("--nnodes 2 --node-rank 1 --rdzv-endpoint h:0 t.py", "several nodes need the port"),
+        ("--join 1,x t.py", "--join must be a number"),
+        ("-r 4 t.py", "streams are 0, 1, 2 or 3"),
+        ("--nproc-per-node 2", "script"),
+        ("--no-such-option t.py", "no-such-option"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(line)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""Restarts end where they do not help, and not before."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.launch.restart_policy import ATTEMPTS_WITHOUT_PROGRESS, Failure, decide
+
+ERROR = "ValueError: no such sample"
+
+
+def failed(status: int, message: str = "", step: int = -1) -> Failure:
+    return Failure(0, 0, status, message, step)
+
+
+def test_an_error_of_the_script_gets_one_more_try() -> None:
+    bug = failed(1, ERROR, 6)
+    assert decide([bug]).restarts
+    ended = decide([bug, bug])
+    assert not ended.restarts
+    assert ERROR in ended.why
+
+
+def test_an_error_elsewhere_is_another_one() -> None:
+    assert decide([failed(1, ERROR, 6), failed(1, ERROR, 9)]).restarts
+    assert decide([failed(1, ERROR, 6), failed(1, "KeyError: 3", 6)]).restarts
+    assert decide([failed(1, ERROR, 6), failed(-9, ERROR, 6)]).restarts
+
+
+def test_an_error_of_the_device_is_not_the_scripts() -> None:
+    device = failed(1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", 6)
+    assert decide([device, device]).restarts
+    assert not decide([device] * ATTEMPTS_WITHOUT_PROGRESS).restarts
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8))
+def test_kills_go_on_as_long_as_steps_are_kept(steps: list[int]) -> None:
+    failures = [failed(-9, step=step) for step in steps]
+    recent = steps[-ATTEMPTS_WITHOUT_PROGRESS:]
+    is_stuck = len(recent) == ATTEMPTS_WITHOUT_PROGRESS and len(set(recent)) == 1
+    assert decide(failures).restarts == (not is_stuck)
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 8))
+def test_the_limit_of_the_user_holds(steps: list[int], limit: int) -> None:
+    failures = [failed(-9, step=step) for step in steps]
+    if len(failures) > limit:
+        assert not decide(failures, max_restarts=limit).restarts
+    else:
+        assert decide(failures, max_restarts=limit) == decide(failures)
