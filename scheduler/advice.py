@@ -9,8 +9,8 @@ from resihp.contracts import Action, Advice, Job, Plan, Replica, even_quotas
 
 from .memory import own_schedule
 from .step_time import ReplicaTimes
+from .switching_rule import LEAST_GAIN
 
-_LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
 _MOST_TRIED = 8  # replicas left out one after another; beyond that all slow ones
 _FEW = 2_000  # replicas up to which so many are tried; beyond that one
 
@@ -30,13 +30,13 @@ def advise(job: Job, current: Plan, speeds: Mapping[int, float]) -> Advice | Non
     stopped = {rank for rank in unhealthy if speeds[rank] <= 0.0}
     step_ms = None if stopped else _work_ms(job, current, range(len(replicas)), speeds)
     without_ms, kept = _best_without(job, current, speeds, unhealthy, stopped)
-    if step_ms is not None and step_ms <= without_ms * (1.0 + _LEAST_GAIN):
+    if step_ms is not None and step_ms <= without_ms * (1.0 + LEAST_GAIN):
         without_ms, kept = inf, tuple(range(len(replicas)))
     left = {rank for index in set(range(len(replicas))) - {*kept} for rank in replicas[index].ranks}
     ranks = left & unhealthy or unhealthy
     healed = {**speeds, **dict.fromkeys(ranks, 1.0)}
     replaced_ms = _work_ms(job, current, range(len(replicas)), healed)
-    if step_ms is not None and without_ms == inf and step_ms <= replaced_ms * (1.0 + _LEAST_GAIN):
+    if step_ms is not None and without_ms == inf and step_ms <= replaced_ms * (1.0 + LEAST_GAIN):
         return None
     return Advice(
         ranks=tuple(sorted(ranks)),
@@ -52,7 +52,8 @@ def advise(job: Job, current: Plan, speeds: Mapping[int, float]) -> Advice | Non
 def _best_without(
     job: Job, current: Plan, speeds: Mapping[int, float], unhealthy: set[int], stopped: set[int]
 ) -> tuple[float, tuple[int, ...]]:
-    """Least step time without some replicas, and the indices of the others; inf if none is left."""
+    """Least step time without one replica or more, and the indices of the others; inf if none is
+    left."""
     replicas = current.layout.replicas
     alive = [i for i, replica in enumerate(replicas) if stopped.isdisjoint(replica.ranks)]
     slow = [i for i in alive if not unhealthy.isdisjoint(replicas[i].ranks)]
@@ -61,7 +62,7 @@ def _best_without(
     slow = [index for _, index in sorted(zip(ends, slow, strict=True), reverse=True)]
     best: tuple[float, tuple[int, ...]] = inf, ()
     most = min(len(slow), _MOST_TRIED if len(alive) <= _FEW else 1)
-    for count in sorted({*range(most + 1), len(slow)}):
+    for count in sorted({*range(0 if stopped else 1, most + 1), len(slow)}):
         gone = {*slow[:count]}
         kept = tuple(i for i in alive if i not in gone)
         if kept and (ms := _work_ms(job, current, kept, speeds)) < best[0]:

@@ -15,7 +15,7 @@ from .reasons import action_reason, reasons
 from .search.plan_bounds import layout_bound
 from .step_time import ReplicaTimes
 
-_LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
+LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
 _LEAST_GAIN_IN_PLACE = 0.005  # of a step, for a change without migration
 RESTART_PAUSE_MS = 60_000.0
 """Pause of a restart if none was measured: the geometric mean of 12 s (warm processes, state in
@@ -131,7 +131,7 @@ class ReplanDecision:
         return f"{text}; it is applied if these speeds last {plural(left, 'more step')}"
 
     def _needed_gain(self, best: SwitchCandidate) -> str:
-        text = f"it is considered from a gain of {_LEAST_GAIN:.0%} of the step"
+        text = f"it is considered from a gain of {LEAST_GAIN:.0%} of the step"
         if self.least_gain_ms <= 0.0:
             return text
         steps = math.ceil(best.cost_ms / self.least_gain_ms)
@@ -201,7 +201,7 @@ def decide(
     """
     now_ms, found = best_in_place(job, current, speeds)
     in_place_ms = found.step_ms
-    least_gain_ms = _LEAST_GAIN * in_place_ms
+    least_gain_ms = LEAST_GAIN * in_place_ms
     best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
     candidate = best if best is not None and best.saved_ms > least_gain_ms else None
     updated = rental.with_candidate(candidate)

@@ -298,7 +298,7 @@ def test_a_job_that_can_only_be_notified_gets_advice_and_no_plan(sessions):
     # Half of the replicas are not twice as fast as both of them with rank 3.
     assert (advice["ranks"], advice["without_ms"], advice["gain"]) == ([3], None, None)
     gain = advice["step_ms"] / advice["replaced_ms"] - 1.0
-    assert advice["replaced_gain"] == pytest.approx(gain) > 0.0
+    assert advice["replaced_gain"] == pytest.approx(gain)
     assert advice["summary"] == f"replace rank 3: steps {gain + 1.0:.2f}x faster"
     assert advice["summary"] in planning["detail"]
     told = [event for kind, event in session.changes.events if kind == "planning"]
