@@ -50,6 +50,7 @@ def plan_command(
     """Read the job, plan it and print the plan."""
     from resihp.contracts import Action, InfeasibleError
     from scheduler import parse_job, plan_front
+    from scheduler.switching_rule import with_restart
 
     with readable("plan"):
         job = parse_job(job_file.read_text(encoding="utf-8"))
@@ -58,12 +59,14 @@ def plan_command(
         _print_advice(job, known, as_json=json)
         return
     try:
-        options = plan_front(job, known, time_limit_s=time_limit)
+        options: Sequence[PlanOption] = plan_front(job, known, time_limit_s=time_limit)
     except InfeasibleError as error:
         found = {"feasible": False, "constraint": error.constraint, "detail": error.detail}
         words = f"Binding constraint: {error.constraint}; {error.detail}."
         typer.echo(dumps(found) if json else f"No plan is feasible. {words}")
         raise typer.Exit(1) from None
+    if Action.LAYOUT not in job.actions:
+        options = with_restart(job, options, None)
     (_print_json if json else _print_plan)(job, options, known)
 
 
@@ -94,13 +97,14 @@ def _compare(
     job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]
 ) -> tuple[float, ReplanDecision] | None:
     """Step time without a change, and the decision of a running job; None with a dead rank."""
+    from resihp.contracts import Action
     from scheduler import SkiRental, simulate
     from scheduler.switching_rule import decide, with_restart
 
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in job.layout.ranks):
         return None
     present_ms = simulate(job, job.layout, job.quotas, speeds).step_ms
-    priced = with_restart(job, options, None)
+    priced = with_restart(job, options, None) if Action.LAYOUT in job.actions else options
     return present_ms, decide(job, _started(job), priced, speeds, SkiRental(), horizon_steps=None)
 
 

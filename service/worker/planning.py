@@ -155,14 +155,19 @@ class PlanningState:
         plan."""
         if not self.awaits(version, rank):
             return False
-        if answer == "applied" and pause_ms and self.newest.action is Action.RESTART:
-            earlier = (self.restart_ms or 0.0) if "applied" in self.acks.values() else 0.0
-            self.restart_ms = max(pause_ms, earlier)
+        if answer == "applied" and self.newest.action is Action.RESTART:
+            self._note_restart(pause_ms or 0.0)
         self.acks[rank] = answer
         members = self.newest.layout.members
         if len(self.acks) < len(members):
             return False
         return all(self.acks.get(m) == "applied" for m in members) and self.activate(version)
+
+    def _note_restart(self, pause_ms: float) -> None:
+        """Record the pause of a rank, before its answer."""
+        if pause_ms > 0.0:
+            is_first = "applied" not in self.acks.values()
+            self.restart_ms = max(pause_ms, 0.0 if is_first else self.restart_ms or 0.0)
 
     def awaits(self, version: int, rank: int) -> bool:
         """Return whether the answer of a rank to a plan counts: it is the newest plan, and the rank

@@ -151,6 +151,12 @@ def test_a_job_that_restarts_is_told_when_that_pays(run_for):
     )
 
 
+def test_a_plan_by_a_restart_says_what_that_costs(run_for):
+    result = run_for(["restart"], "--speeds", '{"1": 0}')
+    said = " ".join(result.stdout.split())
+    assert said.count("applied by a restart, for 60.1 s of pause and of work done again") == 1
+
+
 def test_a_job_that_takes_on_no_plan_gets_advice(run_for):
     result = run_for(["notify"], "--speeds", '{"1": 0.5}')
     assert result.exit_code == 0
