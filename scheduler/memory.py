@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Layout, Op, Replica, Schedule, Stage
+from resihp.contracts import Job, Layout, Op, Plan, Replica, Schedule, Stage
 from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight
 
 _UNLIMITED = 1 << 30
@@ -139,3 +139,11 @@ def plan_schedules(job: Job) -> tuple[Schedule, ...]:
     if job.schedule is Schedule.INTERLEAVED or not footprint.is_known:
         return (Schedule.ONE_F_ONE_B,)
     return Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B
+
+
+def own_schedule(job: Job, plan: Plan) -> Schedule:
+    """Schedule that a running plan is timed under: its own, else the first that plans may use."""
+    if any(replica.chunks > 1 for replica in plan.layout.replicas):
+        return Schedule.INTERLEAVED
+    schedules = plan_schedules(job)
+    return plan.schedule if plan.schedule in schedules else schedules[0]

@@ -15,7 +15,8 @@ class PlanOption:
 
     most_bytes    received by the rank that receives most, whose link determines the time
     total_bytes   received by all ranks
-    migration_ms  time of the migration over the links between nodes
+    migration_ms  time of the migration over the links between nodes; of an option by a restart,
+                  the cost of that
     """
 
     plan: Plan

@@ -6,16 +6,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from resihp.contracts import ContractError, Job, Layout, Plan, Schedule
-from resihp.formatting import byte_size
+from resihp.contracts import (
+    Action,
+    ContractError,
+    InfeasibleError,
+    Job,
+    Layout,
+    Plan,
+    Schedule,
+    even_quotas,
+)
+from resihp.formatting import byte_size, rank_list
 
+from .advice import advise
 from .cost_model import layer_cost
 from .migration import PlanOption
 from .reasons import reasons
 from .search import Arrangement, FoundPlan, interleaved, search, search_front
 from .simulator import Speeds, speed_map
 from .step_time import expected_step_ms
-from .switching_rule import ReplanDecision, SkiRental, decide, least_cost
+from .switching_rule import (
+    ReplanDecision,
+    SkiRental,
+    best_in_place,
+    decide,
+    least_cost,
+    with_restart,
+)
 
 _NO_LOSS = SkiRental()
 _TOLERANCE = 1e-3  # interleaved stages are kept unless 1F1B is faster by this fraction
@@ -44,15 +61,19 @@ def make_plan(
     The plan uses the first of the schedules that the job permits, unless another one that fits
     into memory is clearly faster. Interleaved stages are kept unless 1F1B is clearly faster or
     several chunks do not fit; `reason` states which. `bound_ms` holds for this schedule, every
-    partition into whole layers and every quota, with the groups in the plan's places.
+    partition into whole layers and every quota, with the groups in the plan's places. A job with
+    the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
 
-    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "microbatches") and
-    `ContractError` for invalid speeds and for a layout of another number of layers.
+    Raises `InfeasibleError` with the binding constraint ("ranks", "memory", "microbatches" or
+    "actions") and `ContractError` for invalid speeds and for a layout of another number of layers.
     """
     current, known = _checked(job, layout, speeds)
     expired = _deadline(time_limit_s, clock)
-    found = _with_chunks(job, search(job, current, known, expired), current, known, expired)
-    plan = _plan(job, current, known, found, version, from_step)
+    if job.takes_layouts:
+        found = _with_chunks(job, search(job, current, known, expired), current, known, expired)
+        plan = _plan(job, current, known, found, version, from_step)
+    else:
+        plan = _in_place(job, current, known, version, from_step)
     if work is None:
         return plan
     expected_ms = expected_step_ms(job, plan.layout, plan.quotas, known, plan.schedule, work)
@@ -74,13 +95,15 @@ def plan_front(
     Arguments and errors as for `make_plan`. From the first plan, which is as fast as that of
     `make_plan`, to the last, steps get longer, by 1% at most, and ranks receive fewer bytes: all
     together, and none receives more. Only the first plan for a job without a model (nothing is
-    known to move), with interleaved stages, of too many devices, or whose migration takes less
-    than 1% of a step.
+    known to move), with interleaved stages, of too many devices, whose migration takes less than
+    1% of a step, or that cannot take on a layout live.
     """
     current, known = _checked(job, layout, speeds)
     expired = _deadline(time_limit_s, clock)
+    if not job.takes_layouts:
+        return (PlanOption.of(job, current, _in_place(job, current, known, version, from_step)),)
     quickest = search(job, current, known, expired)
-    if _is_interleaved(job):
+    if _is_interleaved(job) or Action.LAYOUT not in job.actions:
         found = [_with_chunks(job, quickest, current, known, expired)]
     else:
         found = [_found_plan(f) for f in search_front(job, current, known, quickest, expired)]
@@ -97,23 +120,30 @@ def replan(
     step: int,
     rental: SkiRental = _NO_LOSS,
     horizon_steps: int | None = None,
+    restart_ms: float | None = None,
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ReplanDecision:
-    """Decide whether and how to change the current plan for `speeds`.
+    """Decide whether and how to change the current plan for `speeds`, by the actions of the job.
 
     rental         of the last decision, advanced by `SkiRental.after_step` once a step since
     horizon_steps  expected duration of these speeds; None (unknown): `rental` decides
+    restart_ms     pause of the last restart; None: none was measured
 
     A change without migration (quotas, schedule) is made for a small gain. A new layout must gain
-    at least 2% of the step and pay for its migration; until then it is the `candidate` of the
-    decision's `rental`, and `explanation` states when it would pay. A dead rank in the current
-    layout always results in a plan. New layouts are those of `plan_front`: the one with the least
-    cost within the horizon or, if that is unknown, the one whose migration pays first.
-    Raises `InfeasibleError`.
+    at least 2% of the step and pay for its migration or restart; until then it is the `candidate`
+    of the decision's `rental`, and `explanation` states when it would pay. A dead rank in the
+    current layout always results in a plan. New layouts are those of `plan_front`: the one with the
+    least cost within the horizon or, if that is unknown, the one whose migration pays first.
+
+    A job without the actions `layout` and `restart` gets other quotas in its layout, or no plan,
+    also with a dead rank, and `advice` on the ranks to leave out. Raises `InfeasibleError`.
     """
     known = speed_map(speeds)
-    options = plan_front(
+    dead = [rank for rank in current.layout.ranks if known.get(rank, 1.0) <= 0.0]
+    if not job.takes_layouts:
+        return _without_layouts(job, current, known, dead, rental, horizon_steps, step)
+    front = plan_front(
         job,
         known,
         current.layout,
@@ -122,9 +152,54 @@ def replan(
         time_limit_s=time_limit_s,
         clock=clock,
     )
-    if any(known.get(rank, 1.0) <= 0.0 for rank in current.layout.ranks):
+    options = with_restart(job, front, restart_ms)
+    if dead:
         return ReplanDecision(plan=least_cost(options, horizon_steps).plan)
-    return decide(job, current, options, known, rental, horizon_steps=horizon_steps)
+    decision = decide(job, current, options, known, rental, horizon_steps=horizon_steps)
+    return _from_step(decision, step + 1)
+
+
+def _without_layouts(
+    job: Job,
+    current: Plan,
+    speeds: Mapping[int, float],
+    dead: Sequence[int],
+    rental: SkiRental,
+    horizon_steps: int | None,
+    step: int,
+) -> ReplanDecision:
+    """Decision for a job that keeps its layout: other quotas or nothing, and advice."""
+    advice = advise(job, current, speeds)
+    if dead or Action.QUOTAS not in job.actions:
+        return ReplanDecision(plan=None, limit=_limit(job, dead), advice=advice)
+    decision = decide(job, current, (), speeds, rental, horizon_steps=horizon_steps)
+    return replace(_from_step(decision, step + 1), advice=advice)
+
+
+def _from_step(decision: ReplanDecision, step: int) -> ReplanDecision:
+    plan = decision.plan
+    return decision if plan is None else replace(decision, plan=replace(plan, from_step=step))
+
+
+def _limit(job: Job, dead: Sequence[int]) -> str:
+    """Clause on a job that can take on no plan."""
+    if Action.QUOTAS not in job.actions:
+        return "this job takes on no plan"
+    return f"this job takes on other quotas only, and cannot go on without {rank_list(dead)}"
+
+
+def _in_place(
+    job: Job, layout: Layout, speeds: Mapping[int, float], version: int, from_step: int
+) -> Plan:
+    """Plan with the best quotas in this layout. Raises `InfeasibleError`."""
+    dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
+    if dead or Action.QUOTAS not in job.actions:
+        raise InfeasibleError("actions", _limit(job, dead))
+    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
+    schedule = layout.schedule or job.schedule
+    current = Plan(version=version, layout=layout, quotas=quotas, schedule=schedule)
+    plan = best_in_place(job, current, speeds)[1].plan(job, current, speeds)
+    return replace(plan, version=version, from_step=from_step)
 
 
 def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:
@@ -156,6 +231,7 @@ def _plan(
         bound_ms=min(step_ms, found.bound_ms + fixed_ms),
         schedule=found.schedule,
         reason=(*why, *found.why),
+        action=Action.LAYOUT if Action.LAYOUT in job.actions else Action.RESTART,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Job, Layout, Place, Schedule
-from resihp.formatting import listed, noun_for, numbers, plural, rank_list
+from resihp.contracts import Action, Job, Layout, Place, Schedule
+from resihp.formatting import duration, listed, noun_for, numbers, plural, rank_list
 
 _SHOWN = 12
 SCHEDULE_NAMES = {
@@ -46,6 +46,13 @@ def reasons(
     if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
         sentences.append(f"the pipelines run {SCHEDULE_NAMES[schedule]}")
     return tuple(sentences) or ("all devices are healthy: nothing to change",)
+
+
+def action_reason(action: Action | None, cost_ms: float, restart_ms: float) -> str:
+    """Sentence on the action by which a job that can restart applies a plan, and on its cost."""
+    if action is Action.RESTART:
+        return f"applied by a restart, for {duration(cost_ms)} of pause and of work done again"
+    return f"applied live, for {duration(cost_ms)}; a restart would cost {duration(restart_ms)}"
 
 
 def _places(layout: Layout, ranks: Iterable[int]) -> dict[int, Place]:

@@ -6,22 +6,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from resihp.contracts import Job, Plan, Schedule
+from resihp.contracts import Action, Advice, Job, Plan, Schedule
 from resihp.formatting import duration, plural
 
-from .memory import fits, plan_schedules
+from .memory import fits, own_schedule, plan_schedules
 from .migration import PlanOption
-from .reasons import reasons
+from .reasons import action_reason, reasons
 from .search.plan_bounds import layout_bound
 from .step_time import ReplicaTimes
 
-_LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
+LEAST_GAIN = 0.02  # of a step; a smaller gain is within the accuracy of the speeds
 _LEAST_GAIN_IN_PLACE = 0.005  # of a step, for a change without migration
+RESTART_PAUSE_MS = 60_000.0
+"""Pause of a restart if none was measured: the geometric mean of 12 s (warm processes, state in
+memory) and 300 s (new processes, state on a shared disk)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchCandidate:
-    """A plan with a new layout, its savings per step and the cost of the migration to it."""
+    """A plan with a new layout, its savings per step and the cost of the migration to it, or of a
+    restart where that is the plan's action."""
 
     plan: Plan
     saved_ms: float
@@ -83,6 +87,9 @@ class ReplanDecision:
                    is faster
     least_gain_ms  gain per step from which on a migration is considered
     horizon_steps  expected duration of these speeds, as given to `replan`
+    limit          what the actions of the job rule out, as a clause; empty: nothing
+    advice         on the ranks to leave out of a job that can take on no other layout; None where
+                   nothing is gained
     """
 
     plan: Plan | None
@@ -90,15 +97,30 @@ class ReplanDecision:
     best: SwitchCandidate | None = None
     least_gain_ms: float = 0.0
     horizon_steps: int | None = None
+    limit: str = ""
+    advice: Advice | None = None
+
+    @property
+    def action(self) -> Action | None:
+        """Action by which the plan is applied, or `notify` if there is only advice; None: no
+        change."""
+        if self.plan is not None:
+            return self.plan.action
+        return None if self.advice is None else Action.NOTIFY
 
     @property
     def explanation(self) -> str:
-        """Reason for keeping the layout, and when a migration would pay, as one clause."""
+        """Reason for keeping the layout, and when a migration would pay or what else would help, as
+        one clause."""
+        if self.limit:
+            return self.limit if self.advice is None else f"{self.limit}; {self.advice.summary}"
         best = self.best or self.rental.candidate
         if best is None:
             return "no new layout is faster at these speeds"
+        is_restart = best.plan.action is Action.RESTART
+        new, change = ("plan", "restart") if is_restart else ("layout", "migration")
         text = (
-            f"a new layout would save {duration(best.saved_ms)} per step for a migration of "
+            f"a new {new} would save {duration(best.saved_ms)} per step for a {change} of "
             f"{duration(best.cost_ms)} and break even after {plural(best.break_even_steps, 'step')}"
         )
         left = self.rental.steps_until_due
@@ -109,12 +131,41 @@ class ReplanDecision:
         return f"{text}; it is applied if these speeds last {plural(left, 'more step')}"
 
     def _needed_gain(self, best: SwitchCandidate) -> str:
-        text = f"it is considered from a gain of {_LEAST_GAIN:.0%} of the step"
+        text = f"it is considered from a gain of {LEAST_GAIN:.0%} of the step"
         if self.least_gain_ms <= 0.0:
             return text
         steps = math.ceil(best.cost_ms / self.least_gain_ms)
         needed = f"{duration(self.least_gain_ms)} per step"
         return f"{text} ({needed}), with which it would break even after {plural(steps, 'step')}"
+
+
+def with_restart(
+    job: Job, options: Sequence[PlanOption], restart_ms: float | None
+) -> Sequence[PlanOption]:
+    """Options by the actions of the job: live ones, and the quickest one by a restart.
+
+    options     a front of plans, the quickest first
+    restart_ms  pause of a restart as measured; None: `RESTART_PAUSE_MS`
+
+    A restart costs its pause and the work since the last checkpoint: half of the interval of the
+    job's protection or, without one, one step. Its cost takes the place of `migration_ms`.
+    """
+    quickest = options[0]
+    if Action.RESTART not in job.actions:
+        return options
+    pause_ms = RESTART_PAUSE_MS if restart_ms is None else restart_ms
+    protection = job.protection
+    again_ms = quickest.plan.step_ms if protection is None else protection.interval_s * 500.0
+    cost_ms = pause_ms + again_ms
+    live = options if Action.LAYOUT in job.actions else ()
+    plan = replace(quickest.plan, action=Action.RESTART)
+    restart = replace(quickest, plan=plan, migration_ms=cost_ms)
+    return [*(_with_action_reason(o, cost_ms) for o in live), _with_action_reason(restart, cost_ms)]
+
+
+def _with_action_reason(option: PlanOption, restart_ms: float) -> PlanOption:
+    sentence = action_reason(option.plan.action, option.migration_ms, restart_ms)
+    return replace(option, plan=replace(option.plan, reason=(*option.plan.reason, sentence)))
 
 
 def least_cost(options: Sequence[PlanOption], horizon_steps: int | None) -> PlanOption:
@@ -142,13 +193,15 @@ def decide(
     """Choose between the plans of a front, a change without migration, and no change.
 
     All ranks of the current layout must be alive. Other quotas and another schedule cost nothing
-    and are applied for a small gain. A new layout must gain more than the accuracy of the speeds
-    beyond that, and must pay for its migration: within `horizon_steps`, or by the rule of
-    `SkiRental` where the horizon is unknown. Of several, the candidate is the one that gains most
-    within the horizon or, where that is unknown, breaks even first.
+    and are applied for a small gain, as far as the actions of the job include them. A new layout
+    must gain more than the accuracy of the speeds beyond that, and must pay for its migration or
+    restart: within `horizon_steps`, or by the rule of `SkiRental` where the horizon is unknown. Of
+    several, the candidate is the one that gains most within the horizon or, where that is unknown,
+    breaks even first.
     """
-    now_ms, in_place_ms, quotas, schedule = _best_in_place(job, current, speeds)
-    least_gain_ms = _LEAST_GAIN * in_place_ms
+    now_ms, found = best_in_place(job, current, speeds)
+    in_place_ms = found.step_ms
+    least_gain_ms = LEAST_GAIN * in_place_ms
     best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
     candidate = best if best is not None and best.saved_ms > least_gain_ms else None
     updated = rental.with_candidate(candidate)
@@ -163,21 +216,12 @@ def decide(
         best=best,
         least_gain_ms=least_gain_ms,
         horizon_steps=horizon_steps,
+        limit="" if job.takes_layouts else "this job takes on other quotas only",
     )
     if now_ms - in_place_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
         return kept
-    changes = reasons(job, current.layout, current.layout, quotas, speeds, schedule)
-    bound_ms = layout_bound(job, current.layout, quotas, schedule, speeds, in_place_ms)
-    in_place = replace(
-        options[0].plan,
-        layout=current.layout,
-        quotas=quotas,
-        schedule=schedule,
-        step_ms=in_place_ms,
-        bound_ms=min(bound_ms, in_place_ms),
-        reason=(*changes, kept.explanation),
-    )
-    return replace(kept, plan=in_place)
+    in_place = found.plan(job, current, speeds)
+    return replace(kept, plan=replace(in_place, reason=(*in_place.reason, kept.explanation)))
 
 
 def _best_switch(
@@ -187,7 +231,10 @@ def _best_switch(
     least_gain_ms: float,
     horizon_steps: int | None,
 ) -> SwitchCandidate | None:
-    """Best new layout that gains enough, or else that gains anything; None if none does."""
+    """Best new layout that gains enough, or else that gains anything; None if none does.
+
+    A restart may also keep the layout, for other quotas or another schedule.
+    """
     faster = [
         SwitchCandidate(
             plan=option.plan,
@@ -195,7 +242,8 @@ def _best_switch(
             cost_ms=option.migration_ms,
         )
         for option in options
-        if option.plan.layout != current.layout and option.plan.step_ms < in_place_ms
+        if option.plan.step_ms < in_place_ms
+        and (option.plan.layout != current.layout or option.plan.action is Action.RESTART)
     ]
     enough = [candidate for candidate in faster if candidate.saved_ms > least_gain_ms]
 
@@ -207,20 +255,50 @@ def _best_switch(
     return min(enough or faster, key=loss, default=None)
 
 
-def _best_in_place(
+@dataclass(frozen=True)
+class InPlaceChange:
+    """Quotas and schedule for the current layout, and the step time with them."""
+
+    quotas: tuple[int, ...]
+    schedule: Schedule
+    step_ms: float
+
+    def plan(self, job: Job, current: Plan, speeds: Mapping[int, float]) -> Plan:
+        """Next plan after `current` with this change."""
+        layout, is_live = current.layout, Action.LAYOUT in job.actions
+        given = job, layout, self.quotas, self.schedule, speeds, self.step_ms
+        only_quotas = Action.QUOTAS in job.actions and self.schedule is own_schedule(job, current)
+        return replace(
+            current,
+            version=current.version + 1,
+            quotas=self.quotas,
+            schedule=self.schedule if is_live else current.schedule,
+            step_ms=self.step_ms,
+            bound_ms=min(layout_bound(*given), self.step_ms),
+            reason=reasons(job, layout, layout, self.quotas, speeds, self.schedule),
+            action=Action.QUOTAS if only_quotas else Action.LAYOUT,
+        )
+
+
+def best_in_place(
     job: Job, current: Plan, speeds: Mapping[int, float]
-) -> tuple[float, float, tuple[int, ...], Schedule]:
-    """Current step time, and the least without migration with its quotas and schedule."""
-    replicas = current.layout.replicas
-    chunked = any(replica.chunks > 1 for replica in replicas)
-    schedules = (Schedule.INTERLEAVED,) if chunked else plan_schedules(job)
-    own = current.schedule if current.schedule in schedules else schedules[0]
+) -> tuple[float, InPlaceChange]:
+    """Current step time, and the change with the shortest step that costs the job nothing.
+
+    Other quotas need the action `quotas` or `layout`, another schedule `layout`. All ranks of the
+    current layout must be alive.
+    """
+    replicas, own = current.layout.replicas, own_schedule(job, current)
     now_ms = ReplicaTimes(job, replicas, own, speeds).step_ms(current.quotas)
-    best = now_ms, current.quotas, own
-    for schedule in (own, *(other for other in schedules if other is not own)):
+    best = InPlaceChange(current.quotas, own, now_ms)
+    tried: tuple[Schedule, ...] = (own,) if Action.QUOTAS in job.actions else ()
+    if Action.LAYOUT in job.actions:
+        others = () if own is Schedule.INTERLEAVED else plan_schedules(job)
+        tried = own, *(other for other in others if other is not own)
+    for schedule in tried:
         times = ReplicaTimes(job, replicas, schedule, speeds)
         quotas = times.best_quotas(current.quotas)
         step_ms = times.step_ms(quotas)
-        if step_ms < best[0] and fits(job, current.layout, quotas, schedule):
-            best = step_ms, quotas, schedule
-    return now_ms, *best
+        if step_ms < best.step_ms and fits(job, current.layout, quotas, schedule):
+            best = InPlaceChange(quotas, schedule, step_ms)
+    return now_ms, best

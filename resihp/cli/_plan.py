@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _HELP = """
 Plan a **job** for devices of unequal speed. Prints the changes with their reasons, the gain, the
 break-even point of the migration, the distance from a certified lower bound, and what this plan
-moves, next to the plan that moves least and gives up 1% of the step at most.
+moves, next to the plan that moves least and gives up 1% of the step at most. The `actions` of the
+job limit the plan; one that takes on none gets advice on the ranks to leave out.
 
 JOB is a TOML file. SPEEDS is JSON or a JSON file: an object `{"rank": speed}`, or a list with
 one speed per rank. 1.0 is healthy (the default), 0.5 half as fast, 0.0 dead.
@@ -31,8 +32,8 @@ one speed per rank. 1.0 is healthy (the default), 0.5 half as fast, 0.0 dead.
 - `resihp plan job.toml --speeds '{"3": 0.5, "17": 0}'`
 - `resihp plan job.toml --speeds speeds.json --json`
 
-Exit status: 0 with a plan, 1 where none is feasible (with the binding constraint), 2 with one
-clear line for input that it cannot read.
+Exit status: 0 with a plan, or for a job that takes on none, 1 where none is feasible (with the
+binding constraint), 2 with one clear line for input that it cannot read.
 """
 _ROWS = 48
 
@@ -47,19 +48,25 @@ def plan_command(
     ] = None,
 ) -> None:
     """Read the job, plan it and print the plan."""
-    from resihp.contracts import InfeasibleError
+    from resihp.contracts import Action, InfeasibleError
     from scheduler import parse_job, plan_front
+    from scheduler.switching_rule import with_restart
 
     with readable("plan"):
         job = parse_job(job_file.read_text(encoding="utf-8"))
         known = read_speeds(speeds)
+    if job.actions == (Action.NOTIFY,):
+        _print_advice(job, known, as_json=json)
+        return
     try:
-        options = plan_front(job, known, time_limit_s=time_limit)
+        options: Sequence[PlanOption] = plan_front(job, known, time_limit_s=time_limit)
     except InfeasibleError as error:
         found = {"feasible": False, "constraint": error.constraint, "detail": error.detail}
         words = f"Binding constraint: {error.constraint}; {error.detail}."
         typer.echo(dumps(found) if json else f"No plan is feasible. {words}")
         raise typer.Exit(1) from None
+    if Action.LAYOUT not in job.actions:
+        options = with_restart(job, options, None)
     (_print_json if json else _print_plan)(job, options, known)
 
 
@@ -90,15 +97,37 @@ def _compare(
     job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]
 ) -> tuple[float, ReplanDecision] | None:
     """Step time without a change, and the decision of a running job; None with a dead rank."""
-    from resihp.contracts import Plan
+    from resihp.contracts import Action
     from scheduler import SkiRental, simulate
-    from scheduler.switching_rule import decide
+    from scheduler.switching_rule import decide, with_restart
 
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in job.layout.ranks):
         return None
-    started = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
     present_ms = simulate(job, job.layout, job.quotas, speeds).step_ms
-    return present_ms, decide(job, started, options, speeds, SkiRental(), horizon_steps=None)
+    priced = with_restart(job, options, None) if Action.LAYOUT in job.actions else options
+    return present_ms, decide(job, _started(job), priced, speeds, SkiRental(), horizon_steps=None)
+
+
+def _started(job: Job) -> Plan:
+    """Plan 0 of the job."""
+    from resihp.contracts import Plan
+
+    return Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
+
+
+def _print_advice(job: Job, speeds: Mapping[int, float], *, as_json: bool) -> None:
+    """Print the advice for a job that takes on no plan."""
+    from resihp.contracts import to_json
+    from scheduler import replan
+
+    decision = replan(job, _started(job), speeds, step=0)
+    advice = decision.advice
+    if not as_json:
+        none = "; nothing is to be gained" if advice is None else ""
+        typer.echo(f"{decision.explanation[0].upper()}{decision.explanation[1:]}{none}.")
+        return
+    document = {"feasible": True, "plan": None, "explanation": decision.explanation}
+    typer.echo(dumps({**document, "advice": None if advice is None else to_json(advice)}))
 
 
 def _print_json(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]) -> None:
@@ -136,6 +165,7 @@ def _print_json(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, fl
 def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, float]) -> None:
     from rich.console import Console
 
+    from resihp.contracts import Action
     from scheduler.reasons import SCHEDULE_NAMES
 
     plan = options[0].plan
@@ -155,7 +185,7 @@ def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, fl
         )
         if decision.best is not None:
             console.print(f"In a running job {decision.explanation}.", highlight=False)
-    if job.model is not None:
+    if job.model is not None and Action.LAYOUT in job.actions:
         for sentence in _migrations(options):
             console.print(sentence, highlight=False)
     under = f"[bold]{plan.step_ms:.1f} ms[/bold] under {SCHEDULE_NAMES[plan.schedule]}"

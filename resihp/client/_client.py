@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import urllib3
 
 from resihp.contracts import (
+    Advice,
     ContractError,
     Diagnosis,
     Heartbeat,
@@ -142,6 +143,10 @@ class Client:
     def diagnosis(self, job: str) -> Diagnosis:
         """The causes of the job's lost time."""
         return self._get(_path(job, "diagnosis"), partial(_read, Diagnosis))
+
+    def advice(self, job: str) -> Advice | None:
+        """The ranks to leave out of a job that cannot do so by itself; None if there are none."""
+        return self._get(_path(job, "advice"), _advice)
 
     def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
         """The newest plan, or, with `after`, one of a higher version, awaited for up to `wait`
@@ -297,6 +302,11 @@ def _problem(answer: urllib3.BaseHTTPResponse) -> str:
 def _verdicts(document: Any) -> tuple[Verdict, ...]:
     items = document.get("verdicts", []) if isinstance(document, Mapping) else []
     return tuple(_read(Verdict, item) for item in items)
+
+
+def _advice(document: Any) -> Advice | None:
+    found = document.get("advice") if isinstance(document, Mapping) else None
+    return None if found is None else _read(Advice, found)
 
 
 def _read(cls: type[T], document: Any) -> T:

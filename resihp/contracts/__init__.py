@@ -1,6 +1,7 @@
 """Data types shared by hooks, service, detector, scheduler and runtime. No I/O."""
 
 from ._json import from_json, to_json
+from .advice import Advice
 from .errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -18,7 +19,7 @@ from .errors import (
 )
 from .faults import FaultRate, Protection
 from .heartbeat import Heartbeat, TrainingPosition
-from .job import Job, LayerCost, Links, Memory, ModelShape, even_quotas
+from .job import Action, Job, LayerCost, Links, Memory, ModelShape, even_quotas
 from .layout import Layout, Place, Replica, Schedule, Stage
 from .plan import Plan
 from .sensors import SensorSample
@@ -27,6 +28,8 @@ from .verdict import Cause, Diagnosis, Status, Verdict
 
 __all__ = [
     "COLUMNS",
+    "Action",
+    "Advice",
     "Cause",
     "CheckpointDamagedError",
     "CheckpointError",

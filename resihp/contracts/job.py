@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import inf
 
 from .errors import ContractError
 from .faults import Protection
 from .layout import Layout, Schedule
+
+
+class Action(StrEnum):
+    """Kind of change that a job can take on.
+
+    layout   another layout with other quotas and another schedule, live
+    quotas   other quotas in the layout that it has, live
+    restart  any plan, by a restart
+    notify   none by itself: advice for the person who runs it
+    """
+
+    LAYOUT = "layout"
+    QUOTAS = "quotas"
+    RESTART = "restart"
+    NOTIFY = "notify"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +143,8 @@ class Job:
     cost                   measured times of a layer; None derives them from model and device
     memory, links          budget of a device and what training takes of it; the network
     protection             against faults; with it a dear change of layout has to pay until the next
+    actions                what it can take on, in any order; plans use nothing else. `notify` is
+                           possible in any case, and all that is left of an empty list
     """
 
     name: str
@@ -144,9 +163,11 @@ class Job:
     memory: Memory = field(default_factory=Memory)
     links: Links = field(default_factory=Links)
     protection: Protection | None = None
+    actions: tuple[Action, ...] = (Action.LAYOUT, Action.QUOTAS)
 
     def __post_init__(self) -> None:
         _require_positive(self, "microbatches", "chunks")
+        object.__setattr__(self, "actions", _ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
         if not self.name or len(self.name) > 128 or "/" in self.name or not self.name.isprintable():
             raise ContractError("name", "must be 1 to 128 printable characters without a slash")
@@ -166,11 +187,25 @@ class Job:
         if sum(self.quotas) != self.microbatches:
             raise ContractError("quotas", f"must sum to microbatches ({self.microbatches})")
 
+    @property
+    def takes_layouts(self) -> bool:
+        """True if it can take on another layout, live or by a restart."""
+        return Action.LAYOUT in self.actions or Action.RESTART in self.actions
+
 
 def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
     """`microbatches` spread over `replicas` as evenly as they go, the larger parts first."""
     size, extra = divmod(microbatches, replicas)
     return tuple(size + (index < extra) for index in range(replicas))
+
+
+def _ordered(actions: Iterable[str]) -> tuple[Action, ...]:
+    """Distinct actions in the order of `Action`; only `notify` for none."""
+    given = list(actions)
+    for action in given:
+        if action not in tuple(Action):
+            raise ContractError("actions", f"must be of {', '.join(Action)}, not {action!r}")
+    return tuple(action for action in Action if action in given) or (Action.NOTIFY,)
 
 
 def _require_positive(value: object, *names: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ._json import to_json
+from ._json import OMIT_EMPTY, to_json
 from .errors import ContractError
+from .job import Action
 from .layout import Layout, Schedule
 
 
@@ -20,6 +21,8 @@ class Plan:
     step_ms    predicted step time
     bound_ms   certified lower bound of the step time; gap is (step_ms - bound_ms) / bound_ms
     reason     sentences that a person can read: what changed and why
+    action     of the job, by which it takes the plan on; None for the plan that it started with and
+               for one that it made by itself
     """
 
     version: int
@@ -30,6 +33,7 @@ class Plan:
     bound_ms: float = 0.0
     schedule: Schedule = Schedule.ONE_F_ONE_B
     reason: tuple[str, ...] = ()
+    action: Action | None = field(default=None, metadata={OMIT_EMPTY: True})
 
     def __post_init__(self) -> None:
         if self.version < 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import Job, Layout, Schedule
+from resihp.contracts import Action, Job, Layout, Links, Schedule
 from resihp.layout.rank_groups import RankDescription, layout_of
 
 _KEY = "resihp/instrument"
@@ -58,7 +58,7 @@ def _run_of_ray() -> str | None:
 
 
 class InferredJob:
-    """A job whose microbatches are counted in its first step.
+    """A job whose microbatches are counted in its first step. Its loop can take on no plan.
 
     name         of the job
     job          on rank 0, once it is known
@@ -110,6 +110,8 @@ class InferredJob:
             schedule=self._schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
             chunks=chunks,
             device=_device(),
+            links=_links(),
+            actions=(Action.NOTIFY,),
         )
         self._others.mark_described()
         return self.job
@@ -171,6 +173,12 @@ class _Descriptions:
 def _parsed(rank: int, text: bytes) -> RankDescription:
     tensor, pipeline, stages, chunks = json.loads(text)
     return RankDescription(rank, tuple(tensor), tuple(pipeline), stages, chunks)
+
+
+def _links() -> Links:
+    """Network with the launcher's number of ranks per node, if it gives one."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Links(ranks_per_node=int(given)) if given.isdecimal() and int(given) else Links()
 
 
 def _device() -> str:

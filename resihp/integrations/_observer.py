@@ -64,10 +64,11 @@ class TrainingObserver:
 
     def metrics(self) -> dict[str, Any]:
         """Return what is to be logged; nothing while no verdict is known, and on other ranks."""
-        verdicts = () if self._reader is None else self._reader.latest
-        if not verdicts:
+        reader = self._reader
+        verdicts = () if reader is None else reader.latest
+        if reader is None or not verdicts:
             return {}
-        return {SLOWDOWN: largest_slowdown(verdicts), VERDICT: summary(verdicts)}
+        return {SLOWDOWN: largest_slowdown(verdicts), VERDICT: summary(verdicts, reader.advice)}
 
     def end(self, error: BaseException | None = None) -> str | None:
         """Send what is left and the `error` that ends the training, leave it as it was, and return
@@ -131,7 +132,7 @@ class TrainingObserver:
             return f"ResiHP: no verdict ({self._url}: {_sent(stats.sent, stats.dropped)})"
         verdicts = reader.latest
         return (
-            f"ResiHP: {summary(verdicts)} ({plural(len(verdicts), 'rank')}; "
+            f"ResiHP: {summary(verdicts, reader.advice)} ({plural(len(verdicts), 'rank')}; "
             f"rank {self.monitor.rank}: {_sent(stats.sent, stats.dropped)})"
         )
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from resihp.contracts import ServiceError, Status, Verdict
+from resihp.contracts import Advice, ServiceError, Status, Verdict
 from resihp.formatting import plural, ratio
 
 _INTERVAL_S = 5.0
@@ -17,6 +17,7 @@ _SEVERITY = (
     Status.FAIL_SLOW,
     Status.FAIL_STOP,
 )
+_ADVISED = (Status.FAIL_SLOW, Status.FAIL_STOP)
 
 
 class VerdictSource(Protocol):
@@ -24,6 +25,10 @@ class VerdictSource(Protocol):
 
     def verdicts(self, job: str) -> list[Verdict]:
         """Return the verdict on every rank."""
+        ...
+
+    def advice(self, job: str) -> Advice | None:
+        """Return the advice on the ranks to leave out, if there is any."""
         ...
 
 
@@ -34,6 +39,7 @@ class VerdictReader:
                 of an earlier one
     on_failure  takes an unexpected error; no answer from the sidecar is none
     latest      verdicts of the last reading; () if there were none or it failed
+    advice      on them; None if there was none
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class VerdictReader:
         on_failure: Callable[[Exception], None],
     ) -> None:
         self.latest: Sequence[Verdict] = ()
+        self.advice: Advice | None = None
         self._source, self._job = source, job
         self._is_due, self._on_failure = is_due, on_failure
         self._stop = threading.Event()
@@ -62,13 +69,20 @@ class VerdictReader:
         self._read()
 
     def _read(self) -> None:
+        verdicts, advice = self._read_both() if self._is_due() else ((), None)
+        self.latest, self.advice = verdicts, advice
+
+    def _read_both(self) -> tuple[Sequence[Verdict], Advice | None]:
+        verdicts: Sequence[Verdict] = ()
         try:
-            self.latest = self._source.verdicts(self._job) if self._is_due() else ()
-        except ServiceError:
-            self.latest = ()
+            verdicts = self._source.verdicts(self._job)
+            if any(verdict.status in _ADVISED for verdict in verdicts):
+                return verdicts, self._source.advice(self._job)
+        except ServiceError:  # a sidecar without the latter still has the former
+            pass
         except Exception as error:  # noqa: BLE001 the boundary: training goes on
-            self.latest = ()
             self._on_failure(error)
+        return verdicts, None
 
 
 def largest_slowdown(verdicts: Sequence[Verdict]) -> float:
@@ -80,13 +94,15 @@ def largest_slowdown(verdicts: Sequence[Verdict]) -> float:
     return max(verdict.slowdown for verdict in verdicts)
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """Return the most severe verdict in a few words.
+def summary(verdicts: Sequence[Verdict], advice: Advice | None = None) -> str:
+    """Return the most severe verdict in a few words, and the advice.
 
     >>> slow = Verdict(rank=5, status=Status.FAIL_SLOW, slowdown=1.52, since_step=118)
     >>> fine = Verdict(rank=0, status=Status.HEALTHY)
     >>> summary([fine, slow]), summary([fine])
     ('rank 5 fail_slow 1.52x since step 118', 'healthy')
+    >>> summary([slow], Advice(ranks=(5,), step_ms=152.0, without_ms=None, replaced_ms=100.0))
+    'rank 5 fail_slow 1.52x since step 118; replace rank 5: steps 1.52x faster'
     """
     worst = max(verdicts, key=lambda one: (_SEVERITY.index(one.status), one.slowdown, -one.rank))
     same = [verdict for verdict in verdicts if verdict.status is worst.status]
@@ -100,4 +116,5 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     if worst.since_step is not None:
         parts.append(f"since step {worst.since_step}")
     others = f", {plural(len(same) - 1, 'other rank')} too" if len(same) > 1 else ""
-    return " ".join(parts) + others
+    told = f"; {advice.summary}" if advice is not None else ""
+    return " ".join(parts) + others + told

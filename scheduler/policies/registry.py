@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from resihp.contracts import InfeasibleError, Job, Schedule
+from resihp.contracts import Action, InfeasibleError, Job, Schedule
 
 from ..memory import plan_schedules
 from ..planner import make_plan
@@ -22,9 +22,9 @@ def joint(job: Job, speeds: Speeds) -> PolicyOutcome:
     except InfeasibleError as error:
         return PolicyOutcome(float("inf"), detail=error.detail)
     detail = "; ".join(plan.reason)
-    return PolicyOutcome(
-        plan.step_ms, plan.layout, plan.quotas, Transition.LIVE, plan.schedule, detail
-    )
+    restarts = plan.action is Action.RESTART
+    transition = Transition.RESTART if restarts else Transition.LIVE
+    return PolicyOutcome(plan.step_ms, plan.layout, plan.quotas, transition, plan.schedule, detail)
 
 
 def joint_any(job: Job, speeds: Speeds) -> PolicyOutcome:

@@ -177,6 +177,19 @@ async def get_diagnosis(job: str, ctx: Ctx, known: Known) -> Response:
     return await known.answer(tag, content)
 
 
+@router.get("/{job}/advice", **CONDITIONAL)
+async def get_advice(job: str, ctx: Ctx, known: Known) -> Response:
+    """Ranks to leave out of a job that cannot do so by itself, and the gain; null if none."""
+    tag = await ctx.store.tag(job, "planning")
+
+    async def content() -> bytes:
+        (planning,) = await ctx.store.status(job, "planning")
+        advice = json.loads(planning or "{}").get("advice")
+        return joined(job=dumps(job), advice=dumps(advice))
+
+    return await known.answer(tag, content)
+
+
 @router.get("/{job}/steps", **CONDITIONAL)
 async def get_steps(
     job: str,

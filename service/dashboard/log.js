@@ -23,6 +23,7 @@ function words(event) {
     case "plan_applied":
       return ["plan", `plan ${event.version}`, `The ranks work under plan ${event.version}`, ""];
     case "planning":
+      if (event.state === "advised") return ["plan", "advice", event.advice.summary, event.detail];
       return event.state === "infeasible"
         ? ["error", "no plan", event.detail, `binding constraint: ${event.constraint}`]
         : ["", "layout kept", event.detail, ""];

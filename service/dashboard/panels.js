@@ -118,6 +118,8 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
   const ratio = last?.predicted_ms ? last.observed_ms / last.predicted_ms : null;
   const { rollout, planning } = job;
   const waiting = rollout && rollout.newest > rollout.active;
+  const known = waiting ? `plan ${rollout.newest} is not applied yet` : (planning.advice?.summary ?? "applied");
+  const stuck = planning.state === "infeasible";
   const fact = (title, value, note, isBad = false, tone = isBad ? ".bad" : "") =>
     el(`div.card.fact${tone}`, {}, el("small", {}, title), el("strong", {}, value), el("span", {}, note));
   const names = bad.slice(0, 4).map((v) => `rank ${v.rank} ${WORDS[v.status]}`);
@@ -133,8 +135,8 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
     fact(
       "Plan",
       `${rollout?.active ?? 0}`,
-      planning.state === "infeasible" ? planning.detail : waiting ? `plan ${rollout.newest} is not applied yet` : "applied",
-      planning.state === "infeasible",
+      stuck ? planning.detail : known,
+      stuck || Boolean(planning.advice),
     ),
     fact(
       "Main cause of lost time",

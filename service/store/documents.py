@@ -11,7 +11,16 @@ from enum import StrEnum
 from operator import itemgetter
 from typing import Any
 
-from resihp.contracts import Job, Plan, Status, TelemetryBatch, Verdict, from_json, to_json
+from resihp.contracts import (
+    Advice,
+    Job,
+    Plan,
+    Status,
+    TelemetryBatch,
+    Verdict,
+    from_json,
+    to_json,
+)
 from resihp.contracts.codec import decode
 
 _MOST_NAMED = 64  # ranks that an event names
@@ -173,6 +182,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def plan_from_json(document: dict[str, Any]) -> Plan:
     """The plan in a document of `plan_json`. Raises `ContractError`."""
     return from_json(Plan, {name: v for name, v in document.items() if name != "gap"})
+
+
+def advice_json(advice: Advice) -> dict[str, Any]:
+    """Advice as answered: its fields, gains as fractions, and summary."""
+    gains = {"gain": advice.gain, "replaced_gain": advice.replaced_gain}
+    return {**to_json(advice), **gains, "summary": advice.summary}
 
 
 def predictor_key(job: Job) -> str:

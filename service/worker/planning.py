@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from resihp.contracts import InfeasibleError, Job, Plan, Status, Verdict
+from resihp.contracts import Action, Advice, InfeasibleError, Job, Plan, Status, Verdict
 from scheduler import ReplanDecision, SkiRental
 
+from ..store.documents import advice_json
 from .adapters import Adapters
 
 _RETRY_S = 5.0
@@ -63,8 +64,10 @@ class PlanningState:
     fail_stops      devices that stopped since the job was registered
     is_asked        a plan was asked for, and no decision on it was taken yet
     step_ms         newest observed step time; 0.0 before the first
+    restart_ms      pause of the last restart, the longest that a rank reported; None before one
+    advice          of the last planning, on the ranks to leave out; None: there is none
     outcome         result of the last planning, as the API shows it: `state` is `idle`, `planned`,
-                    `kept`, `infeasible` or `taken_over`
+                    `kept`, `advised`, `infeasible` or `taken_over`
     """
 
     plans: dict[int, Plan]
@@ -77,6 +80,8 @@ class PlanningState:
     fail_stops: int = 0
     is_asked: bool = False
     step_ms: float = 0.0
+    restart_ms: float | None = None
+    advice: Advice | None = None
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "idle"})
 
     @property
@@ -102,6 +107,12 @@ class PlanningState:
             "acks": Counter(self.acks.values()),
         }
 
+    def report(self) -> dict[str, Any]:
+        """Outcome of the last planning with its advice, as the API shows it."""
+        if self.advice is None:
+            return self.outcome
+        return {**self.outcome, "advice": advice_json(self.advice)}
+
     def publish(self, plan: Plan) -> None:
         """Add a new plan, which the ranks have still to apply."""
         later = sorted(self.plans.keys() - {self.active_version})
@@ -109,7 +120,8 @@ class PlanningState:
             del self.plans[version]
         self.plans[plan.version] = plan
         self.acks = {}
-        self.outcome = {"state": "planned", "version": plan.version}
+        by = {} if plan.action is None else {"action": plan.action.value}
+        self.outcome = {"state": "planned", "version": plan.version, **by}
 
     def take_over(self, plan: Plan, lost: Iterable[int]) -> bool:
         """Activate a plan that the job made by itself; False if it is active already.
@@ -122,7 +134,7 @@ class PlanningState:
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}
         dead = {*lost, *(rank for rank, speed in self.speeds.items() if speed == 0.0)}
         self.speeds = dict.fromkeys(sorted(dead)[:_MOST_RANKS], 0.0)
-        self.rental, self.retry = SkiRental(), PlanningRetry()
+        self.rental, self.retry, self.advice = SkiRental(), PlanningRetry(), None
         self.outcome = {"state": "taken_over", "version": plan.version}
         self.remove_joiners({*lost, *plan.layout.ranks})
         return True
@@ -136,15 +148,26 @@ class PlanningState:
         self.remove_joiners(self.active.layout.ranks)
         return True
 
-    def acknowledge(self, version: int, rank: int, answer: str) -> bool:
-        """Record the answer of a rank; True if all ranks have now applied the newest plan."""
+    def acknowledge(
+        self, version: int, rank: int, answer: str, pause_ms: float | None = None
+    ) -> bool:
+        """Record the answer of a rank and its pause; True if all ranks have now applied the newest
+        plan."""
         if not self.awaits(version, rank):
             return False
+        if answer == "applied" and self.newest.action is Action.RESTART:
+            self._note_restart(pause_ms or 0.0)
         self.acks[rank] = answer
         members = self.newest.layout.members
         if len(self.acks) < len(members):
             return False
         return all(self.acks.get(m) == "applied" for m in members) and self.activate(version)
+
+    def _note_restart(self, pause_ms: float) -> None:
+        """Record the pause of a rank, before its answer."""
+        if pause_ms > 0.0:
+            is_first = "applied" not in self.acks.values()
+            self.restart_ms = max(pause_ms, 0.0 if is_first else self.restart_ms or 0.0)
 
     def awaits(self, version: int, rank: int) -> bool:
         """Return whether the answer of a rank to a plan counts: it is the newest plan, and the rank
@@ -226,7 +249,8 @@ class Planner:
         return state.is_asked or state.retry.is_due(clock_s)
 
     def ask(self, state: PlanningState, job: Job, *, step: int, clock_s: float) -> PlanRequest:
-        """Ask for a plan from `step` on. A dead rank in the current layout always leads to one."""
+        """Ask for a plan from `step` on. A dead rank in the current layout always leads to one, or
+        to advice if the job takes on no other layout."""
         state.is_asked = True
         decision = self._executor.submit(
             self._replan,
@@ -236,14 +260,16 @@ class Planner:
             step=step,
             rental=state.rental,
             horizon_steps=_horizon_steps(state, job, clock_s),
+            restart_ms=state.restart_ms,
             time_limit_s=self._time_limit_s / 2,
         )
         return PlanRequest(decision, state.current, state.speeds, state.rental)
 
     def take(self, state: PlanningState, request: PlanRequest, clock_s: float) -> Plan | None:
-        """The plan of a request that is decided; updates rental, retry and outcome. Raises what the
-        scheduler raised, except that there is no plan or no time."""
+        """The plan of a request that is decided; updates rental, retry, advice and outcome. Raises
+        what the scheduler raised, except that there is no plan or no time."""
         state.is_asked, state.retry = False, state.retry.after_failure(clock_s)
+        state.advice = None
         try:
             decision = request.decision.result()
         except (InfeasibleError, TimeoutError) as error:
@@ -254,10 +280,11 @@ class Planner:
             return None
         lost_ms = state.rental.lost_ms - request.rental.lost_ms  # since it was asked for
         rental = decision.rental
-        state.retry = PlanningRetry()
+        state.retry, state.advice = PlanningRetry(), decision.advice
         state.rental = replace(rental, lost_ms=rental.lost_ms + lost_ms) if lost_ms else rental
         if decision.plan is None:
-            state.outcome = {"state": "kept", "detail": decision.explanation}
+            kept = "kept" if decision.advice is None else "advised"
+            state.outcome = {"state": kept, "detail": decision.explanation}
         return decision.plan
 
     def close(self) -> None:

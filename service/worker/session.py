@@ -266,16 +266,16 @@ class JobSession:
 
     def _ack(self, message: JobMessage) -> None:
         document = message.document()
-        version, answer = document["version"], document["state"]
-        if not self.planning.awaits(version, document["rank"]):
+        version, answer, rank = document["version"], document["state"], document["rank"]
+        if not self.planning.awaits(version, rank):
             return
-        before = self.planning.active
-        is_applied_by_all = self.planning.acknowledge(version, document["rank"], answer)
+        before, pause_ms = self.planning.active, document.get("pause_ms")
+        is_applied_by_all = self.planning.acknowledge(version, rank, answer, pause_ms)
         if answer == "refused":
             self._event("ack", document)
         else:
             ranks, of = len(self.planning.acks), len(self.planning.newest.layout.ranks)
-            self.changes.count_acks(version, ranks=ranks, of=of, pause_ms=document["pause_ms"])
+            self.changes.count_acks(version, ranks=ranks, of=of, pause_ms=pause_ms)
         if is_applied_by_all:
             self._switch(before)
         elif answer == "refused":
@@ -353,7 +353,7 @@ class JobSession:
         if plan is not None:
             self._publish(plan)
         elif self.planning.outcome != before:
-            self._event("planning", self.planning.outcome)
+            self._event("planning", self.planning.report())
 
     def _publish(self, plan: Plan) -> None:
         plan = replace(
@@ -389,7 +389,7 @@ class JobSession:
             "healthy_as_of": {"confidence": summary.confidence, "step": summary.step},
             "verdicts": [to_json(verdict) for _, verdict in sorted(others.items())],
             "devices": +devices,
-            "planning": self.planning.outcome,
+            "planning": self.planning.report(),
             "last_step": self.last_step,
             "rollout": self.planning.rollout(),
             "probes": self._state.probes.by_rank(),

@@ -9,6 +9,7 @@ import pytest
 
 from resihp import Client, Monitor
 from resihp.contracts import (
+    Advice,
     Cause,
     ContractError,
     Diagnosis,
@@ -75,6 +76,14 @@ def test_verdicts_and_diagnosis(client, service):
     why = Diagnosis(slowdown=1.2, root_cause=Cause.DEVICE, attribution={Cause.DEVICE: 1.0})
     service.answer(200, to_json(why))
     assert client.diagnosis("j") == why
+
+
+def test_advice(client, service):
+    service.answer(200, {"job": "j", "advice": None})
+    assert client.advice("j") is None
+    found = Advice(ranks=(5,), step_ms=150.0, without_ms=120.0, replaced_ms=100.0)
+    service.answer(200, {"job": "j", "advice": {**to_json(found), "summary": found.summary}})
+    assert client.advice("j") == found
 
 
 def test_plan(client, service):

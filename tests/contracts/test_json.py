@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import (
+    Action,
+    Advice,
     Cause,
     ContractError,
     Diagnosis,
@@ -146,3 +149,56 @@ def test_a_slowdown_is_a_factor(slowdown):
     ):
         with pytest.raises(ContractError, match="slowdown: must be a factor"):
             make()
+
+
+def test_a_job_says_what_it_can_take_on_in_any_order():
+    document = to_json(JOB)
+    assert document.pop("actions") == ["layout", "quotas"]
+    assert from_json(Job, document) == JOB  # written before jobs had actions
+    document["actions"] = ["notify", "restart", "quotas", "restart"]
+    job = from_json(Job, document)
+    assert job.actions == (Action.QUOTAS, Action.RESTART, Action.NOTIFY)
+    assert replace(job, actions={"restart", Action.NOTIFY, "quotas"}) == job
+    assert survives(job)
+    assert from_json(Job, {**document, "actions": []}).actions == (Action.NOTIFY,)
+
+
+@pytest.mark.parametrize(
+    ("actions", "field"),
+    [
+        (["quota"], "actions[0]"),
+        (["layout", 3], "actions[1]"),
+        ("quotas", "actions"),
+        (1, "actions"),
+    ],
+)
+def test_an_action_that_there_is_not_is_named(actions, field):
+    with pytest.raises(ContractError) as caught:
+        from_json(Job, {**to_json(JOB), "actions": actions})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("actions", [("quota",), "quotas", (None,)])
+def test_an_action_that_there_is_not_is_refused_in_python_too(actions):
+    with pytest.raises(ContractError, match="actions: must be of layout, quotas"):
+        replace(JOB, actions=actions)
+
+
+def test_a_plan_says_by_which_action_it_is_applied_where_there_is_one():
+    plan = Plan(version=0, layout=JOB.layout, quotas=JOB.quotas)
+    assert "action" not in to_json(plan)
+    restart = replace(plan, action=Action.RESTART)
+    assert to_json(restart)["action"] == "restart"
+    assert survives(plan)
+    assert survives(restart)
+    assert restart.digest == plan.digest
+
+
+def test_advice_survives_and_says_what_is_gained():
+    advice = Advice(ranks=(5,), others=(4,), step_ms=150.0, without_ms=120.0, replaced_ms=100.0)
+    assert survives(advice)
+    assert (advice.gain, advice.replaced_gain) == (pytest.approx(0.25), pytest.approx(0.5))
+    stopped = Advice(ranks=(5,), stopped=(5,), step_ms=None, without_ms=120.0, replaced_ms=100.0)
+    assert survives(stopped)
+    assert stopped.gain is stopped.replaced_gain is None
+    assert "steps take 1.20x as long" in stopped.summary

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.contracts import Layout, Schedule
+from resihp.contracts import Action, Layout, Schedule
 from resihp.instrumentation._inferred_job import InferredJob, job_name
 from resihp.layout.rank_groups import RankDescription, layout_of
 
@@ -71,6 +71,19 @@ def test_job_is_known_after_its_first_step():
     described = job.describe(now=False)
     assert described is not None
     assert (described.name, described.microbatches) == ("j", 3)
+    assert described.actions == (Action.NOTIFY,)
+
+
+@pytest.mark.parametrize(("given", "per_node"), [("4", 4), ("0", 8), ("many", 8), (None, 8)])
+def test_ranks_per_node_are_those_of_the_launcher(monkeypatch, given, per_node):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    own = RankDescription(0, (0,))
+    job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=1)
+    described = job.describe(now=False)
+    assert described is not None
+    assert described.links.ranks_per_node == per_node
 
 
 def test_what_is_given_is_not_inferred():

@@ -158,6 +158,9 @@ class InProcessSidecar:
             raise self.error
         return [Verdict(rank=0, status=Status.FAIL_SLOW, slowdown=1.5, since_step=3)]
 
+    def advice(self, job: str) -> None:
+        """No advice: there is one rank only."""
+
     def passes(self) -> list[tuple[int, int, Op]]:
         """Step, microbatch and op of all records but those of data loaders."""
         found = TelemetryBatch.concat(self.batches)

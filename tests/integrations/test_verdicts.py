@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from resihp.contracts import Status, Verdict
+from resihp.contracts import Advice, ServiceError, Status, Verdict
 from resihp.integrations._observer import TrainingObserver
-from resihp.integrations._verdicts import largest_slowdown, summary
+from resihp.integrations._verdicts import VerdictReader, largest_slowdown, summary
 
 pytestmark = pytest.mark.integrations
 
@@ -44,6 +44,51 @@ def verdict(rank: int, status: Status, slowdown: float = 1.0, since: int | None 
 def test_the_most_severe_verdict_is_summed_up(verdicts: list[Verdict], text: str) -> None:
     assert summary(verdicts) == text
     assert largest_slowdown(verdicts) == max(one.slowdown for one in verdicts)
+
+
+SLOW = verdict(1, Status.FAIL_SLOW, 2.0, 4)
+ADVICE = Advice(ranks=(1,), step_ms=200.0, without_ms=125.0, replaced_ms=100.0)
+
+
+def test_advice_follows_the_verdict() -> None:
+    assert summary([SLOW], ADVICE) == (
+        "rank 1 fail_slow 2.00x since step 4; "
+        "leave rank 1 out: steps 1.60x faster for the same work; replace it: 2.00x"
+    )
+
+
+class Source:
+    """A sidecar that finds rank 1 slow, or nothing, and answers about advice as it is told."""
+
+    def __init__(self, found: Verdict, answer: Advice | Exception) -> None:
+        self.found, self.answer = found, answer
+
+    def verdicts(self, job: str) -> list[Verdict]:
+        return [self.found]
+
+    def advice(self, job: str) -> Advice | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("found", "answer", "read", "failures"),
+    [
+        (SLOW, ADVICE, ADVICE, 0),
+        (SLOW, ServiceError("no such route", status=404), None, 0),
+        (SLOW, RuntimeError("broken"), None, 1),
+        (verdict(1, Status.HEALTHY), ADVICE, None, 0),
+    ],
+)
+def test_verdicts_are_read_whatever_becomes_of_the_advice(
+    found: Verdict, answer: Advice | Exception, read: Advice | None, failures: int
+) -> None:
+    failed: list[Exception] = []
+    source = Source(found, answer)
+    reader = VerdictReader(source, "j", is_due=lambda: True, on_failure=failed.append)
+    reader.finish(30.0)
+    assert (list(reader.latest), reader.advice, len(failed)) == ([found], read, failures)
 
 
 def test_an_unknown_option_is_refused_at_once() -> None:

@@ -119,6 +119,61 @@ def test_a_plan_that_moves_nothing_says_so(run, tmp_path):
     assert "The plan moves nothing." in result.stdout
 
 
+@pytest.fixture
+def run_for(run, tmp_path):
+    """A job of four replicas with these actions."""
+
+    def invoke(actions, *arguments):
+        job = JOB.replace("[layout]", f"actions = {json.dumps(actions)}\n[layout]")
+        small = (
+            job.replace("dp = 2", "dp = 4").replace("pp = 2", "pp = 1").replace("tp = 2", "tp = 1")
+        )
+        (tmp_path / "actions.toml").write_text(small)
+        return run("plan", str(tmp_path / "actions.toml"), *arguments)
+
+    return invoke
+
+
+def test_a_job_with_quotas_alone_gets_other_quotas(run_for):
+    document = json.loads(run_for(["quotas"], "--speeds", '{"1": 0.3}', "--json").stdout)
+    plan = document["plan"]
+    assert (plan["quotas"], plan["action"]) == ([5, 1, 5, 5], "quotas")
+    assert len(plan["layout"]["replicas"]) == 4
+    dead = run_for(["quotas"], "--speeds", '{"1": 0}')
+    assert dead.exit_code == 1
+    assert "cannot go on without rank 1" in dead.stdout
+
+
+def test_a_job_that_restarts_is_told_when_that_pays(run_for):
+    result = run_for(["restart"], "--speeds", '{"1": 0.3}')
+    assert "for a restart of 60.1 s and break even after 301 steps" in " ".join(
+        result.stdout.split()
+    )
+
+
+def test_a_plan_by_a_restart_says_what_that_costs(run_for):
+    result = run_for(["restart"], "--speeds", '{"1": 0}')
+    said = " ".join(result.stdout.split())
+    assert said.count("applied by a restart, for 60.1 s of pause and of work done again") == 1
+
+
+def test_a_job_that_takes_on_no_plan_gets_advice(run_for):
+    result = run_for(["notify"], "--speeds", '{"1": 0.5}')
+    assert result.exit_code == 0
+    advice = "leave rank 1 out: steps 1.50x faster for the same work; replace it: 2.00x"
+    assert result.stdout == f"This job takes on no plan; {advice}.\n"
+    document = json.loads(run_for(["notify"], "--speeds", '{"1": 0.5}', "--json").stdout)
+    assert document["plan"] is None
+    assert (document["advice"]["ranks"], document["advice"]["step_ms"]) == ([1], 192.0)
+    healthy = run_for(["notify"]).stdout
+    assert healthy == "This job takes on no plan; nothing is to be gained.\n"
+
+
+def test_an_action_that_there_is_not_is_named(run_for):
+    result = run_for(["quota"])
+    assert (result.exit_code, "actions[0]: must be one of layout" in result.stderr) == (2, True)
+
+
 def test_no_plan_names_what_binds(run):
     result = run("plan", "JOB", "--speeds", json.dumps([0] * 8), "--json")
     assert result.exit_code == 1

@@ -29,6 +29,7 @@ from resihp.contracts import (
     Verdict,
 )
 from scheduler import ReplanDecision, SwitchCandidate
+from scheduler import replan as real_replan
 from service import Settings
 from service.worker.adapters import Adapters
 
@@ -171,8 +172,10 @@ def replan(
     """Worth it only when a rank of the present layout is not at full speed.
 
     Moves are dear for a job whose device is called "dear": they cost five steps' gain, which pays
-    over a horizon of more than five steps.
+    over a horizon of more than five steps. A job that takes on no layout gets what it really gets.
     """
+    if not job.takes_layouts:
+        return real_replan(job, current, speeds, step=step, **given)
     if all(speeds.get(rank, 1.0) >= 1.0 for rank in current.layout.ranks):
         return ReplanDecision(plan=None)
     plan = make_plan(job, speeds, from_step=step)

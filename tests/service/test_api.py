@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from fakes import HEARTBEAT_TIMEOUT_S
 
+from resihp.client import Client
 from resihp.contracts import Job, Plan, from_json, to_json
 from resihp.contracts.codec import WireFormat
 from tests.service.conftest import Http, batch_of, eventually, job_of
@@ -157,6 +158,37 @@ def test_no_feasible_plan_is_told_and_kills_nothing(http: Http):
     assert http("GET", "/v1/jobs/hopeless/plan?after=0").status == 204
     http.send("hopeless", batch_of(0))
     eventually(lambda: http.records("hopeless") == 32)
+
+
+def test_a_job_that_can_only_be_notified_is_shown_advice(http: Http):
+    http.register(job_of("told", actions=("notify",)))
+    client = Client(http.url)
+    assert client.advice("told") is None
+    for step in range(2):
+        http.send("told", batch_of(step, slow=(3,)))
+    planning = eventually(
+        lambda: (p := http.get("/v1/jobs/told")["planning"])["state"] == "advised" and p
+    )
+    shown = http.get("/v1/jobs/told")
+    assert shown["job"]["actions"] == ["notify"]
+    assert shown["plan"]["version"] == 0
+    assert http("GET", "/v1/jobs/told/plan?after=0").status == 204
+    assert http.get("/v1/jobs/told/advice") == {"job": "told", "advice": planning["advice"]}
+    advice = client.advice("told")
+    assert advice is not None
+    assert (advice.ranks, advice.summary) == ((3,), planning["advice"]["summary"])
+    http.send("told", batch_of(2))
+    eventually(lambda: client.advice("told") is None)
+    assert "no job is registered" in problem_of(http("GET", "/v1/jobs/x/advice"), 404)["detail"]
+
+
+def test_an_action_that_there_is_not_is_refused(http: Http):
+    document = {**to_json(job_of("odd")), "actions": ["layout", "quota"]}
+    problem = problem_of(http("PUT", "/v1/jobs/odd", document), 422)
+    assert problem["errors"][0]["field"] == "actions[1]"
+    del document["actions"]
+    registered = http("PUT", "/v1/jobs/odd", document)
+    assert registered.json()["job"]["actions"] == ["layout", "quotas"]
 
 
 def test_heartbeats_that_stop_mean_fail_stop(http: Http):

@@ -83,6 +83,16 @@ def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
     assert_clean(browser, http)
 
 
+def test_advice_for_a_job_that_takes_on_no_plan_is_shown(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("told", actions=("notify",)))
+    browser.get(http.url)
+    for step in range(2):
+        http.send("told", batch_of(step, slow=(3,)))
+    eventually(lambda: "replace rank 3: steps" in text(browser, "#facts"))
+    eventually(lambda: "replace rank 3: steps" in text(browser, "#log"))
+    assert_clean(browser, http)
+
+
 def assert_clean(browser: webdriver.Chrome, http: Http) -> None:
     """No error on the console but answers 404 for the job deleted; nothing from elsewhere."""
     severe = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]

@@ -9,6 +9,7 @@ import pytest
 from fakes import fake_adapters
 
 from resihp.contracts import (
+    Action,
     FaultRate,
     InfeasibleError,
     Op,
@@ -285,3 +286,88 @@ def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
     gone = {"ranks": [8], "step": 1, "detail": "lost"}
     other.apply(JobMessage("91-0", MessageKind.FAILURE, json.dumps(gone).encode()))
     assert asked[-1].get(8) != 1.0
+
+
+def test_a_job_that_can_only_be_notified_gets_advice_and_no_plan(sessions):
+    session = sessions(actions=("notify",))
+    tell(session, 0, 1, 2, slow=(3,))
+    assert not session.changes.plans
+    planning = session.status()["planning"]
+    assert planning["state"] == "advised"
+    advice = planning["advice"]
+    # Half of the replicas are not twice as fast as both of them with rank 3.
+    assert (advice["ranks"], advice["without_ms"], advice["gain"]) == ([3], None, None)
+    gain = advice["step_ms"] / advice["replaced_ms"] - 1.0
+    assert advice["replaced_gain"] == pytest.approx(gain)
+    assert advice["summary"] == f"replace rank 3: steps {gain + 1.0:.2f}x faster"
+    assert advice["summary"] in planning["detail"]
+    told = [event for kind, event in session.changes.events if kind == "planning"]
+    assert told == [planning]
+    other = sessions(actions=("notify",))
+    other.resume(session.save())
+    assert other.status()["planning"] == planning
+    tell(other, 3, 4)
+    assert other.status()["planning"] == {"state": "kept", "detail": "this job takes on no plan"}
+
+
+def test_a_rank_lost_to_a_job_that_takes_on_no_layout_brings_advice_once(sessions):
+    for actions in (("notify",), ("quotas",)):
+        session = sessions(actions=actions)
+        tell(session, 0)
+        for index in range(3):
+            body = json.dumps({"ranks": [6], "step": 1, "detail": "lost"}).encode()
+            session.apply(JobMessage(f"9{index}-0", MessageKind.FAILURE, body))
+            session.tick(60.0, 0.0)
+        assert not session.changes.plans
+        (told,) = [event for kind, event in session.changes.events if kind == "planning"]
+        assert told["advice"]["stopped"] == [6]
+        assert "rank 6 has stopped: leave rank 6 out" in told["detail"]
+
+
+def test_a_job_with_quotas_alone_keeps_its_layout(sessions):
+    session = sessions(actions=("quotas",))
+    tell(session, 0, 1, slow=(3,))
+    (plan,) = session.changes.plans
+    assert plan.layout == session.job.layout
+    assert plan.quotas[0] > plan.quotas[1]
+    planning = session.status()["planning"]
+    assert (planning["state"], planning["action"]) == ("planned", "quotas")
+    tell(session, 2, 3, slow=(3,), version=1)
+    assert session.planning.active.quotas == plan.quotas
+
+
+def acknowledge(session, version, rank, pause_ms):
+    body = {"version": version, "rank": rank, "state": "applied", "step": 5, "detail": ""}
+    message = json.dumps({**body, "pause_ms": pause_ms}).encode()
+    session.apply(JobMessage(f"{70 + rank}-0", MessageKind.ACK, message))
+
+
+def test_the_pause_of_a_restart_is_the_cost_of_the_next(sessions):
+    asked = []
+
+    def noting(*given, **more):
+        asked.append(more["restart_ms"])
+        return replan(*given, **more)
+
+    adapters = replace(fake_adapters(), replan=noting)
+    session = sessions(adapters, actions=("restart",))
+    tell(session, 0)
+    body = json.dumps({"ranks": [6], "step": 1, "detail": "lost"}).encode()
+    session.apply(JobMessage("60-0", MessageKind.FAILURE, body))
+    (plan,) = session.changes.plans
+    assert plan.action is Action.RESTART
+    assert session.status()["planning"]["action"] == "restart"
+    for rank, pause_ms in {0: 900.0, 1: 2500.0, 2: None, 3: 700.0}.items():
+        acknowledge(session, 1, rank, pause_ms)
+    other = sessions(adapters, actions=("restart",))
+    other.resume(session.save())
+    tell(other, 2, slow=(1,))
+    assert asked == [None, 2500.0]
+
+
+def test_the_pause_of_a_live_change_is_not_that_of_a_restart(sessions):
+    session = sessions(actions=("quotas",))
+    tell(session, 0, slow=(3,))
+    acknowledge(session, 1, 0, 5.0)
+    assert session.planning.acks == {0: "applied"}
+    assert session.planning.restart_ms is None
