@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from resihp.contracts import Job, Plan, ServiceError
-from resihp.elastic.planning.sources import ServicePlans
+from resihp.contracts import Action, InfeasibleError, Job, Plan, ServiceError
+from resihp.elastic.planning.sources import LocalPlans, ServicePlans
 from tests.elastic.engine_job import GRID, MICROBATCHES, SHAPE
 
 JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)
@@ -58,3 +59,14 @@ def test_a_job_that_is_registered_in_time_is_no_reason_to_warn(
     assert [(r.levelname, "no job" in r.getMessage()) for r in caplog.records] == [
         ("WARNING", True)
     ]
+
+
+def test_a_job_that_keeps_its_layout_has_no_plan_after_a_loss() -> None:
+    only_quotas = LocalPlans(replace(JOB, actions=(Action.QUOTAS,)))
+    current = Plan(version=0, layout=GRID, quotas=JOB.quotas)
+    with pytest.raises(InfeasibleError, match="quotas only"):
+        only_quotas.after_loss(current, GRID.ranks[1:], step=3)
+    assert (
+        GRID.ranks[0]
+        not in LocalPlans(JOB).after_loss(current, GRID.ranks[1:], step=3).layout.ranks
+    )

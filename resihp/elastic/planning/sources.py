@@ -96,9 +96,10 @@ class LocalPlans(NoPlans):
         quickest. Raises `InfeasibleError` if there is none."""
         lost = {*self._job.layout.ranks, *current.layout.ranks} - set(survivors)
         speeds = dict.fromkeys(sorted(lost), 0.0)
-        plan = self._replan(self._job, current, speeds, step=step).plan
-        assert plan is not None, "a lost rank in the layout always results in a plan"
-        return replace(plan, from_step=0)  # the step that the loss ended is run again
+        decision = self._replan(self._job, current, speeds, step=step)
+        if decision.plan is None:  # the job says that it takes on no other layout
+            raise InfeasibleError("actions", decision.explanation)
+        return replace(decision.plan, from_step=0)  # the step that the loss ended is run again
 
     def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
         """A plan with the joiners at full speed, or None if it uses none of them."""
