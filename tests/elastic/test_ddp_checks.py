@@ -173,17 +173,3 @@ def test_steps_a_second_time(made: Made) -> None:
             compute(made[0])
     with pytest.raises(ContractError, match="call it once"):
         next(made[2].steps(2))
-
-
-def test_quotas_with_another_sum() -> None:
-    environment = Environment(0, 2, "127.0.0.1", 1, "job", False, False)
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ContractError, match="2 numbers with the sum 4"):
-        Replicas(
-            model,
-            optimizer,
-            microbatches=4,
-            quotas=lambda alive: [1] * len(alive),
-            environment=environment,
-        )

@@ -1,0 +1,182 @@
+"""A plain loop whose ranks run as many microbatches as they are told, and its undisturbed twin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from resihp.contracts import Plan
+from resihp.elastic import Quotas
+from resihp.elastic.planning.sources import NoPlans
+
+WIDTH, MICROBATCHES = 8, 9
+WAIT_S = 120
+
+
+@dataclass(frozen=True)
+class QuotaLoop:
+    """A loop of `ranks` ranks.
+
+    kind    `mean`: losses are means; `tokens`: sums over the tokens of unequal microbatches;
+            `work`: means, assigned by work
+    offers  answers of the plan source on rank 0, one after the other; an error is raised
+    sharded  by FSDP2 instead of replicated by DDP
+    due     (step, version): the first rank does not begin a step before that plan was taken
+    """
+
+    kind: str = "mean"
+    ranks: int = 3
+    steps: int = 6
+    sharded: bool = False
+    offers: tuple[Any, ...] = ()
+    due: tuple[tuple[int, int], ...] = ()
+
+
+class Offers(NoPlans):
+    """Gives each answer once; `taken` has the versions that were asked past."""
+
+    def __init__(self, answers: Collection[Any]) -> None:
+        self._answers = list(answers)
+        self._changed = threading.Condition()
+        self._after = 0
+        self.told: list[tuple[str, int]] = []
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        with self._changed:
+            self._after = after
+            self._changed.notify_all()
+        answer = self._answers.pop(0) if self._answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def applied(self, plan: Plan, rank: int, step: int, pause_ms: float) -> None:
+        with self._changed:
+            self.told.append(("applied", plan.version))
+            self._changed.notify_all()
+
+    def refused(self, plan: Plan, rank: int, why: str) -> None:
+        self.told.append(("refused", plan.version))
+
+    def until_taken(self, version: int) -> None:
+        """Wait until a plan of this version was taken or refused."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._after >= version, WAIT_S)
+
+    def until_told(self, *told: tuple[str, int]) -> None:
+        """Wait until all of this was told."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: set(told) <= set(self.told), WAIT_S), self.told
+
+
+@dataclass
+class Noted:
+    """Monitor that notes the version of the plan."""
+
+    plan_version: int = 0
+
+
+def tokens_of(step: int, index: int) -> int:
+    return 1 + (3 * step + 5 * index) % 7
+
+
+def batch(loop: QuotaLoop, step: int, index: int) -> torch.Tensor:
+    rows = 4 if loop.kind == "mean" else tokens_of(step, index)
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(rows, WIDTH, generator=generator)
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(loop: QuotaLoop, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    error = functional.mse_loss(model(x), x.roll(1, dims=1), reduction="none").mean(1)
+    return error.sum() if loop.kind == "tokens" else error.mean()
+
+
+def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
+    inner = build_model()
+    if loop.sharded:
+        for layer in inner[0], inner[2]:
+            fully_shard(layer)
+        model: nn.Module = fully_shard(inner)
+    else:
+        model = DistributedDataParallel(inner, bucket_cap_mb=0.0005)
+    optimizer = build_optimizer(inner)
+    source, monitor = Offers(loop.offers), Noted()
+    quotas = Quotas(
+        microbatches=MICROBATCHES,
+        plans=source,
+        work=(lambda step: [tokens_of(step, index) for index in range(MICROBATCHES)])
+        if loop.kind == "work"
+        else None,
+        monitor=monitor,
+    )
+    kept: list[dict[str, Any]] = []
+    for step in quotas.steps(loop.steps):
+        optimizer.zero_grad()
+        scale = step.scale
+        if loop.kind == "tokens":
+            own = sum(tokens_of(step.number, index) for index in step.microbatches)
+            scale = step.scale_for(1.0, quotas.total(own))
+        for index in step:
+            with step.sync(model):
+                (loss_of(loop, model, batch(loop, step.number, index)) * scale).backward()
+        gradients = [_whole(parameter.grad) for parameter in inner.parameters()]
+        optimizer.step()
+        told = {"quotas": step.quotas, "own": step.microbatches, "version": step.plan_version}
+        assert monitor.plan_version == step.plan_version
+        kept.append({**told, "gradients": gradients})
+        for number, version in loop.due:
+            if rank == 0 and number == step.number + 1:
+                source.until_taken(version)
+    if rank == 0:
+        source.until_told(*(("applied", one["version"]) for one in kept if one["version"]))
+    kept.append({"told": source.told, "failures": quotas.failures})
+    torch.save(kept, folder / f"rank-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    """A copy of the gradient that no later step changes."""
+    whole: torch.Tensor = getattr(gradient, "full_tensor", gradient.clone)()
+    return whole
+
+
+def undisturbed(loop: QuotaLoop) -> list[list[torch.Tensor]]:
+    """Gradients of each step of the job on one process without quotas."""
+    model = build_model()
+    optimizer = build_optimizer(model)
+    kept = []
+    for step in range(loop.steps):
+        optimizer.zero_grad()
+        total = float(MICROBATCHES)
+        if loop.kind == "tokens":
+            total = float(sum(tokens_of(step, index) for index in range(MICROBATCHES)))
+        for index in range(MICROBATCHES):
+            (loss_of(loop, model, batch(loop, step, index)) / total).backward()
+        kept.append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+    return kept
