@@ -32,7 +32,6 @@ from resihp.elastic import NoPlans, Pacer, Quotas, ServicePlans, microbatch_flop
 MICROBATCHES, SLOW_RANK = 16, 3
 SHAPE = ModelShape(layers=1, hidden=32, heads=2, kv_heads=2, ffn=64, vocab=256, gated=False)
 TOKENS, SHORTEST, LONGEST = 192, 48, 512
-MS_OF_ONE = 100.0
 _KEEP: list[object] = []
 
 
@@ -46,6 +45,8 @@ class Case:
     quotas    `none`: plain DDP, even; `count` and `work`: `Quotas`, by number and by work
     planned   quotas of a plan that the source offers from the begin on; empty: none
     url       of the sidecar that decides; empty: none
+    ms        of a microbatch of 192 tokens on a healthy device
+    left_out  slowdown of the rank that was left out; 0.0: none was
     """
 
     name: str
@@ -57,6 +58,8 @@ class Case:
     quotas: str = "none"
     planned: tuple[int, ...] = ()
     url: str = ""
+    ms: float = 100.0
+    left_out: float = 0.0
 
     def speeds(self, step: int) -> list[float]:
         """Speed of each rank."""
@@ -206,7 +209,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         inner.step = step.number
         losses = {}
         for index in step:
-            inner.work_ms = MS_OF_ONE * works[step.number][index]
+            inner.work_ms = case.ms * works[step.number][index]
             with step.sync(model):
                 loss = loss_of(case, model, step.number, index)
                 (loss * step.scale_for(1.0, totals[step.number])).backward()

@@ -3,7 +3,8 @@
 Four processes train a small model on real text, 16 microbatches a step; their devices are emulated
 (`_quotas_loop`). Times are over the least that the devices could take: all work divided by the sum
 of their speeds ("fluid"), and where all microbatches are equal also over the best assignment of
-whole microbatches, which no loop that keeps them whole can beat.
+whole microbatches, which no loop that keeps them whole can beat. "assigned" is what the assignment
+itself leaves of that, without any cost of the machine that emulates the devices.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from json import loads
 from pathlib import Path
+from typing import Any
 
 from benchmarks._quotas_loop import (
     MICROBATCHES,
-    MS_OF_ONE,
     Case,
     run_rank,
     tokens_of,
@@ -26,14 +27,17 @@ from benchmarks._quotas_loop import (
     work_of,
 )
 from benchmarks._report import machine, print_table, write_json
-from resihp.elastic.microbatches.balancing import at_least_one, quotas_by_speed
+from resihp.elastic.microbatches.balancing import at_least_one, last_end, quotas_by_speed
 from resihp.testing.local_ranks import LocalRanks
 from service import Sidecar
 
 _SETTLED = 5
 """Steps at the begin that are not counted, and after the onset or the plan."""
 _ONSET = 15
-COLUMNS = ("", "quotas", "step ms", "of fluid", "of best whole", "loss differs by", "plan in force")
+COLUMNS = (
+    *("", "quotas", "step ms", "of fluid", "assigned", "of best whole", "loss differs by"),
+    "plan in force",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Outcome:
 
     step_ms  median
     fluid    median over the steps of the time, over all work divided by all speeds
+    assigned  the same of the end that the assignments imply
     whole    the same over the best assignment of whole microbatches; None where they are unequal
     loss     largest relative difference of a step's loss from that of one undisturbed process
     waited   steps from the onset to the first step with the plan; None without a plan
@@ -51,6 +56,7 @@ class Outcome:
     quotas: tuple[int, ...]
     step_ms: float
     fluid: float
+    assigned: float
     whole: float | None
     loss: float
     waited: int | None
@@ -64,6 +70,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="of a job without sidecar")
     parser.add_argument("--sidecar-steps", type=int, default=110)
     parser.add_argument("--no-sidecar", dest="sidecar", action="store_false")
+    parser.add_argument("--no-scripted", dest="scripted", action="store_false")
+    parser.add_argument("--ms", type=float, default=100.0, help="of a microbatch of 192 tokens")
     parser.add_argument("--only", choices=("equal", "unequal"))
     options = parser.parse_args()
     figures = {}
@@ -71,13 +79,15 @@ def main() -> None:
         kind = "unequal" if unequal else "equal"
         if options.only not in (None, kind):
             continue
-        longest = replace(_case(kind, options.sidecar_steps), unequal=unequal)
-        losses = undisturbed_losses(longest)
-        found = [
-            _measured(case, losses) for case in _cases(unequal, options.factors, options.steps)
-        ]
+        healthy = Case("all healthy, plain DDP", options.steps, unequal=unequal, ms=options.ms)
+        most = options.sidecar_steps if options.sidecar else options.steps
+        losses = undisturbed_losses(replace(healthy, steps=most))
+        found = []
+        if options.scripted:
+            found = [_measured(case, losses) for case in _cases(healthy, options.factors)]
         if options.sidecar:
-            found += _with_sidecar(unequal, options.factors, options.sidecar_steps, losses)
+            watched = replace(healthy, steps=options.sidecar_steps)
+            found += _with_sidecar(watched, options.factors, losses)
         text = "documents of 48 to 512 bytes" if unequal else "192 bytes"
         print_table(f"DDP x4, {MICROBATCHES} microbatches of {text}", COLUMNS, map(_row, found))
         figures[kind] = [asdict(one) for one in found]
@@ -86,48 +96,26 @@ def main() -> None:
         write_json(options.json, figures)
 
 
-def _case(name: str, steps: int) -> Case:
-    return Case(name, steps)
-
-
-def _cases(unequal: bool, factors: list[float], steps: int) -> Iterator[Case]:
-    yield Case("all healthy, plain DDP", steps, unequal=unequal)
+def _cases(healthy: Case, factors: list[float]) -> Iterator[Case]:
+    yield healthy
     for factor in factors:
-        slow = Case(
-            f"one rank slow x{factor:g}: nothing done", steps, factor=factor, unequal=unequal
-        )
+        slow = replace(healthy, name=f"x{factor:g}: nothing done", factor=factor)
         yield slow
-        yield replace(
-            slow, name=f"x{factor:g}: without that rank", ranks=3, factor=1.0, quotas="count"
-        )
+        without = replace(healthy, ranks=3, left_out=factor, quotas="count")
+        yield replace(without, name=f"x{factor:g}: without that rank")
         planned = at_least_one(quotas_by_speed(MICROBATCHES, slow.speeds(0)))
-        yield replace(slow, name=f"x{factor:g}: quotas, by count", quotas="count", planned=planned)
-        if unequal:
-            yield replace(
-                slow, name=f"x{factor:g}: quotas, by work", quotas="work", planned=planned
-            )
+        for how in ("count", "work") if healthy.unequal else ("count",):
+            yield replace(slow, name=f"x{factor:g}: quotas, by {how}", quotas=how, planned=planned)
 
 
-def _with_sidecar(
-    unequal: bool, factors: list[float], steps: int, losses: list[float]
-) -> Iterator[Outcome]:
-    with (
-        tempfile.TemporaryDirectory(prefix="resihp-quotas-") as data,
-        Sidecar(Path(data)) as sidecar,
-    ):
+def _with_sidecar(healthy: Case, factors: list[float], losses: list[float]) -> Iterator[Outcome]:
+    how = "work" if healthy.unequal else "count"
+    folder = tempfile.TemporaryDirectory(prefix="resihp-quotas-")
+    with folder as data, Sidecar(Path(data)) as sidecar:
+        slow = replace(healthy, since=_ONSET, quotas=how, url=sidecar.url)
         for factor in factors:
-            yield _measured(
-                Case(
-                    f"x{factor:g} from step {_ONSET} on: quotas of the sidecar",
-                    steps,
-                    factor=factor,
-                    since=_ONSET,
-                    unequal=unequal,
-                    quotas="work" if unequal else "count",
-                    url=sidecar.url,
-                ),
-                losses,
-            )
+            name = f"x{factor:g} from step {_ONSET} on: quotas of the sidecar, by {how}"
+            yield _measured(replace(slow, name=name, factor=factor), losses)
 
 
 def _measured(case: Case, losses: list[float]) -> Outcome:
@@ -143,23 +131,26 @@ def _measured(case: Case, losses: list[float]) -> Outcome:
     has_source = bool(case.planned or case.url)
     begin = (planned[0] if planned else case.since) + _SETTLED
     counted = range(begin, case.steps)
-    fluid, whole, times = [], [], []
+    fluid, assigned, whole, times = [], [], [], []
     for step in counted:
         speeds, work = case.speeds(step), work_of(case, step)
-        # Without the slow rank the others' speeds are all there is; with it, its own counts too.
-        if case.ranks == 3:
-            speeds = [*speeds, 1.0 / float(case.name[1:].split(":")[0])]
-        ms = kept[0][step]["ms"]
+        own = [list(map(int, of_rank[step]["losses"])) for of_rank in kept]
+        end = last_end(own, work, speeds)
+        if case.left_out:
+            speeds = [*speeds, 1.0 / case.left_out]  # it counts in what the devices could do
+        ms, least_ms = kept[0][step]["ms"], case.ms * sum(work) / sum(speeds)
         times.append(ms)
-        fluid.append(ms / (MS_OF_ONE * sum(work) / sum(speeds)))
+        fluid.append(ms / least_ms)
+        assigned.append(case.ms * end / least_ms)
         best = quotas_by_speed(MICROBATCHES, speeds)
         end = max(quota / speed for quota, speed in zip(best, speeds, strict=True))
-        whole.append(ms / (MS_OF_ONE * end))
+        whole.append(ms / (case.ms * end))
     outcome = Outcome(
         case.name,
         tuple(kept[0][-1]["quotas"]),
         statistics.median(times),
         statistics.median(fluid),
+        statistics.median(assigned),
         None if case.unequal else statistics.median(whole),
         max(_difference(case, kept, step, losses) for step in range(case.steps)),
         planned[0] - case.since if has_source and planned else None,
@@ -168,8 +159,10 @@ def _measured(case: Case, losses: list[float]) -> Outcome:
     return outcome
 
 
-def _difference(case: Case, kept: list[list[dict]], step: int, losses: list[float]) -> float:  # type: ignore[type-arg]
-    parts = [loss for of_rank in kept for loss in of_rank[step]["losses"].values()]
+def _difference(
+    case: Case, kept: list[list[dict[str, Any]]], step: int, losses: list[float]
+) -> float:
+    parts: list[float] = [loss for of_rank in kept for loss in of_rank[step]["losses"].values()]
     assert len(parts) == MICROBATCHES, "each microbatch once"
     return abs(sum(parts) / tokens_of(case, step) / losses[step] - 1.0)
 
@@ -180,6 +173,7 @@ def _row(one: Outcome) -> list[str]:
         " ".join(map(str, one.quotas)),
         f"{one.step_ms:.0f}",
         f"{one.fluid:.3f}",
+        f"{one.assigned:.3f}",
         "" if one.whole is None else f"{one.whole:.3f}",
         f"{one.loss:.1e}",
         "" if one.waited is None else f"after {one.waited} steps",

@@ -32,6 +32,7 @@ class QuotaLoop:
             `work`: means, assigned by work
     offers  answers of the plan source on rank 0, one after the other; an error is raised
     sharded  by FSDP2 instead of replicated by DDP
+    deaf_at (step) rank 1 cannot take part in the agreement of this step; -1: it always can
     due     (step, version): the first rank does not begin a step before that plan was taken
     """
 
@@ -39,6 +40,7 @@ class QuotaLoop:
     ranks: int = 3
     steps: int = 6
     sharded: bool = False
+    deaf_at: int = -1
     offers: tuple[Any, ...] = ()
     due: tuple[tuple[int, int], ...] = ()
 
@@ -133,6 +135,8 @@ def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
         else None,
         monitor=monitor,
     )
+    if rank == 1:
+        _cut_off(quotas, loop.deaf_at)
     kept: list[dict[str, Any]] = []
     for step in quotas.steps(loop.steps):
         optimizer.zero_grad()
@@ -157,6 +161,20 @@ def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
     torch.save(kept, folder / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _cut_off(quotas: Quotas, step: int) -> None:
+    """Let the agreement of a step fail on this rank, as a lost connection does."""
+    original, left = quotas._agreement.start, [step]
+
+    def start(numbers: list[float]) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("connection reset by peer")
+        return original(numbers)
+
+    if step >= 0:
+        quotas._agreement.start = start
 
 
 def _whole(gradient: Any) -> torch.Tensor:

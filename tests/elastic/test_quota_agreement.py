@@ -107,10 +107,15 @@ def test_ranks_with_different_assignments_are_an_error() -> None:
         first.advance()
 
 
-def test_what_fails_at_the_end_is_no_error() -> None:
-    ranks = agreements(Reduction(3, frozenset({(0, 0)})))
-    for rank in ranks:
-        rank.begin(check=0)
+def test_what_was_begun_at_the_end_is_read_when_training_goes_on() -> None:
+    ranks = agreements(Reduction(3, frozenset({(0, 1)})))
+    play(ranks, {0: FIRST}, 1)
     for rank in ranks:
         rank.finish()
-    assert all(rank.is_closed for rank in ranks)
+        assert not rank.advance()
+        rank.begin(check=1)
+    for rank in ranks:
+        rank.finish()
+    with pytest.raises(PeerLostError):
+        ranks[0].advance()
+    assert ranks[1].advance()

@@ -85,6 +85,15 @@ def test_unequal_microbatches(kind: str, tmp_path: Path) -> None:
         assert shares[2] < min(shares[:2]) / 2
 
 
+def test_ranks_that_cannot_agree_any_more_train_on(tmp_path: Path) -> None:
+    """No rank waits for the one that is cut off; the quotas stay as they were."""
+    loop = QuotaLoop(offers=(plan(1, 4, 4, 1),), due=((1, 1),), deaf_at=3)
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    assert kept[0][-2]["quotas"] == (4, 4, 1)
+    assert [of_rank[-1]["failures"] for of_rank in kept] == [1, 1, 1]
+
+
 def test_fsdp2(tmp_path: Path) -> None:
     """Ranks with different numbers of microbatches do not wait for each other in between."""
     offer = plan(1, 8, 1, layout=Layout.grid(dp=2, pp=1, tp=1, layers=1))

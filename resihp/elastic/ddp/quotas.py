@@ -10,7 +10,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
@@ -145,13 +145,11 @@ class QuotaAgreement:
             self._give_up(error)
 
     def finish(self) -> None:
-        """Wait for what was begun, at the end of the training; nothing comes of it."""
-        if self._result is not None and not self.is_closed:
-            try:
-                self._result()
-            except RuntimeError as error:
-                _log.debug("the last agreement was not completed: %s", error)
-        self.is_closed = True
+        """Wait for what was begun, at the end of the training; a later `advance` reads it."""
+        if self._result is not None:
+            with suppress(RuntimeError):  # `advance` reports it
+                numbers = self._result()
+                self._result = lambda: numbers
 
     def _zeros(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         size = len(self.in_force.quotas)
@@ -264,7 +262,7 @@ class Quotas:
                 "microbatches", f"must be {self._size} or more: each rank has at least one"
             )
         self._microbatches, self._work, self._monitor = microbatches, work, monitor
-        self._group = dist.new_group(backend="gloo")
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         even = even_quotas(microbatches, self._size)
         self._agreement = QuotaAgreement(
             self._start_maximum, QuotaState(0, 0, even, speeds_of_quotas(even))
@@ -303,7 +301,12 @@ class Quotas:
             self._poller.close()
 
     def total(self, weight: float) -> float:
-        """Sum `weight` over all ranks: of this rank's microbatches of the step. A collective."""
+        """Sum `weight` over all ranks: of this rank's microbatches of the step. A collective.
+
+        Raises `PeerLostError` where the ranks have lost each other.
+        """
+        if self._group is None:
+            raise PeerLostError("the group that sums weights has failed before")
         summed = torch.tensor(weight, dtype=torch.float64)
         dist.all_reduce(summed, group=self._group)
         return float(summed)
@@ -321,6 +324,9 @@ class Quotas:
             self._propose(number)
         assigned = self._assign(number)
         agreement.begin(zlib.crc32(repr((number, assigned)).encode()))
+        if agreement.is_closed and self._group is not None:
+            dist.destroy_process_group(self._group)  # so that no other rank waits for this one
+            self._group = None
         version = agreement.in_force.version
         return QuotaStep(number, assigned, self._rank, version, self._checked)
 

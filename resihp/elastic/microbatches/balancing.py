@@ -156,7 +156,7 @@ def _exchange(
     for rank, own in enumerate(assigned):
         holder[own] = rank
     for _ in range(_ROUNDS):
-        loads = np.bincount(holder, amount, len(speed))
+        loads = np.asarray(np.bincount(holder, amount, len(speed)), np.float64)
         last = int(np.argmax(loads / speed))
         if not _improve(last, holder, amount, loads, speed):
             break

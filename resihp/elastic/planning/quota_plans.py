@@ -70,15 +70,16 @@ class QuotaPlanPoller:
         self._plans, self._rank, self._read = plans, rank, read
         self._newest: QuotaPlan | None = None
         self._after = 0
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._closed: threading.Event | None = None
 
     def start(self, after: int) -> None:
-        """Start to ask for plans newer than version `after`, unless that was begun before."""
-        if self._thread is None:
-            self._after = after
-            self._thread = threading.Thread(target=self._run, name="resihp-quotas", daemon=True)
-            start_thread(self._thread, self._closed.set)
+        """Ask for plans newer than version `after` from now on, unless it does so already."""
+        if self._closed is None:
+            self._after, self._closed = max(after, self._after), threading.Event()
+            thread = threading.Thread(
+                target=self._run, args=(self._closed,), name="resihp-quotas", daemon=True
+            )
+            start_thread(thread, self._closed.set)
 
     def newest(self, after: int, step: int) -> QuotaPlan | None:
         """Return the newest plan if it is later than version `after` and may hold at `step`."""
@@ -100,19 +101,21 @@ class QuotaPlanPoller:
 
     def close(self) -> None:
         """Stop; a pending request is abandoned."""
-        self._closed.set()
+        if self._closed is not None:
+            self._closed.set()
+            self._closed = None
 
-    def _run(self) -> None:
-        while not self._closed.is_set():
+    def _run(self, closed: threading.Event) -> None:
+        while not closed.is_set():
             try:
                 plan = self._plans.wait(self._after, _PATIENCE_S)
                 if plan is None or plan.version <= self._after:
-                    self._closed.wait(_POLL_S)
+                    closed.wait(_POLL_S)
                     continue
                 self._take(plan)
             except Exception as error:  # noqa: BLE001 the boundary to a source of the user's
                 self._fail("asking for a plan", error)
-                self._closed.wait(_PATIENCE_S)
+                closed.wait(_PATIENCE_S)
 
     def _take(self, plan: Plan) -> None:
         try:
