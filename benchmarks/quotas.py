@@ -98,13 +98,16 @@ def main() -> None:
 
 def _cases(healthy: Case, factors: list[float]) -> Iterator[Case]:
     yield healthy
+    hows = ("count", "work") if healthy.unequal else ("count",)
+    for how in hows:
+        yield replace(healthy, name=f"all healthy, quotas by {how}", quotas=how)
     for factor in factors:
         slow = replace(healthy, name=f"x{factor:g}: nothing done", factor=factor)
         yield slow
         without = replace(healthy, ranks=3, left_out=factor, quotas="count")
         yield replace(without, name=f"x{factor:g}: without that rank")
         planned = at_least_one(quotas_by_speed(MICROBATCHES, slow.speeds(0)))
-        for how in ("count", "work") if healthy.unequal else ("count",):
+        for how in hows:
             yield replace(slow, name=f"x{factor:g}: quotas, by {how}", quotas=how, planned=planned)
 
 

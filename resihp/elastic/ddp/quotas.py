@@ -39,7 +39,7 @@ from ..planning.sources import NoPlans, PlanSource
 
 _log = logging.getLogger("resihp.elastic")
 
-Work = Callable[[int], Sequence[float]]
+StepWork = Callable[[int], Sequence[float]]
 """Returns the work of each microbatch of a step, in any unit, alike on every rank."""
 
 
@@ -251,7 +251,7 @@ class Quotas:
         *,
         microbatches: int,
         plans: PlanSource | None = None,
-        work: Work | None = None,
+        work: StepWork | None = None,
         monitor: PlanVersionHolder | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
