@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class QuotaLoop:
     sharded  by FSDP2 instead of replicated by DDP
     deaf_at (step) rank 1 cannot take part in the agreement of this step; -1: it always can
     due     (step, version): the first rank does not begin a step before that plan was taken
+    every   steps from one offer to the next; 0: all are made at once
     """
 
     kind: str = "mean"
@@ -43,13 +45,14 @@ class QuotaLoop:
     deaf_at: int = -1
     offers: tuple[Any, ...] = ()
     due: tuple[tuple[int, int], ...] = ()
+    every: int = 0
 
 
 class Offers(NoPlans):
-    """Gives each answer once; `taken` has the versions that were asked past."""
+    """Gives each answer once; `allowed` of them for now."""
 
-    def __init__(self, answers: Collection[Any]) -> None:
-        self._answers = list(answers)
+    def __init__(self, answers: Collection[Any], allowed: int) -> None:
+        self._answers, self.allowed = list(answers), allowed
         self._changed = threading.Condition()
         self._after = 0
         self.told: list[tuple[str, int]] = []
@@ -58,7 +61,10 @@ class Offers(NoPlans):
         with self._changed:
             self._after = after
             self._changed.notify_all()
-        answer = self._answers.pop(0) if self._answers else None
+        answer = None
+        if self._answers and self.allowed:
+            self.allowed -= 1
+            answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -126,7 +132,7 @@ def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
     else:
         model = DistributedDataParallel(inner, bucket_cap_mb=0.0005)
     optimizer = build_optimizer(inner)
-    source, monitor = Offers(loop.offers), Noted()
+    source, monitor = Offers(loop.offers, 0 if loop.every else len(loop.offers)), Noted()
     quotas = Quotas(
         microbatches=MICROBATCHES,
         plans=source,
@@ -151,7 +157,13 @@ def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
         optimizer.step()
         told = {"quotas": step.quotas, "own": step.microbatches, "version": step.plan_version}
         assert monitor.plan_version == step.plan_version
-        kept.append({**told, "gradients": gradients})
+        open_files = len(os.listdir("/proc/self/fd"))
+        open_now = {"threads": threading.active_count(), "files": open_files}
+        kept.append({**told, **open_now, "gradients": gradients})
+        if rank == 0 and loop.every and step.number % loop.every == 0:
+            offer = step.number // loop.every
+            source.allowed += 1
+            source.until_taken(loop.offers[min(offer, len(loop.offers) - 1)].version)
         for number, version in loop.due:
             if rank == 0 and number == step.number + 1:
                 source.until_taken(version)

@@ -94,6 +94,18 @@ def test_ranks_that_cannot_agree_any_more_train_on(tmp_path: Path) -> None:
     assert [of_rank[-1]["failures"] for of_rank in kept] == [1, 1, 1]
 
 
+def test_a_hundred_changes_leave_nothing_behind(tmp_path: Path) -> None:
+    offers = tuple(plan(v, *((6, 2, 1) if v % 2 else (2, 1, 6))) for v in range(1, 101))
+    loop = QuotaLoop(steps=404, offers=offers, every=4)
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    for of_rank in kept:
+        assert [step["version"] for step in of_rank[3:-1:4]] == [*range(1, 101), 100]
+        early, late = of_rank[40:140], of_rank[-101:-1]
+        for what in ("threads", "files"):
+            assert max(step[what] for step in late) <= max(step[what] for step in early), what
+
+
 def test_fsdp2(tmp_path: Path) -> None:
     """Ranks with different numbers of microbatches do not wait for each other in between."""
     offer = plan(1, 8, 1, layout=Layout.grid(dp=2, pp=1, tp=1, layers=1))
