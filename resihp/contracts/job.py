@@ -26,6 +26,18 @@ class Action(StrEnum):
     RESTART = "restart"
     NOTIFY = "notify"
 
+    @classmethod
+    def ordered(cls, actions: Iterable[str]) -> tuple[Action, ...]:
+        """Distinct actions in the order above; only `notify` for none.
+
+        Raises `ContractError` for another name.
+        """
+        given = list(actions)
+        for action in given:
+            if action not in tuple(cls):
+                raise ContractError("actions", f"must be of {', '.join(cls)}, not {action!r}")
+        return tuple(action for action in cls if action in given) or (cls.NOTIFY,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -167,7 +179,7 @@ class Job:
 
     def __post_init__(self) -> None:
         _require_positive(self, "microbatches", "chunks")
-        object.__setattr__(self, "actions", _ordered(self.actions))
+        object.__setattr__(self, "actions", Action.ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
         if not self.name or len(self.name) > 128 or "/" in self.name or not self.name.isprintable():
             raise ContractError("name", "must be 1 to 128 printable characters without a slash")
@@ -197,15 +209,6 @@ def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
     """`microbatches` spread over `replicas` as evenly as they go, the larger parts first."""
     size, extra = divmod(microbatches, replicas)
     return tuple(size + (index < extra) for index in range(replicas))
-
-
-def _ordered(actions: Iterable[str]) -> tuple[Action, ...]:
-    """Distinct actions in the order of `Action`; only `notify` for none."""
-    given = list(actions)
-    for action in given:
-        if action not in tuple(Action):
-            raise ContractError("actions", f"must be of {', '.join(Action)}, not {action!r}")
-    return tuple(action for action in Action if action in given) or (Action.NOTIFY,)
 
 
 def _require_positive(value: object, *names: str) -> None:

@@ -1,6 +1,7 @@
 """Elastic training on torch.distributed: a running job changes its layout without a restart.
 
-`train` runs one of ResiHP's models; `Replicas` makes a user's own training loop fault tolerant.
+`train` runs one of ResiHP's models; `Replicas` makes a user's own training loop fault tolerant;
+`Quotas` gives the slow ranks of a plain DDP loop fewer microbatches.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpointing.settings import Checkpoints as Checkpoints
     from .ddp.init import init_replica_group as init_replica_group
+    from .ddp.quotas import Quotas as Quotas
     from .ddp.replicas import Replicas as Replicas
+    from .microbatches.balancing import microbatch_flops as microbatch_flops
     from .models.base import Model as Model
     from .models.base import Packed as Packed
     from .models.gpt2 import Gpt2 as Gpt2
@@ -62,6 +65,7 @@ _HOMES = {
     "Packed": ".models.base",
     "Phase": ".state.phases",
     "PlanSource": ".planning.sources",
+    "Quotas": ".ddp.quotas",
     "ReducedStep": ".step.engine",
     "Rendezvous": ".rendezvous.membership",
     "Replicas": ".ddp.replicas",
@@ -72,6 +76,7 @@ _HOMES = {
     "Trainer": ".trainer",
     "constant": ".optim.rates",
     "init_replica_group": ".ddp.init",
+    "microbatch_flops": ".microbatches.balancing",
     "no_decay_on_vectors": ".optim.optimizer",
     "random_bits": ".models.randomness",
     "train": ".training",

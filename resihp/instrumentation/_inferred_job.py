@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -58,13 +59,14 @@ def _run_of_ray() -> str | None:
 
 
 class InferredJob:
-    """A job whose microbatches are counted in its first step. Its loop can take on no plan.
+    """A job whose microbatches are counted in its first step.
 
     name         of the job
     job          on rank 0, once it is known
     layout       given by the user; None: inferred from the ranks' descriptions
     microbatches of all replicas in a step, given by the user; None: those of this rank's first
                  step times the number of replicas
+    actions      that the loop can take on; an invalid one raises `ContractError`
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class InferredJob:
         *,
         layout: Layout | None,
         microbatches: int | None,
+        actions: Collection[str] = (Action.NOTIFY,),
     ) -> None:
-        self.name = name
+        self.name, self._actions = name, Action.ordered(actions)
         self.job: Job | None = None
         self._own, self._schedule = own, schedule
         self._layout, self._microbatches = layout, microbatches
@@ -111,7 +114,7 @@ class InferredJob:
             chunks=chunks,
             device=_device(),
             links=_links(),
-            actions=(Action.NOTIFY,),
+            actions=self._actions,
         )
         self._others.mark_described()
         return self.job

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from resihp.contracts import ContractError, Job, Layout, Schedule
+from resihp.contracts import Action, ContractError, Job, Layout, Schedule
 from resihp.hooks import Monitor
 from resihp.layout.rank_groups import RankDescription
 
@@ -70,6 +70,7 @@ def instrument(
     job: str | None = None,
     layout: Layout | None = None,
     microbatches: int | None = None,
+    actions: Collection[str] = (Action.NOTIFY,),
     url: str | None = None,
     token: str | None = None,
     lengths: Lengths | None = None,
@@ -89,6 +90,8 @@ def instrument(
     job           name; default RESIHP_JOB, else the launcher's run id and the script's name
     layout        of all ranks; default from process groups, device meshes and stages
     microbatches  in a step, over all replicas; default those of the first step
+    actions       that the loop can take on, of `resihp.contracts.Action`: "quotas" where it takes
+                  its microbatches from `Quotas`; default: verdicts and advice, and no plans
     url, token    of the sidecar, as in `Monitor`
     lengths       function of a call's `args` and `kwargs` that returns the lengths of its
                   sequences; default from masks, cumulative lengths and positions among the
@@ -107,7 +110,8 @@ def instrument(
         )
     monitor = monitor_of(
         partial(_describe, target, stages),
-        job=job, layout=layout, microbatches=microbatches, url=url, token=token, **options,
+        job=job, layout=layout, microbatches=microbatches, actions=actions, url=url, token=token,
+        **options,
     )  # fmt: skip
     timer, patches = monitor._timer, monitor._patches
     if is_engine(target):
@@ -135,6 +139,7 @@ def monitor_of(
     job: str | None = None,
     layout: Layout | None = None,
     microbatches: int | None = None,
+    actions: Collection[str] = (Action.NOTIFY,),
     url: str | None = None,
     token: str | None = None,
     **options: Any,
@@ -155,7 +160,7 @@ def monitor_of(
     except Exception as error:  # noqa: BLE001 the boundary: the rank counts as a replica
         unknown = error
     inferred = InferredJob(
-        job or job_name(), own, schedule, layout=layout, microbatches=microbatches
+        job or job_name(), own, schedule, layout=layout, microbatches=microbatches, actions=actions
     )
     monitor = InstrumentedMonitor(job=inferred, url=url, token=token, rank=rank, **options)
     failures = monitor._recording.failures

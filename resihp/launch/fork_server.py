@@ -120,7 +120,7 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server can start processes."""
+        """True if the server can start processes."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a forked child has to run."""
+    """Command of a forked child, with its variables and streams."""
 
     command: Command
     variables: Mapping[str, str]

@@ -41,7 +41,7 @@ class Attempt:
 
 
 class Nodes:
-    """This launcher among those of the job. Node 0 hosts the store and decides after a failure.
+    """Place of this launcher among those of the job. Node 0 hosts the store and decides.
 
     Raises `JobStoppedError` if the store is gone: nodes cannot agree without it.
     """
@@ -103,7 +103,7 @@ class Nodes:
             _log.warning("the death of rank %d is not announced: %s", rank, error)
 
     def recovers(self, attempt: int) -> bool:
-        """Whether the script itself goes on without a lost rank, by ResiHP's elastic runtime."""
+        """True if the script itself goes on without a lost rank, by ResiHP's elastic runtime."""
         if attempt not in self._recovering and self._of_ranks.check([keys.MODEL]):
             self._recovering.add(attempt)
         return attempt in self._recovering
@@ -121,13 +121,13 @@ class Nodes:
         self._own.compare_set(f"failure/{failure.attempt}", "", told)
 
     def has_failed(self, attempt: int) -> bool:
-        """Whether another node has reported a failure that ends the attempt."""
+        """True if another node has reported a failure that ends the attempt."""
         if self._options.nodes == 1 or attempt in self._recovering:
             return False
         return not self.recovers(attempt) and self._own.check([f"failure/{attempt}"])
 
     def all_completed(self, attempt: int) -> bool:
-        """Wait until the ranks of all nodes have completed, or one has failed; whether they have.
+        """Wait until the ranks of all nodes have completed, or one has failed; True if they have.
 
         Not where the script recovers from losses: its last step has waited for all that are left.
         """

@@ -28,7 +28,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Command:
-    """What a rank runs.
+    """Command line of a rank.
 
     target     path of a script, name of a module, or a program
     kind       "script", "module" or "program"
@@ -57,13 +57,13 @@ class Output:
     shown: frozenset[int] | None = None
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Whether stream 1 or 2 of a rank appears on the launcher's."""
+        """True if stream 1 or 2 of a rank appears on the launcher's."""
         if self.shown is not None and local_rank not in self.shown:
             return False
         return not _digit(self.redirects, local_rank) & stream
 
     def is_written(self, local_rank: int, stream: int) -> bool:
-        """Whether stream 1 or 2 of a rank goes to a file."""
+        """True if stream 1 or 2 of a rank goes to a file."""
         digits = _digit(self.redirects, local_rank) | _digit(self.tee, local_rank)
         return self.folder is not None and bool(digits & stream)
 

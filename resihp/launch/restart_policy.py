@@ -36,13 +36,13 @@ class Failure:
 
     @property
     def is_of_device(self) -> bool:
-        """Whether the words of the error are those of a broken accelerator or network card."""
+        """True if the words of the error are those of a broken accelerator or network card."""
         words = self.message.lower()
         return self.status > 0 and any(word in words for word in _DEVICE_WORDS)
 
     @property
     def is_of_script(self) -> bool:
-        """Whether the script ended by itself, and not by a signal or by its device."""
+        """True if the script ended by itself, and not by a signal or by its device."""
         return self.status > 0 and not self.is_of_device
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to restart, and why."""
+    """Answer to a failure: a restart or the end, and the reason."""
 
     restarts: bool
     why: str
@@ -84,5 +84,5 @@ def decide(failures: Sequence[Failure], *, max_restarts: int | None = None) -> D
 
 
 def _is_repeated(before: Failure, last: Failure) -> bool:
-    """Whether two failures are one: of the same step, with the same words."""
+    """True if two failures are one: of the same step, with the same words."""
     return (before.status, before.message, before.step) == (last.status, last.message, last.step)

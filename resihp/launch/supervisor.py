@@ -148,7 +148,7 @@ class Supervisor:
                 self._nodes.report(Failure(attempt, rank.rank, status, lines[-1], step))
 
     def _is_failure(self, attempt: int, status: int) -> bool:
-        """Whether an end is more than the loss of a rank that the others recover from."""
+        """True if an end is more than the loss of a rank that the others recover from."""
         if status > 0:
             return status != exit_status.FENCED_OUT
         if self._is_without_restart:
@@ -158,18 +158,18 @@ class Supervisor:
 
     @property
     def _is_without_restart(self) -> bool:
-        """Whether this launcher ends with its ranks, whatever their end."""
+        """True if this launcher ends with its ranks, whatever their end."""
         return self._is_stopping or bool(self._options.joins)
 
     def _must_end(self, attempt: int) -> bool:
-        """Whether a rank failed, here or on another node, for which the others wait in vain."""
+        """True if a rank failed, here or on another node, for which the others wait in vain."""
         if self._is_without_restart:
             return False
         has_failed = self._failed is not None or self._nodes.has_failed(attempt)
         return has_failed and not self._nodes.recovers(attempt)
 
     def _is_final(self, attempt: int) -> bool:
-        """Whether no restart follows a failure.
+        """True if no restart follows a failure.
 
         So where ranks of the elastic runtime have completed the job, or may do so on other nodes.
         """
@@ -221,7 +221,7 @@ class Supervisor:
     # The environment.
 
     def _of_all_ranks(self) -> dict[str, str]:
-        """What the ranks have in common, in every attempt."""
+        """Variables that the ranks have in common, in every attempt."""
         # Processes that all compute on every core slow each other down many times.
         threads = {"OMP_NUM_THREADS": "1"} if self._options.processes > 1 else {}
         memory = self._memory.path

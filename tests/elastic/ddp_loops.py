@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from resihp.contracts import Plan
 from resihp.elastic.ddp.init import init_replica_group
 from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.ddp.step import Step
@@ -26,6 +27,7 @@ from resihp.elastic.rendezvous.store import Timeouts
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.ddp_faults import LoopFault, inject, inject_inside, is_stopped
 from tests.elastic.engine_job import TIMEOUTS
+from tests.elastic.scripted import Scripted
 
 WIDTH = 12
 
@@ -37,6 +39,7 @@ class Loop:
     kills    (seconds after the first microbatch, rank): whatever it does then
     returns  (replica, step): it comes back, as soon as it is dead, and the others wait for it
              behind that step, the one in which it has died or a later one
+    plans    that the source offers; the first process has taken the first of them behind step 0
     """
 
     replicas: int
@@ -47,6 +50,7 @@ class Loop:
     faults: tuple[LoopFault, ...] = ()
     kills: tuple[tuple[float, int], ...] = ()
     returns: tuple[tuple[int, int], ...] = ()
+    plans: tuple[Plan, ...] = ()
     deterministic: bool = False
     timeouts: Timeouts = TIMEOUTS
     train: Callable[..., None] | None = None
@@ -186,6 +190,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
             timeouts=loop.timeouts,
             deterministic=loop.deterministic,
             environment=environment,
+            plans=Scripted(loop.plans, (), ()) if loop.plans else None,
             **options,
         )
         inject_inside(replicas, faults, folder)
@@ -202,6 +207,8 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
         told = {"step": step.number, "loss": step.loss, "alive": replicas.alive}
         steps.write(json.dumps(told) + "\n")
         inject(faults, folder, "after", step.number)
+        if loop.plans and step.number == 0:
+            _await_plan(replicas, loop)
         _await_newcomers(replicas, loop, step.number)
 
     (loop.train or train)(model, loop, begin, tell)
@@ -232,6 +239,14 @@ def _record_votes(replicas: Replicas, steps: Any) -> None:
         original(peers)
 
     replicas._reduce, replicas._vote = reduced, voted  # type: ignore[method-assign]
+
+
+def _await_plan(replicas: Replicas, loop: Loop) -> None:
+    """The first process waits until it has taken a plan: the next vote proposes it."""
+    deadline = time.monotonic() + 300
+    while replicas.coordinates.rank == 0 and replicas._poller.newest(0, loop.steps) is None:
+        assert time.monotonic() < deadline, "no plan was taken"
+        time.sleep(0.01)
 
 
 def _await_newcomers(replicas: Replicas, loop: Loop, step: int) -> None:

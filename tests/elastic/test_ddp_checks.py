@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, Layout, Plan, Replica, Stage
 from resihp.elastic.ddp.checks import check_model, check_optimizers
 from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.ddp.step import ReplicaCoordinates
@@ -175,15 +175,7 @@ def test_steps_a_second_time(made: Made) -> None:
         next(made[2].steps(2))
 
 
-def test_quotas_with_another_sum() -> None:
-    environment = Environment(0, 2, "127.0.0.1", 1, "job", False, False)
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ContractError, match="2 numbers with the sum 4"):
-        Replicas(
-            model,
-            optimizer,
-            microbatches=4,
-            quotas=lambda alive: [1] * len(alive),
-            environment=environment,
-        )
+def test_a_plan_without_a_replica_that_is_alive(made: Made) -> None:
+    plan = Plan(version=1, layout=Layout((Replica((Stage((1,), (0, 1)),)),)), quotas=(3,))
+    with pytest.raises(ContractError, match=r"its replicas \[0\] stay"):
+        made[2]._read(plan)

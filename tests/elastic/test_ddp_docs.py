@@ -1,4 +1,4 @@
-"""The script that the documentation shows runs as written, and loses a replica on the way."""
+"""The scripts that the documentation shows run as written; one loses a replica on the way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"step (\d+) loss ([\d.]+) replicas \(([\d, ]+)\)")
 
 
-def script(folder: Path) -> Path:
-    page = (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8")
+def script(folder: Path, name: str = "recovery.md") -> Path:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     code = re.search(r"```python\n(# train\.py\n.*?)```", page, re.DOTALL)
     assert code is not None
     path = folder / "train.py"
@@ -72,3 +72,27 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
     hurt = launched(2, path, doomed=1)
     assert sorted(hurt) == list(range(100))
     assert hurt == pytest.approx(undisturbed, abs=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_the_script_with_quotas(tmp_path: Path) -> None:
+    """Without a sidecar quotas stay even; the losses are those of one process."""
+    told: list[dict[int, float]] = []
+    for processes in (1, 2):
+        command = [sys.executable, "-m", "resihp.launch", f"--nproc-per-node={processes}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment.pop("RESIHP_URL", None)
+        done = subprocess.run(
+            [*command, str(script(tmp_path, "quotas.md"))],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("quotas (4, 4)") == (20 if processes == 2 else 0)
+        lines = re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)
+        told.append({int(step): float(loss) for step, loss in lines})
+    assert sorted(told[0]) == list(range(20))
+    assert told[1] == pytest.approx(told[0], abs=2e-5)

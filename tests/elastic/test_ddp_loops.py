@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from resihp.contracts import Layout, Plan
 from tests.elastic.ddp_faults import LoopFault
 from tests.elastic.ddp_loops import Loop, Trace, play
 
@@ -51,6 +52,33 @@ def test_one_process_a_replica(case: str, alone: Trace, tmp_path: Path) -> None:
         assert len(by_survivors) == len(set(by_survivors)), "no survivor computes anything again"
         if step > max((fault.step for fault in faults), default=-1):
             assert sorted(by_survivors) == list(range(MICROBATCHES))
+
+
+UNEVEN = Plan(
+    version=3, layout=Layout.grid(dp=3, pp=1, tp=1, layers=1), quotas=(4, 3, 1), from_step=3
+)
+"""Proposed in the vote of step 1, in which the others learn of it."""
+QUOTA_CASES: dict[str, tuple[LoopFault, ...]] = {
+    "undisturbed": (),
+    "in the first step with new quotas": (LoopFault(1, 3, 2),),
+    "when it votes on them": (LoopFault(1, 1, at="vote"),),
+    "the first process, between vote and use": (LoopFault(0, 2, at="vote"),),
+    "when it would begin to use them": (LoopFault(2, 2, at="commit"),),
+}
+
+
+@pytest.mark.parametrize("case", QUOTA_CASES)
+def test_quotas_of_a_plan(case: str, alone: Trace, tmp_path: Path) -> None:
+    faults = QUOTA_CASES[case]
+    trace = play(Loop(3, faults=faults, plans=(UNEVEN,)), tmp_path)
+    dead = {fault.rank for fault in faults}
+    assert_same_training(trace, alone, dead)
+    taken = [len(trace.taken.get((rank, 3), [])) for rank in range(3)]
+    if not faults:
+        assert [len(trace.taken[rank, 2]) for rank in range(3)] == [3, 3, 2]
+        assert taken == [4, 3, 1]
+    elif faults[0].step == 3:
+        assert taken == [4 + 3, 2, 1], "the fastest does all that was lost"
 
 
 @pytest.mark.parametrize("inner", ["fsdp2", "ddp"])

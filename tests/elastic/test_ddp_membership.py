@@ -29,20 +29,20 @@ def decision(
 
 
 def test_a_replica_without_one_of_its_members_is_left_out() -> None:
-    membership = ReplicaMembership(ReplicaCoordinates(0, 3, members=2), 6, None)
+    membership = ReplicaMembership(ReplicaCoordinates(0, 3, members=2), 6)
     membership.apply(decision((0, 1, 2, 4, 5)))
     assert membership.alive == [0, 2]
     assert [share.todo for share in membership.shares] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_a_process_whose_replica_is_left_out_ends() -> None:
-    membership = ReplicaMembership(ReplicaCoordinates(1, 3, members=2), 6, None)
+    membership = ReplicaMembership(ReplicaCoordinates(1, 3, members=2), 6)
     with pytest.raises(FencedOutError, match="replica 1 has lost a member"):
         membership.apply(decision((0, 1, 2, 4, 5)))
 
 
 def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
-    membership = ReplicaMembership(ReplicaCoordinates(2, 3), 6, None)
+    membership = ReplicaMembership(ReplicaCoordinates(2, 3), 6)
     membership.apply(decision((0, 2)))
     membership.apply(decision((0, 1, 2), stateless=(1,)))
     assert (membership.alive, membership.without_state, membership.state_source) == (
@@ -56,7 +56,7 @@ def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
 
 
 def test_state_that_nobody_holds_stops_the_job_but_not_before_its_first_step() -> None:
-    membership = ReplicaMembership(ReplicaCoordinates(2, 3), 6, None)
+    membership = ReplicaMembership(ReplicaCoordinates(2, 3), 6)
     with pytest.raises(StateLostError):
         membership.apply(decision((1, 2), stateless=(1, 2)))
     membership.apply(decision((1, 2), stateless=(1, 2), completed=0))
@@ -72,7 +72,7 @@ def test_each_microbatch_is_kept_or_redone_once(
     microbatches: int, worlds: list[set[int]], data: st.DataObject
 ) -> None:
     """Whoever is lost or comes, and whatever each replica of those before has finished."""
-    seen = ReplicaMembership(ReplicaCoordinates(0, 6), microbatches, None)
+    seen = ReplicaMembership(ReplicaCoordinates(0, 6), microbatches)
     for world in worlds:
         finished: list[SurvivingSum] = []
         for place, share in enumerate(seen.shares):
@@ -88,6 +88,62 @@ def test_each_microbatch_is_kept_or_redone_once(
         )
         covered = sorted(index for share in seen.shares for index in indices(share.whole))
         assert covered == list(range(microbatches))
+
+
+def test_quotas_hold_a_step_after_the_vote_that_told_them() -> None:
+    membership = ReplicaMembership(ReplicaCoordinates(0, 3), 12)
+    membership.learn(5, (6, 4, 2))
+    membership.next_step()
+    assert membership.plan.quotas == (4, 4, 4)
+    membership.learn(5, (6, 4, 2))  # the first process proposes until they hold
+    membership.next_step()
+    assert (membership.plan.version, membership.plan.quotas) == (5, (6, 4, 2))
+    assert [len(share.todo) for share in membership.shares] == [6, 4, 2]
+    membership.next_step()
+    assert (membership.plan.version, membership.plan.quotas) == (5, (6, 4, 2))
+
+
+def test_quotas_keep_their_ratio_over_losses_and_returns() -> None:
+    membership = ReplicaMembership(ReplicaCoordinates(1, 4), 16)
+    membership.learn(1, (5, 5, 4, 2))
+    membership.next_step()
+    membership.next_step()
+    membership.apply(decision((1, 2, 3)))
+    assert membership.plan.quotas == (7, 6, 3)
+    membership.apply(decision((0, 1, 2, 3), stateless=(0,)))
+    assert [len(share.todo) for share in membership.shares] == [0, 7, 6, 3]
+    membership.next_step()
+    assert membership.plan.quotas == (5, 5, 4, 2)  # who comes back counts as fast as the fastest
+    assert membership.plan.version == 1
+
+
+@given(st.data())
+def test_replicas_have_the_same_quotas_whatever_is_lost_when(data: st.DataObject) -> None:
+    """A vote that a loss breaks off is completed on some replicas; the others learn from these
+    that the step is, but not what was voted."""
+    memberships = {r: ReplicaMembership(ReplicaCoordinates(r, 5), 20) for r in range(5)}
+    for one in memberships.values():
+        one.without_state = []
+    for version in range(1, 9):
+        alive = sorted(memberships)
+        quotas = data.draw(st.permutations([20 - len(alive) + 1, *[1] * (len(alive) - 1)]))
+        lost = data.draw(st.sampled_from([None, None, *alive[1:]])) if len(alive) > 2 else None
+        voted = alive if lost is None else sorted(data.draw(st.sets(st.sampled_from(alive))))
+        for replica in voted:
+            memberships[replica].learn(version, quotas)
+            memberships[replica].next_step()
+        memberships.pop(lost, None)
+        if lost is not None:
+            left = tuple(sorted(memberships))
+            is_committed = any(replica in memberships for replica in voted)
+            for replica, one in memberships.items():
+                if is_committed and replica not in voted:
+                    one.next_step()
+                one.apply(decision(left))
+        plans = [one.plan for one in memberships.values()]
+        assert all(plan == plans[0] for plan in plans)
+        shares = [one.shares for one in memberships.values()]
+        assert all(share == shares[0] for share in shares)
 
 
 def test_losses_and_weights_of_all() -> None:

@@ -86,6 +86,25 @@ def test_without_progress_it_ends(tmp_path: Path) -> None:
     assert "there have been 0 restarts: the job ends" in done.stderr
 
 
+def test_an_elastic_job_that_lost_all_ranks_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, torch\nfrom resihp.elastic import Replicas\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in Replicas(model, optimizer, microbatches=2).steps(4):\n"
+        "    for index in step:\n"
+        "        if step.number == 2 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "        model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('completed', flush=True)\n"
+    )
+    done = launched(tmp_path, "--nproc-per-node", "2", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("completed") == 2
+    assert done.stderr.count("restart") == 1, done.stderr
+
+
 def test_two_nodes_restart_alike(tmp_path: Path) -> None:
     """The second launcher stands for another node; it has more ranks."""
     script = tmp_path / "script.py"

@@ -1,4 +1,4 @@
-"""This node's memory, in a folder that outlives the ranks: `resihp run` keeps it for restarts."""
+"""Memory of this node, in a folder that outlives the ranks: `resihp run` keeps it for restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NodeMemory(LocalDisk):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether `resihp run` has started this process, on a system with tmpfs."""
+        """True if `resihp run` has started this process, on a system with tmpfs."""
         return bool(os.environ.get(VARIABLE))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from resihp.contracts import (
-    ContractError,
     FencedOutError,
     Layout,
     Plan,
@@ -19,6 +19,7 @@ from resihp.contracts import (
 )
 
 from ..microbatches.assignment import Assignment, full_assignments, remaining_assignments
+from ..microbatches.balancing import quotas_by_speed
 from ..rendezvous.consensus import RecoveryDecision, past_decision
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
@@ -26,27 +27,24 @@ from .step import ReplicaCoordinates
 
 _log = logging.getLogger("resihp.elastic")
 
-Quotas = Callable[[Sequence[int]], Sequence[int]]
-"""Returns the microbatches of each of the given replicas, in their order; their sum is constant."""
-
 
 class ReplicaMembership:
-    """Replicas that take part and their assignments: a pure function of decisions.
+    """Replicas that take part and their assignments: a pure function of decisions and votes.
 
     alive          indices of the replicas that take part
     without_state  those of them that have no state yet and compute nothing until they have
+    plan           quotas of `alive`; its version is that of the plan that they come from, 0: even
     shares         assignment of each of `alive` in the step in progress
     """
 
-    def __init__(
-        self, coordinates: ReplicaCoordinates, microbatches: int, quotas: Quotas | None
-    ) -> None:
+    def __init__(self, coordinates: ReplicaCoordinates, microbatches: int) -> None:
         self.coordinates, self._microbatches = coordinates, microbatches
-        self._quotas = quotas or (lambda alive: even_quotas(microbatches, len(alive)))
         self.alive = list(range(coordinates.replicas))
         self.without_state = self.alive[1:]
-        self.plan = self._plan_for(self.alive)
+        self.plan = self._plan(self.alive, even_quotas(microbatches, len(self.alive)), 0)
         self.shares = full_assignments(self.plan)
+        self._learned: Plan | None = None  # in the vote of the present step
+        self._pending: Plan | None = None  # in the vote before: every rank alive has learned it
 
     @property
     def place(self) -> int:
@@ -71,8 +69,22 @@ class ReplicaMembership:
         """All processes of `replicas`."""
         return tuple(rank for replica in replicas for rank in self.coordinates.ranks(replica))
 
+    def learn(self, version: int, quotas: Sequence[int]) -> None:
+        """Take new quotas of `alive` from the vote of a step.
+
+        They hold once a later step is committed. That needs a vote of all ranks, so that all have
+        learned them; a rank that learns only from survivors that the step was committed applies
+        the same. A recovery drops what not all may have learned.
+        """
+        if version > self.plan.version:
+            self._learned = replace(self.plan, version=version, quotas=tuple(quotas))
+
     def next_step(self) -> None:
-        """Assign the microbatches of a whole step."""
+        """Apply the quotas that are due, and assign the microbatches of a whole step."""
+        self.plan = self._pending or self.plan
+        self._pending, self._learned = self._learned, None
+        if self._pending is not None and self._pending.version <= self.plan.version:
+            self._pending = None  # proposed once more while it was pending
         self.shares = full_assignments(self.plan)
 
     def apply(self, decision: RecoveryDecision) -> None:
@@ -92,24 +104,44 @@ class ReplicaMembership:
             if decision.completed:
                 raise StateLostError("no surviving replica holds the state of the job")
             self.without_state = self.alive[1:]
-        before, self.plan = self.plan.layout, self._plan_for(self.alive)
+        self._learned = self._pending = None
+        before, self.plan = self.plan, self._plan_for(self.alive)
         computing = [r for r in self.alive if r not in self.without_state]
-        self.shares = remaining_assignments(self._plan_for(computing), before, decision.kept)
+        rest = self._plan_for(computing, before)
+        self.shares = remaining_assignments(rest, before.layout, decision.kept)
 
-    def _plan_for(self, computing: Sequence[int]) -> Plan:
-        """Return the plan of all replicas alive, with quotas for those that are `computing`."""
-        layout = Layout(
-            tuple(Replica((Stage(tuple(self.coordinates.ranks(r)), (0, 1)),)) for r in self.alive)
-        )
-        given = list(self._quotas(computing))
-        if len(given) != len(computing) or sum(given) != self._microbatches:
-            raise ContractError(
-                "quotas",
-                f"must be {len(computing)} numbers with the sum {self._microbatches}, not {given}",
-            )
+    def restricted(self, quotas: Mapping[int, int], replicas: Sequence[int]) -> tuple[int, ...]:
+        """Return the quotas of `replicas` with the same sum, as many for each as it is fast.
+
+        A quota is the measure of a replica's speed. One that has none joined later and counts as
+        fast as the fastest.
+        """
+        if set(quotas) == set(replicas):
+            return tuple(quotas[replica] for replica in replicas)
+        fastest = max(quotas.values())
+        speeds = [float(quotas.get(replica, fastest)) for replica in replicas]
+        return quotas_by_speed(self._microbatches, speeds)
+
+    def _plan_for(self, computing: Sequence[int], before: Plan | None = None) -> Plan:
+        """Return the plan of all replicas alive, with quotas for those that are `computing`.
+
+        The quotas are those of the plan `before`, restricted to them.
+        """
+        before = before or self.plan
+        if before.version == 0:
+            given = even_quotas(self._microbatches, len(computing))
+        else:
+            members = self.coordinates.members
+            known = [replica.ranks[0] // members for replica in before.layout.replicas]
+            given = self.restricted(dict(zip(known, before.quotas, strict=True)), computing)
         by_replica = dict(zip(computing, given, strict=True))
         quotas = tuple(by_replica.get(replica, 0) for replica in self.alive)
-        return Plan(version=0, layout=layout, quotas=quotas)
+        return self._plan(self.alive, quotas, before.version)
+
+    def _plan(self, replicas: Sequence[int], quotas: Sequence[int], version: int) -> Plan:
+        ranks = [tuple(self.coordinates.ranks(replica)) for replica in replicas]
+        layout = Layout(tuple(Replica((Stage(each, (0, 1)),)) for each in ranks))
+        return Plan(version=version, layout=layout, quotas=tuple(quotas))
 
 
 class ReplicaJoiner:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import ContractError, PeerLostError
+from resihp.contracts import ContractError, PeerLostError, Plan
 
 from ..microbatches.counts import MicrobatchReport, StepCounts, count_rows, read_counts
 from ..microbatches.ledger import GradientHolding, spans
+from ..planning.quota_plans import PlanVersionHolder, QuotaPlanPoller, quotas_by_replica
+from ..planning.sources import NoPlans, PlanSource
 from ..process_groups.abortable import close_groups
 from ..process_groups.transport import ProcessGroupTransport
 from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
@@ -28,7 +30,7 @@ from ..rendezvous.store import Timeouts
 from .checks import check_model, check_optimizers, fingerprint
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
-from .membership import Quotas, ReplicaJoiner, ReplicaMembership
+from .membership import ReplicaJoiner, ReplicaMembership
 from .state_sync import StateBroadcast, Stateful, receive_state
 from .step import ReplicaCoordinates, Step
 
@@ -44,7 +46,11 @@ class Replicas:
     microbatches   per step, over all replicas; constant
     members        processes of a replica: consecutive ranks
     state          further state of the loop: LR schedules, a gradient scaler, averages, a cursor
-    quotas         microbatches per replica alive; default: equal
+    plans          source of plans that change quotas, e.g. `ServicePlans`, which the first process
+                   alive asks in a thread; after a loss the survivors' quotas keep their ratio.
+                   Default: equal quotas
+    monitor        takes over the version of a plan, so that the sidecar knows which plan later
+                   records belong to
     overlap        all-reduce gradients during the last backward pass; ignored where a replica has
                    several members. Needs one backward pass per microbatch
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
@@ -61,7 +67,8 @@ class Replicas:
         microbatches: int,
         members: int = 1,
         state: Mapping[str, Stateful] | None = None,
-        quotas: Quotas | None = None,
+        plans: PlanSource | None = None,
+        monitor: PlanVersionHolder | None = None,
         timeouts: Timeouts | None = None,
         bucket_bytes: int = 25 << 20,
         overlap: bool = True,
@@ -84,7 +91,9 @@ class Replicas:
         for one in self._optimizers:
             one.register_step_pre_hook(self._refuse_incomplete_step)
         self._microbatches = microbatches
-        self._membership = ReplicaMembership(self.coordinates, microbatches, quotas)
+        self._membership = ReplicaMembership(self.coordinates, microbatches)
+        self._has_plans, self._monitor = plans is not None, monitor
+        self._poller = QuotaPlanPoller(plans or NoPlans(), self.coordinates.rank, self._read)
         self._sums = LoopGradients(
             model.parameters(),
             microbatches,
@@ -130,6 +139,7 @@ class Replicas:
                     raise ContractError("step", "not all of its microbatches were taken")
             self._rendezvous.finish(len(self._rendezvous.alive))
         finally:
+            self._poller.close()
             self._rendezvous.close()
 
     # One step.
@@ -177,14 +187,14 @@ class Replicas:
         self._complete(step)
 
     def _vote(self, groups: ReplicaGroups) -> None:
-        """Commit the step on all ranks; compare optimizer settings and learn of joiners."""
+        """Commit the step on all ranks; compare optimizer settings, learn of joiners and quotas."""
         alike, waiting = fingerprint(self._optimizers), self._join.waiting(self.alive)
         vote = torch.tensor(
-            [alike, -alike, float(bool(waiting))],
+            [alike, -alike, float(bool(waiting)), *self._proposal()],
             dtype=torch.float64,
             device=groups.everyone.device,
         )
-        most, least, is_due = groups.everyone.all_reduce_max(vote).tolist()
+        most, least, is_due, version, *quotas = groups.everyone.all_reduce_max(vote).tolist()
         if most != -least:
             raise ContractError(
                 "optimizer",
@@ -192,6 +202,28 @@ class Replicas:
                 "schedules, so that joiners continue with them",
             )
         self._pending_recovery = "replicas join" if is_due else None
+        self._membership.learn(int(version), list(map(int, quotas)))
+
+    def _proposal(self) -> list[float]:
+        """Return version and quotas of the newest plan; zeros where there is none to propose."""
+        membership, alive = self._membership, self.alive
+        found = None
+        if self._has_plans and self.coordinates.rank == self._rendezvous.alive[0]:
+            self._poller.start(membership.plan.version)
+            found = self._poller.newest(membership.plan.version, self.completed + 2)
+        if found is None:
+            return [0.0] * (1 + len(alive))
+        return [float(found.version), *map(float, membership.restricted(found.quotas, alive))]
+
+    def _read(self, plan: Plan) -> dict[int, int]:
+        quotas = quotas_by_replica(plan, self.coordinates.members, self._microbatches)
+        if not set(self.alive) <= set(quotas):
+            raise ContractError(
+                "layout",
+                f"of plan {plan.version} has the replicas {sorted(quotas)}: this loop changes "
+                f"quotas alone, and its replicas {list(self.alive)} stay",
+            )
+        return quotas
 
     def _complete(self, step: Step) -> None:
         """Replace the local gradients by the whole sums."""
@@ -199,8 +231,19 @@ class Replicas:
         step.loss, step.weight = self._counts.loss, self._counts.weight
         self._sums.use(step.weight)
         self._committed, self._state_broadcast = (self.completed, 0.0), None
+        before = self._membership.plan.version
         self._membership.next_step()
         self.completed += 1
+        if self._membership.plan.version > before:
+            self._use_plan(self._membership.plan.version)
+
+    def _use_plan(self, version: int) -> None:
+        """Tell monitor and source that the quotas of a plan hold from the next step on."""
+        if self._monitor is not None:
+            self._monitor.plan_version = version
+        found = self._poller.newest(version - 1, self.completed)
+        if found is not None and found.version == version:
+            self._poller.acknowledge(found.plan, self.completed)
 
     def _refuse_incomplete_step(self, *_: Any) -> None:
         if self._is_in_step:
@@ -270,6 +313,8 @@ class Replicas:
             if invited is not None:
                 self._membership.plan, decision = invited
                 self._apply(decision)
+                if self._monitor is not None:
+                    self._monitor.plan_version = self._membership.plan.version
             self._connect(is_starting=invited is None)
         except PeerLostError as error:
             self._pending_recovery = str(error)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from resihp import _own_packages
 from resihp.client import Client
-from resihp.contracts import InfeasibleError, Job, Plan, ServiceError
+from resihp.contracts import InfeasibleError, Job, Plan, ServiceError, Status
 
 if TYPE_CHECKING:
     from scheduler import ReplanDecision
@@ -219,6 +219,11 @@ class ServicePlans:
             _log.warning(
                 "plan %d was refused but the sidecar does not know: %s", plan.version, error
             )
+
+    def slowdowns(self) -> Mapping[int, float]:
+        """Slowdowns of the ranks that the sidecar calls slow. Raises `ServiceError`."""
+        verdicts = self._client.verdicts(self._job.name)
+        return {one.rank: one.slowdown for one in verdicts if one.status is Status.FAIL_SLOW}
 
     def _await_plan(self, current: Plan, available: Collection[int]) -> Plan | None:
         """The sidecar's next plan that uses `available` ranks only; None after the patience."""

@@ -1,0 +1,414 @@
+"""Quotas in an accumulation loop of the user's on DistributedDataParallel or FSDP2.
+
+The ranks agree on new quotas without a wait of their own: each step one small all-reduce of CPU
+tensors runs beside the training, and its result is read when the next step begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from resihp.contracts import ContractError, PeerLostError, Plan, even_quotas
+
+from ..microbatches.balancing import (
+    assign_by_count,
+    assign_by_work,
+    at_least_one,
+    speeds_of_quotas,
+)
+from ..planning.quota_plans import (
+    PlanVersionHolder,
+    QuotaPlan,
+    QuotaPlanPoller,
+    quotas_by_replica,
+)
+from ..planning.sources import NoPlans, PlanSource
+
+_log = logging.getLogger("resihp.elastic")
+
+StepWork = Callable[[int], Sequence[float]]
+"""Returns the work of each microbatch of a step, in any unit, alike on every rank."""
+
+
+@dataclass(frozen=True)
+class QuotaState:
+    """Quotas in force, alike on all ranks.
+
+    number   proposals so far
+    version  of the plan they come from; 0: none
+    quotas   microbatches of each rank, 1 or more
+    speeds   relative speed of each rank
+    """
+
+    number: int
+    version: int
+    quotas: tuple[int, ...]
+    speeds: tuple[float, ...]
+
+    def as_list(self) -> list[float]:
+        """Return the numbers that `read` takes; none is below 0."""
+        return [float(self.number), float(self.version), *map(float, self.quotas), *self.speeds]
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> QuotaState:
+        """Return the state behind the numbers of `as_list`."""
+        number, version, *rest = numbers
+        half = len(rest) // 2
+        return cls(int(number), int(version), tuple(map(int, rest[:half])), tuple(rest[half:]))
+
+
+@dataclass
+class QuotaAgreement:
+    """Agreement of all ranks on quotas, advanced by each rank at the begin of each step.
+
+    1. The first rank adds a proposal to the maximum that all ranks compute in step k.
+    2. All ranks read it when step k + 1 begins, and add to the next maximum that they hold it.
+    3. When step k + 2 begins, all ranks read that all hold it: it is in force.
+
+    A rank that cannot read a result goes on with the quotas in force; the others do so too, because
+    it holds nothing newer. Only behind 2 it cannot know: then it raises `PeerLostError`.
+
+    start  begins the elementwise maximum of a list of numbers over all ranks; the function that it
+           returns waits for the result
+    """
+
+    start: Callable[[list[float]], Callable[[], list[float]]]
+    in_force: QuotaState
+    failures: int = 0
+    is_closed: bool = False
+    _held: QuotaState = field(init=False)
+    _told: int = 0
+    _proposed: QuotaState | None = None
+    _result: Callable[[], list[float]] | None = None
+
+    def __post_init__(self) -> None:
+        self._held = self.in_force
+
+    @property
+    def is_free(self) -> bool:
+        """True where a proposal can be made."""
+        return self._proposed is None and not self.is_closed
+
+    def propose(self, state: QuotaState) -> None:
+        """Propose new quotas, on the first rank alone."""
+        self._proposed = replace(state, number=self.in_force.number + 1)
+
+    def advance(self) -> bool:
+        """Read the result of the last step; True if other quotas are in force from now on.
+
+        Raises `ContractError` if the ranks ran different assignments in the last step.
+        """
+        if self.is_closed or self._result is None:
+            return False
+        try:
+            least_held, check, other_check, *proposal = self._result()
+        except RuntimeError as error:
+            self._give_up(error)
+            return False
+        self._result = None
+        if check != -other_check:
+            raise ContractError(
+                "steps",
+                "the ranks are not in the same step with the same assignment: `work` must return "
+                "the same numbers on every rank, and all ranks begin with the same step",
+            )
+        has_changed = -least_held > self.in_force.number
+        if has_changed:
+            self.in_force, self._proposed = self._held, None
+        if proposal[0] > self._held.number:
+            self._held = QuotaState.read(proposal)
+        return has_changed
+
+    def begin(self, check: int) -> None:
+        """Begin the maximum of a step; `check` is a hash of what all ranks do alike in it."""
+        if self.is_closed:
+            return
+        proposal = self._proposed or QuotaState(0, 0, *self._zeros())
+        numbers = [-float(self._held.number), float(check), -float(check), *proposal.as_list()]
+        try:
+            self._result = self.start(numbers)
+            self._told = self._held.number
+        except RuntimeError as error:
+            self._give_up(error)
+
+    def finish(self) -> None:
+        """Wait for what was begun, at the end of the training; a later `advance` reads it."""
+        if self._result is not None:
+            with suppress(RuntimeError):  # `advance` reports it
+                numbers = self._result()
+                self._result = lambda: numbers
+
+    def _zeros(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        size = len(self.in_force.quotas)
+        return (0,) * size, (0.0,) * size
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.is_closed, self.failures = True, self.failures + 1
+        if self._told > self.in_force.number:
+            raise PeerLostError(
+                "a rank was lost while quotas changed: this one cannot know which hold"
+            ) from error
+        _log.warning("quotas stay as they are, their agreement failed: %s", error)
+
+
+class QuotaStep:
+    """A step of an accumulation loop: iterate over it once, to its end.
+
+    number        of the step
+    microbatches  of this rank, in the order in which they are yielded
+    quotas        number of microbatches of each rank
+    plan_version  of the plan that the quotas come from; 0: none
+    """
+
+    def __init__(
+        self,
+        number: int,
+        assigned: Sequence[tuple[int, ...]],
+        rank: int,
+        plan_version: int,
+        checked: WeakSet[nn.Module],
+    ) -> None:
+        self.number, self.plan_version, self._checked = number, plan_version, checked
+        self.microbatches = assigned[rank]
+        self.quotas = tuple(map(len, assigned))
+        self.taken = 0
+
+    @property
+    def scale(self) -> float:
+        """Factor on losses that are means, each over as much as the others.
+
+        DDP and FSDP2 divide gradients by the number of ranks; with this factor they are means over
+        the microbatches of the step, however many of them a rank has.
+        """
+        return self.scale_for(1.0, sum(self.quotas))
+
+    def scale_for(self, weight: float, total: float) -> float:
+        """Factor on the loss of a microbatch, a mean over `weight` tokens of `total` in the step.
+
+        For a loss that is a sum over tokens, `weight` is 1. `total` is the sum over all ranks.
+        """
+        if not total > 0.0:
+            raise ContractError("total", f"the weights of a step sum to {total}")
+        return weight * len(self.quotas) / total
+
+    def __iter__(self) -> Iterator[int]:
+        while self.taken < len(self.microbatches):
+            self.taken += 1
+            yield self.microbatches[self.taken - 1]
+
+    def sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of a microbatch's passes: gradients are summed over the ranks behind
+        the last one alone.
+
+        `model` is in `DistributedDataParallel` or sharded by `fully_shard`, over all ranks. A
+        sharded one is gathered for the first microbatch and resharded behind the last: in between
+        each rank holds all parameters and gradients.
+        """
+        if model not in self._checked:
+            _check(model, len(self.quotas))
+            self._checked.add(model)
+        is_last = self.taken == len(self.microbatches)
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(False)
+            model.set_reshard_after_backward(is_last)
+            model.set_requires_gradient_sync(is_last)
+            return nullcontext()
+        assert isinstance(model, DistributedDataParallel)
+        context: AbstractContextManager[None] = nullcontext() if is_last else model.no_sync()
+        return context
+
+
+class Quotas:
+    """Assigns the microbatches of each step to the ranks of a `torch.distributed` job.
+
+    Every rank makes one with the same arguments, after `init_process_group`. Every rank has at
+    least one microbatch in each step. New quotas come from `plans`, which the first rank asks in a
+    thread; they hold from a step on that all ranks know, two steps after the plan or later. A
+    source that fails, is silent or answers with nonsense never stops or delays the training.
+
+    microbatches  per step, over all ranks; constant
+    plans         source of plans, e.g. `ServicePlans`; None: the quotas stay even
+    work          microbatches are assigned by their work, not by their number alone
+    monitor       takes over the version of the plan, so that the sidecar knows which plan later
+                  records belong to
+    """
+
+    def __init__(
+        self,
+        *,
+        microbatches: int,
+        plans: PlanSource | None = None,
+        work: StepWork | None = None,
+        monitor: PlanVersionHolder | None = None,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ContractError("quotas", "call torch.distributed.init_process_group before")
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        if microbatches < self._size:
+            raise ContractError(
+                "microbatches", f"must be {self._size} or more: each rank has at least one"
+            )
+        self._microbatches, self._work, self._monitor = microbatches, work, monitor
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        even = even_quotas(microbatches, self._size)
+        self._agreement = QuotaAgreement(
+            self._start_maximum, QuotaState(0, 0, even, speeds_of_quotas(even))
+        )
+        self._has_plans = plans is not None
+        self._poller = QuotaPlanPoller(plans or NoPlans(), self._rank, self._read)
+        self._offered: QuotaPlan | None = None
+        self._checked: WeakSet[nn.Module] = WeakSet()
+
+    @property
+    def in_force(self) -> tuple[int, ...]:
+        """Microbatches of each rank where they are assigned by number."""
+        return self._agreement.in_force.quotas
+
+    @property
+    def failures(self) -> int:
+        """Failures of the plan source and of the agreement on this rank; none reached the loop."""
+        return self._poller.failures + self._agreement.failures
+
+    def steps(self, count: int, *, first: int = 0) -> Iterator[QuotaStep]:
+        """Yield `count` steps, numbered from `first`; iterate over each to its end.
+
+        Raises `ContractError` if a step's microbatches were not all taken, if `work` is not usable
+        or if the ranks differ in it.
+        """
+        if self._rank == 0 and self._has_plans:
+            self._poller.start(self._agreement.in_force.version)
+        try:
+            for number in range(first, first + count):
+                step = self._begin(number)
+                yield step
+                if step.taken < len(step.microbatches):
+                    raise ContractError("step", "not all of its microbatches were taken")
+            self._agreement.finish()
+        finally:
+            self._poller.close()
+
+    def total(self, weight: float) -> float:
+        """Sum `weight` over all ranks: of this rank's microbatches of the step. A collective.
+
+        Raises `PeerLostError` where the ranks have lost each other.
+        """
+        if self._group is None:
+            raise PeerLostError("the group that sums weights has failed before")
+        summed = torch.tensor(weight, dtype=torch.float64)
+        dist.all_reduce(summed, group=self._group)
+        return float(summed)
+
+    def _begin(self, number: int) -> QuotaStep:
+        agreement = self._agreement
+        if agreement.advance():
+            if self._monitor is not None:
+                self._monitor.plan_version = agreement.in_force.version
+            if self._offered is not None:
+                plan = replace(self._offered.plan, quotas=self._quotas_of(self._offered))
+                self._poller.acknowledge(plan, number)
+                self._offered = None
+        if self._rank == 0 and agreement.is_free:
+            self._propose(number)
+        assigned = self._assign(number)
+        agreement.begin(zlib.crc32(repr((number, assigned)).encode()))
+        if agreement.is_closed and self._group is not None:
+            dist.destroy_process_group(self._group)  # so that no other rank waits for this one
+            self._group = None
+        version = agreement.in_force.version
+        return QuotaStep(number, assigned, self._rank, version, self._checked)
+
+    def _propose(self, step: int) -> None:
+        """Propose the newest plan; it will hold two steps later at the earliest."""
+        found = self._poller.newest(self._agreement.in_force.version, step + 2)
+        if found is None:
+            return
+        quotas = at_least_one([found.quotas[rank] for rank in range(self._size)])
+        speeds = speeds_of_quotas(quotas)
+        if any(slowdown > 1.0 for slowdown in found.slowdowns.values()):
+            speeds = tuple(_speed(found.slowdowns.get(rank, 1.0)) for rank in range(self._size))
+        self._offered = found
+        self._agreement.propose(QuotaState(0, found.version, quotas, speeds))
+
+    def _quotas_of(self, offered: QuotaPlan) -> tuple[int, ...]:
+        """Return the quotas in force in the order of the plan's replicas."""
+        in_force = self._agreement.in_force.quotas
+        return tuple(in_force[replica.ranks[0]] for replica in offered.plan.layout.replicas)
+
+    def _assign(self, step: int) -> tuple[tuple[int, ...], ...]:
+        state = self._agreement.in_force
+        if self._work is None:
+            return assign_by_count(state.quotas)
+        work = [float(amount) for amount in self._work(step)]
+        if len(work) != self._microbatches or not all(0.0 < one < math.inf for one in work):
+            raise ContractError(
+                "work", f"must be {self._microbatches} numbers above 0, not {work[:8]}"
+            )
+        return assign_by_work(work, state.speeds, state.quotas)
+
+    def _read(self, plan: Plan) -> Mapping[int, int]:
+        quotas = quotas_by_replica(plan, 1, self._microbatches)
+        if set(quotas) != set(range(self._size)):
+            raise ContractError(
+                "layout",
+                f"of plan {plan.version} has the ranks {sorted(quotas)}: this loop changes quotas "
+                f"alone, and all of its {self._size} ranks stay",
+            )
+        given = at_least_one([quotas[rank] for rank in range(self._size)])
+        if 0 in quotas.values() and given == self._agreement.in_force.quotas:
+            raise ContractError("quotas", "are those in force: each rank has a microbatch at least")
+        return quotas
+
+    def _start_maximum(self, numbers: list[float]) -> Callable[[], list[float]]:
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def result() -> list[float]:
+            work.wait()
+            found: list[float] = tensor.tolist()
+            return found
+
+        return result
+
+
+def _speed(slowdown: float) -> float:
+    return 1.0 / slowdown if 1.0 < slowdown < math.inf else 1.0
+
+
+def _check(model: nn.Module, ranks: int) -> None:
+    """Raise `ContractError` for a model that communicates in each microbatch.
+
+    Its ranks would wait for each other where they have different numbers of microbatches.
+    """
+    if isinstance(model, DistributedDataParallel):
+        size = model.process_group.size()
+    elif isinstance(model, FSDPModule):
+        meshes = {one.device_mesh for one in model.parameters() if isinstance(one, DTensor)}
+        size = next(iter(meshes)).size() if len(meshes) == 1 else 0
+        if any(mesh.ndim > 1 for mesh in meshes):
+            raise ContractError("model", "is sharded over a mesh of several dimensions: use one")
+    else:
+        raise ContractError(
+            "model",
+            f"{type(model).__name__} is neither DistributedDataParallel nor sharded by fully_shard "
+            "(FSDP2): wrap it in one of them. FSDP1 and tensor parallelism communicate in each "
+            "microbatch, and ranks with different numbers of them would hang",
+        )
+    if size != ranks:
+        raise ContractError("model", f"spans {size} of the job's {ranks} ranks: it must span all")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ContractError(
+            "model", "SyncBatchNorm communicates in each microbatch: use GroupNorm or LayerNorm"
+        )

@@ -1,0 +1,169 @@
+"""Plain DDP loops with quotas: the training of the undisturbed job, whatever the source says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from resihp.contracts import ContractError, Layout, Plan, ServiceError
+from resihp.elastic import Quotas
+from resihp.testing.local_ranks import LocalRanks
+from tests.elastic.quota_loops import MICROBATCHES, QuotaLoop, run, tokens_of, undisturbed
+
+GRID = Layout.grid(dp=3, pp=1, tp=1, layers=1)
+
+
+def plan(version: int, *quotas: int, layout: Layout = GRID) -> Plan:
+    return Plan(version=version, layout=layout, quotas=quotas)
+
+
+def play(loop: QuotaLoop, folder: Path) -> list[list[dict[str, Any]]]:
+    """What each rank kept of each step and, at the end, of its source."""
+    with LocalRanks("quotas", folder) as ranks:
+        ranks.start(range(loop.ranks), run, loop, folder)
+        assert set(ranks.wait(300).values()) == {0}, ranks.logs()
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(loop.ranks)]
+
+
+def assert_same_training(loop: QuotaLoop, kept: list[list[dict[str, Any]]]) -> None:
+    for number, gradients in enumerate(undisturbed(loop)):
+        steps = [of_rank[number] for of_rank in kept]
+        taken = sorted(index for step in steps for index in step["own"])
+        assert taken == list(range(MICROBATCHES))
+        assert len({(step["quotas"], step["version"]) for step in steps}) == 1
+        for step in steps:
+            for ours, theirs in zip(step["gradients"], gradients, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_plans_late_twice_old_malformed_and_of_another_layout(tmp_path: Path) -> None:
+    """A plan that leaves a rank without microbatches is taken with one for it."""
+    loop = QuotaLoop(
+        steps=12,
+        offers=(
+            ServiceError("the sidecar is gone"),
+            "no plan at all",
+            plan(1, 5, 4, layout=Layout.grid(dp=2, pp=1, tp=1, layers=1)),
+            plan(2, 5, 3, 2),
+            plan(3, 5, 3, 1),
+            plan(3, 4, 4, 1),
+            plan(2, 3, 3, 3),
+            plan(9, 7, 2, 0),
+        ),
+        due=((1, 3), (6, 9)),
+    )
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    seen = [(step["version"], step["quotas"]) for step in kept[0][:-1]]
+    assert seen[:3] == [(0, (3, 3, 3))] * 3
+    assert seen[3:5] == [(3, (5, 3, 1))] * 2
+    assert seen[-1] == (9, (6, 2, 1))
+    end = kept[0][-1]
+    assert set(end["told"]) >= {("refused", 1), ("refused", 2), ("applied", 3)}
+    assert end["failures"] == 4
+    assert kept[1][-1]["failures"] == 0
+
+
+@pytest.mark.parametrize("kind", ["tokens", "work"])
+def test_unequal_microbatches(kind: str, tmp_path: Path) -> None:
+    loop = QuotaLoop(kind, offers=(plan(1, 4, 4, 1),), due=((1, 1),))
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    assert kept[0][-2]["version"] == 1
+    if kind == "work":
+        step = loop.steps - 1
+        shares = [sum(tokens_of(step, i) for i in of_rank[step]["own"]) for of_rank in kept]
+        assert shares[2] < min(shares[:2]) / 2
+
+
+def test_ranks_that_cannot_agree_any_more_train_on(tmp_path: Path) -> None:
+    """No rank waits for the one that is cut off; the quotas stay as they were."""
+    loop = QuotaLoop(offers=(plan(1, 4, 4, 1),), due=((1, 1),), deaf_at=3)
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    assert kept[0][-2]["quotas"] == (4, 4, 1)
+    assert [of_rank[-1]["failures"] for of_rank in kept] == [1, 1, 1]
+
+
+def test_a_hundred_changes_leave_nothing_behind(tmp_path: Path) -> None:
+    offers = tuple(plan(v, *((6, 2, 1) if v % 2 else (2, 1, 6))) for v in range(1, 101))
+    loop = QuotaLoop(steps=404, offers=offers, every=4)
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    for of_rank in kept:
+        assert [step["version"] for step in of_rank[3:-1:4]] == [*range(1, 101), 100]
+        early, late = of_rank[40:140], of_rank[-101:-1]
+        for what in ("threads", "files"):
+            assert max(step[what] for step in late) <= max(step[what] for step in early), what
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    """Ranks with different numbers of microbatches do not wait for each other in between."""
+    offer = plan(1, 8, 1, layout=Layout.grid(dp=2, pp=1, tp=1, layers=1))
+    loop = QuotaLoop(ranks=2, sharded=True, offers=(offer,), due=((1, 1),))
+    kept = play(loop, tmp_path)
+    assert_same_training(loop, kept)
+    assert kept[0][-2]["quotas"] == (8, 1)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ContractError, match="init_process_group"):
+        Quotas(microbatches=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fewer_microbatches_than_ranks() -> None:
+    with pytest.raises(ContractError, match="must be 1 or more"):
+        Quotas(microbatches=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_communicates_in_each_microbatch_is_refused() -> None:
+    step = next(Quotas(microbatches=2).steps(1))
+    with pytest.raises(ContractError, match="neither DistributedDataParallel nor sharded"):
+        step.sync(nn.Linear(2, 2))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2)))
+    model.module.append(nn.SyncBatchNorm(2))
+    with pytest.raises(ContractError, match="use GroupNorm"):
+        step.sync(model)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ContractError, match="several dimensions"):
+        step.sync(fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_is_not_taken_to_its_end() -> None:
+    steps = Quotas(microbatches=2).steps(2)
+    next(iter(next(steps)))
+    with pytest.raises(ContractError, match="not all of its microbatches"):
+        next(steps)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("work", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
+def test_work_that_cannot_be(work: list[float]) -> None:
+    with pytest.raises(ContractError, match="2 numbers above 0"):
+        next(Quotas(microbatches=2, work=lambda step: work).steps(1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_that_sum_to_nothing() -> None:
+    with pytest.raises(ContractError, match="sum to 0"):
+        next(Quotas(microbatches=2).steps(1)).scale_for(1.0, 0.0)
