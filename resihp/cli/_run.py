@@ -28,7 +28,11 @@ script's modules already, with its newest checkpoint in this node's memory.
 @app.command(
     "run",
     help=_HELP,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,  # options after the script are the script's
+    },
 )
 def run_command(context: typer.Context) -> None:
     """Pass all arguments on to the launcher."""

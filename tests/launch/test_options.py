@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from resihp.cli import _run
 from resihp.launch.options import Command, Options
 
 
@@ -80,3 +82,15 @@ def test_what_is_wrong_is_said_in_a_line(
         parsed(line)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["train.py --help", "--nproc-per-node 2 train.py -m 3 --help", "--tee=3 -m pack.train --x 1"],
+)
+def test_the_command_passes_everything_on(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr("resihp.launch.supervisor.main", lambda words: given.extend(words) or 5)
+    done = CliRunner().invoke(_run.app, ["run", *line.split()])
+    assert done.exit_code == 5, done.output
+    assert given == line.split()
