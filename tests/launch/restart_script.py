@@ -64,6 +64,7 @@ def main() -> None:
             losses.write(json.dumps([step, loss.item() / ranks]) + "\n")
             losses.flush()
     saver.close()
+    del parallel  # freed behind its process group, it may wait for gloo's threads for ever
     dist.destroy_process_group()
 
 
