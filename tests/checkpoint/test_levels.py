@@ -27,12 +27,13 @@ from resihp.checkpoint import (
     IndependentRank,
     LeastLoss,
     LocalDisk,
+    NodeMemory,
     PeerMemory,
     SharedStorage,
 )
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
-from resihp.contracts import ContractError
+from resihp.contracts import CheckpointError, ContractError
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
 
@@ -371,3 +372,40 @@ def test_what_cannot_work_is_refused_at_once(
 ) -> None:
     with pytest.raises(ContractError, match=problem):
         make(tmp_path)
+
+
+class UnreadDisk(LocalDisk):
+    """A folder that cannot be read at present."""
+
+    def steps(self) -> list[int]:
+        raise OSError(errno.EIO, "not now")
+
+
+def test_the_newest_step_is_that_of_any_level(tmp_path: Path) -> None:
+    with Checkpointer([LocalDisk(tmp_path / "a"), LocalDisk(tmp_path / "b")]) as saver:
+        assert saver.newest_step() is None
+        train(saver, range(3))
+        assert saver.newest_step() == 2
+    levels = [UnreadDisk(tmp_path / "a"), LocalDisk(tmp_path / "b")]
+    with Checkpointer(levels) as saver:
+        assert saver.newest_step() == 2
+
+
+def test_a_job_does_not_begin_anew_because_a_level_cannot_be_read(tmp_path: Path) -> None:
+    levels = [UnreadDisk(tmp_path / "a"), LocalDisk(tmp_path / "b")]
+    with Checkpointer(levels) as saver, pytest.raises(CheckpointError, match="not now"):
+        saver.newest_step()
+
+
+def test_node_memory_is_the_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESIHP_NODE_MEMORY", raising=False)
+    assert not NodeMemory.is_available()
+    with pytest.raises(ContractError, match="resihp run"):
+        NodeMemory()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RESIHP_NODE_MEMORY", str(tmp_path))
+    with Checkpointer([NodeMemory()]) as saver:
+        train(saver, range(3))
+    assert LocalDisk(tmp_path).steps() == [2]
+    assert_stamped(back_from(NodeMemory())[1], 2)
