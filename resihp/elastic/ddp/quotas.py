@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from resihp._shutdown import start_thread
 from resihp.contracts import ContractError, PeerLostError, Plan, even_quotas
 
 from ..microbatches.balancing import (
@@ -38,6 +40,7 @@ from ..planning.quota_plans import (
 from ..planning.sources import NoPlans, PlanSource
 
 _log = logging.getLogger("resihp.elastic")
+_RELEASE_POLL_S = 0.01
 
 StepWork = Callable[[int], Sequence[float]]
 """Returns the work of each microbatch of a step, in any unit, alike on every rank."""
@@ -156,7 +159,7 @@ class QuotaAgreement:
         return (0,) * size, (0.0,) * size
 
     def _give_up(self, error: RuntimeError) -> None:
-        self.is_closed, self.failures = True, self.failures + 1
+        self.is_closed, self.failures, self._result = True, self.failures + 1, None
         if self._told > self.in_force.number:
             raise PeerLostError(
                 "a rank was lost while quotas changed: this one cannot know which hold"
@@ -263,6 +266,7 @@ class Quotas:
             )
         self._microbatches, self._work, self._monitor = microbatches, work, monitor
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        self._sent: ref[torch.Tensor] | None = None
         even = even_quotas(microbatches, self._size)
         self._agreement = QuotaAgreement(
             self._start_maximum, QuotaState(0, 0, even, speeds_of_quotas(even))
@@ -325,7 +329,7 @@ class Quotas:
         assigned = self._assign(number)
         agreement.begin(zlib.crc32(repr((number, assigned)).encode()))
         if agreement.is_closed and self._group is not None:
-            dist.destroy_process_group(self._group)  # so that no other rank waits for this one
+            _close(self._group, self._sent)  # so that no other rank waits for this one
             self._group = None
         version = agreement.in_force.version
         return QuotaStep(number, assigned, self._rank, version, self._checked)
@@ -374,6 +378,7 @@ class Quotas:
     def _start_maximum(self, numbers: list[float]) -> Callable[[], list[float]]:
         tensor = torch.tensor(numbers, dtype=torch.float64)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._sent = ref(tensor)
 
         def result() -> list[float]:
             work.wait()
@@ -381,6 +386,24 @@ class Quotas:
             return found
 
         return result
+
+
+def _close(group: dist.ProcessGroup, sent: ref[torch.Tensor] | None) -> None:
+    """Close a group as soon as the tensor that it sent last is released.
+
+    torch joins the group's threads when it is freed. One of them may need the interpreter to
+    release that tensor: freed here and now, both would wait for ever.
+    """
+    dist.destroy_process_group(group)  # the thread still holds it
+    is_ending, held = threading.Event(), [group]
+
+    def free() -> None:
+        while sent is not None and sent() is not None and not is_ending.wait(_RELEASE_POLL_S):
+            pass
+        held.clear()
+
+    thread = threading.Thread(target=free, name="resihp-quotas-close", daemon=True)
+    start_thread(thread, is_ending.set)
 
 
 def _speed(slowdown: float) -> float:
