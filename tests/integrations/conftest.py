@@ -34,11 +34,15 @@ NOISE = 0.5
 
 @dataclass
 class Training:
-    """A finished run of an example: output, and the ranks that were found slow or stopped on its
-    way, each with its worst verdict."""
+    """A finished run of an example.
+
+    named  ranks that were found slow or stopped on its way, each with its worst verdict
+    last   verdicts on all ranks at its end
+    """
 
     output: str
     named: dict[int, Verdict] = field(default_factory=dict)
+    last: dict[int, Verdict] = field(default_factory=dict)
 
     def assert_named(self, slow_rank: int) -> None:
         """Assert that this rank was found slow, and no other.
@@ -123,6 +127,7 @@ def _note_verdicts(client: Client, training: Training) -> None:
         verdicts = client.verdicts("example")
     except ServiceError:
         return
+    training.last = {verdict.rank: verdict for verdict in verdicts}
     for verdict in verdicts:
         if verdict.status in (Status.FAIL_SLOW, Status.FAIL_STOP):
             worst = training.named.setdefault(verdict.rank, verdict)
