@@ -43,7 +43,8 @@ def sidecar(tmp_path_factory) -> Iterator[Sidecar]:
 
 
 def train_until_named(sidecar: Sidecar, folder: Path, loop: OrdinaryLoop) -> str:
-    """Train until the slow rank is named, and no other was for it; return the log of rank 0.
+    """Train until the slow rank is named, and no other was for it, and there is advice on it;
+    return the log of rank 0.
 
     Others may lose speed to whatever else this machine runs; a rank that is blamed for waiting
     would be as slow as the one that it waits for.
@@ -62,6 +63,9 @@ def train_until_named(sidecar: Sidecar, folder: Path, loop: OrdinaryLoop) -> str
                 named |= {each.rank: each for each in verdicts if each.status is Status.FAIL_SLOW}
             others = [named[rank] for rank in named.keys() - {loop.slow.rank}]
             assert all(each.slowdown < NOISE for each in others), others
+        while (advice := client.advice(loop.job)) is None or loop.slow.rank not in advice.ranks:
+            ranks.poll(0.2)
+            assert time.monotonic() < deadline, ranks.logs()
         plan = client.plan(loop.job)
         assert plan is not None
         assert plan.version == 0, "such a loop can take on no plan"
@@ -77,6 +81,7 @@ def test_slow_rank_is_named(sidecar, tmp_path, kind):
         kind,
         steps=10_000,
         slow=SlowRank(1, 3.0, since=15),
+        pace=4.0,  # long against what a busy machine adds to each pass
         documents=DocumentLengths(3),
         microbatches=count,
         url=sidecar.url,
