@@ -2,14 +2,11 @@
 
 `ForkServer` is the launcher's end of it. A rank so started is at its script's first line after some
 20 ms, in place of the seconds that the import of torch takes. Once the ranks run, the server also
-imports the modules that the script imports, for the next start: each one first in a child, and in
-the server only if the import there began no thread, opened no accelerator, and read no variable
-that differs between ranks.
+imports those modules of the script that are safe to import before a fork, for the next start.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import importlib
 import json
@@ -20,19 +17,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .options import Command
+from .preloading import can_be_preloaded, preload, top_level_imports
 
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update imports the last
-_OF_A_RANK = ("RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1
 
@@ -190,7 +185,7 @@ class _Server:
         if "preload" in message:
             command = Command(**message["preload"])
             sys.path[0] = _folder_of(command)
-            self._to_import = imports_of(command)
+            self._to_import = top_level_imports(command)
         return None
 
     def _fork(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
@@ -229,8 +224,7 @@ class _Server:
             elif self._trial is not None and self._trial[0] == pid:
                 (_, name), self._trial = self._trial, None
                 if status == 0:
-                    with _silence(), suppress(Exception):
-                        importlib.import_module(name)
+                    preload(name)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the launcher is gone, which `serve` notices
@@ -253,7 +247,7 @@ class _Server:
             if pid == 0:
                 self._leave(server)
                 os.nice(10)
-                os._exit(0 if _imports_safely(name) else 1)
+                os._exit(0 if can_be_preloaded(name) else 1)
             self._trial = (pid, name)
 
 
@@ -261,78 +255,6 @@ def _folder_of(command: Command) -> str:
     """The folder that Python puts first on the path for this command."""
     is_script = command.kind == "script"
     return str(Path(command.target).resolve().parent) if is_script else os.getcwd()
-
-
-def imports_of(command: Command) -> list[str]:
-    """List the modules that a script imports at its top level, in their order."""
-    try:
-        if command.kind == "program":
-            return []
-        if command.kind == "module":
-            return [command.target.rpartition(".")[0]] if "." in command.target else []
-        tree = ast.parse(Path(command.target).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    found: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append(node.module)
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return list(dict.fromkeys(found))
-
-
-def _imports_safely(name: str) -> bool:
-    """Import a module in this process; whether processes may be forked that have imported it."""
-    read: list[str] = []
-    kind = type(os.environ)
-    before = kind.__getitem__
-
-    def watched(environ: os._Environ[str], key: str) -> str:
-        if key.startswith(_OF_A_RANK):
-            read.append(key)
-        return before(environ, key)
-
-    kind.__getitem__ = watched  # type: ignore[method-assign]
-    threads = _native_threads()
-    try:
-        with _silence():
-            importlib.import_module(name)
-    except BaseException:  # noqa: BLE001 - a module may do anything when it is imported
-        return False
-    return not read and _native_threads() <= threads and not _has_opened_an_accelerator()
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Drop what this process writes meanwhile."""
-    kept = [os.dup(stream) for stream in (1, 2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for stream in (1, 2):
-            os.dup2(nowhere, stream)
-        yield
-    finally:
-        for descriptor, stream in zip(kept, (1, 2), strict=True):
-            os.dup2(descriptor, stream)
-        for descriptor in (*kept, nowhere):
-            os.close(descriptor)
-
-
-def _native_threads() -> int:
-    with suppress(OSError):
-        return len(os.listdir("/proc/self/task"))
-    return threading.active_count()
-
-
-def _has_opened_an_accelerator() -> bool:
-    with suppress(OSError):
-        for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{entry}").startswith(_ACCELERATORS):
-                    return True
-    return False
 
 
 def _end_with(parent: int) -> None:

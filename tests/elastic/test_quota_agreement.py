@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, PeerLostError
-from resihp.elastic.ddp.quotas import QuotaAgreement, QuotaState
+from resihp.elastic.ddp.quota_agreement import QuotaAgreement, QuotaState
 
 EVEN = QuotaState(0, 0, (2, 2, 2), (1.0, 1.0, 1.0))
 FIRST, SECOND = (replace(EVEN, version=v, quotas=q) for v, q in ((1, (3, 2, 1)), (7, (1, 2, 3))))

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from resihp.launch.fork_server import Ended, ForkServer, Started, imports_of
+from resihp.launch.fork_server import Ended, ForkServer, Started
 from resihp.launch.options import Command
+from resihp.launch.preloading import top_level_imports
 from tests.elastic.engine_job import is_running
 
 LIMIT_S = 300.0
@@ -187,12 +188,12 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
     path.write_text(
         "import a.b as c, d\nfrom e import f\nfrom . import g\nif True:\n    import h\n"
     )
-    assert imports_of(Command(str(path), "script")) == ["a.b", "d", "e", "e.f"]
+    assert top_level_imports(Command(str(path), "script")) == ["a.b", "d", "e", "e.f"]
     path.write_text("not python")
-    assert imports_of(Command(str(path), "script")) == []
-    assert imports_of(Command(str(tmp_path / "missing.py"), "script")) == []
-    assert imports_of(Command("package.train", "module")) == ["package"]
-    assert imports_of(Command("program", "program")) == []
+    assert top_level_imports(Command(str(path), "script")) == []
+    assert top_level_imports(Command(str(tmp_path / "missing.py"), "script")) == []
+    assert top_level_imports(Command("package.train", "module")) == ["package"]
+    assert top_level_imports(Command("program", "program")) == []
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
