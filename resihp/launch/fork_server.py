@@ -8,6 +8,7 @@ imports those modules of the script that are safe to import before a fork, for t
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -190,6 +191,7 @@ class _Server:
 
     def _fork(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
         server = os.getpid()
+        gc.freeze()  # the ranks need not look through what is here, nor copy its pages for that
         pid = os.fork()
         if pid:
             for descriptor in descriptors:
@@ -317,8 +319,9 @@ def _main() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     task = _Server(control).serve()
-    if task is not None:
-        task.run()
+    if task is None:
+        os._exit(0)  # there is nothing to clean up, which takes Python a second with torch
+    task.run()
 
 
 if __name__ == "__main__":
