@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -20,6 +21,13 @@ settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it in every test."""
+    gc.collect()
+    gc.freeze()
+
 
 RUN_BY_RANKS = (
     "resihp.demo.training.worker",

@@ -6,6 +6,7 @@ hosts the store and is no rank, so no rank's loss ends the store.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -122,6 +123,7 @@ class LocalRanks:
 
 def _main(log: str, target: RankMain, rank: int, host: str, port: int, *arguments: Any) -> None:
     """Entry point of a rank's process."""
+    gc.freeze()  # it need not look through what was imported before the fork, nor copy its pages
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
