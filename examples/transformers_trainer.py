@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on several processes, with one more line.
 
 resihp serve &
-torchrun --nproc-per-node 4 examples/transformers_trainer.py --slow-rank 2
+torchrun --nproc-per-node 4 examples/transformers_trainer.py --slow-rank 2 --quotas
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from resihp.integrations.transformers import ResiHPCallback
 
-TOKENS, VOCABULARY, MICROBATCHES = 64, 256, 2
+TOKENS, VOCABULARY, MICROBATCHES = 64, 256, 4
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
@@ -31,7 +31,9 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
 
 def main() -> None:
     """Train a small Llama."""
-    options = option_parser("Trainer of transformers with ResiHP.").parse_args()
+    parser = option_parser("Trainer of transformers with ResiHP.")
+    parser.add_argument("--quotas", action="store_true", help="relieve a slow rank, live")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -56,9 +58,9 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=training,
-        train_dataset=RandomTokens(1200),
+        train_dataset=RandomTokens(2400),
         eval_dataset=RandomTokens(8),
-        callbacks=[ResiHPCallback()],  # the one line
+        callbacks=[ResiHPCallback(quotas=options.quotas)],  # the one line
     )
     trainer.train()
 

@@ -21,8 +21,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _END_TIMEOUT_S = 2.0
-SLOWDOWN, VERDICT = "resihp/slowdown_max", "resihp/verdict"
-"""Names under which the trainer's logger gets the largest slowdown and the worst verdict."""
+SLOWDOWN, VERDICT, QUOTAS = "resihp/slowdown_max", "resihp/verdict", "resihp/quotas"
+"""Names under which the trainer's logger gets the largest slowdown, the worst verdict, and the
+microbatches of each rank where they can change."""
 
 
 class TrainingObserver:
@@ -51,12 +52,28 @@ class TrainingObserver:
         self._failures = FailureLog()
         self._reader: VerdictReader | None = None
         self._is_open = False
-        self._url = ""
+        self._job = self._url = ""
+        self._token: str | None = None
 
     @property
     def reads_verdicts(self) -> bool:
         """True on the rank that logs them."""
         return self._reader is not None
+
+    @property
+    def job(self) -> str:
+        """Name of the job; "" before the first training."""
+        return self._job
+
+    @property
+    def client(self) -> Any:
+        """Client of the sidecar."""
+        return self._options.get("client") or Client(self._url, self._token)
+
+    def warn(self, kind: str, message: str) -> None:
+        """Log a warning on the logging rank, unless one of this kind was logged before."""
+        if self.reads_verdicts and self.monitor is not None:
+            self.monitor._recording.failures.warn_once(kind, message)
 
     def begin(self, target: Any, optimizer: Any, step: int, **defaults: Any) -> None:
         """Observe a training of `target` that begins with `step`."""
@@ -103,16 +120,16 @@ class TrainingObserver:
         if self._is_open:
             self._end(None)
         options = {**defaults, **self._options}
-        options["job"] = job = options.get("job") or job_name()
+        options["job"] = self._job = options.get("job") or job_name()
+        self._url = options.get("url") or os.environ.get("RESIHP_URL") or DEFAULT_URL
+        self._token = options.get("token") or os.environ.get("RESIHP_TOKEN")
         self.monitor = monitor = self._instrument(target, optimizer, **options)
         self._is_open = True
         monitor.current_step = step
         if monitor.rank == self._logging_rank:
-            self._url = options.get("url") or os.environ.get("RESIHP_URL") or DEFAULT_URL
-            token = options.get("token") or os.environ.get("RESIHP_TOKEN")
             self._reader = VerdictReader(
-                options.get("client") or Client(self._url, token),
-                job,
+                self.client,
+                self._job,
                 is_due=lambda: monitor.stats.sent > 0,
                 on_failure=self._failed,
             )

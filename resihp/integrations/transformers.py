@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resihp.instrumentation._patches import Patches
 
-from ._observer import TrainingObserver
+from ._observer import QUOTAS, TrainingObserver
+
+if TYPE_CHECKING:
+    from resihp.elastic import PlanSource
+
+    from ._trainer_quotas import TrainerQuotas
 
 __all__ = ["ResiHPCallback"]
 
@@ -24,12 +30,19 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
     Rank 0 adds `resihp/slowdown_max` and `resihp/verdict` to what the trainer logs with its loss,
     and prints a line at the end of training. Nothing here fails or stops training.
 
+    quotas   True: slow ranks get fewer microbatches of gradient accumulation, by the sidecar's
+             plans, and the others more; or another source of plans. Where the trainer cannot do so,
+             a warning says why, and training goes on without
     options  of `resihp.instrument`
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, quotas: bool | PlanSource = False, **options: Any) -> None:
         self._observer = TrainingObserver(options)
         self._patches = Patches()
+        self._asked = quotas
+        self._quotas: TrainerQuotas | None = None
+        self._is_waiting = False
+        self._begin: Callable[..., None] = self._observer.begin
 
     @property
     def monitor(self) -> Any:
@@ -38,16 +51,85 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Observe the model; steps are counted from the trainer's `global_step`."""
-        model, optimizer = kwargs.get("model"), kwargs.get("optimizer")
-        self._patches.remove()
-        self._observer.begin(model, optimizer, state.global_step)
-        if self._observer.reads_verdicts:  # a callback's own `on_log` comes after the reporters'
-            self._patches.wrap(_transformers.Trainer, "log", self._with_verdicts)
+        self._remove()
+        self._begin = partial(
+            self._observer.begin, kwargs.get("model"), kwargs.get("optimizer"), state.global_step
+        )
+        self._is_waiting = self._asked is not False and self._patches.wrap(
+            _transformers.Trainer, "get_batch_samples", self._by_quotas
+        )  # its first call shows the trainer
+        if not self._is_waiting:
+            is_asked = self._asked is not False
+            self._observe("this version of transformers has another loop" if is_asked else "")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Observe a trainer that does not take its batches as transformers' own do."""
+        if self._is_waiting:
+            self._observe("the trainer has a get_batch_samples of its own")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was, and print a summary."""
-        self._patches.remove()
+        quotas = self._quotas
+        self._remove()
+        if quotas is not None:
+            self._observer.safely(quotas.finish)()
         self._observer.close()
+
+    def _remove(self) -> None:
+        self._patches.remove()
+        if self._quotas is not None:
+            self._quotas.remove()
+            self._quotas = None
+
+    def _observe(self, refusal: str = "", **defaults: Any) -> None:
+        """Begin to observe; `refusal` is why there are no quotas, though asked for."""
+        self._is_waiting = False
+        self._begin(**defaults)
+        if refusal:
+            self._warn(refusal)
+        if self._observer.reads_verdicts:  # a callback's own `on_log` comes after the reporters'
+            self._patches.wrap(_transformers.Trainer, "log", self._with_verdicts)
+
+    def _warn(self, refusal: str) -> None:
+        self._observer.warn("quotas", f"no quotas in this training: {refusal}")
+
+    def _by_quotas(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_batch_samples(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            batches = partial(original, trainer)
+            if not self._is_of(trainer):
+                return batches(*args, **kwargs)
+            if self._is_waiting:
+                self._quotas = self._observer.safely(self._begin_quotas)(trainer)
+                if self._is_waiting:
+                    self._observe("they could not begin")
+            if self._quotas is None:
+                return batches(*args, **kwargs)
+            return self._quotas.get_batch_samples(batches, *args, **kwargs)
+
+        return get_batch_samples
+
+    def _begin_quotas(self, trainer: Any) -> TrainerQuotas | None:
+        """Begin to observe, and return the quotas; None where the trainer cannot have them."""
+        from ._quotas import sidecar_plans
+        from ._trainer_quotas import TrainerQuotas, trainer_refusals
+
+        refusal = next(trainer_refusals(trainer), "")
+        if refusal:
+            self._observe(refusal)
+            return None
+        args = trainer.args
+        microbatches = args.gradient_accumulation_steps * args.world_size
+        self._observe(actions=("quotas",), microbatches=microbatches)
+        plans: PlanSource | None = None
+        if args.process_index == 0:
+            plans = (
+                self._observer.safely(sidecar_plans)(
+                    self._observer.client, self._observer.job, microbatches
+                )
+                if isinstance(self._asked, bool)
+                else self._asked
+            )
+        return TrainerQuotas(trainer, plans, self.monitor, self._warn)
 
     def _with_verdicts(self, log: Callable[..., None]) -> Callable[..., None]:
         metrics = self._observer.safely(self._metrics_of)
@@ -61,5 +143,12 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
     def _metrics_of(self, trainer: Any, logs: Any) -> dict[str, Any]:
         """Return what is added to `logs`: nothing to those of an evaluation, which it returns, and
         to those of another trainer of this process."""
-        is_own = any(one is self for one in trainer.callback_handler.callbacks)
-        return self._observer.metrics() if is_own and "loss" in logs else {}
+        if not self._is_of(trainer) or "loss" not in logs:
+            return {}
+        found = self._observer.metrics()
+        if self._quotas is not None:
+            found[QUOTAS] = " ".join(map(str, self._quotas.quotas.in_force))
+        return found
+
+    def _is_of(self, trainer: Any) -> bool:
+        return any(one is self for one in trainer.callback_handler.callbacks)

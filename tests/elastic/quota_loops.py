@@ -36,6 +36,7 @@ class QuotaLoop:
     deaf_at (step) rank 1 cannot take part in the agreement of this step; -1: it always can
     due     (step, version): the first rank does not begin a step before that plan was taken
     every   steps from one offer to the next; 0: all are made at once
+    ahead   steps whose microbatches are known before
     """
 
     kind: str = "mean"
@@ -46,6 +47,7 @@ class QuotaLoop:
     offers: tuple[Any, ...] = ()
     due: tuple[tuple[int, int], ...] = ()
     every: int = 0
+    ahead: int = 0
 
 
 class Offers(NoPlans):
@@ -140,12 +142,16 @@ def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
         if loop.kind == "work"
         else None,
         monitor=monitor,
+        ahead=loop.ahead,
     )
+    foretold: dict[int, tuple[int, ...]] = {}
     if rank == 1:
         _cut_off(quotas, loop.deaf_at)
     kept: list[dict[str, Any]] = []
     for step in quotas.steps(loop.steps):
         optimizer.zero_grad()
+        assert foretold.get(step.number, step.microbatches) == step.microbatches
+        foretold[step.number + loop.ahead] = quotas.assigned(step.number + loop.ahead)
         scale = step.scale
         if loop.kind == "tokens":
             own = sum(tokens_of(step.number, index) for index in step.microbatches)

@@ -45,19 +45,30 @@ def test_each_microbatch_once_and_no_rank_without(case: tuple[list[float], list[
     assert assigned == assign_by_work(list(work), tuple(speeds), quotas)
 
 
-@given(cases(most=7))
+@given(st.lists(st.floats(0.1, 100.0), max_size=12), SPEEDS)
+def test_ranks_that_may_idle(work: list[float], speeds: list[float]) -> None:
+    quotas = quotas_by_speed(len(work), speeds)
+    assigned = assign_by_work(work, speeds, quotas, may_idle=True)
+    assert sorted(index for own in assigned for index in own) == list(range(len(work)))
+    assert len(assigned) == len(speeds)
+    by_count = last_end(assign_by_count(quotas), work, speeds)
+    assert last_end(assigned, work, speeds) <= by_count
+
+
+@pytest.mark.parametrize("may_idle", [False, True])
+@given(case=cases(most=7))
 def test_last_end_is_near_the_best_of_all_assignments(
-    case: tuple[list[float], list[float]],
+    may_idle: bool, case: tuple[list[float], list[float]]
 ) -> None:
     work, speeds = case
     ranks = range(len(speeds))
     best = min(
         last_end([[i for i, at in enumerate(places) if at == rank] for rank in ranks], work, speeds)
         for places in product(ranks, repeat=len(work))
-        if set(places) == set(ranks)
+        if may_idle or set(places) == set(ranks)
     )
     quotas = at_least_one(even_quotas(len(work), len(speeds)))
-    found = last_end(assign_by_work(work, speeds, quotas), work, speeds)
+    found = last_end(assign_by_work(work, speeds, quotas, may_idle=may_idle), work, speeds)
     bound = 4 / 3 if len(set(speeds)) == 1 else 5 / 3
     assert found <= best * bound * (1 + 1e-9)
 

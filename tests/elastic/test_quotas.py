@@ -75,10 +75,10 @@ def test_plans_late_twice_old_malformed_and_of_another_layout(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["tokens", "work"])
 def test_unequal_microbatches(kind: str, tmp_path: Path) -> None:
-    loop = QuotaLoop(kind, offers=(plan(1, 4, 4, 1),), due=((1, 1),))
+    loop = QuotaLoop(kind, offers=(plan(1, 4, 4, 1),), due=((1, 1),), ahead=2)
     kept = play(loop, tmp_path)
     assert_same_training(loop, kept)
-    assert kept[0][-2]["version"] == 1
+    assert [step["version"] for step in kept[0][:-1]] == [0] * 5 + [1]
     if kind == "work":
         step = loop.steps - 1
         shares = [sum(tokens_of(step, i) for i in of_rank[step]["own"]) for of_rank in kept]
@@ -154,6 +154,24 @@ def test_a_step_that_is_not_taken_to_its_end() -> None:
     next(iter(next(steps)))
     with pytest.raises(ContractError, match="not all of its microbatches"):
         next(steps)
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_that_a_trainer_begins() -> None:
+    quotas = Quotas(microbatches=4, ahead=1)
+    assert quotas.assigned(7) == (0, 1, 2, 3)
+    assert list(quotas.begin(8)) == [0, 1, 2, 3]
+    assert quotas.assigned(9, microbatches=2) == (0, 1)
+    with pytest.raises(ContractError, match="is 1, not 2"):
+        quotas.assigned(10)
+    step = quotas.begin(9, microbatches=2)
+    assert (step.quotas, step.scale) == ((2,), 0.5)
+    with pytest.raises(ContractError, match="not all of its microbatches"):
+        quotas.begin(10)
+    assert list(step) == [0, 1]
+    with pytest.raises(ContractError, match="0 for 1 ranks"):
+        quotas.begin(10, microbatches=0)
+    quotas.finish()
 
 
 @pytest.mark.usefixtures("alone")

@@ -83,6 +83,18 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
+def run_ranks(module: str, folder: Path, ranks: int) -> str:
+    """Run a module of the tests on several ranks, with `folder` as its argument; the output."""
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    ran = subprocess.run(
+        [sys.executable, "-m", *launch, "-m", module, str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
 def _train(
     example: str | Path, options: tuple[str, ...], ranks: int | None, url: str, folder: Path
 ) -> Training:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from resihp.contracts import Op
 
-from .conftest import InProcessSidecar, Run
+from .conftest import InProcessSidecar, Run, run_ranks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -146,3 +148,102 @@ def test_a_failure_of_the_callback_is_counted(
     trainer.train()
     assert trainer.state.global_step == 4
     assert callback.monitor.stats.failures > 0
+
+
+def test_one_rank_has_no_quotas(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    from resihp.integrations.transformers import ResiHPCallback
+
+    trainer = trainer_of(ResiHPCallback(quotas=True, client=sidecar, heartbeat_s=0.0))
+    plain = type(trainer).get_batch_samples
+    trainer.train()
+    assert sidecar.passes() == passes(range(4))
+    assert [job.actions for job in sidecar.jobs] == [("notify",)]
+    assert caplog.text.count("no quotas in this training: there is one rank") == 1
+    assert type(trainer).get_batch_samples is plain
+
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder and output of the trainings with and without quotas."""
+    folder = tmp_path_factory.mktemp("trainings")
+    return folder, run_ranks(f"{__package__}.quota_trainings", folder, RANKS)
+
+
+def kept(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each rank wrote down of a training."""
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def samples(of_ranks: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Samples of each step, over all ranks."""
+    return {
+        step: sorted(
+            one for rank in of_ranks for microbatch in rank["taken"][step] for one in microbatch
+        )
+        for step in of_ranks[0]["taken"]
+    }
+
+
+def quotas_of(of_ranks: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    """Microbatches of each rank, by step."""
+    return [tuple(len(rank["taken"][step]) for rank in of_ranks) for step in of_ranks[0]["taken"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "last_quotas"),
+    [
+        ("quotas", "plain", (5, 3, 1)),
+        ("resumed", "plain", (1, 2, 6)),
+        ("quotas mean", "plain mean", (2, 1, 6)),
+    ],
+)
+def test_quotas_train_what_the_undisturbed_job_trains(
+    name: str, plain: str, last_quotas: tuple[int, ...], trainings: tuple[Path, str]
+) -> None:
+    """Losses are sums over the tokens of the step, or means; epochs end with a shorter step."""
+    import torch
+
+    folder, _ = trainings
+    ours, theirs = kept(folder, name), kept(folder, plain)
+    assert last_quotas in quotas_of(ours)
+    assert ours[0]["told"] == [f"applied {last_quotas}"]
+    undisturbed = samples(theirs)
+    assert samples(ours) == {step: undisturbed[step] for step in ours[0]["taken"]}
+    for rank in ours:
+        assert rank["steps"] == theirs[0]["steps"]
+        for entry, plain_entry in zip(rank["log"], theirs[0]["log"], strict=True):
+            shared = {key: entry[key] for key in ("loss", "grad_norm", "learning_rate", "epoch")}
+            assert shared == pytest.approx({key: plain_entry[key] for key in shared}, rel=1e-5)
+    whole = torch.load(folder / f"{plain}-0.pt")
+    for rank in range(RANKS):
+        for key, tensor in torch.load(folder / f"{name}-{rank}.pt").items():
+            torch.testing.assert_close(tensor, whole[key], rtol=1e-5, atol=1e-6)
+
+
+def test_a_trainer_that_cannot_have_quotas_trains_without(trainings: tuple[Path, str]) -> None:
+    """One that communicates in each microbatch is noticed in its first step."""
+    folder, output = trainings
+    for name in ("gathers", "own tokens"):
+        assert set(quotas_of(kept(folder, name))) <= {(3, 3, 3), (1, 1, 1)}
+    why = "its loss or training_step communicates in each microbatch"
+    assert kept(folder, "gathers")[0]["told"] == [f"refused: {why}"]
+    assert output.count(f"no quotas in this training: {why}") == 1
+    assert output.count("set average_tokens_across_devices=True") == 1
+
+
+def test_a_step_that_a_callback_leaves_is_no_error(trainings: tuple[Path, str]) -> None:
+    folder, _ = trainings
+    assert {rank["steps"] for rank in kept(folder, "left")} == {3}
+
+
+def test_the_quota_of_a_slow_rank_falls(run: Run) -> None:
+    training = run("transformers_trainer.py", "--slow-rank", "2", "--quotas")
+    training.assert_named(2)
+    logged = re.findall(r"'resihp/quotas': '(\d+) (\d+) (\d+)'", training.output)
+    assert logged[0] == ("4", "4", "4")
+    assert int(logged[-1][2]) < 4, training.output

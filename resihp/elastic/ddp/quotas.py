@@ -6,9 +6,9 @@ tensors runs beside the training, and its result is read when the next step begi
 
 from __future__ import annotations
 
-import math
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,10 +25,13 @@ from resihp._shutdown import start_thread
 from resihp.contracts import ContractError, PeerLostError, Plan, even_quotas
 
 from ..microbatches.balancing import (
+    StepWork,
     assign_by_count,
     assign_by_work,
     at_least_one,
+    quotas_by_speed,
     speeds_of_quotas,
+    work_of_step,
 )
 from ..planning.quota_plans import (
     PlanVersionHolder,
@@ -40,9 +43,6 @@ from ..planning.sources import NoPlans, PlanSource
 from .quota_agreement import QuotaAgreement, QuotaState
 
 _RELEASE_POLL_S = 0.01
-
-StepWork = Callable[[int], Sequence[float]]
-"""Returns the work of each microbatch of a step, in any unit, alike on every rank."""
 
 
 class QuotaStep:
@@ -125,6 +125,8 @@ class Quotas:
     work          microbatches are assigned by their work, not by their number alone
     monitor       takes over the version of the plan, so that the sidecar knows which plan later
                   records belong to
+    ahead         steps for which `assigned` is known before they begin: new quotas hold that many
+                  steps later, so that data can be loaded ahead
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Quotas:
         plans: PlanSource | None = None,
         work: StepWork | None = None,
         monitor: PlanVersionHolder | None = None,
+        ahead: int = 0,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ContractError("quotas", "call torch.distributed.init_process_group before")
@@ -146,9 +149,10 @@ class Quotas:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._sent: ref[torch.Tensor] | None = None
         even = even_quotas(microbatches, self._size)
-        self._agreement = QuotaAgreement(
-            self._start_maximum, QuotaState(0, 0, even, speeds_of_quotas(even))
-        )
+        self._first = QuotaState(0, 0, even, speeds_of_quotas(even))
+        self._agreement = QuotaAgreement(self._start_maximum, self._first)
+        self._states = deque([self._first] * (ahead + 1), maxlen=ahead + 1)
+        self._begun: QuotaStep | None = None
         self._has_plans = plans is not None
         self._poller = QuotaPlanPoller(plans or NoPlans(), self._rank, self._read)
         self._offered: QuotaPlan | None = None
@@ -156,8 +160,8 @@ class Quotas:
 
     @property
     def in_force(self) -> tuple[int, ...]:
-        """Microbatches of each rank where they are assigned by number."""
-        return self._agreement.in_force.quotas
+        """Microbatches of each rank in the present step where they are assigned by number."""
+        return self._states[0].quotas
 
     @property
     def failures(self) -> int:
@@ -170,17 +174,60 @@ class Quotas:
         Raises `ContractError` if a step's microbatches were not all taken, if `work` is not usable
         or if the ranks differ in it.
         """
-        if self._rank == 0 and self._has_plans:
-            self._poller.start(self._agreement.in_force.version)
+        self._begun = None
         try:
             for number in range(first, first + count):
-                step = self._begin(number)
-                yield step
-                if step.taken < len(step.microbatches):
-                    raise ContractError("step", "not all of its microbatches were taken")
-            self._agreement.finish()
+                yield self.begin(number)
+            self.finish()
         finally:
             self._poller.close()
+
+    def begin(self, number: int, *, microbatches: int | None = None) -> QuotaStep:
+        """Begin the step after the last one, where the loop is a trainer's; else `steps` does.
+
+        Every rank begins the same steps in the same order, and calls `finish` at the end. Raises
+        what `steps` raises.
+
+        microbatches  of this step, where it has others than usual, as the last one of an epoch
+        """
+        self._end_step()
+        agreement = self._agreement
+        if self._rank == 0 and self._has_plans:
+            self._poller.start(agreement.in_force.version)
+        if agreement.advance() and self._offered is not None:
+            plan = replace(self._offered.plan, quotas=self._quotas_of(self._offered))
+            self._poller.acknowledge(plan, number + len(self._states) - 1)
+            self._offered = None
+        self._states.append(agreement.in_force)
+        version = self._states[0].version
+        if self._monitor is not None and self._monitor.plan_version != version:
+            self._monitor.plan_version = version
+        if self._rank == 0 and agreement.is_free:
+            self._propose(number)
+        assigned = self._assign(self._states[0], number, microbatches)
+        agreement.begin(zlib.crc32(repr((number, assigned)).encode()))
+        if agreement.is_closed and self._group is not None:
+            _close(self._group, self._sent)  # so that no other rank waits for this one
+            self._group = None
+        self._begun = QuotaStep(number, assigned, self._rank, version, self._checked)
+        return self._begun
+
+    def assigned(self, number: int, *, microbatches: int | None = None) -> tuple[int, ...]:
+        """Return this rank's microbatches of a step, at most `ahead` after the one begun last.
+
+        Steps before the first one have even quotas. `microbatches` is that of `begin`.
+        """
+        after = -1 if self._begun is None else number - self._begun.number
+        if after >= len(self._states):
+            raise ContractError("ahead", f"is {len(self._states) - 1}, not {after}")
+        state = self._first if after < 0 else self._states[after]
+        return self._assign(state, number, microbatches)[self._rank]
+
+    def finish(self) -> None:
+        """End the last step, and ask for no more plans."""
+        self._end_step()
+        self._agreement.finish()
+        self._poller.close()
 
     def total(self, weight: float) -> float:
         """Sum `weight` over all ranks: of this rank's microbatches of the step. A collective.
@@ -193,34 +240,20 @@ class Quotas:
         dist.all_reduce(summed, group=self._group)
         return float(summed)
 
-    def _begin(self, number: int) -> QuotaStep:
-        agreement = self._agreement
-        if agreement.advance():
-            if self._monitor is not None:
-                self._monitor.plan_version = agreement.in_force.version
-            if self._offered is not None:
-                plan = replace(self._offered.plan, quotas=self._quotas_of(self._offered))
-                self._poller.acknowledge(plan, number)
-                self._offered = None
-        if self._rank == 0 and agreement.is_free:
-            self._propose(number)
-        assigned = self._assign(number)
-        agreement.begin(zlib.crc32(repr((number, assigned)).encode()))
-        if agreement.is_closed and self._group is not None:
-            _close(self._group, self._sent)  # so that no other rank waits for this one
-            self._group = None
-        version = agreement.in_force.version
-        return QuotaStep(number, assigned, self._rank, version, self._checked)
+    def _end_step(self) -> None:
+        if self._begun is not None and self._begun.taken < len(self._begun.microbatches):
+            raise ContractError("step", "not all of its microbatches were taken")
 
     def _propose(self, step: int) -> None:
         """Propose the newest plan; it will hold two steps later at the earliest."""
-        found = self._poller.newest(self._agreement.in_force.version, step + 2)
+        earliest = step + 1 + len(self._states)
+        found = self._poller.newest(self._agreement.in_force.version, earliest)
         if found is None:
             return
         quotas = at_least_one([found.quotas[rank] for rank in range(self._size)])
         speeds = speeds_of_quotas(quotas)
-        if any(slowdown > 1.0 for slowdown in found.slowdowns.values()):
-            speeds = tuple(_speed(found.slowdowns.get(rank, 1.0)) for rank in range(self._size))
+        if found.has_slow_ranks:
+            speeds = tuple(found.speed([rank]) for rank in range(self._size))
         self._offered = found
         self._agreement.propose(QuotaState(0, found.version, quotas, speeds))
 
@@ -229,16 +262,18 @@ class Quotas:
         in_force = self._agreement.in_force.quotas
         return tuple(in_force[replica.ranks[0]] for replica in offered.plan.layout.replicas)
 
-    def _assign(self, step: int) -> tuple[tuple[int, ...], ...]:
-        state = self._agreement.in_force
+    def _assign(
+        self, state: QuotaState, number: int, microbatches: int | None
+    ) -> tuple[tuple[int, ...], ...]:
+        count = self._microbatches if microbatches is None else microbatches
+        quotas = state.quotas
+        if count < self._size:
+            raise ContractError("microbatches", f"are {count} for {self._size} ranks in a step")
+        if count != self._microbatches:
+            quotas = at_least_one(quotas_by_speed(count, state.speeds))
         if self._work is None:
-            return assign_by_count(state.quotas)
-        work = [float(amount) for amount in self._work(step)]
-        if len(work) != self._microbatches or not all(0.0 < one < math.inf for one in work):
-            raise ContractError(
-                "work", f"must be {self._microbatches} numbers above 0, not {work[:8]}"
-            )
-        return assign_by_work(work, state.speeds, state.quotas)
+            return assign_by_count(quotas)
+        return assign_by_work(work_of_step(self._work, number, count), state.speeds, quotas)
 
     def _read(self, plan: Plan) -> Mapping[int, int]:
         quotas = quotas_by_replica(plan, 1, self._microbatches)
@@ -282,10 +317,6 @@ def _close(group: dist.ProcessGroup, sent: ref[torch.Tensor] | None) -> None:
 
     thread = threading.Thread(target=free, name="resihp-quotas-close", daemon=True)
     start_thread(thread, is_ending.set)
-
-
-def _speed(slowdown: float) -> float:
-    return 1.0 / slowdown if 1.0 < slowdown < math.inf else 1.0
 
 
 def _check(model: nn.Module, ranks: int) -> None:

@@ -6,15 +6,19 @@ All functions are pure and deterministic: every rank computes the same result fo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import ModelShape, even_quotas
+from resihp.contracts import ContractError, ModelShape, even_quotas
 
 Floats = NDArray[np.float64]
+
+StepWork = Callable[[int], Sequence[float]]
+"""Returns the work of each microbatch of a step, in any unit, alike on every rank."""
 
 _UNKNOWN_HIDDEN = 4096
 _ROUNDS = 64
@@ -80,6 +84,17 @@ def speeds_of_quotas(quotas: Sequence[int]) -> tuple[float, ...]:
     return tuple(float(quota) for quota in quotas)
 
 
+def work_of_step(work: StepWork, step: int, microbatches: int) -> list[float]:
+    """Return the work of each microbatch of a step.
+
+    Raises `ContractError` unless `work` returns that many finite numbers above 0.
+    """
+    found = [float(amount) for amount in work(step)]
+    if len(found) != microbatches or not all(0.0 < one < math.inf for one in found):
+        raise ContractError("work", f"must be {microbatches} numbers above 0, not {found[:8]}")
+    return found
+
+
 def assign_by_count(quotas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return consecutive microbatches for each rank.
 
@@ -91,13 +106,18 @@ def assign_by_count(quotas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def assign_by_work(
-    work: Sequence[float], speeds: Sequence[float], quotas: Sequence[int]
+    work: Sequence[float],
+    speeds: Sequence[float],
+    quotas: Sequence[int],
+    *,
+    may_idle: bool = False,
 ) -> tuple[tuple[int, ...], ...]:
     """Return the microbatches of each rank, ascending, so that the last rank ends early.
 
-    work    of each microbatch, above 0, in any unit
-    speeds  of each rank, above 0; at most as many ranks as microbatches
-    quotas  by which microbatches are assigned where that ends no later
+    work      of each microbatch, above 0, in any unit
+    speeds    of each rank, above 0; at most as many ranks as microbatches, unless they may idle
+    quotas    by which microbatches are assigned where that ends no later
+    may_idle  ranks may have no microbatch; else each has at least one
 
     Longest processing time first on uniform machines, each rank with at least one microbatch; then
     single microbatches move from the last rank, or change places with others, while that helps.
@@ -105,7 +125,7 @@ def assign_by_work(
     Graham, 1969): only the smallest microbatches, one a rank, are ever given to ranks that would
     have none, of which no assignment can give them less.
     """
-    found = _exchange(_longest_first(work, speeds), work, speeds)
+    found = _exchange(_longest_first(work, speeds, may_idle), work, speeds, may_idle)
     counted = assign_by_count(quotas)
     is_better = last_end(found, work, speeds) < last_end(counted, work, speeds)
     return found if is_better else counted
@@ -121,19 +141,21 @@ def last_end(
     )
 
 
-def _longest_first(work: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
+def _longest_first(
+    work: Sequence[float], speeds: Sequence[float], may_idle: bool
+) -> list[list[int]]:
     """Assign microbatches by falling work, each to the rank that would end it first.
 
     Ranks of equal speed share a heap of their loads, so that only one of them is compared.
     """
-    assert len(work) >= len(speeds), "each rank needs a microbatch"
+    assert may_idle or len(work) >= len(speeds), "each rank needs a microbatch"
     assigned: list[list[int]] = [[] for _ in speeds]
     heaps: dict[float, list[tuple[float, int]]] = {}
     for rank, speed in enumerate(speeds):
         heaps.setdefault(speed, []).append((0.0, rank))
     empty = len(speeds)
     for place, index in enumerate(sorted(range(len(work)), key=lambda i: (-work[i], i))):
-        must_fill = len(work) - place == empty
+        must_fill = not may_idle and len(work) - place == empty
         choices = [
             ((heap[0][0] + work[index]) / speed, -speed)
             for speed, heap in heaps.items()
@@ -148,7 +170,7 @@ def _longest_first(work: Sequence[float], speeds: Sequence[float]) -> list[list[
 
 
 def _exchange(
-    assigned: list[list[int]], work: Sequence[float], speeds: Sequence[float]
+    assigned: list[list[int]], work: Sequence[float], speeds: Sequence[float], may_idle: bool
 ) -> tuple[tuple[int, ...], ...]:
     """Move or swap single microbatches of the rank that ends last, while it then ends earlier."""
     amount, speed = np.asarray(work, np.float64), np.asarray(speeds, np.float64)
@@ -158,13 +180,19 @@ def _exchange(
     for _ in range(_ROUNDS):
         loads = np.asarray(np.bincount(holder, amount, len(speed)), np.float64)
         last = int(np.argmax(loads / speed))
-        if not _improve(last, holder, amount, loads, speed):
+        if not _improve(last, holder, amount, loads, speed, least=0 if may_idle else 1):
             break
     return tuple(tuple(np.flatnonzero(holder == rank).tolist()) for rank in range(len(speed)))
 
 
 def _improve(
-    last: int, holder: NDArray[np.int64], work: Floats, loads: Floats, speed: Floats
+    last: int,
+    holder: NDArray[np.int64],
+    work: Floats,
+    loads: Floats,
+    speed: Floats,
+    *,
+    least: int,
 ) -> bool:
     """Make the best move or swap of rank `last`; False if none lets both ranks end earlier."""
     own = np.flatnonzero(holder == last)
@@ -178,7 +206,7 @@ def _improve(
         at = np.unravel_index(int(np.argmin(ends)), ends.shape)
         if ends[at] < best:
             best, change = float(ends[at]), (own[at[0]], int(to[at[1]]), others[at[1]])
-    if len(own) > 1 and len(speed) > 1:
+    if len(own) > least and len(speed) > 1:
         left = (loads[last] - work[own])[:, None] / speed[last]
         ends = np.maximum(left, (loads[None, :] + work[own][:, None]) / speed[None, :])
         ends[:, last] = np.inf

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -51,6 +52,16 @@ class QuotaPlan:
     def version(self) -> int:
         """Version of the plan."""
         return self.plan.version
+
+    def speed(self, ranks: Iterable[int]) -> float:
+        """Speed of the slowest of `ranks`; 1.0 is healthy."""
+        slowdown = max(self.slowdowns.get(rank, 1.0) for rank in ranks)
+        return 1.0 / slowdown if 1.0 < slowdown < math.inf else 1.0
+
+    @property
+    def has_slow_ranks(self) -> bool:
+        """True where slowdowns measure the speeds; else quotas are the only measure."""
+        return any(slowdown > 1.0 for slowdown in self.slowdowns.values())
 
 
 class QuotaPlanPoller:
