@@ -23,6 +23,7 @@ PACKAGES = (
     "scheduler",
     "service",
     "resihp.integrations.transformers",
+    "resihp.integrations.accelerate",
     "resihp.integrations.lightning",
     "resihp.integrations.megatron",
     "resihp.integrations.ray",
