@@ -40,6 +40,7 @@ class Loop:
     returns  (replica, step): it comes back, as soon as it is dead, and the others wait for it
              behind that step, the one in which it has died or a later one
     plans    that the source offers; the first process has taken the first of them behind step 0
+    by_work  microbatches are assigned by `work_of`
     """
 
     replicas: int
@@ -51,6 +52,7 @@ class Loop:
     kills: tuple[tuple[float, int], ...] = ()
     returns: tuple[tuple[int, int], ...] = ()
     plans: tuple[Plan, ...] = ()
+    by_work: bool = False
     deterministic: bool = False
     timeouts: Timeouts = TIMEOUTS
     train: Callable[..., None] | None = None
@@ -147,6 +149,11 @@ def batch(step: int, index: int) -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + index))
 
 
+def work_of(step: int) -> list[float]:
+    """Work of the microbatches of a step of any loop here with eight of them."""
+    return [1.0 + (3 * step + 5 * index) % 7 for index in range(8)]
+
+
 def train(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any) -> None:
     """The user's loop; only `begin` (which calls `Replicas`), two `for` and `report` are ours."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -191,6 +198,7 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
             deterministic=loop.deterministic,
             environment=environment,
             plans=Scripted(loop.plans, (), ()) if loop.plans else None,
+            work=work_of if loop.by_work else None,
             **options,
         )
         inject_inside(replicas, faults, folder)

@@ -9,7 +9,7 @@ import torch
 
 from resihp.contracts import Layout, Plan
 from tests.elastic.ddp_faults import LoopFault
-from tests.elastic.ddp_loops import Loop, Trace, play
+from tests.elastic.ddp_loops import Loop, Trace, play, work_of
 
 STEPS, MICROBATCHES = 4, 8
 
@@ -79,6 +79,24 @@ def test_quotas_of_a_plan(case: str, alone: Trace, tmp_path: Path) -> None:
         assert taken == [4, 3, 1]
     elif faults[0].step == 3:
         assert taken == [4 + 3, 2, 1], "the fastest does all that was lost"
+
+
+def test_by_work_a_loss_changes_no_bit(tmp_path: Path) -> None:
+    """Microbatches go by work and by the quotas' speeds, those of the lost replica too."""
+    alone = play(Loop(1, deterministic=True), tmp_path / "alone")
+    loop = Loop(3, by_work=True, plans=(UNEVEN,), faults=(LoopFault(1, 3, 2),), deterministic=True)
+    trace = play(loop, tmp_path)
+    assert_same_training(trace, alone, {1})
+    assert trace.losses == alone.losses
+    for model in trace.models.values():
+        assert all(torch.equal(model[key], alone.models[0][key]) for key in model)
+    even = [sum(work_of(1)[index] for index in trace.taken[rank, 1]) for rank in range(3)]
+    assert max(even) - min(even) <= max(work_of(1))
+    first, last = (set(trace.taken[rank, 3]) for rank in (0, 2))
+    assert sorted(first | last) == list(range(MICROBATCHES))
+    assert not first & last
+    done = [sum(work_of(3)[index] for index in taken) for taken in (first, last)]
+    assert done[0] > done[1], "the faster one has more of the work"
 
 
 @pytest.mark.parametrize("inner", ["fsdp2", "ddp"])

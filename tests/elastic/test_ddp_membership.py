@@ -66,13 +66,16 @@ def test_state_that_nobody_holds_stops_the_job_but_not_before_its_first_step() -
 @given(
     st.integers(1, 20),
     st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=4),
+    st.booleans(),
     st.data(),
 )
 def test_each_microbatch_is_kept_or_redone_once(
-    microbatches: int, worlds: list[set[int]], data: st.DataObject
+    microbatches: int, worlds: list[set[int]], is_by_work: bool, data: st.DataObject
 ) -> None:
     """Whoever is lost or comes, and whatever each replica of those before has finished."""
-    seen = ReplicaMembership(ReplicaCoordinates(0, 6), microbatches)
+    work = [1.0 + index * index % 7 for index in range(microbatches)]
+    by_work = (lambda step: work) if is_by_work else None
+    seen = ReplicaMembership(ReplicaCoordinates(0, 6), microbatches, by_work)
     for world in worlds:
         finished: list[SurvivingSum] = []
         for place, share in enumerate(seen.shares):
@@ -117,11 +120,51 @@ def test_quotas_keep_their_ratio_over_losses_and_returns() -> None:
     assert membership.plan.version == 1
 
 
+def test_work_is_assigned_by_the_speeds_of_a_vote() -> None:
+    """A replica that joins makes all forget them: it has not heard the vote."""
+    work = [4.0, 4.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0]
+    steps: list[int] = []
+
+    def work_of(step: int) -> list[float]:
+        steps.append(step)
+        return work
+
+    def loads() -> list[float]:
+        return [sum(work[index] for index in share.todo) for share in membership.shares]
+
+    membership = ReplicaMembership(ReplicaCoordinates(0, 3), 8, work_of)
+    assert max(loads()) == 6.0
+    membership.learn(1, (3, 3, 2), (1.0, 1.0, 0.5))
+    membership.next_step()
+    membership.next_step()
+    assert max(loads()[:2]) <= 8.0
+    assert loads()[2] <= 4.0
+    membership.apply(decision((0, 2), completed=2))
+    assert loads() == [12.0, 6.0]
+    membership.apply(decision((0, 1, 2), completed=2, stateless=(1,)))
+    assert loads()[1] == 0.0
+    membership.next_step()
+    assert len(membership.shares) == 3
+    membership.next_step()  # the last one: its work is never asked for
+    assert set(steps) == {0, 2, 3}
+
+
+@pytest.mark.parametrize("work", [[1.0], [1.0, 0.0], [1.0, float("inf")]])
+def test_work_that_cannot_be(work: list[float]) -> None:
+    membership = ReplicaMembership(ReplicaCoordinates(0, 2), 2, lambda step: work)
+    with pytest.raises(ContractError, match="2 numbers above 0"):
+        assert membership.share
+
+
 @given(st.data())
 def test_replicas_have_the_same_quotas_whatever_is_lost_when(data: st.DataObject) -> None:
     """A vote that a loss breaks off is completed on some replicas; the others learn from these
     that the step is, but not what was voted."""
-    memberships = {r: ReplicaMembership(ReplicaCoordinates(r, 5), 20) for r in range(5)}
+
+    def work(step: int) -> list[float]:
+        return [1.0 + (step + index) % 4 for index in range(20)]
+
+    memberships = {r: ReplicaMembership(ReplicaCoordinates(r, 5), 20, work) for r in range(5)}
     for one in memberships.values():
         one.without_state = []
     for version in range(1, 9):
@@ -130,7 +173,7 @@ def test_replicas_have_the_same_quotas_whatever_is_lost_when(data: st.DataObject
         lost = data.draw(st.sampled_from([None, None, *alive[1:]])) if len(alive) > 2 else None
         voted = alive if lost is None else sorted(data.draw(st.sets(st.sampled_from(alive))))
         for replica in voted:
-            memberships[replica].learn(version, quotas)
+            memberships[replica].learn(version, quotas, [1.0 / quota for quota in quotas])
             memberships[replica].next_step()
         memberships.pop(lost, None)
         if lost is not None:
@@ -139,7 +182,7 @@ def test_replicas_have_the_same_quotas_whatever_is_lost_when(data: st.DataObject
             for replica, one in memberships.items():
                 if is_committed and replica not in voted:
                     one.next_step()
-                one.apply(decision(left))
+                one.apply(decision(left, completed=one.step))
         plans = [one.plan for one in memberships.values()]
         assert all(plan == plans[0] for plan in plans)
         shares = [one.shares for one in memberships.values()]

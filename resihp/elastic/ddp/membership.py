@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -18,8 +19,15 @@ from resihp.contracts import (
     even_quotas,
 )
 
-from ..microbatches.assignment import Assignment, full_assignments, remaining_assignments
-from ..microbatches.balancing import quotas_by_speed
+from ..microbatches.assignment import Assignment, remaining_assignments
+from ..microbatches.balancing import (
+    StepWork,
+    assign_by_work,
+    quotas_by_speed,
+    speeds_of_quotas,
+    work_of_step,
+)
+from ..microbatches.ledger import SurvivingSum
 from ..rendezvous.consensus import RecoveryDecision, past_decision
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
@@ -28,28 +36,58 @@ from .step import ReplicaCoordinates
 _log = logging.getLogger("resihp.elastic")
 
 
+class _Quotas(NamedTuple):
+    """Quotas of a plan, and the speed of each replica; none: the quotas are the measure."""
+
+    plan: Plan
+    speeds: Mapping[int, float]
+
+
+class _Rest(NamedTuple):
+    """What is to be assigned in a step: all but the sums `kept` of the layout `before`."""
+
+    plan: Plan
+    before: Layout
+    kept: Sequence[SurvivingSum] = ()
+
+
 class ReplicaMembership:
     """Replicas that take part and their assignments: a pure function of decisions and votes.
 
     alive          indices of the replicas that take part
     without_state  those of them that have no state yet and compute nothing until they have
     plan           quotas of `alive`; its version is that of the plan that they come from, 0: even
-    shares         assignment of each of `alive` in the step in progress
+    step           number of the step in progress
     """
 
-    def __init__(self, coordinates: ReplicaCoordinates, microbatches: int) -> None:
-        self.coordinates, self._microbatches = coordinates, microbatches
+    def __init__(
+        self, coordinates: ReplicaCoordinates, microbatches: int, work: StepWork | None = None
+    ) -> None:
+        self.coordinates, self._microbatches, self._work = coordinates, microbatches, work
         self.alive = list(range(coordinates.replicas))
         self.without_state = self.alive[1:]
         self.plan = self._plan(self.alive, even_quotas(microbatches, len(self.alive)), 0)
-        self.shares = full_assignments(self.plan)
-        self._learned: Plan | None = None  # in the vote of the present step
-        self._pending: Plan | None = None  # in the vote before: every rank alive has learned it
+        self.step = 0
+        self._speeds: Mapping[int, float] = {}
+        self._learned: _Quotas | None = None  # in the vote of the present step
+        self._pending: _Quotas | None = None  # in the vote before: all ranks alive have learned it
+        self._shares: tuple[Assignment, ...] | None
+        self._assign_all()
 
     @property
     def place(self) -> int:
         """Position of this process's replica in `alive`."""
         return self.alive.index(self.coordinates.replica)
+
+    @property
+    def shares(self) -> tuple[Assignment, ...]:
+        """Assignment of each of `alive` in the step in progress.
+
+        Raises `ContractError` if the work of its microbatches is not usable.
+        """
+        if self._shares is None:  # by now the step is sure to be run
+            self._shares = self._assign(self._rest)
+        return self._shares
 
     @property
     def share(self) -> Assignment:
@@ -69,23 +107,26 @@ class ReplicaMembership:
         """All processes of `replicas`."""
         return tuple(rank for replica in replicas for rank in self.coordinates.ranks(replica))
 
-    def learn(self, version: int, quotas: Sequence[int]) -> None:
-        """Take new quotas of `alive` from the vote of a step.
+    def learn(self, version: int, quotas: Sequence[int], speeds: Sequence[float] = ()) -> None:
+        """Take new quotas of `alive`, and their speeds, from the vote of a step.
 
         They hold once a later step is committed. That needs a vote of all ranks, so that all have
         learned them; a rank that learns only from survivors that the step was committed applies
         the same. A recovery drops what not all may have learned.
         """
         if version > self.plan.version:
-            self._learned = replace(self.plan, version=version, quotas=tuple(quotas))
+            plan = replace(self.plan, version=version, quotas=tuple(quotas))
+            self._learned = _Quotas(plan, dict(zip(self.alive, speeds, strict=False)))
 
     def next_step(self) -> None:
         """Apply the quotas that are due, and assign the microbatches of a whole step."""
-        self.plan = self._pending or self.plan
+        if self._pending is not None:
+            self.plan, self._speeds = self._pending
         self._pending, self._learned = self._learned, None
-        if self._pending is not None and self._pending.version <= self.plan.version:
+        if self._pending is not None and self._pending.plan.version <= self.plan.version:
             self._pending = None  # proposed once more while it was pending
-        self.shares = full_assignments(self.plan)
+        self.step += 1
+        self._assign_all()
 
     def apply(self, decision: RecoveryDecision) -> None:
         """Apply the decision of the survivors of a loss.
@@ -105,10 +146,13 @@ class ReplicaMembership:
                 raise StateLostError("no surviving replica holds the state of the job")
             self.without_state = self.alive[1:]
         self._learned = self._pending = None
+        if self.without_state:
+            self._speeds = {}  # who joins does not know them
         before, self.plan = self.plan, self._plan_for(self.alive)
         computing = [r for r in self.alive if r not in self.without_state]
-        rest = self._plan_for(computing, before)
-        self.shares = remaining_assignments(rest, before.layout, decision.kept)
+        self.step = decision.completed
+        self._rest = _Rest(self._plan_for(computing, before), before.layout, decision.kept)
+        self._shares = None
 
     def restricted(self, quotas: Mapping[int, int], replicas: Sequence[int]) -> tuple[int, ...]:
         """Return the quotas of `replicas` with the same sum, as many for each as it is fast.
@@ -121,6 +165,35 @@ class ReplicaMembership:
         fastest = max(quotas.values())
         speeds = [float(quotas.get(replica, fastest)) for replica in replicas]
         return quotas_by_speed(self._microbatches, speeds)
+
+    def _assign_all(self) -> None:
+        """Assign the microbatches of a whole step."""
+        self._rest = _Rest(self.plan, self.plan.layout)
+        self._shares = None
+
+    def _assign(self, rest: _Rest) -> tuple[Assignment, ...]:
+        """Return the assignments by count, or by work with the same sums kept."""
+        counted = remaining_assignments(*rest)
+        if self._work is None:
+            return counted
+        work = work_of_step(self._work, self.step, self._microbatches)
+        left = [index for share in counted for index in share.todo]
+        taking = [place for place, quota in enumerate(rest.plan.quotas) if quota]
+        speeds = speeds_of_quotas([rest.plan.quotas[place] for place in taking])
+        known = tuple(self._speeds.get(self.alive[place], 0.0) for place in taking)
+        if all(known):
+            speeds = known
+        found = assign_by_work(
+            [work[index] for index in left],
+            speeds,
+            [len(counted[place].todo) for place in taking],
+            may_idle=bool(rest.kept),
+        )
+        todo = dict(zip(taking, found, strict=True))
+        return tuple(
+            replace(share, todo=tuple(left[index] for index in todo.get(place, ())))
+            for place, share in enumerate(counted)
+        )
 
     def _plan_for(self, computing: Sequence[int], before: Plan | None = None) -> Plan:
         """Return the plan of all replicas alive, with quotas for those that are `computing`.

@@ -17,6 +17,7 @@ import torch
 
 from resihp.contracts import ContractError, PeerLostError, Plan
 
+from ..microbatches.balancing import StepWork, speeds_of_quotas
 from ..microbatches.counts import MicrobatchReport, StepCounts, count_rows, read_counts
 from ..microbatches.ledger import GradientHolding, spans
 from ..planning.quota_plans import PlanVersionHolder, QuotaPlanPoller, quotas_by_replica
@@ -49,6 +50,8 @@ class Replicas:
     plans          source of plans that change quotas, e.g. `ServicePlans`, which the first process
                    alive asks in a thread; after a loss the survivors' quotas keep their ratio.
                    Default: equal quotas
+    work           microbatches are assigned by their work, not by their number alone: a function
+                   from a step to the work of each of its microbatches, alike in every process
     monitor        takes over the version of a plan, so that the sidecar knows which plan later
                    records belong to
     overlap        all-reduce gradients during the last backward pass; ignored where a replica has
@@ -68,6 +71,7 @@ class Replicas:
         members: int = 1,
         state: Mapping[str, Stateful] | None = None,
         plans: PlanSource | None = None,
+        work: StepWork | None = None,
         monitor: PlanVersionHolder | None = None,
         timeouts: Timeouts | None = None,
         bucket_bytes: int = 25 << 20,
@@ -91,7 +95,7 @@ class Replicas:
         for one in self._optimizers:
             one.register_step_pre_hook(self._refuse_incomplete_step)
         self._microbatches = microbatches
-        self._membership = ReplicaMembership(self.coordinates, microbatches)
+        self._membership = ReplicaMembership(self.coordinates, microbatches, work)
         self._has_plans, self._monitor = plans is not None, monitor
         self._poller = QuotaPlanPoller(plans or NoPlans(), self.coordinates.rank, self._read)
         self._sums = LoopGradients(
@@ -194,7 +198,7 @@ class Replicas:
             dtype=torch.float64,
             device=groups.everyone.device,
         )
-        most, least, is_due, version, *quotas = groups.everyone.all_reduce_max(vote).tolist()
+        most, least, is_due, version, *told = groups.everyone.all_reduce_max(vote).tolist()
         if most != -least:
             raise ContractError(
                 "optimizer",
@@ -202,18 +206,23 @@ class Replicas:
                 "schedules, so that joiners continue with them",
             )
         self._pending_recovery = "replicas join" if is_due else None
-        self._membership.learn(int(version), list(map(int, quotas)))
+        quotas, speeds = told[: len(self.alive)], told[len(self.alive) :]
+        self._membership.learn(int(version), list(map(int, quotas)), speeds)
 
     def _proposal(self) -> list[float]:
-        """Return version and quotas of the newest plan; zeros where there is none to propose."""
+        """Return version, quotas and speeds of the newest plan; zeros where there is none."""
         membership, alive = self._membership, self.alive
         found = None
         if self._has_plans and self.coordinates.rank == self._rendezvous.alive[0]:
             self._poller.start(membership.plan.version)
             found = self._poller.newest(membership.plan.version, self.completed + 2)
         if found is None:
-            return [0.0] * (1 + len(alive))
-        return [float(found.version), *map(float, membership.restricted(found.quotas, alive))]
+            return [0.0] * (1 + 2 * len(alive))
+        quotas = membership.restricted(found.quotas, alive)
+        speeds = speeds_of_quotas(quotas)
+        if found.has_slow_ranks:
+            speeds = tuple(found.speed(self.coordinates.ranks(replica)) for replica in alive)
+        return [float(found.version), *map(float, quotas), *speeds]
 
     def _read(self, plan: Plan) -> dict[int, int]:
         quotas = quotas_by_replica(plan, self.coordinates.members, self._microbatches)
