@@ -44,7 +44,7 @@ class _Quotas(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """What is to be assigned in a step: all but the sums `kept` of the layout `before`."""
+    """Microbatches left in a step: all but those in the sums `kept` of the layout `before`."""
 
     plan: Plan
     before: Layout
