@@ -85,7 +85,11 @@ class ForkServer:
         )
 
     def signal(self, key: str, number: int) -> None:
-        """Send a signal to a process and to those that it has started."""
+        """Send a signal to a process: SIGKILL also to those that it has started.
+
+        Other signals are those processes' own business, as a worker of a data loader that ends
+        before its rank makes the rank fail. A program, which may be a shell, shares its signals.
+        """
         if key in self._alive:
             self._send({"signal": number, "key": key})
 
@@ -139,6 +143,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._keys: dict[int, str] = {}
+        self._programs: set[int] = set()
         self._to_import: list[str] = []
         self._trial: tuple[int, str] | None = None  # the child that imports a module, and its name
         self._signals, self._wakeup = socket.socketpair()
@@ -181,8 +186,12 @@ class _Server:
             return self._fork(message, descriptors)
         if "signal" in message:
             for pid, key in self._keys.items():
-                if key == message["key"]:
+                if key != message["key"]:
+                    continue
+                if message["signal"] == signal.SIGKILL or pid in self._programs:
                     _signal_group(pid, message["signal"])
+                else:
+                    os.kill(pid, message["signal"])
         if "preload" in message:
             command = Command(**message["preload"])
             sys.path[0] = _folder_of(command)
@@ -197,6 +206,8 @@ class _Server:
             for descriptor in descriptors:
                 os.close(descriptor)
             self._keys[pid] = message["start"]
+            if message["command"]["kind"] == "program":
+                self._programs.add(pid)
             self._tell({"key": message["start"], "pid": pid})
             return None
         self._leave(server)
@@ -221,6 +232,7 @@ class _Server:
             if pid == 0:
                 return
             key = self._keys.pop(pid, None)
+            self._programs.discard(pid)
             if key is not None:
                 self._tell({"key": key, "status": os.waitstatus_to_exitcode(status)})
             elif self._trial is not None and self._trial[0] == pid:

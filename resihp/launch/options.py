@@ -6,8 +6,9 @@ import argparse
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _WITHOUT_MEANING = {
     "--logs-specs": "there are no plugins for logs",
     "--local-addr": "the address is that of the route to node 0",
     "--role": "there is one role",
+    "--signals-to-handle": "SIGTERM, SIGUSR1 and SIGUSR2 are notices that the node is taken away",
 }
 DEFAULT_PORT = 29500
 
@@ -76,7 +78,8 @@ def _digit(given: dict[int | None, int] | None, local_rank: int) -> int:
 class Options:
     """Options of one launcher.
 
-    nodes         launchers of the job, one a node
+    nodes         launchers of the job, one a node; further ones are standbys
+    least_nodes   nodes with which the job begins and goes on
     node          index of this one; node 0 hosts the store
     processes     ranks of this node
     least         ranks with which this node goes on when devices fail
@@ -84,10 +87,17 @@ class Options:
     run           identity of the job, in its store and its folders
     max_restarts  limit of restarts of all ranks; None: as long as they help
     joins         ranks that join a running job; empty: this launcher starts the job
+    heartbeat     silence of a launcher after which its node counts as lost; all other time-outs
+                  between launchers follow from it
+    shutdown_s    seconds for ranks to end after their step before they are killed
+    reads_plans   the script takes layout and quotas from the file that RESIHP_PLAN names
+    preemption_file, preemption_url
+                  where a notice appears before this node is taken away
     """
 
     command: Command
     nodes: int = 1
+    least_nodes: int = 1
     node: int = 0
     processes: int = 1
     least: int = 1
@@ -96,7 +106,32 @@ class Options:
     run: str = "none"
     max_restarts: int | None = None
     joins: tuple[int, ...] = ()
+    heartbeat: timedelta = timedelta(seconds=10)
+    shutdown_s: float = 30.0
+    reads_plans: bool = False
+    preemption_file: Path | None = None
+    preemption_url: str | None = None
     output: Output = Output()
+
+    @property
+    def connect(self) -> timedelta:
+        """Time-out for the store: short for that of a running job, which answers at once."""
+        return self.heartbeat / 2 if self.joins else 6 * self.heartbeat
+
+    @property
+    def arrival_s(self) -> float:
+        """Time within which `least_nodes` have to come."""
+        return 60 * self.heartbeat.total_seconds()
+
+    @property
+    def last_call_s(self) -> float:
+        """Time for which the first attempt waits for more nodes than it needs."""
+        return 3 * self.heartbeat.total_seconds()
+
+    @property
+    def poll_s(self) -> float:
+        """Interval at which a launcher reads the store: longer where many do."""
+        return max(0.1, self.nodes / 1000)
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> Options:
@@ -113,9 +148,9 @@ class Options:
 
 
 def _options(given: argparse.Namespace) -> Options:
-    nodes = _number("--nnodes", str(given.nnodes).split(":")[-1], least=1)
+    least_nodes, nodes = _range_of("--nnodes", str(given.nnodes), lambda most: most)
     node = _number("--node-rank", given.node_rank, least=0)
-    if node >= nodes:
+    if node >= nodes and least_nodes == nodes == 1:
         raise ValueError(f"--node-rank {node} must be below --nnodes {nodes}")
     endpoint = f"{given.master_addr}:{given.master_port or ''}" if given.master_addr else ""
     host, colon, port = (given.rdzv_endpoint or endpoint or "127.0.0.1").rpartition(":")
@@ -127,16 +162,13 @@ def _options(given: argparse.Namespace) -> Options:
         host, port = "127.0.0.1", "0"
     if node and int(port) == 0:
         raise ValueError("several nodes need the port of the store: --rdzv-endpoint HOST:PORT")
-    fewest, _, most = given.nproc_per_node.rpartition(":")
-    processes = _processes(most)
-    least = _number("--nproc-per-node", fewest, least=1) if fewest else processes
-    if least > processes:
-        raise ValueError(f"--nproc-per-node {fewest}:{most} must rise")
+    least, processes = _range_of("--nproc-per-node", given.nproc_per_node, _processes)
     kind = "module" if given.module else "program" if given.no_python else "script"
     restarts = given.max_restarts
     return Options(
         command=Command(given.script, kind, tuple(given.arguments)),
         nodes=nodes,
+        least_nodes=least_nodes,
         node=node,
         processes=processes,
         least=least,
@@ -145,8 +177,23 @@ def _options(given: argparse.Namespace) -> Options:
         run=given.rdzv_id or "none",
         max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),
         joins=tuple(_number("--join", rank, least=0) for rank in _parts(given.join)),
+        heartbeat=timedelta(seconds=_seconds("--heartbeat", given.heartbeat)),
+        shutdown_s=_seconds("--shutdown-timeout", given.shutdown_timeout),
+        reads_plans=given.reads_plan,
+        preemption_file=Path(given.preemption_file) if given.preemption_file else None,
+        preemption_url=given.preemption_url,
         output=_output(given),
     )
+
+
+def _range_of(name: str, given: str, read: Callable[[str], int | str]) -> tuple[int, int]:
+    """Both ends of MIN:MAX, or twice a single number."""
+    fewest, _, most = given.rpartition(":")
+    highest = _number(name, read(most), least=1)
+    lowest = _number(name, fewest, least=1) if fewest else highest
+    if lowest > highest:
+        raise ValueError(f"{name} {given} must rise")
+    return lowest, highest
 
 
 def _output(given: argparse.Namespace) -> Output:
@@ -208,6 +255,16 @@ def _number(name: str, given: Any, *, least: int) -> int:
     return number
 
 
+def _seconds(name: str, given: Any) -> float:
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise ValueError(f"{name} must be a number of seconds above 0, not {given!r}")
+    return seconds
+
+
 def _name(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
@@ -229,7 +286,11 @@ def _parser() -> argparse.ArgumentParser:
             default = os.environ.get(f"PET_{name.upper()}", default)
         parser.add_argument(*spellings, dest=name, default=default, **settings)
 
-    add("--nnodes", default="1", help="nodes of the job, one launcher each")
+    add(
+        "--nnodes",
+        default="1",
+        help="nodes of the job, one launcher each; MIN:MAX to go on without those that are lost",
+    )
     add(
         "--nproc-per-node",
         default="1",
@@ -248,6 +309,22 @@ def _parser() -> argparse.ArgumentParser:
         "same step, or three in a row without progress",
     )
     add("--join", metavar="RANKS", help="join a running job as these ranks, such as 2 or 2,3")
+    add(
+        "--heartbeat",
+        metavar="SECONDS",
+        default="10",
+        help="silence after which a node is lost; other time-outs between nodes follow from it",
+    )
+    shutdown = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    add(
+        "--shutdown-timeout",
+        metavar="SECONDS",
+        default=shutdown,
+        help="for ranks that are told to end after their step; they are killed then",
+    )
+    add("--reads-plan", action="store_true", help="the script reads the file RESIHP_PLAN")
+    add("--preemption-file", metavar="PATH", help="a notice that this node is taken away")
+    add("--preemption-url", metavar="URL", help="address that answers 200 with such a notice")
     add("--log-dir", help="folder of the ranks' output")
     add("--redirects", "-r", help="streams that go to files alone: 1, 2, 3, or RANK:STREAMS,...")
     add("--tee", "-t", help="streams that go to files too")

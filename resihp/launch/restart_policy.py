@@ -26,6 +26,7 @@ class Failure:
     status   exit status, or minus the signal that killed the process
     message  last line of its stderr
     step     last step whose state is kept, -1 if there is none
+    node     index of a node that was lost with its launcher; None: a rank failed
     """
 
     attempt: int
@@ -33,6 +34,7 @@ class Failure:
     status: int
     message: str = ""
     step: int = -1
+    node: int | None = None
 
     @property
     def is_of_device(self) -> bool:
@@ -46,6 +48,8 @@ class Failure:
         return self.status > 0 and not self.is_of_device
 
     def __str__(self) -> str:
+        if self.node is not None:
+            return f"node {self.node} was lost"
         how = f"killed by signal {-self.status}" if self.status < 0 else f"status {self.status}"
         return f"rank {self.rank} failed ({how})"
 

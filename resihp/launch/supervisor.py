@@ -6,98 +6,117 @@ import logging
 import os
 import select
 import signal
+import tempfile
+import time
 from collections.abc import Sequence
-from types import FrameType
+from math import inf
+from pathlib import Path
 
 import torch.distributed as dist
 
-from resihp.contracts import JobStoppedError
+from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
 
+from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
 from .fork_server import Ended, ForkServer
 from .node_memory_folder import NodeMemoryFolder
-from .nodes import Attempt, Nodes
+from .nodes import Nodes
 from .options import Options
+from .preemption import NOTICED_STATUS, PreemptionNotice
 from .rank_output import RankOutput
+from .restart_plans import poller_of
 from .restart_policy import Failure
 
 _log = logging.getLogger("resihp.launch")
-_POLL_S = 0.1
+_TOLD_STATUSES = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Ends of ranks that were told to end, other than 0."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the launcher; returns its exit status.
 
     0 if a rank completed the job and those that did not were killed or given up by the others;
-    otherwise the status of the first rank that failed, with its last lines on stderr.
+    after a notice that the node is about to be taken away 128 + the number of the signal, or of
+    SIGTERM for another notice; otherwise the status of the first rank that failed, with its last
+    lines on stderr.
     """
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = Options.parse(arguments)
+    notice = PreemptionNotice(options.preemption_file, options.preemption_url)
+    is_host = options.node == 0 and not options.joins
+    plans = poller_of(options.command, options.run) if is_host else None
     try:
-        nodes = Nodes(options)
+        nodes = Nodes(options, notice, plans)
     except JobStoppedError as error:
         _log.error("%s", error)
         return exit_status.JOB_STOPPED
+    notice.start()
+    if plans is not None:
+        plans.start()
     with NodeMemoryFolder() as memory:
-        supervisor = Supervisor(options, nodes, memory)
-        signal.signal(signal.SIGTERM, supervisor.request_stop)
+        supervisor = Supervisor(options, nodes, memory, notice)
         try:
             return supervisor.run()
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+        except FencedOutError as error:
+            _log.error("%s", error)
+            return exit_status.FENCED_OUT
         except (JobStoppedError, dist.DistError) as error:
             _log.error("the job ends here, as node 0 has ended: %s", error)
             return exit_status.JOB_STOPPED
         finally:
             supervisor.close()
+            if plans is not None:
+                plans.close()
 
 
 class _Rank:
-    """One rank's process: its device, its output, and its exit status once it has ended."""
+    """One rank's process: its output, and its exit status once it has ended."""
 
-    def __init__(self, rank: int, device: int, output: RankOutput) -> None:
-        self.rank, self.device, self.output = rank, device, output
+    def __init__(self, rank: int, local_rank: int, output: RankOutput) -> None:
+        self.rank, self.local_rank, self.output = rank, local_rank, output
         self.status: int | None = None
 
 
 class Supervisor:
-    """The ranks of this node, over all attempts. An attempt is a start of all ranks."""
+    """The ranks of this node, over all attempts."""
 
-    def __init__(self, options: Options, nodes: Nodes, memory: NodeMemoryFolder) -> None:
+    def __init__(
+        self, options: Options, nodes: Nodes, memory: NodeMemoryFolder, notice: PreemptionNotice
+    ) -> None:
         self._options, self._nodes, self._memory = options, nodes, memory
+        self._notice = notice
         self._devices = list(range(len(options.joins) or options.processes))
         self._environment = self._of_all_ranks()
         self._server = ForkServer(self._environment)
+        self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
         self._ranks: dict[str, _Rank] = {}
         self._failed: _Rank | None = None
-        self._is_stop_requested = self._is_stopping = False
-
-    def request_stop(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: let the ranks end after the current step."""
-        self._is_stop_requested = True  # the store must not be used here: it may be in use
+        self._end: AttemptEnd | None = None
+        self._kill_at_s = inf
+        self._has_left = False
 
     def run(self) -> int:
         """Run attempts until one succeeds or the next would not help; returns the exit status."""
-        attempt = 0
-        while True:
-            self._start(self._nodes.begin(attempt, len(self._devices)))
-            self._wait(attempt)
-            if self._failed is None and self._nodes.all_completed(attempt):
-                return 0 if self._has_completed() else 1
-            if self._is_final(attempt):
-                return self._report_failure()
-            failure, decision = self._nodes.decide(attempt)
-            if not decision.restarts:
-                _log.error("%s: the job ends", decision.why)
-                return self._report_failure() if self._failed else _status(failure.status)
-            if self._failed is not None and failure.is_of_device:
-                self._leave_out(self._failed)
-            attempt += 1
-            _log.warning("%s: restart", decision.why)
+        command = self._options.command
+        following = self._nodes.begin(len(self._devices), lambda: self._server.preload(command))
+        while isinstance(following, Attempt):
+            if following.why:
+                _log.warning("%s: restart", following.why)
+            self._start(following)
+            self._wait(following)
+            if self._is_final(following):
+                return self._own_status()
+            following = self._nodes.conclude(following, self._offer(), self._memory.newest_step())
+        return self._status_at(following)
 
     def close(self) -> None:
         """Kill the ranks that have not ended, and the process that forks them."""
         self._server.close()
+        self._nodes.close()
+        self._notice.close()
+        self._files.cleanup()
 
     # One attempt.
 
@@ -105,49 +124,95 @@ class Supervisor:
         if not self._server.is_alive:
             self._server.close()
             self._server = ForkServer(self._environment)
-        self._ranks, self._failed = {}, None
-        first = attempt.first_rank
-        ranks = self._options.joins or range(first, first + len(self._devices))
+        self._ranks, self._failed, self._end, self._kill_at_s = {}, None, None, inf
+        index = attempt.index_of(self._nodes.id)
+        ranks: Sequence[int] = self._options.joins
+        if index is not None:
+            ranks = attempt.nodes[index].ranks
+            self._use(attempt.nodes[index].local_ranks)
         for local_rank, rank in enumerate(ranks):
             output = RankOutput(
                 self._options.output, rank=rank, local_rank=local_rank, attempt=attempt.number
             )
             key = f"{attempt.number}/{rank}"
-            self._ranks[key] = _Rank(rank, self._devices[local_rank], output)
+            self._ranks[key] = _Rank(rank, local_rank, output)
             variables = self._of_one_rank(rank, local_rank, attempt)
             self._server.start(key, self._options.command, variables, output.descriptors)
             output.started()
         _log.info("attempt %d begins, with ranks %s", attempt.number, [*ranks])
         self._server.preload(self._options.command)
 
-    def _wait(self, attempt: int) -> None:
-        """Wait for the end of all ranks; kill them after a failure that the script cannot survive.
+    def _use(self, local_ranks: Sequence[int]) -> None:
+        """Use the devices of these local ranks of the attempt before."""
+        kept = [self._devices[local_rank] for local_rank in local_ranks]
+        for device in self._devices:
+            if device not in kept:
+                _log.warning("device %d of this node is left out", device)
+        self._devices = kept
+
+    def _wait(self, attempt: Attempt) -> None:
+        """Wait for the end of all ranks, and end them when an attempt cannot go on.
 
         Where the script recovers from losses by itself, the attempt ends with its last rank.
         """
-        while any(rank.status is None for rank in self._ranks.values()):
-            select.select([self._server], [], [], _POLL_S)
-            self._stop_if_requested()
+        while True:
+            select.select([self._server], [], [], self._options.poll_s)
             for event in self._server.events():
                 if isinstance(event, Ended):
                     self._note_end(attempt, self._ranks[event.key], event.status)
-            if self._must_end(attempt):
-                self._kill_all()
+            is_running = any(rank.status is None for rank in self._ranks.values())
+            if is_running:
+                self._leave_if_noticed(attempt)
+            if is_running or self._failed is not None:
+                self._look_for_end(attempt, is_running)
+            if not is_running:
+                return
+            if time.monotonic() >= self._kill_at_s:
+                self._signal_all(signal.SIGKILL)
+                self._kill_at_s = inf
 
-    def _note_end(self, attempt: int, rank: _Rank, status: int) -> None:
+    def _look_for_end(self, attempt: Attempt, is_running: bool) -> None:
+        """Take the reason to end the attempt, once there is one."""
+        step = self._memory.newest_step()
+        if self._end is None and is_running:
+            self._nodes.attend(attempt, step, takes_plans=not self._has_completed())
+        end = self._nodes.end_of(attempt)
+        if self._end is None and end is not None:
+            self._end = end
+            self._kill_at_s = self._told_to_end(end)
+
+    def _told_to_end(self, end: AttemptEnd) -> float:
+        """Tell the ranks to end; returns the time at which those that are left are killed.
+
+        After a notice for the only node, its ranks are given the time that the notice leaves.
+        """
+        if end.kind is EndKind.FAILURE and not self._has_left:
+            return time.monotonic()
+        if not self._has_left:
+            _log.warning("%s: the ranks end after their step", end.why)
+            self._signal_all(signal.SIGTERM)
+        elif end.kind is EndKind.NOTICE and self._options.nodes == 1:
+            return inf
+        return time.monotonic() + self._options.shutdown_s
+
+    def _note_end(self, attempt: Attempt, rank: _Rank, status: int) -> None:
         rank.status = status
         if status == 0:
             return
         self._nodes.announce_death(rank.rank)
-        _log.warning("rank %d ended with %d", rank.rank, status)
-        if self._failed is None and self._is_failure(attempt, status):
+        level = logging.WARNING if self._end is None else logging.INFO
+        _log.log(level, "rank %d ended with %d", rank.rank, status)
+        if self._has_left and status not in _TOLD_STATUSES:  # the others may wait for it
+            self._kill_at_s = min(self._kill_at_s, time.monotonic() + self._options.shutdown_s)
+        if self._end is None and self._failed is None and self._is_failure(attempt, status):
             self._failed = rank
             if not self._is_without_restart:
                 lines = rank.output.last_lines().splitlines() or ["no message"]
                 step = self._memory.newest_step()
-                self._nodes.report(Failure(attempt, rank.rank, status, lines[-1], step))
+                failure = Failure(attempt.number, rank.rank, status, lines[-1], step)
+                self._nodes.end(attempt, AttemptEnd(EndKind.FAILURE, str(failure), failure))
 
-    def _is_failure(self, attempt: int, status: int) -> bool:
+    def _is_failure(self, attempt: Attempt, status: int) -> bool:
         """True if an end is more than the loss of a rank that the others recover from."""
         if status > 0:
             return status != exit_status.FENCED_OUT
@@ -159,54 +224,77 @@ class Supervisor:
     @property
     def _is_without_restart(self) -> bool:
         """True if this launcher ends with its ranks, whatever their end."""
-        return self._is_stopping or bool(self._options.joins)
+        return self._has_left or bool(self._options.joins)
 
-    def _must_end(self, attempt: int) -> bool:
-        """True if a rank failed, here or on another node, for which the others wait in vain."""
-        if self._is_without_restart:
-            return False
-        has_failed = self._failed is not None or self._nodes.has_failed(attempt)
-        return has_failed and not self._nodes.recovers(attempt)
-
-    def _is_final(self, attempt: int) -> bool:
-        """True if no restart follows a failure.
+    def _is_final(self, attempt: Attempt) -> bool:
+        """True if this launcher ends without asking the others.
 
         So where ranks of the elastic runtime have completed the job, or may do so on other nodes.
         """
-        if self._is_without_restart:
+        if self._options.joins:
             return True
-        is_lasting = self._has_completed() or self._options.nodes > 1
-        return is_lasting and self._nodes.recovers(attempt)
+        is_lasting = self._has_left or self._options.nodes > 1
+        return (is_lasting or self._has_completed()) and self._nodes.recovers(attempt)
 
-    def _leave_out(self, failed: _Rank) -> None:
-        """Use the rank's device no more, if this node may go on with fewer ranks."""
-        if len(self._devices) > self._options.least:
-            self._devices.remove(failed.device)
-            _log.warning("device %d of this node is left out", failed.device)
+    def _leave_if_noticed(self, attempt: Attempt) -> None:
+        """After a notice, let the ranks end after the current step."""
+        if self._notice.why is None or self._has_left:
+            return
+        self._has_left = True
+        _log.warning("%s: the ranks end after their step", self._notice.why)
+        try:
+            if not self._nodes.recovers(attempt) and not self._options.joins:
+                self._nodes.leave(attempt)
+            elif self._nodes.is_host:
+                self._nodes.stop()
+        finally:
+            self._signal_all(signal.SIGTERM)
 
-    def _kill_all(self) -> None:
-        """Kill the ranks of an attempt that has failed, and wait for their ends."""
+    def _signal_all(self, number: int) -> None:
         for key in self._ranks:
-            self._server.signal(key, signal.SIGKILL)
-        while any(rank.status is None for rank in self._ranks.values()):
-            select.select([self._server], [], [], _POLL_S)
-            for event in self._server.events():
-                if isinstance(event, Ended):
-                    self._ranks[event.key].status = event.status
+            self._server.signal(key, number)
+
+    def _offer(self) -> NodeOffer:
+        """Ranks that this node has for the next attempt: all but one on a device that broke."""
+        local_ranks = list(range(len(self._devices)))
+        failure = self._end.failure if self._end is not None else None
+        failed = self._failed
+        if failed is not None and failure is not None and failed.rank == failure.rank:
+            can_do_without = len(local_ranks) > self._options.least
+            if failure.is_of_device and can_do_without:
+                local_ranks.remove(failed.local_rank)
+        return NodeOffer(
+            self._nodes.id,
+            self._options.node,
+            tuple(local_ranks),
+            least=self._options.least,
+            completed=self._failed is None and self._end is None,
+            leaves=self._has_left,
+        )
 
     def _has_completed(self) -> bool:
         return any(rank.status == 0 for rank in self._ranks.values())
 
-    def _stop_if_requested(self) -> None:
-        if not self._is_stop_requested:
-            return
-        self._is_stop_requested, self._is_stopping = False, True
-        try:
-            if self._nodes.is_host:
-                self._nodes.stop()
-        finally:
-            for key in self._ranks:
-                self._server.signal(key, signal.SIGTERM)
+    # The end of the job.
+
+    def _status_at(self, end: JobEnd) -> int:
+        """Exit status of this launcher at the end of the job."""
+        if end.status == 0:
+            return self._own_status()
+        _log.error("%s: the job ends", end.why)
+        if self._notice.why is not None and end.status == NOTICED_STATUS:
+            return self._notice.status
+        is_by_failure = end.rank is not None and self._failed is not None
+        return self._report_failure() if is_by_failure else end.status
+
+    def _own_status(self) -> int:
+        """Exit status by the ranks of the last attempt."""
+        if self._has_left:
+            _log.error("%s: the ranks have ended", self._notice.why)
+            return self._notice.status
+        if self._failed is not None:
+            return self._report_failure()
+        return 0 if self._has_completed() or not self._ranks else 1
 
     def _report_failure(self) -> int:
         """Repeat the last lines of the rank that failed first; returns its status."""
@@ -229,18 +317,20 @@ class Supervisor:
         return {**threads, **os.environ, **kept}
 
     def _of_one_rank(self, rank: int, local_rank: int, attempt: Attempt) -> dict[str, str]:
-        """The variables that torchrun sets, and `RESIHP_JOIN`."""
+        """The variables that torchrun sets, `RESIHP_JOIN`, and `RESIHP_PLAN` after a plan."""
         options = self._options
         ranks = str(attempt.world_size)
         restarts = "none" if options.max_restarts is None else str(options.max_restarts)
+        plan = {"RESIHP_PLAN": str(self._plan_file(attempt))} if attempt.plan else {}
         return {
+            **plan,
             **self._visible_devices(),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": ranks,
             "LOCAL_WORLD_SIZE": str(len(self._devices)),
-            "GROUP_RANK": str(options.node),
-            "GROUP_WORLD_SIZE": str(options.nodes),
+            "GROUP_RANK": str(attempt.index_of(self._nodes.id) or 0),
+            "GROUP_WORLD_SIZE": str(len(attempt.nodes)),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": ranks,
@@ -252,6 +342,12 @@ class Supervisor:
             "TORCHELASTIC_MAX_RESTARTS": restarts,
             "RESIHP_JOIN": "1" if options.joins else "0",
         }
+
+    def _plan_file(self, attempt: Attempt) -> Path:
+        """File with the plan that the attempt follows."""
+        path = Path(self._files.name) / f"plan-{attempt.number}.json"
+        path.write_text(attempt.plan)
+        return path
 
     def _visible_devices(self) -> dict[str, str]:
         """CUDA's variable without the devices that are left out."""

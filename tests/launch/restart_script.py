@@ -2,6 +2,8 @@
 
 `restart_script.py FOLDER STEPS EVENT...`: an event `ATTEMPT:RANK:STEP:KIND` ends a rank in the
 middle of a step, by "kill", by "device" (the words of a broken one), or by "bug" (in each attempt).
+With "wait" the rank waits for a signal, with "deaf" for one that it cannot ignore, and with "hold"
+for a file "go".
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -30,6 +33,13 @@ def end(events: list[str], rank: int, attempt: int, step: int) -> None:
         if kind == "bug":
             raise ValueError(f"no sample of step {step}")
         if int(number) == attempt:
+            if kind == "deaf":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if kind in ("wait", "deaf", "hold"):
+                Path(f"{kind}-{attempt}").touch()
+                while kind != "hold" or not Path("go").exists():
+                    time.sleep(0.02)
+                return
             if kind == "device":
                 raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -50,6 +60,8 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer}
     first = 0 if saver.newest_step() is None else saver.restore(state).step + 1
     (folder / "memory").write_text(os.environ["RESIHP_NODE_MEMORY"])
+    if rank == 0 and "RESIHP_PLAN" in os.environ:
+        (folder / f"plan-{attempt}").write_text(Path(os.environ["RESIHP_PLAN"]).read_text())
     with (folder / f"losses-{attempt}-{rank}").open("w") as losses:
         for step in range(first, steps):
             drawn = torch.Generator().manual_seed(step)

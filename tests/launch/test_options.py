@@ -44,6 +44,10 @@ def test_the_command_line_of_torchtitan() -> None:
 def test_several_nodes() -> None:
     options = parsed("--nnodes 1:4 --node-rank 3 --master-addr n0 --master-port 1234 t.py")
     assert (options.nodes, options.node, options.host, options.port) == (4, 3, "n0", 1234)
+    assert options.least_nodes == 1
+    spare = parsed("--nnodes 2 --node-rank 2 --master-addr h --heartbeat 2.5 t.py")
+    assert (spare.least_nodes, spare.nodes, spare.node) == (2, 2, 2)
+    assert spare.heartbeat.total_seconds() == 2.5
     assert parsed("--nnodes 2 --rdzv-endpoint [::1] t.py").port == 29500
     assert parsed("--nnodes 2 --rdzv-endpoint [::1]:5 t.py").host == "::1"
 
@@ -52,6 +56,16 @@ def test_defaults_stand_in_variables_of_operators(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     assert parsed("t.py").processes == 3
     assert parsed("--nproc-per-node 2 t.py").processes == 2
+
+
+def test_notices_and_plans() -> None:
+    options = parsed(
+        "--preemption-file n --preemption-url http://h/x --shutdown-timeout 5 --reads-plan t.py"
+    )
+    assert options.preemption_file == Path("n")
+    assert options.preemption_url == "http://h/x"
+    assert (options.shutdown_s, options.reads_plans) == (5.0, True)
+    assert parsed("t.py").preemption_file is None
 
 
 def test_streams_of_single_ranks() -> None:
@@ -67,7 +81,11 @@ def test_streams_of_single_ranks() -> None:
     ("line", "words"),
     [
         ("--nproc-per-node 0 t.py", "--nproc-per-node must be a number of at least 1"),
-        ("--nnodes 2 --node-rank 2 --master-addr h t.py", "--node-rank 2 must be below"),
+        ("--node-rank 1 --master-addr h t.py", "--node-rank 1 must be below"),
+        ("--nnodes 3:2 t.py", "--nnodes 3:2 must rise"),
+        ("--nproc-per-node 3:2 t.py", "--nproc-per-node 3:2 must rise"),
+        ("--heartbeat 0 t.py", "--heartbeat must be a number of seconds above 0"),
+        ("--shutdown-timeout x t.py", "--shutdown-timeout must be a number of seconds"),
         ("--nnodes 2 --node-rank 1 --rdzv-endpoint h:0 t.py", "several nodes need the port"),
         ("--join 1,x t.py", "--join must be a number"),
         ("-r 4 t.py", "streams are 0, 1, 2 or 3"),

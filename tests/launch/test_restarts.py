@@ -8,19 +8,32 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import urllib3
+
+from resihp.client import Client
+from resihp.contracts import Action, Job, Layout, Plan, from_json, to_json
+from service import Sidecar
+from tests.launch.restart_script import SAMPLES
+from tests.launch.test_restart_plans import plan_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "launch" / "restart_script.py"
 STEPS, RANKS = 12, 3
 
 
-def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launched(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "resihp.launch", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -63,6 +76,122 @@ def test_a_broken_device_is_left_out(tmp_path: Path, undisturbed: dict[int, floa
     done = run(tmp_path, f"2:{RANKS}", "0:1:4:device")
     assert done.returncode == 0, done.stderr
     assert "device 1 of this node is left out" in done.stderr
+    assert not (tmp_path / "losses-1-2").exists()
+    assert {**losses(tmp_path, 0), **losses(tmp_path, 1)} == pytest.approx(undisturbed, rel=1e-3)
+
+
+class FakeSidecar(ThreadingHTTPServer):
+    """Knows no job at first and answers nonsense; then has a plan without rank 1, once rank 0 waits
+    for it; then the job is registered anew, and another plan leaves too few ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.folder, self.asked, self.was_registered_anew = folder, 0, False
+        self.answers: list[dict[str, Any]] = []
+
+    def reply(self, after: int) -> tuple[int, bytes]:
+        self.asked += 1
+        if not (self.folder / "wait-0").exists():
+            return (404, b"") if self.asked < 3 else (200, b'{"version": "x"}')
+        if not (self.folder / "losses-1-0").exists():
+            plan = plan_of(0, 2)
+        elif not (self.was_registered_anew and (self.folder / "hold-1").exists()):
+            plan = plan_of(0, 1, version=0, action=None)
+            self.was_registered_anew |= after < 0
+        else:
+            plan = plan_of(0)
+        return (200, json.dumps(to_json(plan)).encode()) if plan.version > after else (204, b"")
+
+    def acknowledged(self, answer: dict[str, Any]) -> None:
+        self.answers.append(answer)
+        if answer["state"] == "refused":
+            (self.folder / "go").touch()
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: FakeSidecar
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        self.answer(*self.server.reply(int(query.get("after", ["-1"])[0])))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.acknowledged({"path": self.path, **body})
+        self.answer(200, b"{}")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
+    with FakeSidecar(tmp_path) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_plan_of_the_sidecar_leaves_a_rank_out(
+    tmp_path: Path, undisturbed: dict[int, float], sidecar: FakeSidecar
+) -> None:
+    """Rank 2 does not end when it is told to, so it is killed."""
+    options = ("--nproc-per-node", f"2:{RANKS}", "--shutdown-timeout", "1")
+    events = ("0:0:4:wait", "0:2:4:deaf", "1:0:8:hold")
+    done = launched(
+        tmp_path, *options, str(SCRIPT), ".", str(STEPS), *events,
+        RESIHP_URL=f"http://127.0.0.1:{sidecar.server_port}", RESIHP_JOB="a job",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "device 1 of this node is left out" in done.stderr
+    assert "plan 1 is refused: node 0 goes on with 2 ranks or more" in done.stderr
+    assert not (tmp_path / "losses-1-2").exists()
+    assert not (tmp_path / "losses-2-0").exists()
+    assert {**losses(tmp_path, 0), **losses(tmp_path, 1)} == pytest.approx(undisturbed, rel=1e-3)
+    told = from_json(Plan, json.loads((tmp_path / "plan-1").read_text()))
+    assert told.layout.ranks == (0, 1)
+    assert {answer["path"] for answer in sidecar.answers} == {"/v1/jobs/a%20job/plan/1/ack"}
+    applied = [answer for answer in sidecar.answers if answer["state"] == "applied"]
+    assert {answer["rank"] for answer in applied} == {0, 2}
+    assert {answer["digest"] for answer in applied} == {plan_of(0, 2).digest}
+    pauses = [answer["pause_ms"] for answer in applied]
+    assert pauses[0] > 0
+    assert pauses == sorted(pauses)
+
+
+def test_the_sidecar_itself_restarts_a_job(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """Rank 1 is reported as lost while it is there; the pause is known to the sidecar then."""
+    layout = Layout.grid(dp=RANKS, pp=1, tp=1, layers=2)
+    job = Job(name="mine", layout=layout, microbatches=SAMPLES, actions=(Action.RESTART,))
+    with Sidecar(tmp_path / "sidecar") as sidecar:
+        client = Client(sidecar.url)
+        client.register(job)
+
+        def report() -> None:
+            deadline = time.monotonic() + 300
+            while not (tmp_path / "wait-0").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            client.report_failure("mine", ranks=[1], step=4)
+
+        reporter = threading.Thread(target=report)
+        reporter.start()
+        arguments = ("--nproc-per-node", f"1:{RANKS}", str(SCRIPT), ".", str(STEPS), "0:0:4:wait")
+        done = launched(tmp_path, *arguments, RESIHP_URL=sidecar.url, RESIHP_JOB="mine")
+        reporter.join()
+        assert done.returncode == 0, done.stderr + sidecar.tail()
+        plan = client.plan("mine")
+        assert plan is not None
+        assert (plan.layout.ranks, plan.action) == ((0, 2), Action.RESTART)
+        answer = urllib3.request("GET", f"{sidecar.url}/v1/jobs/mine", timeout=20.0).json()
+    assert answer["rollout"]["active"] == plan.version, answer
     assert not (tmp_path / "losses-1-2").exists()
     assert {**losses(tmp_path, 0), **losses(tmp_path, 1)} == pytest.approx(undisturbed, rel=1e-3)
 
@@ -114,7 +243,7 @@ def test_two_nodes_restart_alike(tmp_path: Path) -> None:
         "attempt, rank = int(os.environ['TORCHELASTIC_RESTART_COUNT']), dist.get_rank()\n"
         "if (attempt, rank) == (0, 2):\n    os.kill(os.getpid(), 9)\n"
         "dist.barrier()\n"
-        "print('attempt', attempt, 'rank', rank, 'of', dist.get_world_size(), flush=True)\n"
+        "sys.stdout.write(f'attempt {attempt} rank {rank} of {dist.get_world_size()}\\n')\n"
         "dist.destroy_process_group()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

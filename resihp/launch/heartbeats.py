@@ -1,0 +1,92 @@
+"""Heartbeats of the launchers of several nodes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from resihp._shutdown import start_thread
+
+from .launcher_store import LauncherStore
+
+_log = logging.getLogger("resihp.launch")
+_BEATS = 5  # heartbeats within the time-out
+
+
+class BeatCounter:
+    """Tells from the numbers of heartbeats which launchers are lost. Pure.
+
+    The time-out is counted in reads instead of seconds: while this process was suspended, the
+    others may have been suspended too.
+
+    >>> counter = BeatCounter()
+    >>> [counter.is_silent("a", beats) for beats in (1, 1, 2, 2, 2, 2, 2, 2)]
+    [False, False, False, False, False, False, False, True]
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def is_silent(self, launcher: str, beats: int) -> bool:
+        """Note the number of heartbeats as read now; True if `_BEATS` reads found no new one."""
+        before, reads = self._seen.get(launcher, (-1, 0))
+        reads = reads + 1 if beats == before else 0
+        self._seen[launcher] = beats, reads
+        return reads >= _BEATS
+
+
+class LauncherHeartbeats:
+    """Sends this launcher's heartbeats, and reads those of the others, in a thread.
+
+    reads_others  on node 0
+    silent        launchers that have sent none for the time-out, or have left
+    is_given_up   node 0 has taken this launcher for lost
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], dist.Store],
+        launcher: str,
+        timeout: timedelta,
+        *,
+        reads_others: bool,
+    ) -> None:
+        self._reads_others = reads_others
+        self.silent: frozenset[str] = frozenset()
+        self.is_given_up = False
+        self._launcher, self._interval_s = launcher, timeout.total_seconds() / _BEATS
+        self._store = LauncherStore(open_store())
+        self._counter, self._closed = BeatCounter(), threading.Event()
+        self._store.beat(launcher)
+        thread = threading.Thread(target=self._run, name="resihp-heartbeat", daemon=True)
+        start_thread(thread, self._closed.set)
+
+    def close(self) -> None:
+        """Stop."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._store.beat(self._launcher)
+                self.is_given_up = self._store.is_marked(self._launcher, "lost")
+                if self._reads_others:
+                    ids = {offer.id for offer in self._store.announced()} - {self._launcher}
+                    self.silent |= {each for each in ids if self._has_gone(each)}
+            except dist.DistError as error:
+                _log.debug("no more heartbeats: %s", error)
+                return
+
+    def _has_gone(self, launcher: str) -> bool:
+        if launcher in self.silent:
+            return False
+        if self._store.is_marked(launcher, "left"):
+            return True
+        if not self._counter.is_silent(launcher, self._store.beat(launcher, 0)):
+            return False
+        self._store.mark(launcher, "lost")
+        return True

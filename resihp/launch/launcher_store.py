@@ -1,0 +1,97 @@
+"""Documents of the launchers in the store that node 0 hosts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from resihp.contracts import from_json, to_json
+
+from .attempts import Attempt, AttemptEnd, JobEnd, NodeOffer
+
+T = TypeVar("T")
+_NEWEST = "attempt"
+_LAUNCHERS = "launchers"
+
+
+class LauncherStore:
+    """Typed access to one connection; every request is answered at once.
+
+    Raises `torch.distributed.DistError` if the store is gone.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("resihp-run", store)
+
+    def announce(self, offer: NodeOffer) -> None:
+        """Add a launcher to the job."""
+        line = json.dumps(to_json(offer)) + "\n"
+        self._store.append(_LAUNCHERS, line)  # type: ignore[attr-defined]
+
+    def announced(self) -> list[NodeOffer]:
+        """Offers of all launchers that have come, by arrival."""
+        if not self._store.check([_LAUNCHERS]):
+            return []
+        lines = self._store.get(_LAUNCHERS).decode().splitlines()
+        return [from_json(NodeOffer, json.loads(line)) for line in lines]
+
+    def publish(self, number: int, what: Attempt | JobEnd) -> None:
+        """Publish attempt `number`, or the end of the job in its place."""
+        kind = "attempt" if isinstance(what, Attempt) else "end"
+        self._store.set(f"attempt/{number}", json.dumps({kind: to_json(what)}))
+        self._store.set(_NEWEST, str(number))
+
+    def newest(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return int(self._store.get(_NEWEST)) if self._store.check([_NEWEST]) else 0
+
+    def attempt(self, number: int) -> Attempt | JobEnd | None:
+        """Attempt `number`, or the end of the job; None before it is published."""
+        document = self._read(f"attempt/{number}")
+        if document is None:
+            return None
+        if "attempt" in document:
+            return from_json(Attempt, document["attempt"])
+        return from_json(JobEnd, document["end"])
+
+    def end(self, number: int, end: AttemptEnd) -> None:
+        """End an attempt, unless it has been ended for another reason."""
+        self._store.compare_set(f"end/{number}", "", json.dumps(to_json(end)))
+
+    def end_of(self, number: int) -> AttemptEnd | None:
+        """Reason to end an attempt; None as long as there is none."""
+        document = self._read(f"end/{number}")
+        return None if document is None else from_json(AttemptEnd, document)
+
+    def report(self, number: int, offer: NodeOffer) -> None:
+        """Report that a launcher's ranks of an attempt have ended."""
+        self._store.set(f"ended/{number}/{offer.id}", json.dumps(to_json(offer)))
+
+    def reported(self, number: int, launcher: str) -> NodeOffer | None:
+        """Report of a launcher on an attempt; None before it."""
+        document = self._read(f"ended/{number}/{launcher}")
+        return None if document is None else from_json(NodeOffer, document)
+
+    def note_read(self, number: int, count: int = 1) -> int:
+        """Count one more launcher that has read attempt `number`; returns how many have."""
+        return int(self._store.add(f"read/{number}", count))
+
+    def beat(self, launcher: str, count: int = 1) -> int:
+        """Count a heartbeat of a launcher; returns how many there have been."""
+        return int(self._store.add(f"heartbeat/{launcher}", count))
+
+    def mark(self, launcher: str, what: str) -> None:
+        """Mark a launcher as `left` by itself, or as `lost` by node 0."""
+        self._store.set(f"{what}/{launcher}", "1")
+
+    def is_marked(self, launcher: str, what: str) -> bool:
+        """True if a launcher is marked so."""
+        return bool(self._store.check([f"{what}/{launcher}"]))
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        if not self._store.check([key]):
+            return None
+        document: dict[str, Any] = json.loads(self._store.get(key))
+        return document

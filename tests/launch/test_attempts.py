@@ -1,0 +1,71 @@
+"""Nodes and ranks of attempts: who takes part, in which order, and who is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.contracts import from_json, to_json
+from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, NodeOffer, place
+from resihp.launch.heartbeats import BeatCounter
+from resihp.launch.restart_policy import Failure
+
+OFFERS = st.lists(st.integers(0, 4), min_size=1, max_size=6).map(
+    lambda ranks: [NodeOffer(f"{i}", i, tuple(range(count))) for i, count in enumerate(ranks)]
+)
+
+
+@given(OFFERS, st.integers(1, 4), st.data())
+def test_ranks_are_numbered_without_gaps_and_members_come_first(
+    offers: list[NodeOffer], most: int, data: st.DataObject
+) -> None:
+    ids = [offer.id for offer in offers]
+    before = data.draw(st.lists(st.sampled_from(ids), unique=True))
+    nodes = place(offers, before=before, most=most)
+    assert [rank for node in nodes for rank in node.ranks] == list(range(sum(map(size, nodes))))
+    useful = [launcher for launcher in before if offers[int(launcher)].local_ranks]
+    assert [node.id for node in nodes][: len(useful)] == useful[:most]
+    assert len(nodes) == min(most, sum(bool(offer.local_ranks) for offer in offers))
+
+
+@given(OFFERS, st.data())
+def test_ranks_that_are_left_out_take_no_part(offers: list[NodeOffer], data: st.DataObject) -> None:
+    without = {
+        offer.id: data.draw(st.sets(st.sampled_from(offer.local_ranks)))
+        for offer in offers
+        if offer.local_ranks
+    }
+    nodes = place(offers, most=len(offers), left_out=without)
+    kept = {(node.id, rank) for node in nodes for rank in node.local_ranks}
+    offered = {(offer.id, rank) for offer in offers for rank in offer.local_ranks}
+    assert kept == {(launcher, r) for launcher, r in offered if r not in without[launcher]}
+
+
+def size(node: object) -> int:
+    return len(node.local_ranks)  # type: ignore[attr-defined]
+
+
+def test_a_node_that_leaves_makes_room_for_a_standby() -> None:
+    offers = [NodeOffer(name, i, (0,)) for i, name in enumerate("abc")]
+    offers[1] = replace(offers[1], leaves=True)
+    assert [node.id for node in place(offers, before=["a", "b"], most=2)] == ["a", "c"]
+
+
+def test_documents_survive_the_store() -> None:
+    nodes = place([NodeOffer("a", 0, (0, 2), least=2)], most=1)
+    attempt = Attempt(3, 29500, nodes, "rank 1 failed", "{}")
+    assert from_json(Attempt, to_json(attempt)) == attempt
+    end = AttemptEnd(EndKind.FAILURE, "node 1 was lost", Failure(3, 2, -9, node=1))
+    assert from_json(AttemptEnd, to_json(end)) == end
+
+
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_only_lasting_silence_is_a_loss(more: list[int]) -> None:
+    """Each entry: heartbeats between two reads."""
+    counter, beats, quiet = BeatCounter(), 0, 0
+    counter.is_silent("a", beats)
+    for number in more:
+        beats, quiet = beats + number, 0 if number else quiet + 1
+        assert counter.is_silent("a", beats) == (quiet >= 5)
