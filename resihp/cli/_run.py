@@ -19,6 +19,7 @@ script's modules already, with its newest checkpoint in this node's memory.
 
 - `resihp run --nproc-per-node 4 train.py --lr 1e-3`
 - `resihp run --nproc-per-node 4 -m package.train`
+- `resihp run --nnodes 2:4 --node-rank 1 --rdzv-endpoint HOST:PORT train.py` — 2 to 4 nodes
 - `resihp run --join 2 --rdzv-endpoint HOST:PORT train.py` — rank 2 joins a running job
 
 `resihp run -- --help` lists the options.

@@ -26,6 +26,7 @@ class NodeOffer:
     least        ranks with which the node takes part
     completed    all its ranks have completed the job
     leaves       it takes part in no further attempt
+    memory       host and port of its server of checkpoints; None: it has none
     """
 
     id: str
@@ -34,6 +35,7 @@ class NodeOffer:
     least: int = 1
     completed: bool = False
     leaves: bool = False
+    memory: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class NodeRanks:
 
     first        global rank of its first one
     local_ranks  of its offer, in the order of the global ranks
+    least, memory  as in its offer
     """
 
     id: str
@@ -49,6 +52,7 @@ class NodeRanks:
     first: int
     local_ranks: tuple[int, ...]
     least: int = 1
+    memory: tuple[str, int] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -68,6 +72,8 @@ class Attempt:
     port  of the store at which the ranks meet
     why   reason of the restart; empty for the first attempt
     plan  JSON of the plan that it follows, in the ranks of this attempt; empty: none
+    token, memories
+          secret and addresses of the servers of checkpoints on all nodes, also of standbys
     """
 
     number: int
@@ -75,11 +81,20 @@ class Attempt:
     nodes: tuple[NodeRanks, ...]
     why: str = ""
     plan: str = ""
+    token: str = ""
+    memories: tuple[tuple[str, int], ...] = ()
 
     @property
     def world_size(self) -> int:
         """Ranks of all nodes."""
         return sum(len(node.local_ranks) for node in self.nodes)
+
+    def copies_at(self, launcher: str) -> tuple[str, int] | None:
+        """Server that stores copies for a launcher's node: that of the node after it."""
+        index = self.index_of(launcher)
+        if index is None or len(self.nodes) == 1:
+            return None
+        return self.nodes[(index + 1) % len(self.nodes)].memory
 
     def index_of(self, launcher: str) -> int | None:
         """Position of a launcher's node; None for a standby."""
@@ -151,6 +166,6 @@ def place(
         kept = tuple(rank for rank in offer.local_ranks if rank not in without)
         if offer.leaves or not kept or len(placed) == most:
             continue
-        placed.append(NodeRanks(offer.id, offer.node, next_rank, kept, offer.least))
+        placed.append(NodeRanks(offer.id, offer.node, next_rank, kept, offer.least, offer.memory))
         next_rank += len(kept)
     return tuple(placed)

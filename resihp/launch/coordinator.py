@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from dataclasses import replace
 
@@ -41,6 +42,7 @@ class AttemptCoordinator:
         self._options, self._store = options, store
         self._heartbeats, self._plans, self._notice = heartbeats, plans, notice
         self._failures: list[Failure] = []
+        self._token = secrets.token_hex(16)
         self._pause = _RestartPause()
 
     def first(self) -> Attempt | JobEnd:
@@ -132,6 +134,8 @@ class AttemptCoordinator:
     ) -> Attempt:
         """The attempt, after noting that it begins."""
         self._pause.restarted(plan, step)
+        memories = tuple(offer.memory for offer in self._offers() if offer.memory is not None)
+        attempt = replace(attempt, token=self._token, memories=memories)
         if self._plans is not None:
             if plan is not None:
                 self._plans.take(plan)

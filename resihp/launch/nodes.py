@@ -67,16 +67,13 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, processes: int, on_standby: Callable[[], object]) -> Attempt | JobEnd:
-        """Join the job with so many ranks; returns the first attempt that has a place for them.
+    def begin(self, offer: NodeOffer, on_standby: Callable[[], object]) -> Attempt | JobEnd:
+        """Join the job; returns the first attempt that has a place for this node.
 
         on_standby  called if there is none yet
         """
         if self._options.joins:
             return self._joined()
-        offer = NodeOffer(
-            self.id, self._options.node, tuple(range(processes)), least=self._options.least
-        )
         self._store.announce(offer)
         if self._coordinator is not None:
             return self._publish(0, self._coordinator.first())
@@ -119,7 +116,8 @@ class Nodes:
         """End an attempt, as this node is about to be taken away: the next is without it."""
         why = f"node {self._options.node} leaves the job ({self._notice.why})"
         self.end(attempt, AttemptEnd(EndKind.NOTICE, why))
-        self._store.mark(self.id, "leaves")
+        if not self.is_host:  # which the job cannot go on without
+            self._store.mark(self.id, "leaves")
 
     def close(self) -> None:
         """Leave the job."""

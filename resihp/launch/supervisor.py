@@ -14,11 +14,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from resihp.checkpoint.levels.node_memory import MemoryServers
+from resihp.checkpoint.levels.peer_server import PeerServer
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
+from resihp.elastic.rendezvous.store import address_towards
 
 from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
 from .fork_server import Ended, ForkServer
+from .memory_server import serve_memory
 from .node_memory_folder import NodeMemoryFolder
 from .nodes import Nodes
 from .options import Options
@@ -90,6 +94,10 @@ class Supervisor:
         self._devices = list(range(len(options.joins) or options.processes))
         self._environment = self._of_all_ranks()
         self._server = ForkServer(self._environment)
+        self._memory_server: PeerServer | None = None
+        if options.nodes > 1 and memory.path is not None and not options.joins:
+            own_address = address_towards(options.host, options.port or 1)
+            self._memory_server = serve_memory(memory.path, own_address)
         self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
         self._ranks: dict[str, _Rank] = {}
         self._failed: _Rank | None = None
@@ -100,7 +108,7 @@ class Supervisor:
     def run(self) -> int:
         """Run attempts until one succeeds or the next would not help; returns the exit status."""
         command = self._options.command
-        following = self._nodes.begin(len(self._devices), lambda: self._server.preload(command))
+        following = self._nodes.begin(self._offer(), lambda: self._server.preload(command))
         while isinstance(following, Attempt):
             if following.why:
                 _log.warning("%s: restart", following.why)
@@ -115,6 +123,8 @@ class Supervisor:
         """Kill the ranks that have not ended, and the process that forks them."""
         self._server.close()
         self._nodes.close()
+        if self._memory_server is not None:
+            self._memory_server.close()
         self._notice.close()
         self._files.cleanup()
 
@@ -125,6 +135,8 @@ class Supervisor:
             self._server.close()
             self._server = ForkServer(self._environment)
         self._ranks, self._failed, self._end, self._kill_at_s = {}, None, None, inf
+        if self._memory_server is not None:
+            self._memory_server.token = attempt.token
         index = attempt.index_of(self._nodes.id)
         ranks: Sequence[int] = self._options.joins
         if index is not None:
@@ -270,6 +282,7 @@ class Supervisor:
             least=self._options.least,
             completed=self._failed is None and self._end is None,
             leaves=self._has_left,
+            memory=self._memory_server.address if self._memory_server is not None else None,
         )
 
     def _has_completed(self) -> bool:
@@ -324,6 +337,7 @@ class Supervisor:
         plan = {"RESIHP_PLAN": str(self._plan_file(attempt))} if attempt.plan else {}
         return {
             **plan,
+            **self._memory_servers(attempt),
             **self._visible_devices(),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
@@ -342,6 +356,17 @@ class Supervisor:
             "TORCHELASTIC_MAX_RESTARTS": restarts,
             "RESIHP_JOIN": "1" if options.joins else "0",
         }
+
+    def _memory_servers(self, attempt: Attempt) -> dict[str, str]:
+        """Variable with the servers of checkpoints, where there are several nodes."""
+        if self._memory_server is None:
+            return {}
+        return MemoryServers(
+            token=attempt.token,
+            servers=attempt.memories,
+            target=attempt.copies_at(self._nodes.id),
+            timeout_s=self._options.heartbeat.total_seconds(),
+        ).to_environment()
 
     def _plan_file(self, attempt: Attempt) -> Path:
         """File with the plan that the attempt follows."""

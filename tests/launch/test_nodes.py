@@ -45,10 +45,11 @@ dist.destroy_process_group()
 class Launchers:
     """Launchers by name, each in a process group of its own, with their output in files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *command: str) -> None:
         self.folder, self.store = folder, "127.0.0.1:0"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "script.py").write_text(SCRIPT)
+        self._command = command or (str(folder / "script.py"), str(folder))
 
     def start(self, node: int, *options: str, nodes: str = "1:2") -> None:
         name = f"node-{node}"
@@ -58,8 +59,9 @@ class Launchers:
                     *(sys.executable, "-m", "resihp.launch", "--nnodes", nodes),
                     *("--node-rank", str(node), "--rdzv-endpoint", self.store),
                     *("--heartbeat", str(HEARTBEAT_S), "--shutdown-timeout", "2", *options),
-                    *(str(self.folder / "script.py"), str(self.folder)),
+                    *self._command,
                 ],
+                cwd=self.folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -105,8 +107,8 @@ class Launchers:
 
 
 @contextmanager
-def launchers(folder: Path) -> Iterator[Launchers]:
-    found = Launchers(folder)
+def launchers(folder: Path, *command: str) -> Iterator[Launchers]:
+    found = Launchers(folder, *command)
     try:
         yield found
     finally:

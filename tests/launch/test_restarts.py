@@ -23,6 +23,7 @@ from resihp.client import Client
 from resihp.contracts import Action, Job, Layout, Plan, from_json, to_json
 from service import Sidecar
 from tests.launch.restart_script import SAMPLES
+from tests.launch.test_nodes import launchers
 from tests.launch.test_restart_plans import plan_of
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,23 @@ def test_a_broken_device_is_left_out(tmp_path: Path, undisturbed: dict[int, floa
     assert "device 1 of this node is left out" in done.stderr
     assert not (tmp_path / "losses-1-2").exists()
     assert {**losses(tmp_path, 0), **losses(tmp_path, 1)} == pytest.approx(undisturbed, rel=1e-3)
+
+
+def test_after_the_loss_of_a_node_its_state_is_read_from_the_memory_of_another(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    """No level of the script is on disk. Node 1 is lost with all that its ranks have written."""
+    script = (str(SCRIPT), ".", str(STEPS), "0:0:6:wait")
+    with launchers(tmp_path, *script) as job:
+        job.start(0, "--nproc-per-node", "2")
+        job.start(1)
+        job.until((tmp_path / "wait-0").exists)
+        job.kill(1)
+        assert job.status(0) == 0, job.logs()
+        assert "node 1 was lost: restart" in job.log(0)
+    before, after = losses(tmp_path, 0), losses(tmp_path, 1)
+    assert min(after) > 0, "it did not begin again"
+    assert {**before, **after} == pytest.approx(undisturbed, rel=1e-3)
 
 
 class FakeSidecar(ThreadingHTTPServer):

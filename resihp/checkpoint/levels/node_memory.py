@@ -1,23 +1,81 @@
-"""Memory of this node, in a folder that outlives the ranks: `resihp run` keeps it for restarts."""
+"""Memory of this node, and of the next one, that outlives the ranks: `resihp run` keeps it.
+
+With several nodes each launcher serves the files of its node, and stores copies of those of the
+node before it. The protocol is that of `peer_server`: a copy has its length and its checksums.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from resihp.contracts import ContractError
+from resihp.contracts import CheckpointError, ContractError, from_json, to_json
 
+from ..format.index import FileIndex, read_index
+from ..format.metadata import data_name
+from ..history import StoredCheckpoint, best_first, merged_lineage
+from ..staging.in_flight import InFlightCheckpoint
+from .checkpoint_folder import FolderReader, part_folder, step_name
+from .level import CheckpointReader
 from .local_disk import LocalDisk
+from .peer_memory import Holder, PeerReader
+from .peer_server import Address, Connection
 
 VARIABLE = "RESIHP_NODE_MEMORY"
 """Environment variable with the folder, in tmpfs; the launcher sets it and deletes the folder."""
+PEERS_VARIABLE = "RESIHP_NODE_MEMORY_PEERS"
+"""Environment variable with the JSON of `MemoryServers`, where there are several nodes."""
+
+_log = logging.getLogger("resihp.checkpoint")
+_KEEP_WITH_COPIES = 2
+"""Nodes may be one checkpoint apart: the one before is complete on all until the next one is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryServers:
+    """Servers in the launchers of a job.
+
+    token      secret of the job
+    servers    addresses of all of them
+    target     the one that stores copies of this node's files; None: there is no other node
+    timeout_s  of every wait for one of them
+    """
+
+    token: str = ""
+    servers: tuple[Address, ...] = ()
+    target: Address | None = None
+    timeout_s: float = 10.0
+
+    @classmethod
+    def of_environment(cls) -> MemoryServers:
+        """Read the launcher's variable; no servers without one."""
+        text = os.environ.get(PEERS_VARIABLE)
+        return from_json(cls, json.loads(text)) if text else cls()
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable that tells ranks of these servers."""
+        return {PEERS_VARIABLE: json.dumps(to_json(self))}
+
+    def connect(self, address: Address) -> Connection:
+        """Open a connection to one of them."""
+        return Connection.to(address, self.token, self.timeout_s)
 
 
 class NodeMemory(LocalDisk):
     """Checkpoints in the memory of this node, in the files of `LocalDisk`.
 
     A restart by `resihp run` reads them at the speed of memory, in any layout. They end with the
-    launcher: a level on disk protects from the loss of the node. Takes the memory of `keep` + 1
-    states, within the limit of /dev/shm.
+    launcher: a level on disk protects from the loss of the node, and so does, with several nodes,
+    the copy of each file that the next node's launcher stores. Ranks then read from the memory of
+    all nodes that are left.
+
+    keep  number of checkpoints that stay, at least 2 where there are copies. Takes the memory of
+          `keep` + 1 states of this node, within the limit of /dev/shm, and that of 3 for copies.
 
     Raises `ContractError` under another launcher; see `is_available`.
     """
@@ -26,12 +84,163 @@ class NodeMemory(LocalDisk):
         folder = os.environ.get(VARIABLE)
         if not folder:
             raise ContractError(VARIABLE, "is not set: NodeMemory needs the launcher `resihp run`")
+        self._servers = MemoryServers.of_environment()
+        if self._servers.target is not None:
+            keep = max(keep, _KEEP_WITH_COPIES)
         super().__init__(folder, keep=keep, ranks=_ranks_of_this_node())
+        self._connection: Connection | None = None
+        self._has_warned = False
+        self._writer: int | None = None
 
     @staticmethod
     def is_available() -> bool:
         """True if `resihp run` has started this process, on a system with tmpfs."""
         return bool(os.environ.get(VARIABLE))
+
+    def put(self, checkpoint: InFlightCheckpoint) -> None:
+        """Write this rank's file, then send a copy to the next node.
+
+        If that node cannot be reached, the file stays without a copy, and training goes on.
+        """
+        self._writer = threading.get_ident()
+        super().put(checkpoint)
+        if self._servers.target is None:
+            return
+        try:
+            self._copy(checkpoint.index(), self._servers.target)
+        except (OSError, CheckpointError, LookupError, ValueError) as problem:
+            self._disconnect()
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            _log.log(level, "no copy of step %d: %s", checkpoint.identity.step, problem)
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the checkpoints that the nodes hold together, at most one per step.
+
+        To the thread that writes, and that retires old ones, those of this node.
+        """
+        if not self._servers.servers or threading.get_ident() == self._writer:
+            return super().checkpoints()
+        newest = {one.step: one for one in reversed(best_first(_complete(self._inventory())))}
+        return [newest[step] for step in sorted(newest)]
+
+    def open(self, step: int) -> CheckpointReader:
+        """Open a checkpoint. Raises `CheckpointError` if it is in no memory."""
+        if not self._servers.servers:
+            return super().open(step)
+        held = [holder for holder in self._inventory() if holder[0].step == step]
+        best = best_first(_complete(held))
+        if not best:
+            raise CheckpointError(f"no node holds all of step {step}")
+        holders: dict[int, list[Holder]] = {}
+        for index, address in held:
+            if index.run == best[0].lineage.run:
+                holders.setdefault(index.rank, []).append((index, address))
+        own: FolderReader | None = None
+        with contextlib.suppress(OSError, CheckpointError):
+            own = FolderReader(self.folder / step_name(step))
+        return _NodesReader(holders, self._servers, own)
+
+    def close(self) -> None:
+        """Close the connection to the next node."""
+        self._disconnect()
+
+    def _inventory(self) -> list[Holder]:
+        """Indexes of all files in the memory of nodes that answer."""
+        found: list[Holder] = []
+        for address in self._servers.servers:
+            with (
+                contextlib.suppress(OSError, CheckpointError, LookupError),
+                contextlib.closing(self._servers.connect(address)) as connection,
+            ):
+                connection.send(do="list")
+                texts = connection.receive()["indexes"]
+                found += [(read_index(text, f"memory at {address}"), address) for text in texts]
+        return found
+
+    def _copy(self, index: FileIndex, target: Address) -> None:
+        """Send this rank's file; over a new connection if the server has closed the one before."""
+        if self._connection is not None:
+            try:
+                self._send(index, self._connection)
+                return
+            except ConnectionError:
+                self._disconnect()
+        self._connection = self._servers.connect(target)
+        self._send(index, self._connection)
+
+    def _send(self, index: FileIndex, connection: Connection) -> None:
+        """Send this rank's file, chunk by chunk; the server verifies it."""
+        file = self._open_file(index)
+        try:
+            connection.send(do="put", tensor_bytes=index.tensor_bytes)
+            spans = [span for span in index.chunks if span[1] <= index.tensor_bytes]
+            for start, stop in spans:
+                connection.send_bytes(memoryview(os.pread(file, stop - start, start)))
+            connection.send(index=index.to_json())
+            left = index.file_bytes - index.tensor_bytes
+            connection.send_bytes(memoryview(os.pread(file, left, index.tensor_bytes)))
+            connection.receive()
+        finally:
+            os.close(file)
+
+    def _open_file(self, index: FileIndex) -> int:
+        """Open this rank's file, which other ranks publish meanwhile by renaming its folder."""
+        final = self.folder / step_name(index.step)
+        part = part_folder(final, index.run)
+        for folder in (part, part.with_suffix(".ready.part")):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(folder / data_name(index.rank), os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(final / data_name(index.rank), os.O_RDONLY | os.O_CLOEXEC)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+class _NodesReader(PeerReader):
+    """Reads files of this node from its folder, others from the servers of the launchers."""
+
+    def __init__(
+        self,
+        holders: Mapping[int, Sequence[Holder]],
+        servers: MemoryServers,
+        own: FolderReader | None,
+    ) -> None:
+        super().__init__(holders, servers.connect)
+        self._own = own
+        self._is_own = {
+            rank
+            for rank, index in (own.indexes if own is not None else {}).items()
+            if rank in self.indexes and index.run == self.indexes[rank].run
+        }
+
+    def read(self, rank: int, start: int, into: memoryview) -> None:
+        if self._own is not None and rank in self._is_own:
+            self._own.read(rank, start, into)
+        else:
+            super().read(rank, start, into)
+
+    def close(self) -> None:
+        super().close()
+        if self._own is not None:
+            self._own.close()
+
+
+def _complete(inventory: Iterable[Holder]) -> list[StoredCheckpoint]:
+    """List the checkpoints with the file of every rank that any of their indexes names.
+
+    The index in a node's folder names the ranks of the node, that of a copy all ranks of the job.
+    """
+    held: dict[tuple[int, str], list[FileIndex]] = {}
+    for index, _ in inventory:
+        held.setdefault((index.step, index.run), []).append(index)
+    return [
+        StoredCheckpoint(step, merged_lineage(index.lineage for index in indexes))
+        for (step, _), indexes in held.items()
+        if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
+    ]
 
 
 def _ranks_of_this_node() -> range | None:
