@@ -121,6 +121,7 @@ class Detector(Persistent):
 
     def _take(self, batch: TelemetryBatch) -> None:
         for step in self._layout_state.assembler.add(batch):
+            step = self._layout_state.transfers.separated(step)  # noqa: PLW2901 the same records
             if len(step):
                 self._recent.add(step, self._layout_state.places)
             self._layout_state.decide(step)

@@ -26,6 +26,7 @@ from .rank_table import RankTable
 from .residuals import StepResidual
 from .settings import DetectorSettings
 from .step_assembler import StepAssembler
+from .transfers import TransferTimes
 from .verdict_text import REPLICA, SILENT, Annotations
 
 
@@ -34,8 +35,8 @@ class LayoutState(Persistent):
 
     _saved = (
         "assembler", "model", "cross_stage", "_by_lengths", "correlated", "replicas", "hosts",
-        "links", "tensor_groups", "data_groups", "tests", "passes", "status_table", "annotations",
-        "last_step",
+        "transfers", "links", "tensor_groups", "data_groups", "tests", "passes", "status_table",
+        "annotations", "last_step",
     )  # fmt: skip
 
     def __init__(self, job: Job, settings: DetectorSettings, correction: LearnedCorrection) -> None:
@@ -50,6 +51,7 @@ class LayoutState(Persistent):
         self.correlated = CorrelatedRanks(self.places)
         self.replicas = ReplicaTest(self.places, settings)
         self.hosts = HostTest(self.places, settings)
+        self.transfers = TransferTimes(self.places)
         self.links = LinkTest(self.places, settings)
         self.tensor_groups = CollectiveTest(self.places, settings, within_microbatches=True)
         self.data_groups = CollectiveTest(self.places, settings, within_microbatches=False)

@@ -278,11 +278,18 @@ def _keys(part: TelemetryBatch, index: Ints) -> Ints:
     key = (key << 12) | (part.chunk.astype(np.int64) & 0xFFF)
     other = ~np.isin(part.op, COMPUTE)
     if other.any():
-        bits = part.compute_ms[other].view(np.int64) * np.int64(0x9E3779B97F4A7C1 | 1)
-        wait = np.nan_to_num(part.wait_ms[other], nan=-1.0).view(np.int64)
-        mixed = (bits ^ (wait * 31) ^ part.peer[other]) & 0xFFFF_FFFF
-        key[other] = ((index[other] << 35) | mixed) | (np.int64(1) << 62)
+        mixed = ((part.microbatch[other].astype(np.int64) << 32) ^ part.peer[other]).view(np.uint64)
+        for name in ("compute_ms", "wait_ms", "start_ms"):
+            value = np.nan_to_num(getattr(part, name)[other], nan=-1.0)
+            mixed = (mixed ^ (mixed >> np.uint64(32)) ^ value.view(np.uint64)) * _ODD
+        place = (index[other] << 3) | part.op[other]
+        key[other] = (place << 35) | (mixed >> np.uint64(29)).astype(np.int64)
+        key[other] |= np.int64(1) << 62
     return key
+
+
+_ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
+"""Multiplier of a hash, whose upper bits depend on all bits of the factor (Knuth)."""
 
 
 def numbered(parts: Ints, microbatch: NDArray[np.integer], usual: int) -> Ints:

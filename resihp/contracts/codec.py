@@ -3,7 +3,8 @@
     {"version": 1, "plan_version": 0, "dropped": 0, "columns": {"rank": [0, 0], "step": [7, 7], …}}
 
 In msgpack a column may also be the little-endian bytes of its dtype, which is what `encode`
-writes: it is an order of magnitude cheaper on the trainer's side. NaN is `null` in JSON.
+writes: it is an order of magnitude cheaper on the trainer's side. NaN is `null` in JSON. `encode`
+leaves out `start_ms` where no record has one, which an older sidecar does not know.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .telemetry import COLUMNS, TelemetryBatch, as_column
 
 VERSION = 1
 _FIELDS = ("version", "plan_version", "dropped", "columns")
+_SELDOM = frozenset({"start_ms"})
+"""Columns, NaN by default, that a message has only if one of its records has a value."""
 _MOST_PARTS = 200  # a JSON message has 2 objects, 12 lists and 16 names
 _PLAIN = {int, float, type(None)}
 
@@ -39,12 +42,17 @@ class WireFormat(StrEnum):
 def encode(batch: TelemetryBatch, form: WireFormat = WireFormat.MSGPACK) -> bytes:
     """The message that holds `batch`."""
     head = {"version": VERSION, "plan_version": batch.plan_version, "dropped": batch.dropped}
+    held = {
+        name: column
+        for name, column in batch.columns().items()
+        if name not in _SELDOM or not np.isnan(column).all()
+    }
     if form is WireFormat.JSON:
-        columns: dict[str, Any] = {n: _json_column(c) for n, c in batch.columns().items()}
+        columns: dict[str, Any] = {name: _json_column(column) for name, column in held.items()}
         return json.dumps({**head, "columns": columns}, separators=(",", ":")).encode()
     columns = {
         name: column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
-        for name, column in batch.columns().items()
+        for name, column in held.items()
     }
     packed: bytes = msgpack.packb({**head, "columns": columns})
     return packed
@@ -198,7 +206,7 @@ class EncodedBatch:
         if not isinstance(document, dict) or document.keys() != set(_FIELDS):
             raise ContractError("", f"the message must have the fields {', '.join(_FIELDS)}")
         columns = document["columns"]
-        if not isinstance(columns, dict) or columns.keys() != COLUMNS.keys():
+        if not isinstance(columns, dict) or columns.keys() | _SELDOM != COLUMNS.keys():
             raise ContractError("columns", f"must be {', '.join(COLUMNS)}")
         if not all(isinstance(column, bytes) for column in columns.values()):
             raise ContractError("columns", "must be bytes")
@@ -212,14 +220,20 @@ class EncodedBatch:
     def __len__(self) -> int:
         return len(self.columns["rank"]) // COLUMNS["rank"][0].itemsize
 
+    def column(self, name: str) -> bytes:
+        """The values of a column, also of one that is left out."""
+        found = self.columns.get(name)
+        return np.full(len(self), np.nan, "<f8").tobytes() if found is None else found
+
     @staticmethod
     def merge(batches: Sequence[EncodedBatch]) -> bytes:
         """The message that holds all records of `batches`, which are of one plan version."""
+        held = [name for name in COLUMNS if any(name in batch.columns for batch in batches)]
         document = {
             "version": VERSION,
             "plan_version": batches[0].plan_version,
             "dropped": sum(batch.dropped for batch in batches),
-            "columns": {name: b"".join(b.columns[name] for b in batches) for name in COLUMNS},
+            "columns": {name: b"".join(batch.column(name) for batch in batches) for name in held},
         }
         packed: bytes = msgpack.packb(document)
         return packed

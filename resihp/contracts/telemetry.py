@@ -38,6 +38,7 @@ COLUMNS: dict[str, tuple[np.dtype[Any], float | None]] = {
     "sum_sq_len": (np.dtype(np.int64), -1),
     "max_len": (np.dtype(np.int64), -1),
     "peer": (np.dtype(np.int32), -1),
+    "start_ms": (np.dtype(np.float64), np.nan),
 }
 MOST_STEP = 2**53
 """No step is later: JSON readers know whole numbers exactly up to here."""
@@ -75,6 +76,9 @@ class TelemetryBatch:
                 the work in it: tokens, number of sequences, sum of squared sequence lengths,
                 longest sequence; -1 where not known
     peer        the other end of a P2P record; -1 where there is none or it is not known
+    start_ms    time at which the work began, by any clock of the rank that never goes back; NaN
+                where not known. Both ends of a transfer have it, so that the detector separates
+                the transfer from the waiting; an end that only started to send has 0 `compute_ms`
 
     `plan_version` is the plan under which all of the records were made; `dropped` counts the
     records that the sender lost since its previous batch. Columns are converted to the dtypes of
@@ -93,6 +97,7 @@ class TelemetryBatch:
     sum_sq_len: NDArray[np.int64] = None  # type: ignore[assignment]
     max_len: NDArray[np.int64] = None  # type: ignore[assignment]
     peer: NDArray[np.int32] = None  # type: ignore[assignment]
+    start_ms: NDArray[np.float64] = None  # type: ignore[assignment]
     plan_version: int = 0
     dropped: int = 0
 
@@ -231,3 +236,5 @@ def _check_values(batch: TelemetryBatch) -> None:
         raise ContractError(
             "wait_ms", f"must be 0 or more and at most {MOST_MS:g}, or NaN where not measured"
         )
+    if np.fmax.reduce(np.abs(batch.start_ms)) > MOST_MS:
+        raise ContractError("start_ms", f"must be within {MOST_MS:g}, or NaN where not known")

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
+_REFERENCE_MS = 10_000.0
+"""Time between two events beyond which the device's 32-bit difference is too coarse."""
+
 
 @dataclass(frozen=True)
 class HostClock:
@@ -29,6 +32,8 @@ class CudaClock:
         self._cuda = cuda
         self._device = cuda.current_device()
         self._free: deque[Any] = deque()
+        self._reference: Any = None
+        self._reference_ms = 0.0
 
     def stamp(self) -> Any:
         """Record an event at the end of the current stream. Called by the training thread."""
@@ -56,9 +61,22 @@ class CudaClock:
         uuid = properties and getattr(properties(self._device), "uuid", None)
         return f"GPU-{uuid}" if uuid else None
 
+    def position_ms(self, event: Any) -> float:
+        """Return the time of an event that has passed, since the first one asked for. Called by the
+        sender's thread."""
+        if self._reference is None:
+            self._reference = event
+            return self._reference_ms
+        since_ms = float(self._reference.elapsed_time(event))
+        position_ms = self._reference_ms + since_ms
+        if since_ms > _REFERENCE_MS:
+            self._free.append(self._reference)
+            self._reference, self._reference_ms = event, position_ms
+        return position_ms
+
     def recycle(self, *events: Any) -> None:
         """Take back events whose times have been read."""
-        self._free.extend(events)
+        self._free.extend(event for event in events if event is not self._reference)
 
 
 def running_cuda() -> CudaClock | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-RecordFields = tuple[int, int, int, int, int, float, float | None, int, int, int, int, int]
+RecordFields = tuple[int, int, int, int, int, float, float | None, int, int, int, int, int, float]
 """Fields of a `Record` in their order: a plain tuple takes the training thread half the time."""
 
 
@@ -23,3 +23,4 @@ class Record(NamedTuple):
     sum_sq_len: int
     max_len: int
     peer: int
+    start_ms: float

@@ -14,8 +14,8 @@ from ._record import Record, RecordFields
 from ._stats import FailureLog
 from ._workload import Work
 
-FORWARD = 0
-"""`Op.FORWARD` as an int, which compares faster than the enum."""
+FORWARD, _P2P = 0, 3
+"""`Op.FORWARD` and `Op.P2P` as ints, which compare faster than the enum."""
 
 
 class Recording:
@@ -170,12 +170,17 @@ class Span(TimedBlock):
         """`compute_ms` and `wait_ms`; to be read once."""
         raise NotImplementedError
 
+    def start_ms(self) -> float:
+        """Time at which the block was entered; NaN where it is not known."""
+        return nan
+
     def record(self, tokens: int, sequences: int, sum_sq_len: int, max_len: int) -> Record:
         """Return the record of this span, with the work in it."""
+        start_ms = self.start_ms() if self.op == _P2P and self.peer >= 0 else nan
         compute_ms, wait_ms = self.times()
         return Record(
             self.plan_version, self.step, self.microbatch, self.chunk, self.op, compute_ms, wait_ms,
-            tokens, sequences, sum_sq_len, max_len, self.peer,
+            tokens, sequences, sum_sq_len, max_len, self.peer, start_ms,
         )  # fmt: skip
 
 
@@ -222,6 +227,9 @@ class HostSpan(Span):
 
     def ready(self) -> bool:
         return True
+
+    def start_ms(self) -> float:
+        return self._start * 1e-6
 
     def times(self) -> tuple[float, float]:
         elapsed_ns: int = self._stop - self._start
@@ -276,6 +284,9 @@ class DeviceSpan(Span):
 
     def ready(self) -> bool:
         return bool(self._stop.query())
+
+    def start_ms(self) -> float:
+        return self._clock.position_ms(self._start)
 
     def times(self) -> tuple[float, float]:
         elapsed_ms = float(self._start.elapsed_time(self._stop))

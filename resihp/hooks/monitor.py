@@ -225,7 +225,11 @@ class Monitor:
         return HostSpan(self._recording, _DATA, -1, 0, -1, None)
 
     def p2p(self, *, peer: int = -1) -> Exchange:
-        """A transfer from or to `peer`; inside another block also waiting of that block."""
+        """A transfer from or to `peer`; inside another block also waiting of that block.
+
+        Both ends enclose it, within blocks of the same microbatch and chunk: the detector takes
+        what the end that came first waited for the other out of the transfer.
+        """
         return Exchange(self._recording, _P2P, peer)
 
     def collective(self) -> Exchange:
@@ -251,6 +255,7 @@ class Monitor:
         sum_sq_len: int = -1,
         max_len: int = -1,
         peer: int = -1,
+        start_ms: float = nan,
     ) -> None:
         """Add a record that the caller timed; the fields are those of `TelemetryBatch`."""
         recording = self._recording
@@ -258,7 +263,7 @@ class Monitor:
         put = recording.put
         put((
             recording.plan_version, recording.step if step is None else step, microbatch, chunk, op,
-            compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer,
+            compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer, start_ms,
         ))  # fmt: skip
 
     def between_steps(self) -> None:

@@ -244,7 +244,9 @@ class PassTimer:
         recording, ms = self.recording, self._data_ns * 1e-6
         self._data_ns = 0
         put = recording.put
-        put((recording.plan_version, recording.step, -1, 0, _DATA, ms, nan, -1, -1, -1, -1, -1))
+        put((
+            recording.plan_version, recording.step, -1, 0, _DATA, ms, nan, -1, -1, -1, -1, -1, nan,
+        ))  # fmt: skip
 
     def _enter(self, span: Any) -> None:
         self._has_begun = True

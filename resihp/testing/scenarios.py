@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import numpy as np
 
 from detector.arrays import Floats, Ints
 from detector.rank_table import RankTable
 from resihp.contracts import Job, Op, TelemetryBatch
+from resihp.pipeline.orders import job_orders
+from resihp.pipeline.replay import replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,3 +288,102 @@ def collectives(
         wait_ms=wait,
         plan_version=computed.plan_version,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLink:
+    """Transfers between two ranks take `factor` times as long in [from_step, until_step)."""
+
+    ranks: tuple[int, int]
+    factor: float
+    from_step: int
+    until_step: int = 1 << 40
+
+    def at(self, step: int, ranks: set[int]) -> float:
+        """The factor between `ranks` in a step."""
+        is_slow = ranks == set(self.ranks) and self.from_step <= step < self.until_step
+        return self.factor if is_slow else 1.0
+
+
+def transfers(
+    job: Job,
+    computed: TelemetryBatch,
+    *,
+    seed: int,
+    slow: SlowLink | None = None,
+    ms: float = 2.0,
+    blocking: bool = False,
+    clock_spread_ms: float = 0.0,
+) -> TelemetryBatch:
+    """The transfers between the stages that belong to a step's compute records, as both ends stamp
+    them while the pipelines of the replicas are replayed; without tensor parallelism or chunks.
+
+    A transfer takes `ms`, give or take 5%, and one in fifty up to twice as long.
+
+    blocking         both ends wait for each other and time all of it; else the sender says only
+                     when it started, and what it sent arrives whether or not the receiver waits
+    clock_spread_ms  largest distance of a rank's clock from the true time, in the beginning; the
+                     clocks drift by up to 50 millionths
+    """
+    step = int(computed.step[0])
+    rng = np.random.default_rng((seed, step, 1))
+    rows: list[_Stamp] = []
+    for replica, quota in zip(job.layout.replicas, job.quotas, strict=True):
+        ranks = [stage.ranks[0] for stage in replica.stages]
+        delays = ms * rng.lognormal(0.0, 0.05, (2, len(ranks), quota))
+        delays *= np.where(rng.random(delays.shape) < 0.02, rng.uniform(1, 2, delays.shape), 1.0)
+        for link, ends in enumerate(pairwise(ranks)):
+            delays[:, link] *= 1.0 if slow is None else slow.at(step, set(ends))
+        rows += _stamps(job, computed, ranks, delays, blocking=blocking)
+    rank, peer, microbatches, starts, held_ms = (np.array(c) for c in zip(*rows, strict=True))
+    drawn = np.random.default_rng((seed, 2)).uniform(-1.0, 1.0, (2, max(job.layout.ranks) + 1))
+    offsets, drifts = drawn[0] * clock_spread_ms, drawn[1] * 5e-5
+    return TelemetryBatch(
+        rank=rank,
+        peer=peer,
+        step=np.full(rank.size, step),
+        microbatch=microbatches,
+        op=np.full(rank.size, int(Op.P2P)),
+        compute_ms=held_ms,
+        start_ms=(starts + 1e4 * step) * (1.0 + drifts[rank]) + offsets[rank],
+        plan_version=computed.plan_version,
+    )
+
+
+_Stamp = tuple[int, int, int, float, float]
+"""Rank, peer, microbatch, and the start and the length of its block in ms of the step."""
+
+
+def _stamps(
+    job: Job, computed: TelemetryBatch, ranks: Sequence[int], delays: Floats, *, blocking: bool
+) -> Iterator[_Stamp]:
+    """Both ends of the transfers of a replica; `delays` has the shape [2, link, microbatch]."""
+    quota = delays.shape[2]
+    orders = job_orders(job, len(ranks), quota)
+    spent = _durations(computed, ranks, quota)
+    durations = [
+        [float(spent[stage, int(item.op), item.microbatch]) for item in order]
+        for stage, order in enumerate(orders)
+    ]
+    played = replay(orders, durations, p2p=delays, blocking=blocking)
+    at = [{(item.op, item.microbatch): i for i, item in enumerate(order)} for order in orders]
+    links = [(Op.FORWARD, s, s, s + 1) for s in range(len(ranks) - 1)]
+    links += [(Op.BACKWARD, s, s + 1, s) for s in range(len(ranks) - 1)]
+    for (op, link, source, target), microbatch in product(links, range(quota)):
+        before = at[target][op, microbatch] - 1
+        ready = float(played.ends[target][before]) if before >= 0 else 0.0
+        sent = float(played.ends[source][at[source][op, microbatch]])
+        delay = float(delays[int(op), link, microbatch])
+        over = max(ready, sent) + delay if blocking else max(ready, sent + delay) + 0.01
+        yield ranks[source], ranks[target], microbatch, sent, over - sent if blocking else 0.0
+        yield ranks[target], ranks[source], microbatch, ready, over - ready
+
+
+def _durations(computed: TelemetryBatch, ranks: Sequence[int], quota: int) -> Floats:
+    """Times of the passes of some ranks, [rank, forward or backward, microbatch]."""
+    spent = np.zeros((max(ranks) + 1, 2, quota))
+    rows = np.isin(computed.rank, ranks)
+    at = computed.rank[rows], computed.op[rows], computed.microbatch[rows]
+    spent[at] = computed.compute_ms[rows]
+    result: Floats = spent[list(ranks)]
+    return result

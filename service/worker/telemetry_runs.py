@@ -37,7 +37,7 @@ class TelemetryPart:
             columns, version = batch.columns(), batch.plan_version
         else:
             version = plain.plan_version
-            columns = {name: np.frombuffer(plain.columns[name], _DTYPES[name]) for name in COLUMNS}
+            columns = {name: np.frombuffer(plain.column(name), _DTYPES[name]) for name in COLUMNS}
         return cls(version, columns, frozenset(columns["rank"].tolist()))
 
     def __len__(self) -> int:

@@ -39,6 +39,7 @@ def batches(draw):
         sum_sq_len=column(st.integers(-1, 2**63 - 1)),
         max_len=column(whole),
         peer=column(st.integers(-1, 2**31 - 1)),
+        start_ms=column(st.just(float("nan")) | st.floats(-1e12, 1e12)),
         plan_version=draw(st.integers(0, 1000)),
         dropped=draw(st.integers(0, 1000)),
     )
@@ -74,6 +75,7 @@ def test_columns_that_are_left_out_stand_for_not_known(form):
     message = document()
     batch = decode(_pack(message, form), form)
     assert np.isnan(batch.wait_ms).all()
+    assert np.isnan(batch.start_ms).all()
     assert batch.tokens.tolist() == batch.peer.tolist() == [-1, -1]
     assert (batch.plan_version, batch.dropped) == (0, 0)
 
@@ -115,6 +117,7 @@ MALFORMED = [
     ({"columns": {"wait_ms": [None, -1]}}, "wait_ms"),
     ({"columns": {"wait_ms": [None, 1e300]}}, "wait_ms"),
     ({"columns": {"tokens": [-2, 0]}}, "tokens"),
+    ({"columns": {"start_ms": [None, 1e300]}}, "start_ms"),
 ]
 
 
@@ -152,6 +155,13 @@ def test_what_is_malformed_is_named(changes, field, form):
 def test_what_is_no_message(message, form):
     with pytest.raises(ContractError):
         decode(message, form)
+
+
+@pytest.mark.parametrize("form", list(WireFormat))
+def test_a_message_without_starts_is_one_that_an_older_sidecar_knows(form):
+    batch = decode(_pack(document(), form), form)
+    read = json.loads if form is WireFormat.JSON else msgpack.unpackb
+    assert read(encode(batch, form))["columns"].keys() == COLUMNS.keys() - {"start_ms"}
 
 
 @settings(deadline=None)

@@ -182,3 +182,15 @@ def test_on_a_device(make_monitor, sidecar):
     assert len(sidecar.records) == 20
     assert (sidecar.records.compute_ms > 0).all()
     assert (sidecar.records.tokens == 7).all()
+
+
+def test_events_lie_on_one_timeline_however_far_apart():
+    stream = Stream()
+    clock, positions = CudaClock(stream), []
+    for at_ms in (100.0, 103.5, 20_000.0, 20_001.0, 45_000.0):
+        stream.now_ms = stream.done_ms = at_ms
+        event = clock.stamp()
+        positions.append(clock.position_ms(event))
+        clock.recycle(event)
+    assert positions == pytest.approx([0.0, 3.5, 19_900.0, 19_901.0, 44_900.0])
+    assert stream.events_made == 2

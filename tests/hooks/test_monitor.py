@@ -24,7 +24,7 @@ def test_a_microbatch_holds_its_place_its_time_and_its_work(monitor, sidecar, ha
         {
             "rank": 3, "step": 42, "microbatch": 7, "chunk": 1, "op": Op.FORWARD,
             "compute_ms": 12.5, "wait_ms": np.nan, "tokens": 7, "sequences": 2,
-            "sum_sq_len": 25, "max_len": 4, "peer": -1,
+            "sum_sq_len": 25, "max_len": 4, "peer": -1, "start_ms": np.nan,
         },
         nan_ok=True,
     )  # fmt: skip
@@ -60,6 +60,19 @@ def test_an_exchange_is_a_record_and_the_waiting_of_the_block_around_it(monitor,
     assert records.microbatch.tolist() == [5, 5, 5]
     assert records.chunk.tolist() == [2, 2, 2]
     assert records.peer.tolist() == [9, -1, -1]
+
+
+def test_a_transfer_says_when_it_began(monitor, sidecar, hands):
+    begun_ms = hands.ns * 1e-6
+    with monitor.forward():
+        hands.pass_ms(5)
+        with monitor.p2p(peer=9):
+            hands.pass_ms(3)
+    monitor.record(op=Op.P2P, compute_ms=0.0, peer=4, start_ms=12.5)
+    monitor.close()
+    records = sidecar.records
+    assert records.op.tolist() == [Op.P2P, Op.FORWARD, Op.P2P]
+    assert records.start_ms.tolist() == pytest.approx([begun_ms + 5, np.nan, 12.5], nan_ok=True)
 
 
 def test_waiting_outside_any_block_is_nobodys(monitor, sidecar, hands):
