@@ -8,10 +8,8 @@ import numpy as np
 
 from benchmarks._detector_cases import job_of, text_lengths
 from detector import Detector
-from resihp.contracts import Job, Op, Status, TelemetryBatch
-from resihp.testing.scenarios import Fault, SlowGroup, collectives, steps_of
-
-Link = tuple[int, int]
+from resihp.contracts import Status, TelemetryBatch
+from resihp.testing.scenarios import Fault, SlowGroup, SlowLink, collectives, steps_of, transfers
 
 
 @dataclass
@@ -23,53 +21,47 @@ class LinkTally:
     wrong_devices: int = 0
 
 
-def transfers(job: Job, step: int, slow: Link | None, factor: float, seed: int) -> TelemetryBatch:
-    """What every stage receives in a step, one record a microbatch; 5% noise, some of 50%."""
-    rng = np.random.default_rng((seed, step))
-    pairs = [
-        (after.ranks[0], before.ranks[0], microbatch)
-        for dp, replica in enumerate(job.layout.replicas)
-        for before, after in zip(replica.stages, replica.stages[1:], strict=False)
-        for microbatch in range(job.quotas[dp])
-    ]
-    rank, peer, microbatch = (np.array(column) for column in zip(*pairs, strict=True))
-    times = 2.0 * rng.lognormal(0.0, 0.05, rank.size)
-    times *= np.where(rng.random(rank.size) < 0.02, 1.5, 1.0)
-    if slow is not None:
-        times *= np.where((rank == slow[0]) & (peer == slow[1]), factor, 1.0)
-    return TelemetryBatch(
-        rank=rank,
-        peer=peer,
-        step=np.full(rank.size, step),
-        microbatch=microbatch,
-        op=np.full(rank.size, int(Op.P2P)),
-        compute_ms=times,
-    )
+def link_trials(
+    factor: float, trials: int, *, device: bool = False, blocking: bool = False
+) -> LinkTally:
+    """One link of a DP8 x PP4 job is slowed from a random step on; with `device`, a device instead,
+    which must be told from a link.
 
-
-def link_trials(factor: float, trials: int) -> LinkTally:
-    """One link of a DP8 x PP4 job is slowed from a random step on."""
+    Both ends stamp the transfers, by clocks that differ by up to 1,000 s; with `blocking` the
+    senders wait for their receivers, as Megatron-LM's do.
+    """
     job, lengths = job_of(8, 4, 1), text_lengths()
     tally = LinkTally([])
     for seed in range(trials):
         rng = np.random.default_rng(seed)
         replica = job.layout.replicas[int(rng.integers(8))]
         at, onset = int(rng.integers(1, 4)), int(rng.integers(10, 20))
-        slow = (replica.stages[at].ranks[0], replica.stages[at - 1].ranks[0])
+        ends = (replica.stages[at - 1].ranks[0], replica.stages[at].ranks[0])
+        slow = SlowLink(ranks=ends, factor=1.0 if device else factor, from_step=onset)
+        faults = [Fault(rank=ends[1], factor=factor, from_step=onset)] if device else []
         detector, delay = Detector(job), None
-        wrong: set[Link] = set()
-        for batch in steps_of(job, lengths, steps=30, seed=seed):
+        wrong: set[tuple[int, ...]] = set()
+        for batch in steps_of(job, lengths, steps=30, seed=seed, faults=faults):
             step = int(batch.step[0])
-            sent = transfers(job, step, slow if step >= onset else None, factor, seed)
+            sent = transfers(
+                job, batch, seed=seed, slow=slow, blocking=blocking, clock_spread_ms=1e6
+            )
             changed = detector.update(TelemetryBatch.concat([batch, sent]))
-            tally.wrong_devices += sum(v.status is Status.FAIL_SLOW for v in changed)
-            found = {(link.rank, link.peer) for link in detector.links()}
-            wrong |= found - {slow} if step >= onset else found
-            if slow in found and delay is None and step >= onset:
+            named = {v.rank for v in changed if v.status is Status.FAIL_SLOW}
+            tally.wrong_devices += len(named - ({ends[1]} if device else set()))
+            found = slow_links(detector)
+            wrong |= found - (set() if device or step < onset else {ends})
+            right = (ends[1] in named) if device else (ends in found)
+            if right and delay is None and step >= onset:
                 delay = step - onset + 1
         tally.delays.append(delay)
         tally.wrong_links += len(wrong)
     return tally
+
+
+def slow_links(detector: Detector) -> set[tuple[int, ...]]:
+    """Ranks of the links and groups that are named."""
+    return {link.ends for link in detector.links() if link.status is Status.FAIL_SLOW}
 
 
 def group_trials(factor: float, trials: int, *, device: bool = False) -> LinkTally:
@@ -92,7 +84,7 @@ def group_trials(factor: float, trials: int, *, device: bool = False) -> LinkTal
             changed = detector.update(TelemetryBatch.concat([batch, sent]))
             named = {v.rank for v in changed if v.status is Status.FAIL_SLOW}
             tally.wrong_devices += len(named - ({bad} if device else set()))
-            found = {link.group for link in detector.links()}
+            found = slow_links(detector)
             right = (bad in named) if device else (stage.ranks in found)
             wrong |= found - (set() if device or step < onset else {stage.ranks})
             if right and delay is None and step >= onset:

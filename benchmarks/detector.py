@@ -135,10 +135,16 @@ def links_and_replicas(figures: Figures, trials: int) -> None:
 
 def link_cases(trials: int) -> list[tuple[str, Callable[[], LinkTally]]]:
     """Every case of a slow link by name."""
-    between = [(f"{f:.1f}x", partial(link_trials, f, trials)) for f in (1.5, 2.0, 4.0)]
+    between = [(f"{f:.1f}x", partial(link_trials, f, trials)) for f in (1.2, 1.5, 3.0)]
     within = [(f"in a TP group, {f:.1f}x", partial(group_trials, f, trials)) for f in (1.5, 2.0)]
+    devices = [
+        (f"a device between links, {f:.1f}x", partial(link_trials, f, trials, device=True))
+        for f in (1.3, 3.0)
+    ]
+    blocking = partial(link_trials, 1.3, trials, device=True, blocking=True)
     device = ("a device of a TP group, 1.2x", partial(group_trials, 1.2, trials, device=True))
-    return [*between, *within, device]
+    waits = ("a device between links whose senders wait, 1.3x", blocking)
+    return [*between, *within, *devices, waits, device]
 
 
 def link_row(name: str, tally: LinkTally, trials: int) -> list[str]:

@@ -14,8 +14,10 @@ from resihp.contracts import (
     Heartbeat,
     Job,
     Layout,
+    LinkVerdict,
     Plan,
     Schedule,
+    Status,
     TelemetryBatch,
     Verdict,
     from_json,
@@ -24,16 +26,15 @@ from resihp.contracts import (
 
 from .arrays import Ints
 from .diagnosis import diagnose
-from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY
+from .evidence.status import FAIL_SLOW, FAIL_STOP, HEALTHY, beliefs
 from .expectation.predictor import LearnedCorrection, Predictor
 from .layout_state import LayoutState
-from .links_and_hosts import LinkVerdict
 from .persistence import Persistent, pack, unpack
 from .probes import Probation, ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .rank_processes import RankProcesses
 from .recent_steps import RecentSteps
 from .settings import DetectorSettings
-from .verdict_text import VerdictSummary, beliefs, verdict_of
+from .verdict_text import VerdictSummary, verdict_of
 from .whatif.effects import SlowDevice
 
 _MOST_AHEAD, _MOST_AHEAD_RECORDS = 64, 2**20
@@ -307,9 +308,18 @@ class Detector(Persistent):
         return [*self._changed(before), *gone]
 
     def links(self) -> list[LinkVerdict]:
-        """Links that transfer more slowly than those between the same stages, and groups whose
-        collectives are slower than those of similar groups."""
-        return self._layout_state.slow_links()
+        """The verdicts on links that transfer more slowly than those between the same stages, and
+        on groups whose collectives are slower than those of similar groups: `fail_slow`, and
+        `suspect` before; all others are healthy. By rank and peer.
+
+        They begin anew on another layout, and when the job goes back to an earlier step.
+        """
+        return self._layout_state.link_verdicts()
+
+    def link_counts(self) -> dict[Status, int]:
+        """Number of links and groups that are compared with others or with their past, by status;
+        those of none are left out."""
+        return dict(self._layout_state.link_counts())
 
     def probe_requests(self, now: float) -> list[ProbeRequest]:
         """Probes that would settle a suspicion, or show that a device outside the layout is
@@ -319,7 +329,8 @@ class Detector(Persistent):
             if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
                 requests += _lone_probes(rank, reference)
         for link in state.links.verdicts():
-            healthy = state.links.healthy_like(link)
+            slow = link.status is Status.FAIL_SLOW
+            healthy = state.links.healthy_like(link) if slow else None
             if healthy is not None and self._probe_budget.allow(link.rank, 1, now):
                 requests.append(
                     ProbeRequest(

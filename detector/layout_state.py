@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from resihp.contracts import Job, Op, TelemetryBatch
+from resihp.contracts import Job, LinkVerdict, Op, Status, TelemetryBatch
 
 from .arrays import Bools, Floats, Ints
 from .evidence.correlated_ranks import CorrelatedRanks
@@ -19,7 +20,7 @@ from .evidence.whole_replicas import ReplicaTest
 from .expectation.cross_stage import CrossStageModel
 from .expectation.length_model import LengthModel, knows_lengths
 from .expectation.predictor import LearnedCorrection
-from .links_and_hosts import CollectiveTest, HostTest, LinkTest, LinkVerdict
+from .links_and_hosts import CollectiveTest, HostTest, LinkTest
 from .persistence import Persistent
 from .probes import ProbeKind, ProbeResult, probe_gain
 from .rank_table import RankTable
@@ -70,7 +71,7 @@ class LayoutState(Persistent):
             return
         number = self.last_step = int(step.step[0])
         everyone = self.places.index(step.rank)
-        for test in (self.links, self.tensor_groups, self.data_groups):
+        for test in self._link_tests:
             test.observe(step, everyone, number)
         slow_hosts = self.hosts.observe(step, everyone, number)
         self.annotations.note_hosts(slow_hosts, self.hosts.test.factor)
@@ -143,10 +144,22 @@ class LayoutState(Persistent):
         able: Bools = many & (references >= 1) | (references >= 2)
         return able
 
+    @property
+    def _link_tests(self) -> tuple[LinkTest, CollectiveTest, CollectiveTest]:
+        return self.links, self.tensor_groups, self.data_groups
+
+    def link_verdicts(self) -> list[LinkVerdict]:
+        """The verdicts on links and groups that are slow or suspected, by their ranks."""
+        found = [verdict for test in self._link_tests for verdict in test.verdicts()]
+        return sorted(found, key=lambda link: (link.rank, link.peer, link.group))
+
+    def link_counts(self) -> Counter[Status]:
+        """Number of links and groups that are compared, by status."""
+        return sum((test.counts() for test in self._link_tests), Counter[Status]())
+
     def slow_links(self) -> list[LinkVerdict]:
-        """Links and groups whose transfers take longer than those of similar ones."""
-        kinds = (self.links, self.tensor_groups, self.data_groups)
-        return [verdict for kind in kinds for verdict in kind.verdicts()]
+        """The verdicts on links and groups that are slow."""
+        return [link for link in self.link_verdicts() if link.status is Status.FAIL_SLOW]
 
     def fail(self, ranks: list[int], step: int | None) -> list[int]:
         """Marks ranks as dead, since `step` or the last one; returns those of the layout."""

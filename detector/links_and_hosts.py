@@ -6,38 +6,19 @@ a slow link in the transfer itself. Only collective records that separate the tw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 import numpy as np
 
-from resihp.contracts import Op, Status, TelemetryBatch
+from resihp.contracts import LinkVerdict, Op, Status, TelemetryBatch
 from resihp.formatting import numbers
 
 from .arrays import Bools, Ints, group_median
 from .evidence.rank_tests import LevelTest
+from .evidence.status import SUSPECT_AT, beliefs
 from .persistence import Persistent, State
 from .rank_table import RankTable
 from .settings import DetectorSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkVerdict:
-    """Verdict on the transfers that `rank` records with `peer`, or on a group's collectives.
-
-    peer        -1 for a group, of which `rank` is the first
-    group       ranks whose collectives are slow; empty for a link between two
-    slowdown    transfer time over that of the links between the same two stages
-    since_step  first slow step; None while healthy
-    """
-
-    rank: int
-    peer: int
-    status: Status
-    group: tuple[int, ...] = ()
-    slowdown: float = 1.0
-    since_step: int | None = None
-    evidence: tuple[str, ...] = ()
-
 
 _NEGLIGIBLE = 0.01
 """Transfer time as a share of a pass that is added to all, so that a change of less is none."""
@@ -88,19 +69,23 @@ class LinkTest(Persistent):
         kind = np.stack([places.peers[own], places.peers[peer]], axis=1)
         _, classes = np.unique(kind, axis=0, return_inverse=True)
         self._classes = classes.reshape(-1).astype(np.int64)
-        self._test = LevelTest(self._classes, self._settings, least=1.25, error=0.02)
+        self._test = LevelTest(self._classes, self._settings, least=1.15, error=0.02)
         return self._test
 
     def verdicts(self) -> list[LinkVerdict]:
-        """The slow links, in the order of their ranks."""
+        """The verdicts on slow and suspected links, in the order of their ranks."""
         test = self._test
-        if test is None or not test.slow.any():
+        if test is None or not (unhealthy := _unhealthy(test)).any():
             return []
         own, peers = self._ends()
         return [
-            _slow(test, at, f"transfers with rank {peers[at]}", int(own[at]), int(peers[at]))
-            for at in np.flatnonzero(test.slow).tolist()
+            _verdict(test, at, f"transfers with rank {peers[at]}", int(own[at]), int(peers[at]))
+            for at in np.flatnonzero(unhealthy).tolist()
         ]
+
+    def counts(self) -> Counter[Status]:
+        """Number of links that are compared, by status."""
+        return Counter() if self._test is None else _counts(self._test)
 
     def healthy_like(self, link: LinkVerdict) -> tuple[int, int] | None:
         """Ends of a healthy link of the same kind; None where there is none."""
@@ -145,7 +130,7 @@ class CollectiveTest(Persistent):
         self.test = LevelTest(
             np.unique(kind, return_inverse=True)[1],
             settings,
-            least=1.25 if within_microbatches else 1.5,
+            least=1.15 if within_microbatches else 1.5,
             error=0.02,
         )
 
@@ -159,26 +144,49 @@ class CollectiveTest(Persistent):
             self.test.observe(number, group_median(logs, group, self.test.slow.size))
 
     def verdicts(self) -> list[LinkVerdict]:
-        """The slow groups."""
+        """The verdicts on slow and suspected groups."""
         found = []
-        for at in np.flatnonzero(self.test.slow).tolist():
+        for at in np.flatnonzero(_unhealthy(self.test)).tolist():
             ranks = tuple(self._places.ranks[self._group == at].tolist())
             words = f"collectives within ranks {numbers(ranks, most=8)}"
-            found.append(_slow(self.test, at, words, ranks[0], -1, ranks))
+            found.append(_verdict(self.test, at, words, ranks[0], -1, ranks))
         return found
 
+    def counts(self) -> Counter[Status]:
+        """Number of groups that are compared, by status."""
+        return _counts(self.test)
 
-def _slow(
+
+def _suspected(test: LevelTest) -> Bools:
+    suspected: Bools = ~test.slow & (test.evidence >= SUSPECT_AT) & test.is_high
+    return suspected
+
+
+def _unhealthy(test: LevelTest) -> Bools:
+    unhealthy: Bools = test.slow | _suspected(test)
+    return unhealthy
+
+
+def _counts(test: LevelTest) -> Counter[Status]:
+    suspected = _suspected(test)
+    healthy = np.isfinite(test.level) & ~test.slow & ~suspected
+    masks = {Status.HEALTHY: healthy, Status.SUSPECT: suspected, Status.FAIL_SLOW: test.slow}
+    return +Counter({status: int(np.count_nonzero(mask)) for status, mask in masks.items()})
+
+
+def _verdict(
     test: LevelTest, at: int, words: str, rank: int, peer: int, group: tuple[int, ...] = ()
 ) -> LinkVerdict:
-    factor = float(test.factor[at])
+    is_slow = bool(test.slow[at])
+    factor = float(test.factor[at] if is_slow else np.exp(test.level[at]))
     return LinkVerdict(
         rank=rank,
         peer=peer,
         group=group,
-        status=Status.FAIL_SLOW,
+        status=Status.FAIL_SLOW if is_slow else Status.SUSPECT,
         slowdown=factor,
-        since_step=int(test.since[at]),
+        since_step=int(test.since[at]) if is_slow else None,
+        confidence=float(beliefs(test.evidence[at])),
         evidence=(f"{words} take {factor:.2f} times as long as their like",),
     )
 

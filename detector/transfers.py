@@ -143,7 +143,7 @@ class ClockBounds:
 
 
 def transfer_times(transfers: PairedTransfers, differences: Floats) -> Floats:
-    """What each transfer took, in ms, without waiting; NaN where it cannot be told. `differences`:
+    """Time of each transfer in ms, without waiting; NaN where it cannot be told. `differences`:
     of the clock of the higher end from that of the lower one.
 
     Of a sender that does not wait, only transfers count for which the receiver waited already:
@@ -191,10 +191,11 @@ class TransferTimes(Persistent):
         self._bounds = self._bounds.later(ClockBounds.of(transfers))
         times = transfer_times(transfers, self._bounds.differences(transfers.link))
         told = np.isfinite(times)
-        kept = step.select(np.concatenate([np.flatnonzero(~stamped), transfers.rows[0][told]]))
-        compute, wait = kept.compute_ms.copy(), kept.wait_ms.copy()
-        new = slice(kept.rank.size - int(told.sum()), None)
-        compute[new] = times[told]
         spent = (transfers.ends - transfers.starts)[:, told]
-        wait[new] = np.maximum(spent - times[told], 0.0).sum(axis=0)
-        return replace(kept, compute_ms=compute, wait_ms=wait)
+        sent = replace(
+            step.select(transfers.rows[0][told]),
+            compute_ms=times[told],
+            wait_ms=np.maximum(spent - times[told], 0.0).sum(axis=0),
+            dropped=0,
+        )
+        return TelemetryBatch.concat([step.select(~stamped), sent])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resihp.contracts import Status, Verdict
+from resihp.contracts import LinkVerdict, Status, Verdict
 
 from .arrays import Bools, Floats, Ints
 from .evidence.status import (
@@ -18,10 +18,9 @@ from .evidence.status import (
     HEALTHY,
     INCONCLUSIVE,
     SUSPECT,
-    SUSPECT_AT,
     StatusTable,
+    beliefs,
 )
-from .links_and_hosts import LinkVerdict
 from .persistence import Persistent
 from .rank_table import RankTable
 
@@ -67,12 +66,6 @@ class VerdictSummary:
             if rank not in layout
         ]
         return [*healthy, *(verdict for verdict in self.others if verdict.rank not in layout)]
-
-
-def beliefs(evidence: Floats) -> Floats:
-    """Evidence (log) as probabilities that ranks are slow: one half where suspicion begins."""
-    result: Floats = 1.0 / (1.0 + np.exp(-np.clip(evidence - SUSPECT_AT, -50.0, 50.0)))
-    return result
 
 
 def verdict_of(

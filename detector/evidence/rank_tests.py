@@ -314,9 +314,15 @@ class LevelTest(Persistent):
               with their own past only, for two of a kind may differ permanently
     least     slowdown below which nothing is reported
     error     standard error (log) of a number, at least
+
+    slow      series that are slow, since the step in `since`, by `factor`; the middle one of the
+              last three steps has to exceed `least` for that, and to fall to 0.4 of it (log), or
+              below half of `least`, for the end of it
+    level     that number (log); NaN where a series has none
+    evidence  log e-value that the series is slow
     """
 
-    _saved = ("tests", "slow", "factor", "since", "scale")
+    _saved = ("tests", "slow", "factor", "since", "scale", "level", "evidence")
 
     def __init__(
         self, classes: Ints, settings: DetectorSettings, *, least: float, error: float
@@ -330,6 +336,7 @@ class LevelTest(Persistent):
         self.factor = np.ones(count)
         self.since = np.full(count, -1, np.int64)
         self.scale = np.full(count, error)
+        self.level, self.evidence = np.full(count, np.nan), np.full(count, -np.inf)
 
     def observe(self, step: int, value: Floats) -> Bools:
         """Takes the logs of one step (NaN where there is none); returns the slow ones."""
@@ -340,17 +347,33 @@ class LevelTest(Persistent):
         quiet = ~(self.tests.past_test.evidence() > _QUIET) & ~self.slow
         now = self.tests.observe(step, residual, quiet, np.ones(count, bool))
         self.scale = now.scale
-        recent = np.median(self.tests.window[-_STEPS:], axis=0)
+        recent = median(self.tests.window[-_STEPS:], 0)[0]
         level = recent - now.reference
         rises = (now.evidence >= self.tests.name_at) & (level > self._least)
-        stays = self.slow & ~(level < 0.4 * np.log(self.factor))
-        back = self.slow & ~stays
+        over = (level < 0.4 * np.log(self.factor)) | (level < 0.5 * self._least)
+        back = self.slow & over
         if back.any():
             self.tests.clear(back)
-        self.since = np.where((rises | stays) & ~self.slow, step, self.since)
-        self.slow = stays | (rises & ~back)
-        self.factor = np.where(self.slow, np.exp(np.nan_to_num(level)), 1.0)
+        for at in np.flatnonzero(rises & ~self.slow).tolist():
+            self.since[at] = self._onset(at, float(now.reference[at]), float(level[at]))
+        self.slow = (self.slow | rises) & ~back
+        known = np.where(np.isfinite(level), np.exp(np.nan_to_num(level)), self.factor)
+        self.factor = np.where(self.slow, known, 1.0)
+        self.level, self.evidence = level, np.where(back, -np.inf, now.evidence)
         return self.slow
+
+    @property
+    def is_high(self) -> Bools:
+        """Series whose level exceeds `least`."""
+        result: Bools = self.level > self._least
+        return result
+
+    def _onset(self, at: int, reference: float, level: float) -> int:
+        """First of the slow steps that lead up to the last one."""
+        seen = self.tests.window[:, at] - reference
+        healthy = np.flatnonzero(seen < 0.5 * level)
+        first = int(healthy[-1]) + 1 if healthy.size else 0
+        return int(self.tests.steps[min(first, self.tests.steps.size - 1)])
 
     def state(self) -> State:
         """The saved attributes; none before the first step."""

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Status
 
-from ..arrays import Bools
+from ..arrays import Bools, Floats
 from ..persistence import Persistent
 from ..settings import DetectorSettings
 from .intermittent import EDGE, first_slow_step
@@ -37,6 +37,12 @@ _PAUSES = 3
 """Number of its longest pauses for which such a device must be healthy."""
 _MOST_HEALTHY_STEPS = 32
 """Most healthy steps required for a recovery."""
+
+
+def beliefs(evidence: Floats) -> Floats:
+    """Evidence (log) as probabilities of slowness: one half where suspicion begins."""
+    result: Floats = 1.0 / (1.0 + np.exp(-np.clip(evidence - SUSPECT_AT, -50.0, 50.0)))
+    return result
 
 
 class StatusTable(Persistent):

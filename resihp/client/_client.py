@@ -18,6 +18,7 @@ from resihp.contracts import (
     Diagnosis,
     Heartbeat,
     Job,
+    LinkVerdict,
     Plan,
     ServiceError,
     Verdict,
@@ -139,6 +140,10 @@ class Client:
     def verdicts(self, job: str) -> list[Verdict]:
         """The verdict on every rank."""
         return list(self._get(_path(job, "verdicts"), _verdicts))
+
+    def links(self, job: str) -> list[LinkVerdict]:
+        """The verdicts on links and groups that are slow or suspected."""
+        return list(self._get(_path(job, "links"), _links))
 
     def diagnosis(self, job: str) -> Diagnosis:
         """The causes of the job's lost time."""
@@ -302,6 +307,11 @@ def _problem(answer: urllib3.BaseHTTPResponse) -> str:
 def _verdicts(document: Any) -> tuple[Verdict, ...]:
     items = document.get("verdicts", []) if isinstance(document, Mapping) else []
     return tuple(_read(Verdict, item) for item in items)
+
+
+def _links(document: Any) -> tuple[LinkVerdict, ...]:
+    items = document.get("links", []) if isinstance(document, Mapping) else []
+    return tuple(_read(LinkVerdict, item) for item in items)
 
 
 def _advice(document: Any) -> Advice | None:

@@ -24,7 +24,7 @@ from .layout import Layout, Place, Replica, Schedule, Stage
 from .plan import Plan
 from .sensors import SensorSample
 from .telemetry import COLUMNS, Op, TelemetryBatch
-from .verdict import Cause, Diagnosis, Status, Verdict
+from .verdict import Cause, Diagnosis, LinkVerdict, Status, Verdict
 
 __all__ = [
     "COLUMNS",
@@ -44,6 +44,7 @@ __all__ = [
     "JoinRefusedError",
     "LayerCost",
     "Layout",
+    "LinkVerdict",
     "Links",
     "Memory",
     "MiscountError",

@@ -1,4 +1,4 @@
-"""Verdict on a device, and diagnosis of a slow job."""
+"""Verdicts on devices, links and groups, and diagnosis of a slow job."""
 
 from __future__ import annotations
 
@@ -62,6 +62,41 @@ class Verdict:
         _check_slowdown(self.slowdown)
         if not 0.0 <= self.confidence <= 1.0:
             raise ContractError("confidence", "must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkVerdict:
+    """Verdict on the transfers between two ranks, or on the collectives of a group.
+
+    peer        the other end of the link; -1 for a group, of which `rank` is the first
+    group       ranks whose collectives are meant; empty for a link
+    slowdown    transfer time over that of similar links or groups, or over its own past
+    since_step  first slow step; None while healthy
+    confidence  probability, 0 to 1, that the status is right
+    evidence    sentences that a person can read
+    since_s     Unix time at which the sidecar heard of this status; None in verdicts of a detector,
+                which has no clock
+    """
+
+    rank: int
+    peer: int
+    status: Status
+    group: tuple[int, ...] = ()
+    slowdown: float = 1.0
+    since_step: int | None = None
+    confidence: float = 1.0
+    evidence: tuple[str, ...] = ()
+    since_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ContractError("rank", "must be 0 or more")
+        _check_slowdown(self.slowdown)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ranks of the link or of the group."""
+        return self.group or (self.rank, self.peer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,6 +165,30 @@ async def get_verdicts(
     return await known.answer(tag, content)
 
 
+@router.get("/{job}/links", **CONDITIONAL)
+async def get_links(
+    job: str,
+    ctx: Ctx,
+    known: Known,
+    after: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=131_072)] = None,
+) -> Response:
+    """The verdicts on links and groups that are slow or suspected, by rank, and how many of those
+    that are compared have each status. With `limit` so many after the first `after` of them; `next`
+    is the `after` of the next page, if there is one."""
+    tag = await ctx.store.tag(job, "links", "link_counts")
+
+    async def content() -> bytes:
+        links, counts = await ctx.store.status(job, "links", "link_counts")
+        found = json.loads(links or "[]")
+        until = len(found) if limit is None else after + limit
+        more = {"next": str(until)} if until < len(found) else {}
+        page = dumps(found[after:until])
+        return joined(job=dumps(job), links=page, counts=counts or "{}", **more)
+
+    return await known.answer(tag, content)
+
+
 @router.get("/{job}/diagnosis", **CONDITIONAL)
 async def get_diagnosis(job: str, ctx: Ctx, known: Known) -> Response:
     """Causes of the job's slowdown, with their shares of the lost time."""

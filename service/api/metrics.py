@@ -39,6 +39,11 @@ _GAUGES = {
     "plan_version": "plan that the ranks work under",
 }
 
+_BY_STATUS = {
+    "devices": "devices by verdict",
+    "links": "links between ranks and groups of collectives by verdict",
+}
+
 
 class HttpMetrics:
     """Count and duration of the requests to this process, whose name is a label, and connections
@@ -78,7 +83,7 @@ async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> byte
     columns = (
         await lags.of(*names),
         await store.counts(*names),
-        await store.statuses(names, "devices", "last_step", "rollout"),
+        await store.statuses(names, "devices", "link_counts", "last_step", "rollout"),
     )
     jobs = {
         name: {
@@ -87,6 +92,7 @@ async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> byte
             "counts": counts,
             "backlog": counts["backlog"],
             "devices": json.loads(status["devices"] or "{}"),
+            "links": json.loads(status["link_counts"] or "{}"),
             "last_step": json.loads(status["last_step"] or "-1"),
             "plan_version": json.loads(status["rollout"] or "{}").get("active", 0),
         }
@@ -110,12 +116,11 @@ class _Jobs(Collector):
             for job, values in self._jobs.items():
                 gauge.add_metric([job], values[name])
             yield gauge
-        devices = GaugeMetricFamily(
-            "resihp_devices", "devices by verdict", labels=["job", "status"]
-        )
-        for job, values in self._jobs.items():
-            for status, count in values["devices"].items():
-                devices.add_metric([job, status], count)
-        yield devices
+        for name, text in _BY_STATUS.items():
+            gauge = GaugeMetricFamily(f"resihp_{name}", text, labels=["job", "status"])
+            for job, values in self._jobs.items():
+                for status, count in values[name].items():
+                    gauge.add_metric([job, status], count)
+            yield gauge
         text = "age of the oldest request that the slowest API process may not have stored"
         yield GaugeMetricFamily("resihp_api_delay_seconds", text, value=self._delay_s)

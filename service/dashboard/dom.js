@@ -44,3 +44,6 @@ export function ranges(numbers) {
   }
   return parts.join(", ");
 }
+
+export const linkName = ({ rank, peer, group, more }) =>
+  group.length ? `Group of ranks ${ranges(group)}${more ? ` and ${more} more` : ""}` : `Link of ranks ${rank} and ${peer}`;

@@ -1,5 +1,5 @@
 // Events: verdicts, plans and their acknowledgements, newest first.
-import { el, ms, ranges, WORDS } from "./dom.js";
+import { el, linkName, ms, ranges, WORDS } from "./dom.js";
 
 const MOST = 300;
 
@@ -13,6 +13,12 @@ function words(event) {
       const factor = status === "fail_slow" ? ` by ${slowdown.toFixed(2)}×` : "";
       const when = since === null ? "" : ` since step ${since}`;
       return [status, WORDS[status], `Rank ${rank} is ${WORDS[status]}${factor}${when}`, evidence.join("; ")];
+    }
+    case "link": {
+      const { status, slowdown, since_step: since, evidence } = event.link;
+      const slow = status === "fail_slow" ? ` by ${slowdown.toFixed(2)}×` : "";
+      const text = `${linkName(event.link)} is ${WORDS[status]}${slow}${since === null ? "" : ` since step ${since}`}`;
+      return [status, WORDS[status], text, evidence.join("; ")];
     }
     case "plan": {
       const { version, from_step: from, gap, reason } = event.plan;

@@ -2,7 +2,7 @@
 import { drawChart } from "./chart.js";
 import { el } from "./dom.js";
 import { addToLog } from "./log.js";
-import { drawCause, drawFacts, drawHealth, drawLayout, drawScale } from "./panels.js";
+import { drawCause, drawFacts, drawHealth, drawLayout, drawLinks, drawScale } from "./panels.js";
 import { follow, get, Unauthorized } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
@@ -65,9 +65,10 @@ async function refresh() {
   const name = shown;
   const path = `/jobs/${encodeURIComponent(name)}`;
   const after = data?.steps.at(-1)?.step ?? -1;
-  const [job, { verdicts }, diagnosis, { steps }] = await Promise.all([
+  const [job, { verdicts }, links, diagnosis, { steps }] = await Promise.all([
     get(path),
     get(`${path}/verdicts`),
+    get(`${path}/links`),
     get(`${path}/diagnosis`),
     get(`${path}/steps?after=${after}&limit=${KEEP_STEPS}`),
   ]);
@@ -75,7 +76,7 @@ async function refresh() {
   const version = job.rollout?.active ?? job.plan.version;
   const active = job.plan.version === version ? job.plan : await get(`${path}/plan/${version}`);
   if (name !== shown) return;
-  data = { job, active, verdicts, diagnosis, steps: merged(data?.steps ?? [], steps) };
+  data = { job, active, verdicts, links, diagnosis, steps: merged(data?.steps ?? [], steps) };
   only("job");
   draw();
   tookMs = performance.now() - begunMs;
@@ -88,10 +89,11 @@ function merged(known, fresh) {
 }
 
 function draw() {
-  const { job, active, verdicts, diagnosis, steps } = data;
+  const { job, active, verdicts, links, diagnosis, steps } = data;
   drawFacts($("facts"), data);
   drawChart($("chart"), steps, verdicts);
   drawHealth($("health"), active.layout, verdicts);
+  drawLinks($("links"), links);
   drawLayout($("layout"), job.plan);
   drawCause($("cause"), diagnosis);
   const waiting = job.rollout && job.rollout.newest > job.rollout.active;

@@ -1,5 +1,5 @@
 // All panels of a job except the chart and the events.
-import { el, ms, ranges, WORDS } from "./dom.js";
+import { el, linkName, ms, ranges, WORDS } from "./dom.js";
 
 const CAUSES = {
   none: "nothing",
@@ -59,6 +59,16 @@ export function drawHealth(host, layout, verdicts) {
   table.append(body);
   if (working.size > 64) table.classList.add("dense");
   host.replaceChildren(table);
+}
+
+export function drawLinks(host, { links, counts }) {
+  const all = Object.values(counts).reduce((sum, count) => sum + count, 0);
+  const said = links.map((link) => {
+    const since = link.since_step === null ? "" : ` since step ${link.since_step}`;
+    return el("p.words", {}, `${linkName(link)}: ${WORDS[link.status]}, ${link.slowdown.toFixed(2)}×${since}`);
+  });
+  const summary = `${counts.healthy ?? 0} of ${all} links and groups healthy`;
+  host.replaceChildren(...(all ? [el("p.words", {}, summary)] : []), ...said);
 }
 
 export function drawScale(host) {

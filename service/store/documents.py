@@ -14,6 +14,7 @@ from typing import Any
 from resihp.contracts import (
     Advice,
     Job,
+    LinkVerdict,
     Plan,
     Status,
     TelemetryBatch,
@@ -160,6 +161,13 @@ def in_short(report: dict[str, Any]) -> dict[str, Any]:
     ranks = report["ranks"]
     more = {"more": len(ranks) - _MOST_NAMED} if len(ranks) > _MOST_NAMED else {}
     return {**report, "ranks": ranks[:_MOST_NAMED], **more}
+
+
+def link_in_short(link: LinkVerdict) -> dict[str, Any]:
+    """A verdict on a link or group as an event tells it, with the first ranks of the group."""
+    left = len(link.group) - _MOST_NAMED
+    more = {"more": left} if left > 0 else {}
+    return {**to_json(link), "group": list(link.group[:_MOST_NAMED]), **more}
 
 
 def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:

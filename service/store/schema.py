@@ -33,6 +33,7 @@ class Subject(StrEnum):
 
 _SUBJECTS = {
     "verdict": Subject.VERDICTS,
+    "link": Subject.VERDICTS,
     "plan": Subject.PLANS,
     "plan_applied": Subject.PLANS,
     "planning": Subject.PLANS,

@@ -23,6 +23,7 @@ from resihp.contracts import (
     ContractError,
     Heartbeat,
     Job,
+    LinkVerdict,
     Plan,
     Status,
     TelemetryBatch,
@@ -37,8 +38,10 @@ from ..store.documents import (
     MessageKind,
     PendingChanges,
     in_short,
+    link_in_short,
     plan_from_json,
     plan_json,
+    stream_order,
 )
 from .adapters import Adapters
 from .forecast import Forecast, ForecastState
@@ -61,6 +64,7 @@ class SessionState:
     restored as one.
 
     departed  last verdict on each rank that left the layout
+    links     verdicts on links and groups that are slow or suspected
     clock     time during which the service listened and had applied all messages
     """
 
@@ -68,6 +72,7 @@ class SessionState:
     forecast: ForecastState = field(default_factory=ForecastState)
     probes: OpenProbes = field(default_factory=OpenProbes)
     departed: dict[int, Verdict] = field(default_factory=dict)
+    links: tuple[LinkVerdict, ...] = ()
     clock: ListeningClock = field(default_factory=ListeningClock)
 
 
@@ -230,6 +235,7 @@ class JobSession:
             lost = [rank for rank, speed in self.planning.speeds.items() if speed == 0.0]
             self._close_steps(plan, self._steps.add(batch, lost))
         self._report(changed)
+        self._report_links()
 
     def _close_steps(self, plan: Plan, steps: Iterable[StepTime]) -> None:
         planning = self.planning
@@ -314,6 +320,33 @@ class JobSession:
             self.planning.fail_stops += verdict.status is Status.FAIL_STOP
         self._plan_if_needed()
 
+    def _report_links(self) -> None:
+        """Take the verdicts on links, with the time since which each has its status; links that
+        have become slow, and those that are no longer, become events."""
+        before = {link.ends: link for link in self._state.links}
+        known = {link.ends: link for link in self._detector.links()}
+        now_s = self._arrived_s()
+        for ends, link in known.items():
+            old = before.get(ends)
+            since_s = old.since_s if old is not None and old.status is link.status else now_s
+            known[ends] = replace(link, since_s=since_s)
+        self._state.links = tuple(known.values())
+        slow = {ends for ends, link in known.items() if link.status is Status.FAIL_SLOW}
+        was = {ends for ends, link in before.items() if link.status is Status.FAIL_SLOW}
+        for ends in sorted(slow - was):
+            self._event("link", {"link": link_in_short(known[ends])})
+        for ends in sorted(was - slow):
+            over = replace(
+                before[ends], status=Status.HEALTHY, slowdown=1.0, confidence=1.0, evidence=(),
+                since_step=self.last_step, since_s=now_s,
+            )  # fmt: skip
+            self._event("link", {"link": link_in_short(over)})
+
+    def _arrived_s(self) -> float | None:
+        """Unix time at which the newest of the messages that are applied arrived."""
+        applied = self.changes.applied
+        return stream_order(applied[-1])[0] / 1e3 if applied else None
+
     def _plan_if_needed(self) -> None:
         clock_s = self._state.clock.heard_s
         needed = self._planner.is_needed(self.planning, self._detector.unhealthy(), clock_s)
@@ -389,6 +422,8 @@ class JobSession:
             "healthy_as_of": {"confidence": summary.confidence, "step": summary.step},
             "verdicts": [to_json(verdict) for _, verdict in sorted(others.items())],
             "devices": +devices,
+            "links": [to_json(link) for link in self._state.links],
+            "link_counts": {s.value: n for s, n in self._detector.link_counts().items()},
             "planning": self.planning.report(),
             "last_step": self.last_step,
             "rollout": self.planning.rollout(),

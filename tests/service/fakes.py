@@ -1,12 +1,14 @@
 """Small stand-ins for detector and scheduler, whose behaviour a test can foretell.
 
 The detector calls a rank slow when a forward record of it took 20 ms or more (10 ms is healthy),
+a link when a transfer took 4 ms or more (2 ms is healthy), suspect from 3 ms on,
 and counts every record exactly, so that a test sees one that was lost or applied twice.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +23,8 @@ from resihp.contracts import (
     InfeasibleError,
     Job,
     Layout,
+    LinkVerdict,
+    Op,
     Plan,
     Replica,
     Stage,
@@ -51,6 +55,7 @@ class FakeDetector:
         self.plan_version = 0
         self.known: dict[int, Verdict] = {}
         self.beats: dict[int, float] = {}
+        self.transfers: dict[tuple[int, int], tuple[float, int]] = {}
 
     def update(self, batch: TelemetryBatch) -> list[Verdict]:
         if 666 in batch.microbatch:
@@ -58,8 +63,12 @@ class FakeDetector:
         self.records += len(batch)
         self.checksum = int(self.checksum + batch.tokens.sum()) % (1 << 40)
         changed = []
+        sent = batch.select(batch.op == Op.P2P)
+        ends = zip(sent.rank.tolist(), sent.peer.tolist(), strict=True)
+        times = zip(sent.compute_ms.tolist(), sent.step.tolist(), strict=True)
+        self.transfers.update(zip(ends, times, strict=True))
         for rank in np.unique(batch.rank).tolist():
-            rows = batch.rank == rank
+            rows = (batch.rank == rank) & (batch.op != Op.P2P)
             slowdown = float(batch.compute_ms[rows].mean()) / 10.0
             slow = slowdown >= 2.0
             status = Status.FAIL_SLOW if slow else Status.HEALTHY
@@ -75,6 +84,20 @@ class FakeDetector:
         new = Verdict(rank=rank, status=status, slowdown=slowdown, evidence=evidence, step=step)
         self.known[rank] = new
         return [] if old is not None and old.status is status else [new]
+
+    def links(self) -> list[LinkVerdict]:
+        return [
+            LinkVerdict(
+                rank=rank, peer=peer, slowdown=ms / 2.0, since_step=step,
+                status=Status.FAIL_SLOW if ms >= 4.0 else Status.SUSPECT,
+            )
+            for (rank, peer), (ms, step) in sorted(self.transfers.items())
+            if ms >= 3.0
+        ]  # fmt: skip
+
+    def link_counts(self) -> dict[Status, int]:
+        found = Counter(link.status for link in self.links())
+        return dict(+Counter({Status.HEALTHY: len(self.transfers) - found.total(), **found}))
 
     def verdicts(self) -> list[Verdict]:
         evidence = (f"records={self.records}", f"checksum={self.checksum}")
@@ -130,7 +153,8 @@ class FakeDetector:
 
     def save(self, arrays: dict[str, bytes] | None = None) -> bytes:
         known = {str(r): [v.status.value, v.slowdown, v.step] for r, v in self.known.items()}
-        saved = [self.records, self.checksum, self.plan_version, known]
+        sent = [[*ends, *what] for ends, what in self.transfers.items()]
+        saved = [self.records, self.checksum, self.plan_version, known, sent]
         return json.dumps(saved).encode() + b" " * self.padding
 
     @classmethod
@@ -138,7 +162,8 @@ class FakeDetector:
         cls, job: Job, state: bytes, arrays: Mapping[str, bytes] | None = None
     ) -> FakeDetector:
         detector = cls(job)
-        detector.records, detector.checksum, detector.plan_version, known = json.loads(state)
+        detector.records, detector.checksum, detector.plan_version, known, sent = json.loads(state)
+        detector.transfers = {(rank, peer): (ms, step) for rank, peer, ms, step in sent}
         for rank, (status, slowdown, step) in known.items():
             detector.known[int(rank)] = Verdict(
                 rank=int(rank), status=Status(status), slowdown=slowdown, step=step

@@ -1,0 +1,120 @@
+"""Verdicts on links and groups over HTTP, and the events when one becomes slow or recovers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from resihp.client import Client
+from resihp.contracts import LinkVerdict, Op, Plan, Status, TelemetryBatch
+from resihp.contracts.codec import encode
+from service.store.documents import JobMessage, MessageKind, link_in_short
+from service.worker.planning import Planner
+from service.worker.session import JobSession
+from tests.service.conftest import Http, batch_of, eventually, job_of
+from tests.service.fakes import fake_adapters
+from tests.service.test_api import read_events
+
+LINKS = ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+def with_transfers(step: int, *times_ms: float) -> TelemetryBatch:
+    """A step of healthy ranks in which the transfers of the links take so long."""
+    count = len(times_ms)
+    sent = TelemetryBatch(
+        rank=[rank for rank, _ in LINKS[:count]],
+        peer=[peer for _, peer in LINKS[:count]],
+        step=[step] * count,
+        microbatch=[0] * count,
+        op=[Op.P2P] * count,
+        compute_ms=times_ms,
+        tokens=[0] * count,
+    )
+    return TelemetryBatch.concat([batch_of(step), sent])
+
+
+def test_slow_links_are_read_counted_and_told_of(http: Http):
+    http.register(job_of("links"))
+    assert http.get("/v1/jobs/links/links") == {"job": "links", "links": [], "counts": {}}
+    begun_s = time.time()
+    for step, times in enumerate([(2, 2, 2, 2), (2, 5, 2, 3), (2, 5, 2, 3), (2, 2, 2, 2)]):
+        http.send("links", with_transfers(step, *times))
+        slow = sum(ms >= 4 for ms in times)
+        counts = {"healthy": sum(ms < 3 for ms in times), "fail_slow": slow, "suspect": slow}
+        counts = {status: count for status, count in counts.items() if count}
+        found = eventually(
+            lambda step=step, counts=counts: (
+                http.get("/v1/jobs/links")["last_step"] == step
+                and (links := http.get("/v1/jobs/links/links"))["counts"] == counts
+                and links
+            )
+        )
+        lines = http("GET", "/metrics").data.decode().splitlines()
+        for status, count in counts.items():
+            assert f'resihp_links{{job="links",status="{status}"}} {count}.0' in lines
+        assert [(link["rank"], link["status"]) for link in found["links"]] == (
+            [(1, "fail_slow"), (5, "suspect")] if slow else []
+        )
+        if slow:
+            assert begun_s - 1 <= found["links"][0]["since_s"] <= time.time() + 1
+            tag = http("GET", "/v1/jobs/links/links").headers["ETag"]
+            again = http("GET", "/v1/jobs/links/links", headers={"If-None-Match": tag})
+            assert again.status == 304
+            (link, suspected) = Client(http.url).links("links")
+            assert (link.ends, link.slowdown, suspected.status) == ((1, 3), 2.5, Status.SUSPECT)
+    first = read_events(http, "links", "?replay=true", until="link")[-1]
+    second = read_events(http, "links", until="link", **{"Last-Event-ID": first["id"]})[-1]
+    told = [event["data"]["link"] for event in (first, second)]
+    assert [(link["rank"], link["peer"], link["status"]) for link in told] == [
+        (1, 3, "fail_slow"), (1, 3, "healthy"),
+    ]  # fmt: skip
+    assert told[1]["since_s"] > told[0]["since_s"]
+
+
+def test_links_by_pages(http: Http):
+    http.register(job_of("pages"))
+    http.send("pages", with_transfers(0, 5, 5, 5, 5))
+    whole = eventually(lambda: http.get("/v1/jobs/pages/links")["links"])
+    first = http.get("/v1/jobs/pages/links?limit=3")
+    rest = http.get(f"/v1/jobs/pages/links?limit=3&after={first['next']}")
+    assert (first["next"], "next" in rest) == (3, False)
+    assert [link["rank"] for link in whole] == [0, 1, 4, 5]
+    assert first["links"] + rest["links"] == whole
+    assert http("GET", "/v1/jobs/pages/links?limit=0").status == 422
+    assert http("GET", "/v1/jobs/unknown/links").status == 404
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], JobSession]]:
+    planner = Planner(fake_adapters(), time_limit_s=5.0)
+    first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
+    yield lambda: JobSession(job_of(), first, fake_adapters(), planner)
+    planner.close()
+
+
+def send(session: JobSession, at_ms: int, batch: TelemetryBatch) -> None:
+    session.apply(JobMessage(f"{at_ms}-0", MessageKind.TELEMETRY, encode(batch)))
+
+
+def test_the_time_of_a_status_is_that_of_its_message_and_survives_the_worker(start):
+    session = start()
+    send(session, 5_000, with_transfers(0, 2, 5))
+    send(session, 6_000, with_transfers(1, 2, 6))
+    other = start()
+    other.resume(session.save())
+    for worker in (session, other):
+        send(worker, 7_000, with_transfers(2, 2, 6))
+        (link,) = worker.status()["links"]
+        assert (link["slowdown"], link["since_s"]) == (3.0, 5.0)
+    assert other.status() == session.status()
+    assert [kind for kind, _ in other.changes.events if kind == "link"] == []
+
+
+def test_an_event_names_the_first_ranks_of_a_large_group():
+    group = tuple(range(100))
+    link = LinkVerdict(rank=0, peer=-1, group=group, status=Status.FAIL_SLOW, slowdown=2.0)
+    told = json.loads(json.dumps(link_in_short(link)))
+    assert (told["group"], told["more"]) == (list(range(64)), 36)
