@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from resihp.contracts import ContractError, Plan
 
 from .state.events import Callbacks, LayoutChange
 from .step import ReducedStep, Setup
-from .step.setup import Recorder, record_nothing
+from .step.setup import Recorder, TransferRecorder, record_nothing
 
 
 class TrainingMonitor(Protocol):
@@ -20,7 +21,7 @@ class TrainingMonitor(Protocol):
 
     @property
     def record(self) -> Recorder:
-        """Take a microbatch record."""
+        """Take a record of a microbatch, and of a transfer if it accepts `peer` and `start_ms`."""
         ...
 
     def between_steps(self) -> None:
@@ -53,6 +54,13 @@ def attach_monitor(
         callbacks.on_idle()
         monitor.while_idle()
 
-    return replace(setup, record=monitor.record), replace(
+    transfers = cast(TransferRecorder, monitor.record) if _takes_transfers(monitor) else None
+    return replace(setup, record=monitor.record, record_transfer=transfers), replace(
         callbacks, on_step=on_step, on_layout_change=on_layout_change, on_idle=on_idle
     )
+
+
+def _takes_transfers(monitor: TrainingMonitor) -> bool:
+    fields = inspect.signature(monitor.record).parameters
+    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
+    return takes_any or {"peer", "start_ms"} <= fields.keys()

@@ -29,7 +29,13 @@ from ._optimizers import OptimizerSteps
 from ._parallelism import describe_module, describe_stages, own_rank
 from ._pass_timer import PassTimer
 from ._patches import Patches
-from ._pipelines import StagePasses, microbatches_of, schedule_of, stages_of
+from ._pipelines import (
+    PipelineTransfers,
+    StagePasses,
+    microbatches_of,
+    schedule_of,
+    stages_of,
+)
 
 
 class InstrumentedMonitor(Monitor):
@@ -126,6 +132,11 @@ def instrument(
     if stages:
         for chunk, stage in enumerate(stages):
             StagePasses(stage, chunk, timer, lengths, patches)
+        if not PipelineTransfers(stages, timer, patches).is_possible:
+            monitor._recording.failures.warn_once(
+                "transfers",
+                "this torch does not show the transfers of its pipelines: slow links are not found",
+            )
         if microbatches is None and (count := microbatches_of(target)):
             monitor._inferred.count(count * len(stages))
     else:

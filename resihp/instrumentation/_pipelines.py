@@ -1,4 +1,4 @@
-"""Passes of the stages of `torch.distributed.pipelining`, under any of its schedules.
+"""Passes and transfers of the stages of `torch.distributed.pipelining`, under any schedule.
 
 Each schedule calls the three methods of a stage that run one microbatch, and waits for transfers
 outside of them. In a stage that is wrapped by DDP the backward pass ends with DDP's own waiting.
@@ -6,11 +6,14 @@ outside of them. In a stage that is wrapped by DDP the backward pass ends with D
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import nan
+from typing import Any, NamedTuple
 
 import torch
 
-from resihp.contracts import ContractError, Schedule
+from resihp.contracts import ContractError, Op, Schedule
 
 from ._call_arguments import Lengths, work_of_call
 from ._modules import FinalWait, backward_under_way, gradient_tensors
@@ -101,6 +104,114 @@ class StagePasses:
     def _expect(self, gradient: torch.Tensor) -> None:
         if self._timer.op == BACKWARD:
             self._gradients.expect(backward_under_way())
+
+
+_BOUNDARIES = {
+    "get_fwd_recv_ops": -1,
+    "get_fwd_send_ops": 0,
+    "get_bwd_recv_ops": 0,
+    "get_bwd_send_ops": -1,
+}
+"""Methods of a stage that make its transfers, and the number of the boundary that these cross, from
+that of the stage: boundary n follows stage n."""
+_P2P = int(Op.P2P)
+_MOST_PENDING = 4_096
+
+
+class _Place(NamedTuple):
+    """Place of a transfer in the step; `chunk` is that of the stage before the boundary."""
+
+    microbatch: int
+    chunk: int
+
+
+class PipelineTransfers:
+    """Records the transfers of this rank's stages, those on the CPU, as both ends stamp them.
+
+    A send says when it started. A receipt begins as the schedule waits for it, not when it is
+    posted: of one that ends while the rank computes, nobody sees the end.
+    """
+
+    def __init__(self, stages: Sequence[Any], timer: PassTimer, patches: Patches) -> None:
+        from torch.distributed.pipelining import schedules
+
+        self._timer = timer
+        self._pending: dict[int, tuple[Any, _Place, int]] = {}
+        self._on_posted = timer.safely(self._note_posted)
+        self._on_wait = timer.safely(self._begin_wait)
+        self._on_received = timer.safely(self._record_received)
+        self.is_possible = patches.wrap(schedules, "_wait_batch_p2p", self._wait) and patches.wrap(
+            schedules, "_batch_p2p", self._post
+        )
+        for stage in stages if self.is_possible else ():
+            for method, boundary in _BOUNDARIES.items():
+                place = timer.around(_do_nothing, partial(self._place, stage, boundary))
+                patches.wrap(stage, method, place)
+
+    def _place(
+        self, stage: Any, boundary: int, args: Arguments, kwargs: Keywords, operations: Any
+    ) -> None:
+        """Mark the operations that a method of a stage returned with their place."""
+        if torch.is_grad_enabled():
+            (microbatch,) = (*args, *kwargs.values())
+            chunk = (stage.stage_index + boundary) // stage.group_size
+            for operation in operations:
+                operation.resihp_place = _Place(microbatch, chunk)
+
+    def _post(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post(operations: Any, *args: Any, **kwargs: Any) -> Any:
+            start_ns = self._timer.recording.now_ns()
+            works = original(operations, *args, **kwargs)
+            self._on_posted(operations, works, start_ns)
+            return works
+
+        return post
+
+    def _note_posted(self, operations: Any, works: Any, start_ns: int) -> None:
+        if len(works) != len(operations):  # coalesced
+            return
+        for operation, work in zip(operations, works, strict=True):
+            place = getattr(operation, "resihp_place", None)
+            if place is None or operation.tensor.device.type != "cpu":
+                continue
+            if operation.op is torch.distributed.isend:
+                self._record(place, operation.peer, start_ns, start_ns)
+            else:
+                if len(self._pending) >= _MOST_PENDING:
+                    self._pending.clear()
+                self._pending[id(work)] = work, place, operation.peer
+
+    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(works: Any, *args: Any, **kwargs: Any) -> Any:
+            awaited = self._on_wait(works)
+            start_ns = self._timer.recording.now_ns()
+            result = original(works, *args, **kwargs)
+            if awaited:
+                self._on_received(awaited, start_ns)
+            return result
+
+        return wait
+
+    def _begin_wait(self, works: Any) -> list[tuple[_Place, int]]:
+        found = (self._pending.pop(id(work), None) for work in works)
+        return [(each[1], each[2]) for each in found if each is not None]
+
+    def _record_received(self, awaited: list[tuple[_Place, int]], start_ns: int) -> None:
+        stop_ns = self._timer.recording.now_ns()
+        for place, peer in awaited:
+            self._record(place, peer, start_ns, stop_ns)
+
+    def _record(self, place: _Place, peer: int, start_ns: int, stop_ns: int) -> None:
+        recording = self._timer.recording
+        put = recording.put
+        put((
+            recording.plan_version, recording.step, place.microbatch, place.chunk, _P2P,
+            (stop_ns - start_ns) * 1e-6, nan, -1, -1, -1, -1, peer, start_ns * 1e-6,
+        ))  # fmt: skip
+
+
+def _do_nothing(args: Arguments, kwargs: Keywords) -> None:
+    """Stand in for the begin of a call of which only the end matters."""
 
 
 def _argument(args: Arguments, kwargs: Keywords, position: int, name: str) -> Any:

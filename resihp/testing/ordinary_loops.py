@@ -44,6 +44,30 @@ class SlowRank:
     since: int = 0
 
 
+@dataclass(frozen=True)
+class PacedLinks:
+    """Every transfer of a pipeline takes `ms` longer, those between two `slow` ranks `factor` times
+    as long from step `since` on. Each rank of a pipeline of two stages has one link."""
+
+    ms: float = 0.0
+    slow: tuple[int, int] = (-1, -1)
+    factor: float = 1.0
+    since: int = 0
+
+    def hold(self, device: EmulatedDevice) -> None:
+        """Make this process wait so much longer for each of its transfers."""
+        from torch.distributed.pipelining import schedules
+
+        waits: Callable[..., None] = vars(schedules)["_wait_batch_p2p"]
+
+        def wait(works: list[Any]) -> None:
+            waits(works)
+            is_slow = device.rank in self.slow and device.step >= self.since
+            time.sleep(self.ms * (self.factor if is_slow else 1.0) * 1e-3 if works else 0.0)
+
+        vars(schedules)["_wait_batch_p2p"] = wait
+
+
 @dataclass
 class EmulatedDevice:
     """Emulated device of one rank. `work_ms` is the time of the present microbatch's forward pass
@@ -167,6 +191,7 @@ class OrdinaryLoop:
     """Folder in which the ranks keep what they sent, for `recorded_batches`."""
     pace: float = 1.0
     """Time of a healthy device over that by `forward_ms`."""
+    links: PacedLinks = PacedLinks()
 
 
 class RecordingClient(Client):
@@ -222,6 +247,8 @@ class RankLoop:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
         device = EmulatedDevice(rank, loop.slow, loop.pace)
+        if loop.links.ms:
+            loop.links.hold(device)
         target, steps = LOOPS[loop.kind](loop, rank, device)
         _kept.append((target, store))
         parts = getattr(target, "_stages", None) or [getattr(target, "_stage", target)]

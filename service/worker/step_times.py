@@ -95,14 +95,16 @@ class StepTimes(Persistent):
 
 
 def _times_ms(batch: TelemetryBatch) -> NDArray[np.float64]:
-    """The parts of `RankTime` in each record, shape (records, 4)."""
+    """The parts of `RankTime` in each record, shape (records, 4). Transfers of microbatches that
+    are stamped count as none: they are waiting of a pass, or lie between two."""
     wait_ms = np.nan_to_num(batch.wait_ms, nan=0.0)
     forward, backward = batch.op == Op.FORWARD, batch.op == Op.BACKWARD
     passes = forward | backward
+    inner = (batch.op == Op.P2P) & (batch.microbatch >= 0) & np.isfinite(batch.start_ms)
     parts = (
         np.where(forward, batch.compute_ms, 0.0),
         np.where(backward, batch.compute_ms, 0.0),
         np.where(passes, wait_ms, 0.0),
-        np.where(passes, 0.0, batch.compute_ms + wait_ms),
+        np.where(passes | inner, 0.0, batch.compute_ms + wait_ms),
     )
     return np.stack(parts, axis=1)

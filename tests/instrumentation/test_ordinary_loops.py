@@ -17,6 +17,7 @@ from resihp.testing.ordinary_loops import (
     LOOPS,
     DocumentLengths,
     OrdinaryLoop,
+    PacedLinks,
     SlowRank,
     run_loop,
 )
@@ -92,3 +93,32 @@ def test_slow_rank_is_named(sidecar, tmp_path, kind):
     assert re.findall(r"ranks=(\([^)]*\))", log) == [one for many in replicas for one in many]
     assert f"microbatches={count * len(replicas)}," in log
     assert "failures=0" in log
+
+
+def test_slow_link_between_stages_is_named_and_no_rank(sidecar, tmp_path):
+    loop = OrdinaryLoop(
+        "1f1b",
+        steps=10_000,
+        pace=4.0,
+        documents=DocumentLengths(3),
+        microbatches=4,
+        url=sidecar.url,
+        job="loop-link",
+        links=PacedLinks(ms=8.0, slow=(1, 3), factor=4.0, since=15),
+    )
+    client, stop = Client(sidecar.url), tmp_path / "stop"
+    with LocalRanks(loop.job, tmp_path / "ranks") as ranks:
+        ranks.start(range(loop.ranks), run_loop, loop, stop)
+        deadline, named = time.monotonic() + PATIENCE_S, set()
+        while (1, 3) not in named:
+            ranks.poll(0.2)
+            assert not any(ranks.exit_codes.values()), ranks.logs()
+            assert time.monotonic() < deadline, ranks.logs()
+            with contextlib.suppress(ServiceError):  # the job is registered after its first step
+                links = client.links(loop.job)
+                named |= {link.ends for link in links if link.status is Status.FAIL_SLOW}
+        blamed = [v for v in client.verdicts(loop.job) if v.status is Status.FAIL_SLOW]
+        assert all(verdict.slowdown < NOISE for verdict in blamed), blamed
+        stop.touch()
+        assert set(ranks.wait(PATIENCE_S).values()) == {0}, ranks.logs()
+        assert "failures=0" in ranks.log(0).read_text()

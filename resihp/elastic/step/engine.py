@@ -84,6 +84,7 @@ class Engine:
             shard,
             split=plan.schedule is Schedule.ZERO_BUBBLE,
             compute_dtype=setup.compute_dtype,
+            record_transfer=setup.record_transfer,
         )
         kind = DeterministicGradientSum if setup.deterministic else GradientSum
         self._sums = kind(shard.tensors, plan.microbatches)
@@ -139,7 +140,7 @@ class Engine:
             if self.setup.pacer is not None:
                 flops = self._passes.flops(item, packed)
                 self.setup.pacer.hold(flops, step, timing.compute_s)
-            self._passes.send(item, outgoing)
+            self._passes.send(item, outgoing, packed)
             if item.part is Part.INPUT:
                 first_halves[index] = timing.stop_ms()
                 continue

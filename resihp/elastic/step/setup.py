@@ -35,6 +35,22 @@ class Recorder(Protocol):
     ) -> None: ...
 
 
+class TransferRecorder(Protocol):
+    """Takes the record of one end of a transfer; `resihp.hooks.Monitor.record` is one."""
+
+    def __call__(
+        self,
+        *,
+        op: Op,
+        step: int,
+        microbatch: int,
+        chunk: int,
+        compute_ms: float,
+        peer: int,
+        start_ms: float,
+    ) -> None: ...
+
+
 def record_nothing(**fields: Any) -> None:
     """Discard a record."""
 
@@ -49,6 +65,8 @@ class Setup:
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`)
     bucket_bytes   size of a gradient all-reduce that overlaps with backward
     device         of parameters, gradients and microbatches; today the CPU alone
+    record_transfer
+                   takes the records of transfers between stages, of both ends; None: not recorded
     """
 
     model: Model
@@ -60,3 +78,4 @@ class Setup:
     deterministic: bool = False
     bucket_bytes: int = 25 << 20
     device: torch.device = CPU
+    record_transfer: TransferRecorder | None = None

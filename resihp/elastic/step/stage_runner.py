@@ -16,8 +16,10 @@ from resihp.pipeline.orders import Part, Pass
 from ..models import Model, Packed
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.layout_groups import LayoutGroups, P2PLink, StageBoundary
+from .setup import TransferRecorder
 from .shard import Shard, part_ranges
 from .split_backward import SplitBackward
+from .telemetry import TransferStamps
 
 
 @dataclass
@@ -40,7 +42,7 @@ class StageRunner:
 
     `run` a pass, then `send` what it returned; `drain` when all passes of a step have run.
     With `split`, backward passes come in halves. `compute_dtype` is the precision of torch's
-    autocast for the forward pass; None: none.
+    autocast for the forward pass; None: none. `record_transfer` takes the records of transfers.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class StageRunner:
         *,
         split: bool = False,
         compute_dtype: torch.dtype | None = None,
+        record_transfer: TransferRecorder | None = None,
     ) -> None:
+        self._record_transfer = record_transfer
         self._model, self._groups, self._parts = model, groups, shard.parts
         replica, index = groups.layout.replicas[groups.place.dp], groups.place.pp
         self._chunks = [
@@ -99,12 +103,13 @@ class StageRunner:
             running.embedded.backward(running.entry.grad)
         return running.entry
 
-    def send(self, item: Pass, outgoing: torch.Tensor) -> None:
+    def send(self, item: Pass, outgoing: torch.Tensor, packed: Packed) -> None:
         """Send what `run` returned to the neighbour that needs it, without waiting."""
         source, target = self._groups.source(item.chunk), self._groups.target(item.chunk)
         neighbour = target if item.op is Op.FORWARD else source
         if neighbour is not None and item.part is not Part.WEIGHT:
-            self._box.send(item.op, neighbour, outgoing)
+            stamps = self._stamps(item.op is Op.FORWARD, item.chunk, packed)
+            self._box.send(item.op, neighbour, outgoing, stamps)
 
     def drain(self) -> None:
         """Wait until all sends have arrived."""
@@ -125,7 +130,8 @@ class StageRunner:
         source, tokens = self._groups.source(chunk), len(packed.tokens)
         embedded, entry = None, torch.empty(0, device=self._groups.device)
         if source is not None:
-            entry = receive(Op.FORWARD, source, self._groups.tp, tokens, self._model.width)
+            stamps = self._stamps(False, chunk, packed)
+            entry = receive(Op.FORWARD, source, self._groups.tp, tokens, self._model.width, stamps)
             entry.requires_grad_()
         hidden = entry
         with torch.autocast(
@@ -149,7 +155,13 @@ class StageRunner:
         target, tokens = self._groups.target(item.chunk), len(packed.tokens)
         if target is None:
             return torch.full_like(running.output, loss_weight)
-        return receive(Op.BACKWARD, target, self._groups.tp, tokens, self._model.width)
+        stamps = self._stamps(True, item.chunk, packed)
+        return receive(Op.BACKWARD, target, self._groups.tp, tokens, self._model.width, stamps)
+
+    def _stamps(self, after: bool, chunk: int, packed: Packed) -> TransferStamps:
+        """Stamps of a transfer over the boundary after a chunk, or before it."""
+        is_around = not after and self._groups.source(chunk) is self._groups.around
+        return TransferStamps(self._record_transfer, packed, chunk - is_around)
 
 
 class P2PQueue:
@@ -158,12 +170,15 @@ class P2PQueue:
     def __init__(self) -> None:
         self._in_flight: deque[tuple[AbortableProcessGroup, dist.Work, torch.Tensor]] = deque()
 
-    def send(self, op: Op, boundary: StageBoundary, tensor_TD: torch.Tensor) -> None:
+    def send(
+        self, op: Op, boundary: StageBoundary, tensor_TD: torch.Tensor, stamps: TransferStamps
+    ) -> None:
         """Send this rank's chunks of what a pass `op` returned to the neighbour stage."""
         for link, (group, source) in zip(boundary.links, _channels(op, boundary), strict=True):
             while self._in_flight and self._in_flight[0][1].is_completed():
                 self._finish_oldest()
             chunk = _chunk(tensor_TD, link, boundary)
+            stamps.sent(link.transfer.target if op is Op.FORWARD else link.transfer.source)
             self._in_flight.append((group, group.start_broadcast(chunk, source), chunk))
 
     def drain(self) -> None:
@@ -177,7 +192,12 @@ class P2PQueue:
 
 
 def receive(
-    op: Op, boundary: StageBoundary, tp: AbortableProcessGroup, tokens: int, width: int
+    op: Op,
+    boundary: StageBoundary,
+    tp: AbortableProcessGroup,
+    tokens: int,
+    width: int,
+    stamps: TransferStamps,
 ) -> torch.Tensor:
     """Return what a pass `op` of the neighbour sent, [tokens, width], gathered over the TP group.
 
@@ -191,7 +211,8 @@ def receive(
     own_CD = torch.empty(max(held) * rows, width, device=tp.device)
     parts = own_CD.split(rows)
     for (group, source), part in zip(_channels(op, boundary), parts, strict=False):
-        group.broadcast(part, source)
+        with stamps.receiving(source):
+            group.broadcast(part, source)
     if len(tp) == 1:
         return own_CD[:tokens]
     gathered = tp.all_gather(own_CD)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from resihp.contracts import Op
 
 from ..models import Packed
 from ..process_groups.abortable import WaitClock
-from .setup import Recorder
+from .setup import Recorder, TransferRecorder
 
 
 class PassRecorder:
@@ -40,6 +43,43 @@ class PassRecorder:
             sequences=len(packed.seq_lens),
             sum_sq_len=packed.sum_sq_len,
             max_len=max(packed.seq_lens),
+        )
+
+
+@dataclass(frozen=True)
+class TransferStamps:
+    """Records the transfers of one microbatch over one boundary, each at both of its ends.
+
+    chunk  that whose output crosses the boundary in a forward pass: the same at both ends
+    """
+
+    record: TransferRecorder | None
+    packed: Packed
+    chunk: int
+
+    def sent(self, peer: int) -> None:
+        """Record that a transfer to `peer` starts, for whose end nobody waits."""
+        if self.record is not None:
+            self._record(peer, time.perf_counter(), 0.0)
+
+    @contextmanager
+    def receiving(self, peer: int) -> Iterator[None]:
+        """Record the block as the receipt of a transfer from `peer`."""
+        start_s = time.perf_counter()
+        yield
+        if self.record is not None:
+            self._record(peer, start_s, time.perf_counter() - start_s)
+
+    def _record(self, peer: int, start_s: float, spent_s: float) -> None:
+        assert self.record is not None
+        self.record(
+            op=Op.P2P,
+            step=self.packed.step,
+            microbatch=self.packed.index,
+            chunk=self.chunk,
+            compute_ms=spent_s * 1e3,
+            peer=peer,
+            start_ms=start_s * 1e3,
         )
 
 
