@@ -142,7 +142,7 @@ def main() -> None:
         "own tokens", folder, max_steps=2, quotas=(5, 3, 1), waits=False,
         average_tokens_across_devices=False,
     )  # fmt: skip
-    train("left", folder, others=(LeavesAStep(),), max_steps=3, quotas=(5, 3, 1), waits=False)
+    train("left", folder, others=(LeavesAStep(),), max_steps=6, quotas=(5, 3, 1), waits=False)
     dist.destroy_process_group()
 
 
