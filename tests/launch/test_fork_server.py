@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def test_random_numbers_differ_between_ranks(ranks: Ranks) -> None:
     assert drawn[0]["b"] != drawn[1]["b"]
 
 
-def test_what_a_script_has_started_gets_the_signal_too(ranks: Ranks) -> None:
+def test_what_a_script_has_started_is_killed_with_it(ranks: Ranks) -> None:
     command = ranks.script(
         "import subprocess, time\n"
         "child = subprocess.Popen(['sleep', '1000'])\n"
@@ -159,6 +159,42 @@ MODULES = {
     "last": "",
     "never_ends": "import time\ntime.sleep(1000)\n",
 }
+
+
+def test_a_script_is_told_to_end_and_not_what_it_has_started(ranks: Ranks) -> None:
+    """Workers of a data loader have to outlive the step that the rank finishes."""
+    command = ranks.script(
+        "import signal, subprocess\n"
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        "def end(*_):\n"
+        "    child.kill()\n"
+        "    tell(child=child.wait())\n"
+        "    sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "open(os.environ['TOLD'] + '.ready', 'w').close()\n"
+        "while True: signal.pause()\n"
+    )
+    key, told = ranks.start(command)
+    until(Path(f"{told}.ready").exists)
+    ranks.server.signal(key, signal.SIGTERM)
+    assert ranks.wait_for(Ended, key).status == 3, ranks.logs()
+    assert json.loads(told.read_text()) == {"child": -signal.SIGKILL}
+
+
+def test_a_program_shares_its_signals_as_a_shell_passes_none_on(ranks: Ranks) -> None:
+    shell = "sleep 300 & echo $! > $TOLD.part; mv $TOLD.part $TOLD; wait"
+    key, told = ranks.start(Command("sh", "program", ("-c", shell)))
+    until(told.exists)
+    ranks.server.signal(key, signal.SIGTERM)
+    assert ranks.wait_for(Ended, key).status == -signal.SIGTERM, ranks.logs()
+    until(lambda: not is_running(int(told.read_text())))
+
+
+def until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_modules_are_imported_before_the_fork_where_that_changes_nothing(tmp_path: Path) -> None:
