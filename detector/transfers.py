@@ -16,7 +16,7 @@ import numpy as np
 
 from resihp.contracts import Op, TelemetryBatch
 
-from .arrays import Bools, Floats, Ints, positions
+from .arrays import Bools, Floats, Ints, group_median, positions
 from .persistence import Persistent
 from .rank_table import RankTable
 
@@ -161,6 +161,23 @@ def transfer_times(transfers: PairedTransfers, differences: Floats) -> Floats:
     return np.where((lower_sends & higher_sends) | ~(times > 0), np.nan, times)
 
 
+def balanced(transfers: PairedTransfers, times: Floats) -> Floats:
+    """Times of a step in which the two directions of a link have the same median, their mean; NaN
+    where one direction has none. Only those of transfers whose sender did not wait.
+
+    An error of the clocks' difference makes one direction shorter and the other longer by as much.
+    Behind a slow device no transfer of one direction may be measured for many steps: the bounds
+    then widen, and the other direction seems to become slower.
+    """
+    lower_sends, higher_sends = transfers.sends
+    links, at = np.unique(transfers.link, return_inverse=True)
+    use = np.isfinite(times) & (lower_sends ^ higher_sends)
+    middle = group_median(times[use], 2 * at[use] + higher_sends[use], 2 * links.size)
+    half = (0.5 * (middle[1::2] - middle[::2]))[at]
+    shifted = times + np.where(lower_sends, half, -half)
+    return np.where(use, np.where(shifted > 0, shifted, np.nan), times)
+
+
 class TransferTimes(Persistent):
     """Separates the transfers of each step of a layout from the waiting."""
 
@@ -190,6 +207,7 @@ class TransferTimes(Persistent):
         transfers = paired(step, rows[known], own[known], peer[known])
         self._bounds = self._bounds.later(ClockBounds.of(transfers))
         times = transfer_times(transfers, self._bounds.differences(transfers.link))
+        times = balanced(transfers, times)
         told = np.isfinite(times)
         spent = (transfers.ends - transfers.starts)[:, told]
         sent = replace(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from detector import Detector, DetectorSettings
 from detector.rank_table import RankTable
-from detector.transfers import ClockBounds, PairedTransfers, TransferTimes
+from detector.transfers import ClockBounds, PairedTransfers, TransferTimes, balanced
 from resihp.contracts import Job, Layout, Op, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, SlowLink, steps_of, transfers
 
@@ -157,6 +157,14 @@ def test_an_end_without_the_other_tells_nothing() -> None:
     assert by_place(found) == by_place(
         whole.select((whole.microbatch != 2) | (np.minimum(whole.rank, whole.peer) > 0))
     )
+
+
+def test_both_directions_of_a_link_count_or_none() -> None:
+    """The error of a clock's difference lengthens one of them and shortens the other."""
+    there = between([0.0, 10.0], [2.0, 12.0], [True, True])
+    assert np.isnan(balanced(there, np.array([2.0, 2.0]))).all()
+    and_back = between([0.0, 10.0, 20.0], [1.5, 13.0, 22.5], [True, False, False])
+    assert balanced(and_back, np.array([1.5, 3.0, 2.5])).tolist() == [2.125, 2.375, 1.875]
 
 
 def test_records_without_a_start_are_left_as_they_are() -> None:
