@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,20 +12,27 @@ _DEVICE_WORDS = (
     "uncorrectable ecc",
     "nccl error",
     "ncclsystemerror",
-    "ncclremoteerror",
     "ncclinternalerror",
     "cudnn_status_execution_failed",
     "xid",
 )
+_LOST_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "ncclremoteerror",
+    "remote process exited",
+)
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """First failure of an attempt; what fails after it is its consequence.
+    """Failure that ended an attempt; what fails after it is its consequence.
 
     attempt  number of the attempt, from 0
     status   exit status, or minus the signal that killed the process
-    message  last line of its stderr
+    message  `error_line` of its stderr
     step     last step whose state is kept, -1 if there is none
     node     index of a node that was lost with its launcher; None: a rank failed
     """
@@ -39,19 +47,37 @@ class Failure:
     @property
     def is_of_device(self) -> bool:
         """True if the words of the error are those of a broken accelerator or network card."""
-        words = self.message.lower()
-        return self.status > 0 and any(word in words for word in _DEVICE_WORDS)
+        return self._says(_DEVICE_WORDS) and not self.is_of_lost_peer
+
+    @property
+    def is_of_lost_peer(self) -> bool:
+        """True if the words of the error say that another rank ended first."""
+        return self._says(_LOST_PEER_WORDS)
 
     @property
     def is_of_script(self) -> bool:
-        """True if the script ended by itself, and not by a signal or by its device."""
-        return self.status > 0 and not self.is_of_device
+        """True if the script ended by itself, and not by a signal, its device or another rank."""
+        return self.status > 0 and not self.is_of_device and not self.is_of_lost_peer
+
+    def _says(self, words: Sequence[str]) -> bool:
+        message = self.message.lower()
+        return self.status > 0 and any(word in message for word in words)
 
     def __str__(self) -> str:
         if self.node is not None:
             return f"node {self.node} was lost"
         how = f"killed by signal {-self.status}" if self.status < 0 else f"status {self.status}"
         return f"rank {self.rank} failed ({how})"
+
+
+def error_line(stderr: str) -> str:
+    """Return the last line that names an exception, else the last one: libraries may warn after it.
+
+    >>> error_line("Traceback ...\\n  File ...\\nValueError: no sample\\n[W] a socket was closed")
+    'ValueError: no sample'
+    """
+    lines = stderr.splitlines() or ["no message"]
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
 
 
 @dataclass(frozen=True)

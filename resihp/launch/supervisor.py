@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -29,7 +30,7 @@ from .options import Options
 from .preemption import NOTICED_STATUS, PreemptionNotice
 from .rank_output import RankOutput
 from .restart_plans import poller_of
-from .restart_policy import Failure
+from .restart_policy import Failure, error_line
 
 _log = logging.getLogger("resihp.launch")
 _TOLD_STATUSES = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -83,6 +84,14 @@ class _Rank:
         self.status: int | None = None
 
 
+class _Consequence(NamedTuple):
+    """Failure in the words of a lost peer, which is reported at `until_s` if nothing else is."""
+
+    rank: _Rank
+    failure: Failure
+    until_s: float
+
+
 class Supervisor:
     """The ranks of this node, over all attempts."""
 
@@ -101,6 +110,7 @@ class Supervisor:
         self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
         self._ranks: dict[str, _Rank] = {}
         self._failed: _Rank | None = None
+        self._consequence: _Consequence | None = None
         self._end: AttemptEnd | None = None
         self._kill_at_s = inf
         self._has_left = False
@@ -135,6 +145,7 @@ class Supervisor:
             self._server.close()
             self._server = ForkServer(self._environment)
         self._ranks, self._failed, self._end, self._kill_at_s = {}, None, None, inf
+        self._consequence = None
         if self._memory_server is not None:
             self._memory_server.token = attempt.token
         index = attempt.index_of(self._nodes.id)
@@ -173,6 +184,7 @@ class Supervisor:
                 if isinstance(event, Ended):
                     self._note_end(attempt, self._ranks[event.key], event.status)
             is_running = any(rank.status is None for rank in self._ranks.values())
+            self._report_consequence(attempt, is_running)
             if is_running:
                 self._leave_if_noticed(attempt)
             if is_running or self._failed is not None:
@@ -217,12 +229,36 @@ class Supervisor:
         if self._has_left and status not in _TOLD_STATUSES:  # the others may wait for it
             self._kill_at_s = min(self._kill_at_s, time.monotonic() + self._options.shutdown_s)
         if self._end is None and self._failed is None and self._is_failure(attempt, status):
-            self._failed = rank
-            if not self._is_without_restart:
-                lines = rank.output.last_lines().splitlines() or ["no message"]
-                step = self._memory.newest_step()
-                failure = Failure(attempt.number, rank.rank, status, lines[-1], step)
-                self._nodes.end(attempt, AttemptEnd(EndKind.FAILURE, str(failure), failure))
+            if self._is_without_restart:
+                self._failed = rank
+            else:
+                self._note_failure(attempt, rank, status)
+
+    def _note_failure(self, attempt: Attempt, rank: _Rank, status: int) -> None:
+        """Report a failure; one in the words of a lost peer only if no other comes before long.
+
+        The rank that failed first may end last: its connections close before its process does.
+        """
+        message = error_line(rank.output.last_lines())
+        step = self._memory.newest_step()
+        failure = Failure(attempt.number, rank.rank, status, message, step)
+        if not failure.is_of_lost_peer:
+            self._report(attempt, rank, failure)
+        elif self._consequence is None:
+            wait_s = self._options.heartbeat.total_seconds()
+            self._consequence = _Consequence(rank, failure, time.monotonic() + wait_s)
+
+    def _report_consequence(self, attempt: Attempt, is_running: bool) -> None:
+        """Report the failure in the words of a lost peer where nothing else tells the cause."""
+        held = self._consequence
+        if held is None or self._failed is not None or self._end is not None:
+            return
+        if not is_running or time.monotonic() >= held.until_s:
+            self._report(attempt, held.rank, held.failure)
+
+    def _report(self, attempt: Attempt, rank: _Rank, failure: Failure) -> None:
+        self._failed = rank
+        self._nodes.end(attempt, AttemptEnd(EndKind.FAILURE, str(failure), failure))
 
     def _is_failure(self, attempt: Attempt, status: int) -> bool:
         """True if an end is more than the loss of a rank that the others recover from."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.launch.restart_policy import ATTEMPTS_WITHOUT_PROGRESS, Failure, decide
+from resihp.launch.restart_policy import (
+    ATTEMPTS_WITHOUT_PROGRESS,
+    Failure,
+    decide,
+    error_line,
+)
 
 ERROR = "ValueError: no such sample"
 
@@ -32,6 +38,30 @@ def test_an_error_of_the_device_is_not_the_scripts() -> None:
     device = failed(1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", 6)
     assert decide([device, device]).restarts
     assert not decide([device] * ATTEMPTS_WITHOUT_PROGRESS).restarts
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4021",
+        "torch.distributed.DistBackendError: NCCL error: ncclRemoteError: A call failed possibly "
+        "due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_the_loss_of_another_rank_is_neither_of_the_device_nor_of_the_script(message: str) -> None:
+    failure = failed(1, message, 6)
+    assert failure.is_of_lost_peer
+    assert not failure.is_of_device
+    assert decide([failure, failure]).restarts
+
+
+def test_the_line_of_an_error_is_that_of_the_exception() -> None:
+    text = (
+        "Traceback (most recent call last):\n  File\n    raise\nmy.own.SampleError: none\n[W] c10d"
+    )
+    assert error_line(text) == "my.own.SampleError: none"
+    assert error_line("a\nterminate called") == "terminate called"
+    assert error_line("") == "no message"
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8))

@@ -214,6 +214,25 @@ def test_the_sidecar_itself_restarts_a_job(tmp_path: Path, undisturbed: dict[int
     assert {**losses(tmp_path, 0), **losses(tmp_path, 1)} == pytest.approx(undisturbed, rel=1e-3)
 
 
+def test_the_rank_that_failed_first_may_end_last(tmp_path: Path) -> None:
+    """The others read of its end before its process has ended."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "attempt, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
+        "told = Path('told')\n"
+        "if attempt == '0' and rank == '0':\n"
+        "    told.write_text(str(os.getpid()))\n"
+        "    raise RuntimeError('Connection closed by peer [127.0.0.1]:4021')\n"
+        "if attempt == '0':\n"
+        "    while not told.exists() or not told.read_text():\n        time.sleep(0.01)\n"
+        "    while Path('/proc', told.read_text()).exists():\n        time.sleep(0.01)\n"
+        "    raise RuntimeError('CUDA error: uncorrectable ECC error encountered')\n"
+    )
+    done = launched(tmp_path, "--nproc-per-node", "1:2", "--heartbeat", "200", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert "device 1 of this node is left out" in done.stderr, done.stderr
+
+
 def test_a_bug_of_the_script_ends_it_after_two_tries(tmp_path: Path) -> None:
     done = run(tmp_path, "2", "0:1:7:bug")
     assert done.returncode == 1, done.stderr
