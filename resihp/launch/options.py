@@ -126,7 +126,7 @@ class Options:
     @property
     def last_call_s(self) -> float:
         """Time for which the first attempt waits for more nodes than it needs."""
-        return 3 * self.heartbeat.total_seconds()
+        return 6 * self.heartbeat.total_seconds()
 
     @property
     def poll_s(self) -> float:

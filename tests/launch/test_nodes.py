@@ -19,7 +19,8 @@ from tests.elastic.engine_job import is_running
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
-HEARTBEAT_S = 3
+HEARTBEAT_S = 10
+"""All launchers of a job start, and each one beats, within less than it on a busy machine too."""
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
