@@ -66,7 +66,8 @@ def test_both_formats_lead_to_the_same_verdicts(http: Http, form: WireFormat):
     for step in range(4):
         answer = http.send(name, batch_of(step, slow=(5,) if step > 1 else ()), form)
         assert answer.status == 202
-        assert answer.json() == {"accepted": 32, "duplicate": False}
+        accepted = answer.json()
+        assert (accepted["accepted"], accepted["duplicate"]) == (32, False)
     plan = http("GET", f"/v1/jobs/{name}/plan?after=0&wait=15")
     assert plan.status == 200
     document = plan.json()
