@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import select
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from resihp.checkpoint.levels.node_memory import MemoryServers
 from resihp.checkpoint.levels.peer_server import PeerServer
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
@@ -28,6 +24,7 @@ from .node_memory_folder import NodeMemoryFolder
 from .nodes import Nodes
 from .options import Options
 from .preemption import NOTICED_STATUS, PreemptionNotice
+from .rank_environment import RankEnvironment
 from .rank_output import RankOutput
 from .restart_plans import poller_of
 from .restart_policy import Failure, error_line
@@ -101,13 +98,12 @@ class Supervisor:
         self._options, self._nodes, self._memory = options, nodes, memory
         self._notice = notice
         self._devices = list(range(len(options.joins) or options.processes))
-        self._environment = self._of_all_ranks()
-        self._server = ForkServer(self._environment)
+        self._environment = RankEnvironment(options, nodes.id, memory.path)
+        self._server = ForkServer(self._environment.of_all_ranks())
         self._memory_server: PeerServer | None = None
         if options.nodes > 1 and memory.path is not None and not options.joins:
             own_address = address_towards(options.host, options.port or 1)
             self._memory_server = serve_memory(memory.path, own_address)
-        self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
         self._ranks: dict[str, _Rank] = {}
         self._failed: _Rank | None = None
         self._consequence: _Consequence | None = None
@@ -136,14 +132,14 @@ class Supervisor:
         if self._memory_server is not None:
             self._memory_server.close()
         self._notice.close()
-        self._files.cleanup()
+        self._environment.close()
 
     # One attempt.
 
     def _start(self, attempt: Attempt) -> None:
         if not self._server.is_alive:
             self._server.close()
-            self._server = ForkServer(self._environment)
+            self._server = ForkServer(self._environment.of_all_ranks())
         self._ranks, self._failed, self._end, self._kill_at_s = {}, None, None, inf
         self._consequence = None
         if self._memory_server is not None:
@@ -159,7 +155,13 @@ class Supervisor:
             )
             key = f"{attempt.number}/{rank}"
             self._ranks[key] = _Rank(rank, local_rank, output)
-            variables = self._of_one_rank(rank, local_rank, attempt)
+            variables = self._environment.of_one_rank(
+                rank,
+                local_rank,
+                attempt,
+                self._devices,
+                has_copies=self._memory_server is not None,
+            )
             self._server.start(key, self._options.command, variables, output.descriptors)
             output.started()
         _log.info("attempt %d begins, with ranks %s", attempt.number, [*ranks])
@@ -354,72 +356,6 @@ class Supervisor:
             "rank %d failed with status %d:\n%s", rank.rank, rank.status, rank.output.last_lines()
         )
         return _status(rank.status)
-
-    # The environment.
-
-    def _of_all_ranks(self) -> dict[str, str]:
-        """Variables that the ranks have in common, in every attempt."""
-        # Processes that all compute on every core slow each other down many times.
-        threads = {"OMP_NUM_THREADS": "1"} if self._options.processes > 1 else {}
-        memory = self._memory.path
-        kept = {} if memory is None else {"RESIHP_NODE_MEMORY": str(memory)}
-        return {**threads, **os.environ, **kept}
-
-    def _of_one_rank(self, rank: int, local_rank: int, attempt: Attempt) -> dict[str, str]:
-        """The variables that torchrun sets, `RESIHP_JOIN`, and `RESIHP_PLAN` after a plan."""
-        options = self._options
-        ranks = str(attempt.world_size)
-        restarts = "none" if options.max_restarts is None else str(options.max_restarts)
-        plan = {"RESIHP_PLAN": str(self._plan_file(attempt))} if attempt.plan else {}
-        return {
-            **plan,
-            **self._memory_servers(attempt),
-            **self._visible_devices(),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": str(len(self._devices)),
-            "GROUP_RANK": str(attempt.index_of(self._nodes.id) or 0),
-            "GROUP_WORLD_SIZE": str(len(attempt.nodes)),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": ranks,
-            "MASTER_ADDR": options.host,
-            "MASTER_PORT": str(attempt.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": options.run,
-            "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
-            "TORCHELASTIC_MAX_RESTARTS": restarts,
-            "RESIHP_JOIN": "1" if options.joins else "0",
-        }
-
-    def _memory_servers(self, attempt: Attempt) -> dict[str, str]:
-        """Variable with the servers of checkpoints, where there are several nodes."""
-        if self._memory_server is None:
-            return {}
-        return MemoryServers(
-            token=attempt.token,
-            servers=attempt.memories,
-            target=attempt.copies_at(self._nodes.id),
-            timeout_s=self._options.heartbeat.total_seconds(),
-        ).to_environment()
-
-    def _plan_file(self, attempt: Attempt) -> Path:
-        """File with the plan that the attempt follows."""
-        path = Path(self._files.name) / f"plan-{attempt.number}.json"
-        path.write_text(attempt.plan)
-        return path
-
-    def _visible_devices(self) -> dict[str, str]:
-        """CUDA's variable without the devices that are left out."""
-        if len(self._devices) == self._options.processes or self._options.joins:
-            return {}
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = (
-            named.split(",") if named else [str(index) for index in range(max(self._devices) + 1)]
-        )
-        kept = [names[index] for index in self._devices if index < len(names)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(kept)}
 
 
 def _status(status: int) -> int:

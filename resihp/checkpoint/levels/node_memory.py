@@ -11,19 +11,19 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from resihp.contracts import CheckpointError, ContractError, from_json, to_json
 
-from ..format.index import FileIndex, read_index
+from ..format.index import FileIndex
 from ..format.metadata import data_name
-from ..history import StoredCheckpoint, best_first, merged_lineage
+from ..history import StoredCheckpoint, best_first
 from ..staging.in_flight import InFlightCheckpoint
 from .checkpoint_folder import FolderReader, part_folder, step_name
 from .level import CheckpointReader
 from .local_disk import LocalDisk
-from .peer_memory import Holder, PeerReader
+from .peer_memory import Holder, Inventory, PeerReader
 from .peer_server import Address, Connection
 
 VARIABLE = "RESIHP_NODE_MEMORY"
@@ -121,42 +121,27 @@ class NodeMemory(LocalDisk):
         """
         if not self._servers.servers or threading.get_ident() == self._writer:
             return super().checkpoints()
-        newest = {one.step: one for one in reversed(best_first(_complete(self._inventory())))}
-        return [newest[step] for step in sorted(newest)]
+        return self._inventory().checkpoints()
 
     def open(self, step: int) -> CheckpointReader:
         """Open a checkpoint. Raises `CheckpointError` if it is in no memory."""
         if not self._servers.servers:
             return super().open(step)
-        held = [holder for holder in self._inventory() if holder[0].step == step]
-        best = best_first(_complete(held))
+        inventory = self._inventory().at(step)
+        best = best_first(inventory.complete())
         if not best:
             raise CheckpointError(f"no node holds all of step {step}")
-        holders: dict[int, list[Holder]] = {}
-        for index, address in held:
-            if index.run == best[0].lineage.run:
-                holders.setdefault(index.rank, []).append((index, address))
         own: FolderReader | None = None
         with contextlib.suppress(OSError, CheckpointError):
             own = FolderReader(self.folder / step_name(step))
-        return _NodesReader(holders, self._servers, own)
+        return _NodesReader(inventory.holders(best[0]), self._servers, own)
 
     def close(self) -> None:
         """Close the connection to the next node."""
         self._disconnect()
 
-    def _inventory(self) -> list[Holder]:
-        """Indexes of all files in the memory of nodes that answer."""
-        found: list[Holder] = []
-        for address in self._servers.servers:
-            with (
-                contextlib.suppress(OSError, CheckpointError, LookupError),
-                contextlib.closing(self._servers.connect(address)) as connection,
-            ):
-                connection.send(do="list")
-                texts = connection.receive()["indexes"]
-                found += [(read_index(text, f"memory at {address}"), address) for text in texts]
-        return found
+    def _inventory(self) -> Inventory:
+        return Inventory.ask(self._servers.servers, self._servers.connect)
 
     def _copy(self, index: FileIndex, target: Address) -> None:
         """Send this rank's file; over a new connection if the server has closed the one before."""
@@ -226,21 +211,6 @@ class _NodesReader(PeerReader):
         super().close()
         if self._own is not None:
             self._own.close()
-
-
-def _complete(inventory: Iterable[Holder]) -> list[StoredCheckpoint]:
-    """List the checkpoints with the file of every rank that any of their indexes names.
-
-    The index in a node's folder names the ranks of the node, that of a copy all ranks of the job.
-    """
-    held: dict[tuple[int, str], list[FileIndex]] = {}
-    for index, _ in inventory:
-        held.setdefault((index.step, index.run), []).append(index)
-    return [
-        StoredCheckpoint(step, merged_lineage(index.lineage for index in indexes))
-        for (step, _), indexes in held.items()
-        if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
-    ]
 
 
 def _ranks_of_this_node() -> range | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
 
@@ -21,6 +22,60 @@ from .peer_server import Address, Connection, PeerServer
 
 Holder = tuple[FileIndex, Address]
 """Index of an image, and the address of the server that holds it."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Images in the memory of several processes."""
+
+    held: Sequence[Holder]
+
+    @classmethod
+    def ask(
+        cls, addresses: Iterable[Address], connect: Callable[[Address], Connection]
+    ) -> Inventory:
+        """Ask every server; one that does not answer holds nothing."""
+        held: list[Holder] = []
+        for address in addresses:
+            with (
+                contextlib.suppress(OSError, CheckpointError, LookupError),
+                contextlib.closing(connect(address)) as connection,
+            ):
+                connection.send(do="list")
+                texts = connection.receive()["indexes"]
+                held += [(read_index(text, f"memory at {address}"), address) for text in texts]
+        return cls(held)
+
+    def at(self, step: int) -> Inventory:
+        """Leave out the images of other steps."""
+        return Inventory([holder for holder in self.held if holder[0].step == step])
+
+    def complete(self) -> list[StoredCheckpoint]:
+        """List the checkpoints with the file of every rank that any of their indexes names.
+
+        Files of different runs never mix.
+        """
+        parts: dict[tuple[int, str], list[FileIndex]] = {}
+        for index, _ in self.held:
+            parts.setdefault((index.step, index.run), []).append(index)
+        return [
+            StoredCheckpoint(step, merged_lineage(index.lineage for index in indexes))
+            for (step, _), indexes in parts.items()
+            if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
+        ]
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """List the best complete checkpoint of each step, in the order of steps."""
+        newest = {one.step: one for one in reversed(best_first(self.complete()))}
+        return [newest[step] for step in sorted(newest)]
+
+    def holders(self, checkpoint: StoredCheckpoint) -> dict[int, list[Holder]]:
+        """Return for each rank the images of its file."""
+        found: dict[int, list[Holder]] = {}
+        for index, address in self.at(checkpoint.step).held:
+            if index.run == checkpoint.lineage.run:
+                found.setdefault(index.rank, []).append((index, address))
+        return found
 
 
 class PeerMemory(Level):
@@ -120,22 +175,17 @@ class PeerMemory(Level):
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         """List the checkpoints of which the reachable ranks together hold every file."""
-        newest = {one.step: one for one in reversed(best_first(_complete(self._inventory())))}
-        return [newest[step] for step in sorted(newest)]
+        return self._inventory().checkpoints()
 
     def open(self, step: int) -> PeerReader:
         """Open a checkpoint. Raises `CheckpointError` if no reachable rank holds any of it."""
-        held = [(index, address) for index, address in self._inventory() if index.step == step]
-        best = best_first(_complete(held)) or best_first(
-            StoredCheckpoint(step, index.lineage) for index, _ in held
+        inventory = self._inventory().at(step)
+        best = best_first(inventory.complete()) or best_first(
+            StoredCheckpoint(step, index.lineage) for index, _ in inventory.held
         )
         if not best:
             raise CheckpointError(f"no reachable rank holds step {step}")
-        holders: dict[int, list[Holder]] = {}
-        for index, address in held:
-            if index.run == best[0].lineage.run:
-                holders.setdefault(index.rank, []).append((index, address))
-        return PeerReader(holders, self._connect)
+        return PeerReader(inventory.holders(best[0]), self._connect)
 
     def close(self) -> None:
         """Stop sending; also end the server unless it was passed in."""
@@ -151,17 +201,8 @@ class PeerMemory(Level):
             self._connection.close()
         self._connection = None
 
-    def _inventory(self) -> list[Holder]:
-        found: list[Holder] = []
-        for address in self._addresses.values():
-            with (
-                contextlib.suppress(OSError, CheckpointError),
-                contextlib.closing(self._connect(address)) as connection,
-            ):
-                connection.send(do="list")
-                texts = connection.receive()["indexes"]
-                found += [(read_index(text, f"memory at {address}"), address) for text in texts]
-        return found
+    def _inventory(self) -> Inventory:
+        return Inventory.ask(self._addresses.values(), self._connect)
 
 
 class PeerReader(CheckpointReader):
@@ -216,15 +257,3 @@ class PeerReader(CheckpointReader):
             raise
         with self._lock:
             idle.append(connection)
-
-
-def _complete(inventory: Iterable[Holder]) -> list[StoredCheckpoint]:
-    """List the checkpoints with the file of every rank; files of different runs never mix."""
-    held: dict[tuple[int, str], list[FileIndex]] = {}
-    for index, _ in inventory:
-        held.setdefault((index.step, index.run), []).append(index)
-    return [
-        StoredCheckpoint(step, merged_lineage(index.lineage for index in indexes))
-        for (step, _), indexes in held.items()
-        if {rank for index in indexes for rank in index.ranks} <= {i.rank for i in indexes}
-    ]

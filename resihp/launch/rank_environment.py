@@ -1,0 +1,101 @@
+"""Environment variables of the ranks that a launcher starts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from resihp.checkpoint.levels.node_memory import VARIABLE as NODE_MEMORY
+from resihp.checkpoint.levels.node_memory import MemoryServers
+
+from .attempts import Attempt
+from .options import Options
+
+
+class RankEnvironment:
+    """Variables of this node's ranks: those of torchrun, and those of ResiHP.
+
+    launcher  name of this launcher among the nodes of an attempt
+    memory    folder of the node's memory; None: there is none
+    """
+
+    def __init__(self, options: Options, launcher: str, memory: Path | None) -> None:
+        self._options, self._launcher, self._memory = options, launcher, memory
+        self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
+
+    def of_all_ranks(self) -> dict[str, str]:
+        """Return the variables that the ranks have in common, in every attempt."""
+        # Processes that all compute on every core slow each other down many times.
+        threads = {"OMP_NUM_THREADS": "1"} if self._options.processes > 1 else {}
+        kept = {} if self._memory is None else {NODE_MEMORY: str(self._memory)}
+        return {**threads, **os.environ, **kept}
+
+    def of_one_rank(
+        self,
+        rank: int,
+        local_rank: int,
+        attempt: Attempt,
+        devices: Sequence[int],
+        *,
+        has_copies: bool,
+    ) -> dict[str, str]:
+        """Return the variables of a rank, with `RESIHP_JOIN`, and `RESIHP_PLAN` after a plan.
+
+        devices     of this node, by local rank
+        has_copies  the launchers store copies of checkpoints for one another
+        """
+        options = self._options
+        ranks = str(attempt.world_size)
+        restarts = "none" if options.max_restarts is None else str(options.max_restarts)
+        plan = {"RESIHP_PLAN": str(self._plan_file(attempt))} if attempt.plan else {}
+        return {
+            **plan,
+            **(self._memory_servers(attempt) if has_copies else {}),
+            **self._visible_devices(devices),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": str(len(devices)),
+            "GROUP_RANK": str(attempt.index_of(self._launcher) or 0),
+            "GROUP_WORLD_SIZE": str(len(attempt.nodes)),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": ranks,
+            "MASTER_ADDR": options.host,
+            "MASTER_PORT": str(attempt.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": options.run,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
+            "TORCHELASTIC_MAX_RESTARTS": restarts,
+            "RESIHP_JOIN": "1" if options.joins else "0",
+        }
+
+    def close(self) -> None:
+        """Delete the files that the variables name."""
+        self._files.cleanup()
+
+    def _memory_servers(self, attempt: Attempt) -> dict[str, str]:
+        """Variable with the servers of checkpoints."""
+        return MemoryServers(
+            token=attempt.token,
+            servers=attempt.memories,
+            target=attempt.copies_at(self._launcher),
+            timeout_s=self._options.heartbeat.total_seconds(),
+        ).to_environment()
+
+    def _plan_file(self, attempt: Attempt) -> Path:
+        """File with the plan that the attempt follows."""
+        path = Path(self._files.name) / f"plan-{attempt.number}.json"
+        path.write_text(attempt.plan)
+        return path
+
+    def _visible_devices(self, devices: Sequence[int]) -> dict[str, str]:
+        """CUDA's variable without the devices that are left out."""
+        if len(devices) == self._options.processes or self._options.joins:
+            return {}
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = named.split(",") if named else [str(index) for index in range(max(devices) + 1)]
+        kept = [names[index] for index in devices if index < len(names)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(kept)}
