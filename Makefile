@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
+# Tests and demo start Python hundreds of times: its modules are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test lint types imports tests integrations soak serve clean
 
 help:  ## this list
