@@ -84,9 +84,12 @@ class Launchers:
 
     def runs(self, attempt: int, ranks: int) -> list[int]:
         """Processes of an attempt, once all its ranks have made a step."""
+        self.until(lambda: self.has_run(attempt, ranks))
         files = [self.folder / f"{attempt}-{rank}-of-{ranks}" for rank in range(ranks)]
-        self.until(lambda: all(file.exists() for file in files))
         return [int(file.read_text().split()[0]) for file in files]
+
+    def has_run(self, attempt: int, ranks: int) -> bool:
+        return all((self.folder / f"{attempt}-{rank}-of-{ranks}").exists() for rank in range(ranks))
 
     def kill(self, node: int) -> None:
         os.killpg(self._processes[f"node-{node}"].pid, signal.SIGKILL)
@@ -126,20 +129,22 @@ def test_nodes_are_lost_leave_and_are_replaced(tmp_path: Path) -> None:
         job.until(lambda: "waits as a standby" in job.log(2))
         job.start(3)
         job.until(lambda: "waits as a standby" in job.log(3))
-        job.kill(3)  # changes nothing
+        job.kill(3)
         job.kill(1)
         job.until(lambda: not is_running(pids[2]))
         job.runs(1, 3)
         assert "node 1 was lost: restart" in job.log(0)
         assert "attempt 1 begins, with ranks [2]" in job.log(2)
         (tmp_path / "notice").write_text("maintenance")
-        job.runs(2, 2)
+        # The spare that died within the last heartbeat may be taken first, and cost a restart.
+        job.until(lambda: job.has_run(2, 2) or job.has_run(3, 2))
         assert job.status(2) == 128 + signal.SIGTERM, job.logs()
         assert re.search(r"found \S+notice: maintenance: this node leaves the job", job.log(2))
         assert "node 2 leaves the job (found" in job.log(0)
         (tmp_path / "finish").touch()
         assert job.status(0) == 0, job.logs()
-        assert job.log(0).count(": restart") == 2
+        restarts = 3 if "node 3 was lost" in job.log(0) else 2
+        assert job.log(0).count(": restart") == restarts
 
 
 def test_the_job_ends_with_fewer_nodes_than_it_needs(tmp_path: Path) -> None:
