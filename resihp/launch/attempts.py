@@ -1,10 +1,14 @@
 """Attempts of a job, and the documents by which its launchers agree on them. Pure.
 
 1. Each launcher announces a `NodeOffer` when it starts.
-2. Node 0 publishes an `Attempt`: the ranks of each node. Nodes without ranks in it are standbys.
+2. The coordinator, one of the launchers, publishes an `Attempt`: the ranks of each node. Nodes
+   without ranks in it are standbys.
 3. The first launcher that finds a reason publishes the `AttemptEnd`; all then end their ranks.
 4. Each launcher of the attempt reports another `NodeOffer` once its ranks have ended.
-5. Node 0 publishes the next `Attempt`, or the `JobEnd`.
+5. The coordinator publishes the next `Attempt`, or the `JobEnd`.
+
+Node 0 is the coordinator where it hosts the store. In a store that outlives it, the first launcher
+is, and when that one is lost another launcher of the attempt.
 """
 
 from __future__ import annotations
@@ -69,7 +73,8 @@ class NodeRanks:
 class Attempt:
     """One start of all ranks of the job.
 
-    port  of the store at which the ranks meet
+    port, host
+          of the store at which the ranks meet; no host: that of the launchers' store
     why   reason of the restart; empty for the first attempt
     plan  JSON of the plan that it follows, in the ranks of this attempt; empty: none
     token, memories
@@ -83,6 +88,7 @@ class Attempt:
     plan: str = ""
     token: str = ""
     memories: tuple[tuple[str, int], ...] = ()
+    host: str = ""
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Node 0's part in the agreement of the launchers: it decides about attempts."""
+"""The coordinator's part in the agreement of the launchers: it decides about attempts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class AttemptCoordinator:
 
     heartbeats  None for one node
     plans       None without a sidecar
-    notice      whether node 0 is about to be taken away
+    notice      whether this node is about to be taken away, which ends the job where it hosts the
+                store
+    token       secret of the servers of checkpoints; "" for a new one
+
+    Failures that another coordinator has kept count as well.
     """
 
     def __init__(
@@ -38,11 +42,12 @@ class AttemptCoordinator:
         heartbeats: LauncherHeartbeats | None,
         plans: RestartPlanPoller | None,
         notice: PreemptionNotice,
+        token: str = "",
     ) -> None:
         self._options, self._store = options, store
         self._heartbeats, self._plans, self._notice = heartbeats, plans, notice
-        self._failures: list[Failure] = []
-        self._token = secrets.token_hex(16)
+        self._failures = store.failures()
+        self._token = token or secrets.token_hex(16)
         self._pause = _RestartPause()
 
     def first(self) -> Attempt | JobEnd:
@@ -54,7 +59,7 @@ class AttemptCoordinator:
         while True:
             offers, waited_s = self._offers(), time.monotonic() - begun_s
             is_late = waited_s > options.last_call_s
-            if self._notice.why is not None:
+            if self._has_to_end:
                 return self._end_by_notice()
             if len(offers) >= (options.least_nodes if is_late else options.nodes):
                 break
@@ -85,7 +90,7 @@ class AttemptCoordinator:
         end = self._store.end_of(attempt.number)
         if not lost and all(report.completed for report in reports):
             return JobEnd(0)
-        if self._notice.why is not None:
+        if self._has_to_end:
             return self._end_by_notice()
         why = end.why if end is not None else "ranks ended without having completed"
         failure = end.failure if end is not None else None
@@ -93,6 +98,7 @@ class AttemptCoordinator:
             failure = _loss_of(lost[0], attempt, step)
         if failure is not None:
             self._failures.append(failure)
+            self._store.keep_failures(self._failures)
             decision = decide(self._failures, max_restarts=self._options.max_restarts)
             if not decision.restarts:
                 return JobEnd(_exit_status(failure.status), decision.why, failure.rank)
@@ -116,7 +122,10 @@ class AttemptCoordinator:
             nodes = place(offers, before=before, most=most, left_out=left_out(plan, attempt))
         else:
             plan, nodes = None, place(offers, before=before, most=most)
-        if len(nodes) < least or nodes[0].id != before[0]:
+        is_without_host = not self._options.outlives_nodes and (
+            not nodes or nodes[0].id != before[0]
+        )
+        if len(nodes) < least or is_without_host:
             left = f"{len(nodes)} of at least {plural(least, 'node')}"
             return JobEnd(status, f"{why}: {left} {'is' if len(nodes) == 1 else 'are'} left")
         same_ranks = [node.key for node in nodes] == [node.key for node in attempt.nodes]
@@ -125,6 +134,11 @@ class AttemptCoordinator:
             is_as_planned = following.world_size == len(plan.layout.members)
             following = replace(following, plan=as_renumbered(plan) if is_as_planned else "")
         return self._begun(following, plan, step, same_ranks=same_ranks)
+
+    @property
+    def _has_to_end(self) -> bool:
+        """True if the store ends with this node, which is about to be taken away."""
+        return self._notice.why is not None and not self._options.outlives_nodes
 
     def _end_by_notice(self) -> JobEnd:
         return JobEnd(NOTICED_STATUS, f"node 0 leaves the job ({self._notice.why})")
@@ -154,7 +168,7 @@ class AttemptCoordinator:
                 return reports, lost
             if lost:
                 self._end_by_loss(lost[0], attempt, step)
-            if self._notice.why is not None:
+            if self._has_to_end:
                 end = AttemptEnd(EndKind.NOTICE, self._end_by_notice().why)
                 self._store.end(attempt.number, end)
             time.sleep(_POLL_S)
@@ -185,8 +199,13 @@ class AttemptCoordinator:
         offers = self._store.announced()
         if self._heartbeats is None:
             return offers
-        silent = self._heartbeats.silent
-        return [o for o in offers if o.id not in silent and not self._store.is_marked(o.id, "left")]
+        gone = self._heartbeats.silent
+        return [
+            offer
+            for offer in offers
+            if offer.id not in gone
+            and not any(self._store.is_marked(offer.id, mark) for mark in ("left", "lost"))
+        ]
 
     # Plans.
 

@@ -42,9 +42,11 @@ class BeatCounter:
 class LauncherHeartbeats:
     """Sends this launcher's heartbeats, and reads those of the others, in a thread.
 
-    reads_others  on node 0
+    coordinates   this launcher decides: it reads the heartbeats of all others, which read its own
     silent        launchers that have sent none for the time-out, or have left
-    is_given_up   node 0 has taken this launcher for lost
+    silent_coordinator
+                  the one that decides, while it is silent; None: it is there
+    is_given_up   the coordinator has taken this launcher for lost
     """
 
     def __init__(
@@ -52,11 +54,10 @@ class LauncherHeartbeats:
         open_store: Callable[[], dist.Store],
         launcher: str,
         timeout: timedelta,
-        *,
-        reads_others: bool,
     ) -> None:
-        self._reads_others = reads_others
+        self.coordinates = False
         self.silent: frozenset[str] = frozenset()
+        self.silent_coordinator: str | None = None
         self.is_given_up = False
         self._launcher, self._interval_s = launcher, timeout.total_seconds() / _BEATS
         self._store = LauncherStore(open_store())
@@ -74,19 +75,19 @@ class LauncherHeartbeats:
             try:
                 self._store.beat(self._launcher)
                 self.is_given_up = self._store.is_marked(self._launcher, "lost")
-                if self._reads_others:
+                if self.coordinates:
                     ids = {offer.id for offer in self._store.announced()} - {self._launcher}
-                    self.silent |= {each for each in ids if self._has_gone(each)}
+                    gone = {each for each in ids - self.silent if self._has_gone(each)}
+                    for each in gone:
+                        self._store.mark(each, "lost")
+                    self.silent |= gone
+                else:
+                    coordinator = self._store.coordinator()
+                    is_gone = bool(coordinator) and self._has_gone(coordinator)
+                    self.silent_coordinator = coordinator if is_gone else None
             except dist.DistError as error:
-                _log.debug("no more heartbeats: %s", error)
-                return
+                _log.debug("no heartbeat: %s", error)
 
     def _has_gone(self, launcher: str) -> bool:
-        if launcher in self.silent:
-            return False
-        if self._store.is_marked(launcher, "left"):
-            return True
-        if not self._counter.is_silent(launcher, self._store.beat(launcher, 0)):
-            return False
-        self._store.mark(launcher, "lost")
-        return True
+        beats = self._store.beat(launcher, 0)
+        return self._store.is_marked(launcher, "left") or self._counter.is_silent(launcher, beats)

@@ -1,8 +1,9 @@
-"""Documents of the launchers in the store that node 0 hosts."""
+"""Documents of the launchers in the store of the job."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -10,10 +11,13 @@ import torch.distributed as dist
 from resihp.contracts import from_json, to_json
 
 from .attempts import Attempt, AttemptEnd, JobEnd, NodeOffer
+from .restart_policy import Failure
 
 T = TypeVar("T")
 _NEWEST = "attempt"
 _LAUNCHERS = "launchers"
+_COORDINATOR = "coordinator"
+_FAILURES = "failures"
 
 
 class LauncherStore:
@@ -23,7 +27,25 @@ class LauncherStore:
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = dist.PrefixStore("resihp-run", store)
+        self._store = store
+
+    def coordinator(self) -> str:
+        """Launcher that decides about attempts; "" before there is one."""
+        return self._store.get(_COORDINATOR).decode() if self._store.check([_COORDINATOR]) else ""
+
+    def coordinate(self, launcher: str, after: str = "") -> bool:
+        """Let a launcher decide `after` another one; False if a third one does."""
+        return self._store.compare_set(_COORDINATOR, after, launcher).decode() == launcher
+
+    def keep_failures(self, failures: Sequence[Failure]) -> None:
+        """Keep the failures of the job for a coordinator to come."""
+        self._store.set(_FAILURES, json.dumps([to_json(failure) for failure in failures]))
+
+    def failures(self) -> list[Failure]:
+        """Failures of the job, by attempt."""
+        if not self._store.check([_FAILURES]):
+            return []
+        return [from_json(Failure, failure) for failure in json.loads(self._store.get(_FAILURES))]
 
     def announce(self, offer: NodeOffer) -> None:
         """Add a launcher to the job."""
@@ -34,14 +56,17 @@ class LauncherStore:
         """Offers of all launchers that have come, by arrival."""
         if not self._store.check([_LAUNCHERS]):
             return []
-        lines = self._store.get(_LAUNCHERS).decode().splitlines()
+        lines = dict.fromkeys(self._store.get(_LAUNCHERS).decode().splitlines())  # one may be twice
         return [from_json(NodeOffer, json.loads(line)) for line in lines]
 
-    def publish(self, number: int, what: Attempt | JobEnd) -> None:
-        """Publish attempt `number`, or the end of the job in its place."""
+    def publish(self, number: int, what: Attempt | JobEnd) -> bool:
+        """Publish attempt `number`, or the end of the job in its place; False if another launcher
+        has published one."""
         kind = "attempt" if isinstance(what, Attempt) else "end"
-        self._store.set(f"attempt/{number}", json.dumps({kind: to_json(what)}))
+        text = json.dumps({kind: to_json(what)})
+        is_first = self._store.compare_set(f"attempt/{number}", "", text).decode() == text
         self._store.set(_NEWEST, str(number))
+        return is_first
 
     def newest(self) -> int:
         """Number of the newest attempt; 0 before the first."""
@@ -83,7 +108,7 @@ class LauncherStore:
         return int(self._store.add(f"heartbeat/{launcher}", count))
 
     def mark(self, launcher: str, what: str) -> None:
-        """Mark a launcher as `left` by itself, or as `lost` by node 0."""
+        """Mark a launcher as `left` by itself, or as `lost` by the coordinator."""
         self._store.set(f"{what}/{launcher}", "1")
 
     def is_marked(self, launcher: str, what: str) -> bool:

@@ -1,4 +1,4 @@
-"""Place of this launcher among those of the job, by the store that node 0 hosts."""
+"""Place of this launcher among those of the job, by the store of the job."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.environment import store_prefix
-from resihp.elastic.rendezvous.store import announce_death, connect_store, host_store
+from resihp.elastic.rendezvous.store import (
+    address_towards,
+    announce_death,
+    connect_store,
+    host_store,
+)
 
 from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
 from .coordinator import AttemptCoordinator
@@ -24,18 +33,18 @@ from .preemption import PreemptionNotice
 from .restart_plans import RestartPlanPoller
 
 _log = logging.getLogger("resihp.launch")
+T = TypeVar("T")
 
 
 class Nodes:
     """Attempts of the job as this launcher sees them: it takes part, waits, or leaves.
 
     Raises `JobStoppedError` if the store is gone, as nodes cannot agree without it, and
-    `FencedOutError` once node 0 has given this launcher up.
+    `FencedOutError` once the others have given this launcher up.
 
-    id       of this launcher
-    is_host  this launcher is node 0's: it hosts the store and decides
-    notice   whether this node is about to be taken away
-    plans    None on other nodes than 0, and without a sidecar
+    id      of this launcher
+    notice  whether this node is about to be taken away
+    plans   asked once this launcher decides; None without a sidecar
     """
 
     def __init__(
@@ -43,27 +52,33 @@ class Nodes:
     ) -> None:
         self._options, self._notice = options, notice
         self.id = f"{options.node}-{uuid.uuid4().hex[:8]}"
-        self.is_host = options.node == 0 and not options.joins
-        open_store = host_store if self.is_host else connect_store
-        server = open_store(options.host, options.port, options.connect)
-        self._server = server
-        self._of_ranks: dist.Store = server
-        self._store = LauncherStore(server)
+        self._plans = plans
+        self._server: dist.TCPStore | None = None  # of the ranks of the newest attempt
+        self._hosted: dist.TCPStore | None = None  # the same, as long as it is hosted here
+        if options.outlives_nodes:
+            self._address = address_towards(options.host, options.port or 1)
+        else:
+            self._address = options.host
+            opened = host_store if options.node == 0 and not options.joins else connect_store
+            self._server = opened(options.host, options.port, options.connect)
+        self._of_launchers = self._server  # a store ends with the object that hosts it
+        self._port = options.port if self._server is None else self._server.port
+        self._of_ranks: dist.Store = self._server or dist.HashStore()
+        self._store = LauncherStore(self._opened())
         self._heartbeats: LauncherHeartbeats | None = None
-        if options.nodes > 1:
-            self._heartbeats = LauncherHeartbeats(
-                lambda: connect_store(options.host, server.port, options.connect),
-                self.id,
-                options.heartbeat,
-                reads_others=self.is_host,
-            )
+        if options.nodes > 1 or options.outlives_nodes:
+            self._heartbeats = LauncherHeartbeats(self._opened, self.id, options.heartbeat)
         self._coordinator: AttemptCoordinator | None = None
-        if self.is_host:
-            self._coordinator = AttemptCoordinator(
-                options, self._store, self._heartbeats, plans, notice
-            )
+        if not options.joins and (options.node == 0 or options.outlives_nodes):
+            self._coordinate(after="")
         self._recovering: set[int] = set()
-        _log.info("store at %s:%d, of %d nodes", options.host, server.port, options.nodes)
+        self._gone_since_s = inf
+        _log.info("store at %s:%d, of %d nodes", options.host, self._port, options.nodes)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """True if this launcher decides about attempts."""
+        return self._coordinator is not None
 
     # Attempts.
 
@@ -77,7 +92,7 @@ class Nodes:
         self._store.announce(offer)
         if self._coordinator is not None:
             return self._publish(0, self._coordinator.first())
-        return self._follow(self._store.newest(), on_standby)
+        return self._follow(self._store.newest(), on_standby=on_standby)
 
     def conclude(self, attempt: Attempt, offer: NodeOffer, step: int) -> Attempt | JobEnd:
         """Report that this node's ranks have ended; returns what follows.
@@ -86,20 +101,23 @@ class Nodes:
         """
         number = attempt.number
         self._store.report(number, offer)
-        if self._coordinator is not None:
-            following = self._coordinator.next(attempt, step)
-            return self._publish(number + 1, following)
-        if offer.leaves:
+        if offer.leaves and (self._coordinator is None or self._options.outlives_nodes):
             return self._left()
-        return self._follow(number + 1)
+        if self._coordinator is not None:
+            return self._publish(number + 1, self._coordinator.next(attempt, step))
+        return self._follow(number + 1, after=(attempt, step))
 
     def attend(self, attempt: Attempt, step: int, *, takes_plans: bool) -> None:
-        """On node 0, look for lost nodes and plans; called again and again while ranks run.
+        """As the coordinator, look for lost nodes and plans; called again and again while ranks
+        run.
 
         step         last step whose state this node keeps
         takes_plans  no rank has completed the job yet
         """
-        if self._coordinator is not None and not self.recovers(attempt):
+        if self._options.joins or self.recovers(attempt):
+            return
+        self._coordinate_if_needed(attempt)
+        if self._coordinator is not None:
             self._coordinator.attend(attempt, step, takes_plans=takes_plans)
 
     def end_of(self, attempt: Attempt) -> AttemptEnd | None:
@@ -116,7 +134,7 @@ class Nodes:
         """End an attempt, as this node is about to be taken away: the next is without it."""
         why = f"node {self._options.node} leaves the job ({self._notice.why})"
         self.end(attempt, AttemptEnd(EndKind.NOTICE, why))
-        if not self.is_host:  # which the job cannot go on without
+        if self._coordinator is None or self._options.outlives_nodes:
             self._store.mark(self.id, "leaves")
 
     def close(self) -> None:
@@ -133,36 +151,119 @@ class Nodes:
     def announce_death(self, rank: int) -> None:
         """Tell the ranks of the elastic runtime that a rank has ended."""
         try:
-            announce_death(self._of_ranks, rank)
+            self._ask_ranks_store(lambda store: announce_death(store, rank))
         except dist.DistError as error:
             _log.warning("the death of rank %d is not announced: %s", rank, error)
 
     def recovers(self, attempt: Attempt) -> bool:
         """True if the script itself goes on without a lost rank, by ResiHP's elastic runtime."""
         number = attempt.number
-        if number not in self._recovering and self._of_ranks.check([keys.MODEL]):
-            self._recovering.add(number)
+        try:
+            if number not in self._recovering and self._ask_ranks_store(
+                lambda store: bool(store.check([keys.MODEL]))
+            ):
+                self._recovering.add(number)
+        except dist.DistError:
+            if not self._options.outlives_nodes:
+                raise
         return number in self._recovering
 
     def stop(self) -> None:
         """Let the ranks of the elastic runtime end after the current step."""
-        self._of_ranks.set(keys.STOPPED, "the launcher was told to end the job")
-        self._of_ranks.add(keys.SIGNAL, 1)
+
+        def tell(store: dist.Store) -> None:
+            store.set(keys.STOPPED, "the launcher was told to end the job")
+            store.add(keys.SIGNAL, 1)
+
+        try:
+            self._ask_ranks_store(tell)
+        except dist.DistError as error:
+            _log.warning("the ranks are not told to end together: %s", error)
+
+    def _ask_ranks_store(self, request: Callable[[dist.Store], T]) -> T:
+        """Return the answer of the store of the attempt's ranks.
+
+        Raises `DistError` if its host is gone, or does not answer although the launchers' store
+        does: torch bounds no wait for a host that hangs.
+        """
+        if not self._options.outlives_nodes:
+            return request(self._of_ranks)
+        store, answers = self._of_ranks, SimpleQueue[T | dist.DistError]()
+
+        def ask() -> None:
+            try:
+                answers.put(request(store))
+            except dist.DistError as error:
+                if self._of_ranks is store:
+                    self._of_ranks = dist.HashStore()
+                answers.put(error)
+
+        Thread(target=ask, daemon=True).start()
+        try:
+            answer = answers.get(timeout=self._options.heartbeat.total_seconds() / 2)
+        except Empty:
+            raise dist.DistError("the host of the ranks' store does not answer") from None
+        if isinstance(answer, dist.DistError):
+            raise answer
+        return answer
 
     # Steps of the agreement.
 
-    def _publish(self, number: int, what: Attempt | JobEnd) -> Attempt | JobEnd:
-        """Publish what comes next, as the host; waits until the others know of the job's end.
+    def _opened(self) -> dist.Store:
+        """A connection to the launchers' store."""
+        options = self._options
+        if options.store_url is not None:
+            try:
+                from .redis_store import open_redis
+            except ImportError as error:
+                raise JobStoppedError("a store in Redis needs `pip install redis`") from error
+            return open_redis(options.store_url, options.run, options.heartbeat)
+        store = connect_store(options.host, self._port, options.connect)
+        return dist.PrefixStore("resihp-run", store)
 
-        The ranks of the first attempt meet at the launchers' store, those of each later one at a
-        store of its own: torch expects no keys of another attempt there.
+    def _coordinate(self, after: str, token: str = "") -> bool:
+        """Become the coordinator; False if another launcher is."""
+        if not self._store.coordinate(self.id, after):
+            return False
+        if self._heartbeats is not None:
+            self._heartbeats.coordinates = True
+        self._coordinator = AttemptCoordinator(
+            self._options, self._store, self._heartbeats, self._plans, self._notice, token
+        )
+        if self._plans is not None:
+            self._plans.start()
+        return True
+
+    def _coordinate_if_needed(self, attempt: Attempt | None) -> None:
+        """Take the place of a coordinator that is gone; a standby lets nodes of the attempt go
+        first."""
+        gone = self._heartbeats.silent_coordinator if self._heartbeats is not None else None
+        if gone is None or self._coordinator is not None or not self._options.outlives_nodes:
+            self._gone_since_s = inf
+            return
+        self._gone_since_s = min(self._gone_since_s, time.monotonic())
+        is_standby = attempt is not None and attempt.index_of(self.id) is None
+        waited_s = time.monotonic() - self._gone_since_s
+        if is_standby and waited_s < self._options.heartbeat.total_seconds():
+            return
+        if self._coordinate(gone, attempt.token if attempt is not None else ""):
+            _log.warning("launcher %s is gone: this one decides from now on", gone)
+            if self._plans is not None and attempt is not None:
+                self._plans.resume(attempt.world_size)
+
+    def _publish(self, number: int, what: Attempt | JobEnd) -> Attempt | JobEnd:
+        """Publish what comes next, as the coordinator; waits until the others know of the end.
+
+        The ranks of the first attempt meet at the launchers' store if that is torch's, those of any
+        other at a store of its own: torch expects no keys of another attempt there.
         """
         if isinstance(what, Attempt):
-            if number:
-                self._server = host_store(self._options.host, 0, self._options.connect)
-            what = replace(what, port=self._server.port)
+            if number or self._server is None:
+                self._server = self._hosted = host_store(self._address, 0, self._options.connect)
+            what = replace(what, host=self._address, port=self._server.port)
             self._of_ranks = self._ranks_store(number)
-        self._store.publish(number, what)
+        if not self._store.publish(number, what):
+            raise FencedOutError("the others go on without this node: another one decides")
         if isinstance(what, JobEnd) and self._heartbeats is not None:
             self._await_readers(number)
         return what
@@ -181,8 +282,18 @@ class Nodes:
                 return
             time.sleep(self._options.poll_s)
 
-    def _follow(self, number: int, on_standby: Callable[[], object] = bool) -> Attempt | JobEnd:
-        """Wait for the first attempt from `number` on that has a place for this node."""
+    def _follow(
+        self,
+        number: int,
+        *,
+        after: tuple[Attempt, int] | None = None,
+        on_standby: Callable[[], object] = bool,
+    ) -> Attempt | JobEnd:
+        """Wait for the first attempt from `number` on that has a place for this node; decide about
+        it if the coordinator is gone.
+
+        after  the attempt before, and the last step that this node keeps of it
+        """
         is_standby = False
         while True:
             found = self._store.attempt(number)
@@ -190,11 +301,10 @@ class Nodes:
                 self._store.note_read(number)
                 return found
             if found is not None and found.index_of(self.id) is not None:
-                self._server = connect_store(self._options.host, found.port, self._options.connect)
-                self._of_ranks = self._ranks_store(number)
+                self._meet(found)
                 return found
             if found is not None:
-                number += 1
+                number, after = number + 1, (found, -1)
                 if not is_standby:
                     _log.info("this node waits as a standby: attempt %d runs", found.number)
                     on_standby()
@@ -203,22 +313,37 @@ class Nodes:
             self._check()
             if self._notice.why is not None:
                 return self._left()
-            time.sleep(self._options.poll_s)
+            self._coordinate_if_needed(after[0] if after is not None else None)
+            if self._coordinator is None:
+                time.sleep(self._options.poll_s)
+                continue
+            decided = self._coordinator
+            self._publish(number, decided.first() if after is None else decided.next(*after))
 
     def _joined(self) -> Attempt | JobEnd:
         """The attempt that joiners of the elastic runtime take part in."""
         found = self._store.attempt(self._store.newest())
         if not isinstance(found, Attempt):
             raise JobStoppedError("the job has ended or has not started yet")
-        if found.number:
-            self._server = connect_store(self._options.host, found.port, self._options.connect)
-        self._of_ranks = self._ranks_store(found.number)
+        self._meet(found)
         return found
+
+    def _meet(self, attempt: Attempt) -> None:
+        """Open the store of an attempt's ranks; without it, they fail by themselves."""
+        try:
+            host = attempt.host or self._options.host
+            self._server = connect_store(host, attempt.port, self._options.connect)
+            self._of_ranks = self._ranks_store(attempt.number)
+        except JobStoppedError:
+            if not self._options.outlives_nodes:
+                raise
+            self._of_ranks = dist.HashStore()
 
     def _left(self) -> JobEnd:
         return JobEnd(self._notice.status, f"{self._notice.why}: this node leaves the job")
 
     def _ranks_store(self, number: int) -> dist.Store:
+        assert self._server is not None
         return dist.PrefixStore(store_prefix(self._options.run, str(number)), self._server)
 
     def _check(self) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 _log = logging.getLogger("resihp.launch")
 
 _WITHOUT_MEANING = {
-    "--rdzv-backend": "nodes meet at the store of node 0",
-    "--rdzv-conf": "nodes meet at the store of node 0",
+    "--rdzv-backend": "nodes meet where --rdzv-endpoint says",
+    "--rdzv-conf": "nodes meet where --rdzv-endpoint says",
     "--monitor-interval": "ends of processes are noticed at once",
     "--start-method": "ranks are forked from a process that has imported torch",
     "--event-log-handler": "there is no event log",
@@ -26,6 +27,8 @@ _WITHOUT_MEANING = {
     "--signals-to-handle": "SIGTERM, SIGUSR1 and SIGUSR2 are notices that the node is taken away",
 }
 DEFAULT_PORT = 29500
+_REDIS_PORT = 6379
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Options:
     processes     ranks of this node
     least         ranks with which this node goes on when devices fail
     host, port    of the store; port 0: a free one
+    store_url     of the store in Redis; None: node 0 hosts it
     run           identity of the job, in its store and its folders
     max_restarts  limit of restarts of all ranks; None: as long as they help
     joins         ranks that join a running job; empty: this launcher starts the job
@@ -103,6 +107,7 @@ class Options:
     least: int = 1
     host: str = "127.0.0.1"
     port: int = 0
+    store_url: str | None = None
     run: str = "none"
     max_restarts: int | None = None
     joins: tuple[int, ...] = ()
@@ -112,6 +117,11 @@ class Options:
     preemption_file: Path | None = None
     preemption_url: str | None = None
     output: Output = Output()
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """True if the store is lost with no node: any launcher may decide."""
+        return self.store_url is not None
 
     @property
     def connect(self) -> timedelta:
@@ -147,17 +157,33 @@ class Options:
             parser.error(str(error))
 
 
+def is_redis(endpoint: str) -> bool:
+    """Return whether an endpoint is a URL of Redis.
+
+    >>> is_redis("redis://store:6379/0"), is_redis("node-0:29500"), is_redis("[::1]:29500")
+    (True, False, False)
+    """
+    return "://" in endpoint and urlsplit(endpoint).scheme in _REDIS_SCHEMES
+
+
 def _options(given: argparse.Namespace) -> Options:
     least_nodes, nodes = _range_of("--nnodes", str(given.nnodes), lambda most: most)
     node = _number("--node-rank", given.node_rank, least=0)
     if node >= nodes and least_nodes == nodes == 1:
         raise ValueError(f"--node-rank {node} must be below --nnodes {nodes}")
     endpoint = f"{given.master_addr}:{given.master_port or ''}" if given.master_addr else ""
-    host, colon, port = (given.rdzv_endpoint or endpoint or "127.0.0.1").rpartition(":")
+    endpoint = given.rdzv_endpoint or endpoint or "127.0.0.1"
+    store_url = endpoint if is_redis(endpoint) and not given.standalone else None
+    if store_url is not None:
+        if not given.rdzv_id:
+            raise ValueError("a store in Redis needs the job's identity: --rdzv-id ID")
+        url = urlsplit(store_url)
+        endpoint = f"{url.hostname or '127.0.0.1'}:{url.port or _REDIS_PORT}"
+    host, colon, port = endpoint.rpartition(":")
     if not colon or port.endswith("]"):  # no port, perhaps after an address of IPv6 in brackets
         host, port = f"{host}{colon}{port}", ""
     if not port:
-        port = given.master_port or (DEFAULT_PORT if nodes > 1 or given.join else 0)
+        port = str(given.master_port or (DEFAULT_PORT if nodes > 1 or given.join else 0))
     if given.standalone:
         host, port = "127.0.0.1", "0"
     if node and int(port) == 0:
@@ -174,6 +200,7 @@ def _options(given: argparse.Namespace) -> Options:
         least=least,
         host=host.strip("[]"),
         port=_number("port", port, least=0),
+        store_url=store_url,
         run=given.rdzv_id or "none",
         max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),
         joins=tuple(_number("--join", rank, least=0) for rank in _parts(given.join)),
@@ -297,8 +324,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks of this node: a number, gpu, cpu or auto; "
         "MIN:MAX to restart with fewer when a device fails",
     )
-    add("--node-rank", default="0", help="index of this node; node 0 hosts the store")
-    add("--rdzv-endpoint", help="HOST:PORT of the store, on node 0")
+    add("--node-rank", default="0", help="index of this node")
+    add(
+        "--rdzv-endpoint",
+        help="HOST:PORT of the store, which node 0 hosts; or redis://HOST:PORT/DB, which the loss "
+        "of no node takes away",
+    )
     add("--master-addr", help="the host of it")
     add("--master-port", help="the port of it; default 29500 for several nodes, else a free one")
     add("--standalone", action="store_true", help="one node, a free port")

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from resihp.checkpoint.levels.node_memory import VARIABLE as NODE_MEMORY
-from resihp.checkpoint.levels.node_memory import MemoryServers
+from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
 
 from .attempts import Attempt
 from .options import Options
@@ -63,7 +62,7 @@ class RankEnvironment:
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": ranks,
-            "MASTER_ADDR": options.host,
+            "MASTER_ADDR": attempt.host or options.host,
             "MASTER_PORT": str(attempt.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": options.run,

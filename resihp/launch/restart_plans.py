@@ -67,6 +67,7 @@ class RestartPlanPoller:
         self._unusable: tuple[Plan, str] | None = None
         self._seen: Plan | None = None
         self._is_first_answer, self._is_silent, self._polls = True, False, 0
+        self._resumes = False
 
     def start(self) -> None:
         """Ask from now on."""
@@ -83,6 +84,12 @@ class RestartPlanPoller:
             pending, self._pending = self._pending, None
         if pending is not None:
             self.refuse(pending, "the job was restarted with other ranks meanwhile")
+
+    def resume(self, world_size: int) -> None:
+        """Ask in place of another launcher, in the middle of an attempt: the newest plan may be the
+        one that the attempt follows."""
+        with self._lock:
+            self._world_size, self._resumes = world_size, True
 
     def pending(self) -> Plan | None:
         """Newest plan that was neither taken nor refused."""
@@ -178,6 +185,8 @@ class RestartPlanPoller:
             if plan.action is not Action.RESTART:
                 is_of_these = plan.layout.members == frozenset(range(self._world_size))
                 self._knows_ranks = self._knows_ranks or is_of_these
+            elif is_old and self._resumes:
+                return
             elif is_old:
                 self._unusable = plan, "it was made before this job was started"
             elif not self._knows_ranks:

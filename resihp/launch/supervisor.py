@@ -8,18 +8,16 @@ import signal
 import time
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from resihp.checkpoint.levels.peer_server import PeerServer
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
 from resihp.elastic.rendezvous.store import address_towards
 
 from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
 from .fork_server import Ended, ForkServer
-from .memory_server import serve_memory
 from .node_memory_folder import NodeMemoryFolder
 from .nodes import Nodes
 from .options import Options
@@ -28,6 +26,9 @@ from .rank_environment import RankEnvironment
 from .rank_output import RankOutput
 from .restart_plans import poller_of
 from .restart_policy import Failure, error_line
+
+if TYPE_CHECKING:
+    from resihp.checkpoint.levels.peer_server import PeerServer
 
 _log = logging.getLogger("resihp.launch")
 _TOLD_STATUSES = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -45,16 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = Options.parse(arguments)
     notice = PreemptionNotice(options.preemption_file, options.preemption_url)
-    is_host = options.node == 0 and not options.joins
-    plans = poller_of(options.command, options.run) if is_host else None
+    may_coordinate = (options.node == 0 or options.outlives_nodes) and not options.joins
+    plans = poller_of(options.command, options.run) if may_coordinate else None
     try:
         nodes = Nodes(options, notice, plans)
     except JobStoppedError as error:
         _log.error("%s", error)
         return exit_status.JOB_STOPPED
     notice.start()
-    if plans is not None:
-        plans.start()
     with NodeMemoryFolder() as memory:
         supervisor = Supervisor(options, nodes, memory, notice)
         try:
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _log.error("%s", error)
             return exit_status.FENCED_OUT
         except (JobStoppedError, dist.DistError) as error:
-            _log.error("the job ends here, as node 0 has ended: %s", error)
+            _log.error("the job ends here, as its launchers cannot agree any more: %s", error)
             return exit_status.JOB_STOPPED
         finally:
             supervisor.close()
@@ -102,6 +101,8 @@ class Supervisor:
         self._server = ForkServer(self._environment.of_all_ranks())
         self._memory_server: PeerServer | None = None
         if options.nodes > 1 and memory.path is not None and not options.joins:
+            from .memory_server import serve_memory  # takes a second: torch's own checkpoints
+
             own_address = address_towards(options.host, options.port or 1)
             self._memory_server = serve_memory(memory.path, own_address)
         self._ranks: dict[str, _Rank] = {}
@@ -295,7 +296,7 @@ class Supervisor:
         try:
             if not self._nodes.recovers(attempt) and not self._options.joins:
                 self._nodes.leave(attempt)
-            elif self._nodes.is_host:
+            elif self._nodes.is_coordinator:
                 self._nodes.stop()
         finally:
             self._signal_all(signal.SIGTERM)

@@ -12,9 +12,9 @@ import torch
 
 from resihp.checkpoint import Checkpointer, IndependentRank, NodeMemory
 from resihp.checkpoint.levels.host_memory import ImageStore
-from resihp.checkpoint.levels.node_memory import PEERS_VARIABLE, VARIABLE, MemoryServers
 from resihp.checkpoint.levels.peer_server import PeerServer
 from resihp.contracts import CheckpointError
+from resihp.contracts.node_memory import MEMORY_SERVERS, NODE_MEMORY, MemoryServers
 from resihp.launch.memory_server import FolderImages, serve_memory
 
 TOKEN, NODES, SIZE = "secret", 3, 3000
@@ -42,7 +42,7 @@ class MemoryNode:
             target=after.server.address if after is not self else None,
             timeout_s=30.0,
         )
-        given = {VARIABLE: str(self.folder), "RANK": str(self.rank), "LOCAL_RANK": "0"}
+        given = {NODE_MEMORY: str(self.folder), "RANK": str(self.rank), "LOCAL_RANK": "0"}
         for name, value in {**given, "LOCAL_WORLD_SIZE": "1", **servers.to_environment()}.items():
             patch.setenv(name, value)
         return NodeMemory()
@@ -188,7 +188,7 @@ def test_a_stranger_without_the_token_learns_nothing(
     nodes: list[MemoryNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     level = nodes[0].level(monkeypatch, nodes)
-    document = json.loads(os.environ[PEERS_VARIABLE]) | {"token": "guessed"}
-    monkeypatch.setenv(PEERS_VARIABLE, json.dumps(document))
+    document = json.loads(os.environ[MEMORY_SERVERS]) | {"token": "guessed"}
+    monkeypatch.setenv(MEMORY_SERVERS, json.dumps(document))
     assert NodeMemory().checkpoints() == []
     assert [one.step for one in level.checkpoints()] != []

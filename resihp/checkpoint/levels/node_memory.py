@@ -7,14 +7,13 @@ node before it. The protocol is that of `peer_server`: a copy has its length and
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
-from resihp.contracts import CheckpointError, ContractError, from_json, to_json
+from resihp.contracts import CheckpointError, ContractError
+from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
 
 from ..format.index import FileIndex
 from ..format.metadata import data_name
@@ -26,44 +25,9 @@ from .local_disk import LocalDisk
 from .peer_memory import Holder, Inventory, PeerReader
 from .peer_server import Address, Connection
 
-VARIABLE = "RESIHP_NODE_MEMORY"
-"""Environment variable with the folder, in tmpfs; the launcher sets it and deletes the folder."""
-PEERS_VARIABLE = "RESIHP_NODE_MEMORY_PEERS"
-"""Environment variable with the JSON of `MemoryServers`, where there are several nodes."""
-
 _log = logging.getLogger("resihp.checkpoint")
 _KEEP_WITH_COPIES = 2
 """Nodes may be one checkpoint apart: the one before is complete on all until the next one is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryServers:
-    """Servers in the launchers of a job.
-
-    token      secret of the job
-    servers    addresses of all of them
-    target     the one that stores copies of this node's files; None: there is no other node
-    timeout_s  of every wait for one of them
-    """
-
-    token: str = ""
-    servers: tuple[Address, ...] = ()
-    target: Address | None = None
-    timeout_s: float = 10.0
-
-    @classmethod
-    def of_environment(cls) -> MemoryServers:
-        """Read the launcher's variable; no servers without one."""
-        text = os.environ.get(PEERS_VARIABLE)
-        return from_json(cls, json.loads(text)) if text else cls()
-
-    def to_environment(self) -> dict[str, str]:
-        """The variable that tells ranks of these servers."""
-        return {PEERS_VARIABLE: json.dumps(to_json(self))}
-
-    def connect(self, address: Address) -> Connection:
-        """Open a connection to one of them."""
-        return Connection.to(address, self.token, self.timeout_s)
 
 
 class NodeMemory(LocalDisk):
@@ -81,10 +45,10 @@ class NodeMemory(LocalDisk):
     """
 
     def __init__(self, *, keep: int = 1) -> None:
-        folder = os.environ.get(VARIABLE)
+        folder = os.environ.get(NODE_MEMORY)
         if not folder:
-            raise ContractError(VARIABLE, "is not set: NodeMemory needs the launcher `resihp run`")
-        self._servers = MemoryServers.of_environment()
+            raise ContractError(NODE_MEMORY, "is not set: the launcher `resihp run` does so")
+        self._servers = MemoryServers.of_environment(os.environ)
         if self._servers.target is not None:
             keep = max(keep, _KEEP_WITH_COPIES)
         super().__init__(folder, keep=keep, ranks=_ranks_of_this_node())
@@ -95,7 +59,7 @@ class NodeMemory(LocalDisk):
     @staticmethod
     def is_available() -> bool:
         """True if `resihp run` has started this process, on a system with tmpfs."""
-        return bool(os.environ.get(VARIABLE))
+        return bool(os.environ.get(NODE_MEMORY))
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Write this rank's file, then send a copy to the next node.
@@ -134,14 +98,14 @@ class NodeMemory(LocalDisk):
         own: FolderReader | None = None
         with contextlib.suppress(OSError, CheckpointError):
             own = FolderReader(self.folder / step_name(step))
-        return _NodesReader(inventory.holders(best[0]), self._servers, own)
+        return _NodesReader(inventory.holders(best[0]), self._connected, own)
 
     def close(self) -> None:
         """Close the connection to the next node."""
         self._disconnect()
 
     def _inventory(self) -> Inventory:
-        return Inventory.ask(self._servers.servers, self._servers.connect)
+        return Inventory.ask(self._servers.servers, self._connected)
 
     def _copy(self, index: FileIndex, target: Address) -> None:
         """Send this rank's file; over a new connection if the server has closed the one before."""
@@ -151,7 +115,7 @@ class NodeMemory(LocalDisk):
                 return
             except ConnectionError:
                 self._disconnect()
-        self._connection = self._servers.connect(target)
+        self._connection = self._connected(target)
         self._send(index, self._connection)
 
     def _send(self, index: FileIndex, connection: Connection) -> None:
@@ -178,6 +142,10 @@ class NodeMemory(LocalDisk):
                 return os.open(folder / data_name(index.rank), os.O_RDONLY | os.O_CLOEXEC)
         return os.open(final / data_name(index.rank), os.O_RDONLY | os.O_CLOEXEC)
 
+    def _connected(self, address: Address) -> Connection:
+        """A new connection to a launcher's server."""
+        return Connection.to(address, self._servers.token, self._servers.timeout_s)
+
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -190,10 +158,10 @@ class _NodesReader(PeerReader):
     def __init__(
         self,
         holders: Mapping[int, Sequence[Holder]],
-        servers: MemoryServers,
+        connect: Callable[[Address], Connection],
         own: FolderReader | None,
     ) -> None:
-        super().__init__(holders, servers.connect)
+        super().__init__(holders, connect)
         self._own = own
         self._is_own = {
             rank

@@ -1,0 +1,117 @@
+"""Launchers that agree in Redis: the loss of no node ends the job."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from resihp.contracts import JobStoppedError
+from resihp.elastic.rendezvous.store import host_store
+from resihp.launch.redis_store import RedisStore, open_redis
+from service.store.embedded_redis import EmbeddedRedis
+from tests.launch.launchers import launchers
+
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(tmp_path / "redis")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["torch", "redis"])
+def store(request: pytest.FixtureRequest, redis: EmbeddedRedis) -> dist.Store:
+    if request.param == "torch":
+        return host_store("127.0.0.1", 0, SECOND)
+    return open_redis(redis.url, "job", SECOND)
+
+
+def test_both_stores_answer_alike(store: dist.Store) -> None:
+    assert not store.check(["a"])
+    store.set("a", "1")
+    assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"1", True, False)
+    assert [store.add("n", amount) for amount in (2, 0, -1)] == [2, 2, 1]
+    store.append("lines", "x\n")  # type: ignore[attr-defined]
+    store.append("lines", "y\n")  # type: ignore[attr-defined]
+    assert store.get("lines") == b"x\ny\n"
+    assert store.compare_set("c", "", "first") == b"first"
+    assert store.compare_set("c", "", "second") == b"first"
+    assert store.compare_set("c", "first", "third") == b"third"
+
+
+def test_jobs_are_apart_and_a_finished_one_is_forgotten(redis: EmbeddedRedis) -> None:
+    one, other = (RedisStore(redis.url, name, SECOND) for name in ("one", "other"))
+    one.set("a", "1")
+    assert not other.check(["a"])
+    assert 0 < one._redis.ttl("resihp:run:one") <= 10
+
+
+def test_without_redis_it_says_so(tmp_path: Path) -> None:
+    for url in (f"unix://{tmp_path}/none", "redis://127.0.0.1:x"):
+        with pytest.raises(JobStoppedError, match="no Redis answers"):
+            open_redis(url, "job", timedelta(seconds=0.1))
+
+
+def test_the_loss_of_the_node_that_decides_is_one_like_any_other(
+    tmp_path: Path, redis: EmbeddedRedis
+) -> None:
+    """Node 0 is killed while Redis is away for a moment; the next one to decide is told to go."""
+    with launchers(tmp_path, redis=redis.url) as job:
+        job.start(0, nodes="1:3")
+        job.until(lambda: "store at" in job.log(0))
+        job.start(1, nodes="1:3")
+        job.start(2, nodes="1:3")
+        job.runs(0, 3)
+        job.kill(0)
+        redis.stop()
+        redis.start()
+        job.runs(1, 2)
+        (decides,) = [node for node in (1, 2) if "decides from now on" in job.log(node)]
+        assert "node 0 was lost: restart" in job.log(decides)
+        job.stop(decides, signal.SIGUSR1)
+        job.runs(2, 1)
+        assert job.status(decides) == 128 + signal.SIGUSR1, job.logs()
+        (tmp_path / "finish").touch()
+        assert job.status(3 - decides) == 0, job.logs()
+
+
+def test_a_launcher_that_slept_while_another_took_its_place_ends(
+    tmp_path: Path, redis: EmbeddedRedis
+) -> None:
+    with launchers(tmp_path, redis=redis.url) as job:
+        job.start(0)
+        job.until(lambda: "store at" in job.log(0))
+        job.start(1)
+        job.runs(0, 2)
+        job.stop(0, signal.SIGSTOP)
+        job.runs(1, 1)
+        job.stop(0, signal.SIGCONT)
+        assert job.status(0) != 0, job.logs()
+        assert "the others go on without this node" in job.log(0)
+        (tmp_path / "finish").touch()
+        assert job.status(1) == 0, job.logs()
+
+
+def test_a_standby_decides_where_no_other_node_is_left(
+    tmp_path: Path, redis: EmbeddedRedis
+) -> None:
+    with launchers(tmp_path, redis=redis.url) as job:
+        job.start(0)
+        job.until(lambda: "store at" in job.log(0))
+        job.start(1)
+        job.runs(0, 2)
+        job.start(2)
+        job.until(lambda: "waits as a standby" in job.log(2))
+        job.kill(0)
+        job.kill(1)
+        job.runs(1, 1)
+        (tmp_path / "finish").touch()
+        assert job.status(2) == 0, job.logs()
