@@ -34,6 +34,7 @@ from .probes import Probation, ProbeBudget, ProbeKind, ProbeRequest, ProbeResult
 from .rank_processes import RankProcesses
 from .recent_steps import RecentSteps
 from .settings import DetectorSettings
+from .step_time import StepExpectation
 from .verdict_text import VerdictSummary, verdict_of
 from .whatif.effects import SlowDevice
 
@@ -126,6 +127,11 @@ class Detector(Persistent):
             if len(step):
                 self._recent.add(step, self._layout_state.places)
             self._layout_state.decide(step)
+
+    def step_time(self, step: int, measured_ms: float) -> StepExpectation:
+        """Takes what a step took, once for each step; returns it with what was to be expected of
+        its work, if `update` has had its records."""
+        return self._layout_state.step_times.measured(step, measured_ms)
 
     def verdicts(self) -> list[Verdict]:
         """The current verdict on every rank of the layout, and on those that left it because they

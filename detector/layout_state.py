@@ -24,9 +24,9 @@ from .links_and_hosts import CollectiveTest, HostTest, LinkTest
 from .persistence import Persistent
 from .probes import ProbeKind, ProbeResult, probe_gain
 from .rank_table import RankTable
-from .residuals import StepResidual
 from .settings import DetectorSettings
 from .step_assembler import StepAssembler
+from .step_time import StepTimeModel
 from .transfers import TransferTimes
 from .verdict_text import REPLICA, SILENT, Annotations
 
@@ -37,7 +37,7 @@ class LayoutState(Persistent):
     _saved = (
         "assembler", "model", "cross_stage", "_by_lengths", "correlated", "replicas", "hosts",
         "transfers", "links", "tensor_groups", "data_groups", "tests", "passes", "status_table",
-        "annotations", "last_step",
+        "annotations", "step_times", "last_step",
     )  # fmt: skip
 
     def __init__(self, job: Job, settings: DetectorSettings, correction: LearnedCorrection) -> None:
@@ -59,6 +59,7 @@ class LayoutState(Persistent):
         self._by_lengths: bool | None = None
         self.status_table = StatusTable(self.places.size, settings)
         self.annotations = Annotations(self.places, self.status_table)
+        self.step_times = StepTimeModel(job, self.places)
         self.last_step: int | None = None
 
     def snapshot(self) -> tuple[Ints, Floats]:
@@ -83,7 +84,9 @@ class LayoutState(Persistent):
     def _decide(self, records: TelemetryBatch, index: Ints, step: int) -> None:
         table, annotations = self.status_table, self.annotations
         self._revive_working(index)
-        residual = self._residual(records)
+        known = self._with_known_work(records)
+        model = self.model if self._by_lengths else self.cross_stage
+        residual = model.residuals(known, self.places.index(known.rank), table.trusted())
         if not self._by_lengths and self.cross_stage.misfits:
             self._discard_maps()
             return
@@ -108,18 +111,32 @@ class LayoutState(Persistent):
         self.passes.clear(named & (table.status == HEALTHY))
         annotations.note_waiting(waits_for)
         annotations.mark(SILENT, self.assembler.silent, step)
+        self._expect(known, residual.expected_ms)
 
-    def _residual(self, records: TelemetryBatch) -> StepResidual:
+    def _expect(self, records: TelemetryBatch, expected_ms: Floats | None) -> None:
+        """Gives the predicted passes of a step to the model of its time. Of a rank that nothing
+        predicts, or only ranks that may be slow, the records count, without its known slowdown."""
+        if expected_ms is None:
+            return
+        table, index = self.status_table, self.places.index(records.rank)
+        slow = np.flatnonzero(table.status == FAIL_SLOW)
+        factor = np.ones(self.places.size)
+        factor[slow] = np.maximum(table.factor[slow], 1.0)
+        own_ms = records.compute_ms / factor[index]
+        predicted = np.isfinite(expected_ms)
+        if not self._by_lengths:
+            predicted &= self.cross_stage.verifiable(table.trusted())[index]
+        slowdowns = dict(zip(self.places.ranks[slow].tolist(), factor[slow].tolist(), strict=True))
+        self.step_times.expect(records, np.where(predicted, expected_ms, own_ms), slowdowns)
+
+    def _with_known_work(self, records: TelemetryBatch) -> TelemetryBatch:
+        """The records with lengths, if most have them; else all, without regard to lengths."""
         known = knows_lengths(records)
         by_lengths = 2 * int(np.count_nonzero(known)) > len(records)
         if self._by_lengths is not None and by_lengths != self._by_lengths:
             self._restart_tests()
         self._by_lengths = by_lengths
-        if by_lengths and not known.all():
-            records = records.select(known)
-        model = self.model if by_lengths else self.cross_stage
-        index = self.places.index(records.rank)
-        return model.residuals(records, index, self.status_table.trusted())
+        return records.select(known) if by_lengths and not known.all() else records
 
     def _discard_maps(self) -> None:
         """The maps between stages no longer fit. One such step is skipped; after two running, the
@@ -229,6 +246,7 @@ class LayoutState(Persistent):
         """The state on the layout of `job`, with what is kept from one layout to the next."""
         after = LayoutState(job, self._settings, self.model.correction)
         after.model.start_from(self.model)
+        after.step_times.start_from(self.step_times)
         after.last_step = self.last_step
         at = after.places.index(self.places.ranks)
         keep = (at >= 0) & np.isin(self.status_table.status, (FAIL_SLOW, FAIL_STOP))

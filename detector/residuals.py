@@ -60,6 +60,8 @@ class StepResidual:
             (value or error, kind of pass, ranks); None where a step has enough microbatches to
             tell the two apart by itself
     misfit  how far the predictions may be wrong for work unlike any before; None without lengths
+    expected_ms
+            predicted time of each record on a healthy device; NaN where nothing predicts it
     """
 
     value: Floats
@@ -70,6 +72,7 @@ class StepResidual:
     fixed: FixedShare | None = None
     passes: NDArray[np.float64] | None = None
     misfit: Misfit | None = None
+    expected_ms: Floats | None = None
 
 
 _NEAR = 4.0

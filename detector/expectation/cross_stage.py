@@ -10,6 +10,8 @@ stage only, those members are the reference ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from resihp.contracts import Job, Layout, Op, TelemetryBatch
@@ -93,9 +95,11 @@ class CrossStageModel(Persistent):
         if not self._levels.steps:
             for _ in range(3):
                 self.regression.forget()
-                self._learn(times, self._score(times), trusted)
+                self._learn(times, self._score(times)[0], trusted)
             self.regression.forget()
-        result = self._score(times)
+        result, expected = self._score(times)
+        plane, microbatch = self._plane(batch), np.maximum(batch.microbatch, 0)
+        result = replace(result, expected_ms=expected[plane, index, microbatch])
         if self._levels.steps >= _SETTLED_STEPS and self._whole_class_is_off(result.value):
             self.misfits += 1
             return result
@@ -131,13 +135,17 @@ class CrossStageModel(Persistent):
         """Times in ms, shape (planes, ranks, microbatches); NaN where there is no record."""
         width = int(batch.microbatch.max()) + 1
         table = np.full((self._planes, self._places.size, width), np.nan)
-        chunk = np.minimum(batch.chunk, self._job.chunks - 1).astype(np.int64)
-        plane = 2 * chunk + (batch.op == Op.BACKWARD)
+        plane = self._plane(batch)
         usable = batch.microbatch >= 0
         table[plane[usable], index[usable], batch.microbatch[usable]] = np.maximum(
             batch.compute_ms[usable], 1e-6
         )
         return table
+
+    def _plane(self, batch: TelemetryBatch) -> Ints:
+        chunk = np.minimum(batch.chunk, self._job.chunks - 1).astype(np.int64)
+        plane: Ints = 2 * chunk + (batch.op == Op.BACKWARD)
+        return plane
 
     def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, Ints, Ints], Ints, Floats]:
         """Records with a reference rank in a slot: their places, their cells and their terms."""
@@ -149,7 +157,8 @@ class CrossStageModel(Persistent):
         other = times[plane, reference[rank], microbatch]
         return (plane, rank, microbatch), cell, np.stack([np.ones(other.size), other], axis=1)
 
-    def _score(self, times: Floats) -> StepResidual:
+    def _score(self, times: Floats) -> tuple[StepResidual, Floats]:
+        """Residuals of the ranks, and predicted times of all passes in the form of `times`."""
         size = self._places.size
         logs = np.full((REFERENCES, *times.shape), np.nan)
         fixed, unsure = np.full(logs.shape, np.nan), np.full(logs.shape, np.nan)
@@ -187,7 +196,7 @@ class CrossStageModel(Persistent):
             noise=spread,
         )
         error = spread / np.sqrt(np.maximum(left, 1e-2))
-        return StepResidual(value, error, records, spread, self._wider, fixed_share)
+        return StepResidual(value, error, records, spread, self._wider, fixed_share), np.exp(middle)
 
     def _learn(self, times: Floats, result: StepResidual, trusted: Bools) -> None:
         value, microbatches = result.value, result.records / self._planes

@@ -114,7 +114,8 @@ class LengthModel(Persistent):
         self._learn(cell, terms, times, index, own, usual)
         self._levels.observe(result.value, trusted)
         self.correction.observe(features, left + applied, applied, usable)
-        return replace(result, misfit=self._unlike.observe(batch, index, trusted))
+        misfit = self._unlike.observe(batch, index, trusted)
+        return replace(result, misfit=misfit, expected_ms=expected * np.exp(applied))
 
     def _apart(
         self, ratio: Floats, index: Ints, result: StepResidual
