@@ -1,6 +1,7 @@
 """The detector on recorded and generated jobs, beside what others would say of the same records.
 
     python -m benchmarks.detector [--trials N] [--json PATH] [--quick] [--parts PART ...]
+                                  [--demo TRACE ...]
 
 Recorded jobs are read from RESIHP_TRACES or ../shared/traces; without them only generated jobs run.
 """
@@ -20,6 +21,9 @@ from benchmarks._detector_oracle import COLUMNS as POSSIBLE
 from benchmarks._detector_oracle import oracle_rows
 from benchmarks._detector_peers import peer_trials
 from benchmarks._detector_replicas import replica_rows
+from benchmarks._detector_step_times import COSTS, cost_rows
+from benchmarks._detector_step_times import ERRORS as STEP_ERRORS
+from benchmarks._detector_step_times import error_rows as step_error_rows
 from benchmarks._instrument_cells import COLUMNS as LOOPS
 from benchmarks._instrument_cells import cells, recorded_cells, row
 from benchmarks._report import machine, print_table, write_json
@@ -171,7 +175,18 @@ def ordinary_loops(figures: Figures) -> None:
     record_table(figures, "ordinary loops of four ranks, recorded", LOOPS, rows)
 
 
-PARTS = ("recorded", "limits", "generated", "loops", "links", "costs")
+def step_times(figures: Figures, demos: list[Path]) -> None:
+    """Error and cost of the expected time of a step."""
+    if not demos:
+        print(
+            "\nno recording of the demo: make one with `resihp demo --trace PATH`, give --demo PATH"
+        )
+    title = "expected times of recorded steps, relative error"
+    record_table(figures, title, STEP_ERRORS, step_error_rows(demos))
+    record_table(figures, "one expected time, one core", COSTS, cost_rows())
+
+
+PARTS = ("recorded", "limits", "generated", "loops", "links", "steps", "costs")
 
 
 def main() -> None:
@@ -181,6 +196,9 @@ def main() -> None:
     parser.add_argument("--clean-steps", type=int, default=80_000, help="clean device-steps")
     parser.add_argument("--quick", action="store_true", help="few trials and a smaller job")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--demo", metavar="TRACE", nargs="+", type=Path, default=[], help="recordings of the demo"
+    )
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
     trials = 5 if options.quick else options.trials
@@ -193,6 +211,7 @@ def main() -> None:
         "generated": partial(generated_jobs, figures, trials, clean_steps),
         "loops": partial(ordinary_loops, figures),
         "links": partial(links_and_replicas, figures, trials),
+        "steps": partial(step_times, figures, options.demo),
         "costs": partial(costs, figures, 1_024 if options.quick else 16_384),
     }
     for part in options.parts:

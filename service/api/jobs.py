@@ -222,7 +222,8 @@ async def get_steps(
     after: Annotated[int, Query(ge=-1)] = -1,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1_000,
 ) -> Response:
-    """Observed and predicted times of the newest steps above `after`, oldest first."""
+    """Times of the newest steps above `after`, oldest first: observed, predicted for the plan, and
+    expected by the step's own work, with the devices known to be slow and if all were healthy."""
     tag = await ctx.store.tag(job, "steps")
 
     async def content() -> bytes:

@@ -15,6 +15,11 @@ function ticks(low, high, count) {
   return found;
 }
 
+// By the step's own work, with the devices known to be slow; else by the plan.
+export function expectedMs(step) {
+  return step.expected_ms ?? step.predicted_ms ?? null;
+}
+
 // At most one point per pixel: each bucket keeps its slowest step, so that no spike is hidden.
 function thin(steps, most) {
   if (steps.length <= most) return steps;
@@ -64,7 +69,7 @@ export function drawChart(host, all, verdicts) {
   const steps = thin(all, Math.max(50, width - LEFT - RIGHT));
   const first = steps[0].step;
   const last = steps.at(-1).step;
-  const values = steps.flatMap((s) => [s.observed_ms, s.predicted_ms ?? 0]);
+  const values = steps.flatMap((s) => [s.observed_ms, expectedMs(s) ?? 0]);
   const sorted = [...values].sort((a, b) => a - b);
   // One outlier (a first step that compiles) must not flatten the rest.
   const high = Math.min(sorted.at(-1), 2.5 * sorted[Math.floor(0.9 * sorted.length)]) * 1.08;
@@ -73,7 +78,7 @@ export function drawChart(host, all, verdicts) {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   const now = all.at(-1);
   picture.append(
-    svg("title", {}, `Step ${now.step}: ${ms(now.observed_ms)}, expected ${ms(now.predicted_ms)}`),
+    svg("title", {}, `Step ${now.step}: ${ms(now.observed_ms)}, expected ${ms(expectedMs(now))}`),
   );
   for (const value of ticks(0, high, 4)) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
@@ -98,7 +103,7 @@ export function drawChart(host, all, verdicts) {
     picture.append(svg("line", { class: "fault", x1: at, x2: at, y1: TOP, y2: height - BOTTOM }));
     picture.append(svg("text", { class: "fault", ...side, y: height - BOTTOM - 6 }, label));
   }
-  const expected = steps.map((s) => [x(s.step), s.predicted_ms ? y(s.predicted_ms) : null]);
+  const expected = steps.map((s) => [x(s.step), expectedMs(s) ? y(expectedMs(s)) : null]);
   picture.append(svg("path", { class: "predicted", d: path(expected) }));
   picture.append(
     svg("path", { class: "observed", d: path(steps.map((s) => [x(s.step), y(s.observed_ms)])) }),
@@ -120,7 +125,8 @@ function addTip(host, picture, steps, x, height) {
     cursor.setAttribute("x2", place);
     cursor.setAttribute("visibility", "visible");
     tip.hidden = false;
-    tip.textContent = `step ${near.step} · ${ms(near.observed_ms)} · expected ${ms(near.predicted_ms)}`;
+    const healthy = near.healthy_ms ? ` · if healthy ${ms(near.healthy_ms)}` : "";
+    tip.textContent = `step ${near.step} · ${ms(near.observed_ms)} · expected ${ms(expectedMs(near))}${healthy}`;
     tip.style.left = `${Math.max(0, Math.min(place + 8, host.clientWidth - tip.offsetWidth - 4))}px`;
   });
   picture.addEventListener("pointerleave", () => {

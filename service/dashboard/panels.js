@@ -1,4 +1,5 @@
 // All panels of a job except the chart and the events.
+import { expectedMs } from "./chart.js";
 import { el, linkName, ms, ranges, WORDS } from "./dom.js";
 
 const CAUSES = {
@@ -125,7 +126,7 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
   const last = steps.at(-1);
   const healthy = verdicts.filter((v) => v.status === "healthy").length;
   const bad = verdicts.filter((v) => v.status === "fail_slow" || v.status === "fail_stop");
-  const ratio = last?.predicted_ms ? last.observed_ms / last.predicted_ms : null;
+  const ratio = last && expectedMs(last) ? last.observed_ms / expectedMs(last) : null;
   const { rollout, planning } = job;
   const waiting = rollout && rollout.newest > rollout.active;
   const known = waiting ? `plan ${rollout.newest} is not applied yet` : (planning.advice?.summary ?? "applied");

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from detector.arrays import positions
+from detector.step_time import StepExpectation
 from resihp.contracts import Job, Op, Plan, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
@@ -18,6 +19,7 @@ from .step_times import StepTime
 _WARM_UP_STEPS = 2
 _ENOUGH_STEPS = 6  # healthy steps from which on the costs are fitted
 _BASELINE_STEPS = 12  # and up to which they are
+_ERRORS = 32  # steps whose expectation is compared with their time
 
 
 LeastWaits = dict[int, dict[int, dict[int, float]]]
@@ -93,11 +95,13 @@ class ForecastState:
     steps          the first healthy steps under plan 0
     least_waits    of the collectives in steps that are still open
     last_unfitted  version of the newest plan made before the costs were fitted
+    errors         of the times that were expected of the last steps (relative)
     """
 
     steps: tuple[HealthyStep, ...] = ()
     least_waits: LeastWaits = field(default_factory=dict)
     last_unfitted: int = 0
+    errors: tuple[float, ...] = ()
 
 
 class Forecast:
@@ -137,6 +141,12 @@ class Forecast:
         observed = HealthyStep(step.observed_ms, forward, backward, besides_ms, collective_ms)
         self.state.steps = (*self.state.steps, observed)
         self._fit_if_enough()
+
+    def note_error(self, step: StepExpectation) -> None:
+        """Add the error of what was expected of a step by its own work."""
+        if step.expected_ms is not None:
+            error = abs(step.expected_ms / step.measured_ms - 1.0)
+            self.state.errors = (*self.state.errors, error)[-_ERRORS:]
 
     def _ratios(self, step: StepTime) -> Iterator[tuple[float, float]]:
         """Measured over modelled computing time of each rank, forward and backward.
@@ -193,7 +203,11 @@ class Forecast:
             return None
         steps, fit_ms = self._baseline(), self._fit.step_ms
         spread = median(abs(step.step_ms / fit_ms - 1.0) for step in steps)
-        return f"times are fitted to {len(steps)} healthy steps, half of them within {spread:.1%}"
+        basis = f"times are fitted to {len(steps)} healthy steps, half of them within {spread:.1%}"
+        if len(self.state.errors) < _ENOUGH_STEPS:
+            return basis
+        error = median(self.state.errors)
+        return f"{basis}; half of the last ones within {error:.1%} of what their own work takes"
 
 
 def _pass_key(rank: Any, op: Any, chunk: Any) -> Any:

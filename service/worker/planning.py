@@ -63,7 +63,8 @@ class PlanningState:
     retry           time of the next attempt after planning failed
     fail_stops      devices that stopped since the job was registered
     is_asked        a plan was asked for, and no decision on it was taken yet
-    step_ms         newest observed step time; 0.0 before the first
+    step_ms         expected time of the newest step, by its own work; as observed where nothing is
+                    expected; 0.0 before the first
     restart_ms      pause of the last restart, the longest that a rank reported; None before one
     advice          of the last planning, on the ranks to leave out; None: there is none
     outcome         result of the last planning, as the API shows it: `state` is `idle`, `planned`,

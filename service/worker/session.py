@@ -241,15 +241,19 @@ class JobSession:
         planning = self.planning
         for step in steps:
             self._forecast.learn(plan, step, healthy=not planning.speeds)
+            told = self._detector.step_time(step.step, step.observed_ms)
+            self._forecast.note_error(told)
             summary = {
                 "step": step.step,
                 "observed_ms": round(step.observed_ms, 4),
                 "predicted_ms": self._forecast.predict(plan),
+                "expected_ms": _rounded(told.expected_ms),
+                "healthy_ms": _rounded(told.healthy_ms),
                 "plan_version": plan.version,
                 "ranks": len(step.ranks),
             }
             self.changes.steps.append(summary)
-            planning.step_ms = step.observed_ms
+            planning.step_ms = told.expected_ms or step.observed_ms
             if plan.version == planning.newest.version:
                 due = planning.count_step()
                 if due is not None:
@@ -471,3 +475,7 @@ class JobSession:
         self._detector = self._adapters.restore(self.job, saved["detector"], saved)
         self._state, self._steps = state, steps
         self._forecast = Forecast(self.job, state.forecast)
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 4)

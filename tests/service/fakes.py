@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from detector import ProbeRequest, ProbeResult, VerdictSummary
+from detector.step_time import StepExpectation
 from resihp.contracts import (
     Cause,
     Diagnosis,
@@ -84,6 +85,9 @@ class FakeDetector:
         new = Verdict(rank=rank, status=status, slowdown=slowdown, evidence=evidence, step=step)
         self.known[rank] = new
         return [] if old is not None and old.status is status else [new]
+
+    def step_time(self, step: int, measured_ms: float) -> StepExpectation:
+        return StepExpectation(step, measured_ms)
 
     def links(self) -> list[LinkVerdict]:
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from detector import Detector
 from resihp.client import Client
@@ -66,6 +67,12 @@ def test_a_slow_rank_is_named_planned_for_and_stays_named(tmp_path):
         assert next(v for v in client.verdicts("j") if v.rank == 6).status is Status.FAIL_STOP
         steps = http.get("/v1/jobs/j/steps")["steps"]
         assert steps[-1]["predicted_ms"] > 0
+        expected = {step["step"]: step for step in steps if step["expected_ms"] is not None}
+        healthy = expected[30]
+        assert healthy["expected_ms"] == pytest.approx(healthy["observed_ms"], rel=0.15)
+        assert healthy["healthy_ms"] == healthy["expected_ms"]
+        before = [step for step in expected.values() if not step["plan_version"]]
+        assert any(step["healthy_ms"] < 0.9 * step["expected_ms"] for step in before)
         client.close()
 
 
