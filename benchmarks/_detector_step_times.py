@@ -27,7 +27,8 @@ def error_rows(demos: list[Path]) -> list[list[str]]:
     jobs = [(name, path) for name in ("SE", "ST") if (path := trace_path(name)) is not None]
     folder = Path(__file__).parents[1] / "tests" / "detector" / "ordinary_loops"
     rows = [_error_row(name, _of_operations(read_trace(path))) for name, path in jobs]
-    rows += [_error_row("demo", *(_of_records(read_trace(path)) for path in demos))] * bool(demos)
+    if demos:
+        rows.append(_error_row("demo", *(_of_records(read_trace(path)) for path in demos)))
     kinds = sorted({path.name.split("ms-")[0] for path in folder.glob("*.parquet")})
     for kind in kinds:
         found = (_of_records(read_trace(path)) for path in sorted(folder.glob(f"{kind}ms-*")))
@@ -85,8 +86,9 @@ def cost_rows(repeats: int = 20) -> list[list[str]]:
     layout = Layout.grid(dp=8, pp=16, tp=8, layers=32)
     job = Job(name="large", layout=layout, microbatches=256)
     step = large_step(job, 0, with_lengths=True)
-    pipelines, rows = PipelineTime(job, RankTable.of(layout)), []
-    for slow in ({}, {5: 1.5}):
+    pipelines, rows = PipelineTime(job, RankTable.of(layout)), list[list[str]]()
+    cases: list[dict[int, float]] = [{}, {5: 1.5}]
+    for slow in cases:
         pipelines.ms(step, step.compute_ms, slow)
         spent = []
         for _ in range(repeats):

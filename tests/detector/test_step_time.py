@@ -66,7 +66,7 @@ def test_any_passes_take_as_long_as_their_replay(
     orders = job_orders(job, stages, quota)
     durations = [
         [
-            table[stage, item.chunk, item.microbatch, item.op == Op.BACKWARD]
+            table[stage, item.chunk, item.microbatch, int(item.op is Op.BACKWARD)]
             * (1.0 if item.part == "whole" else 0.5)
             for item in order
         ]
