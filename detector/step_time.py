@@ -149,7 +149,7 @@ def _filled(times: Floats, there: NDArray[np.bool_]) -> Floats:
 
 @dataclass(frozen=True)
 class StepExpectation:
-    """What a step took, and what it was expected to; `None` where that is not known.
+    """Measured and expected time of a step; `None` where that is not known.
 
     step         its number
     measured_ms  what it took
