@@ -179,7 +179,8 @@ def test_a_detector_expects_the_time_of_each_step_and_what_it_would_be_if_health
     with_lengths: bool,
 ) -> None:
     job = job_of(3, 4, 1, 6)
-    fault = Fault(rank=5, factor=1.6, from_step=12)
+    last = job.layout.replicas[1].stages[-1]  # it has the head, and bounds the step
+    fault = Fault(rank=last.ranks[0], factor=1.6, from_step=12)
     slow, expected = told(job, [fault], 24, with_lengths=with_lengths)
     healthy, _ = told(job, [], 24, with_lengths=with_lengths)
     known = range(16, 24)  # the device is named by then
