@@ -111,14 +111,18 @@ def test_a_hostile_job_name_stays_text(http: Http, browser: webdriver.Chrome):
 
 
 def test_the_theme_is_switched_and_kept(http: Http, browser: webdriver.Chrome):
+    def theme() -> str:
+        """Of the page once its script has run."""
+        shown = "return document.documentElement.dataset.theme"
+        return str(eventually(lambda: browser.execute_script(shown)))
+
     browser.get(http.url)
-    theme = "return document.documentElement.dataset.theme"
-    first = browser.execute_script(theme)
+    first = theme()
     browser.find_element(By.ID, "theme").click()
-    second = browser.execute_script(theme)
+    second = theme()
     assert {first, second} == {"light", "dark"}
     browser.refresh()
-    assert browser.execute_script(theme) == second
+    assert theme() == second
 
 
 def test_a_token_is_asked_for(tmp_path: Path, browser: webdriver.Chrome):
