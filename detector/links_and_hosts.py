@@ -21,7 +21,8 @@ from .rank_table import RankTable
 from .settings import DetectorSettings
 
 _NEGLIGIBLE = 0.01
-"""Transfer time as a share of a pass that is added to all, so that a change of less is none."""
+"""Time as a share of a pass that is added to that of all transfers and collectives, so that a
+change of less is none."""
 
 
 def _usual_pass_ms(step: TelemetryBatch) -> float:
@@ -140,8 +141,8 @@ class CollectiveTest(Persistent):
         rows &= ((step.microbatch >= 0) == self._inner) & (self._group[index] >= 0)
         if rows.any():
             group = self._group[index[rows]]
-            logs = np.log(step.compute_ms[rows])
-            self.test.observe(number, group_median(logs, group, self.test.slow.size))
+            times = step.compute_ms[rows] + _NEGLIGIBLE * _usual_pass_ms(step)
+            self.test.observe(number, group_median(np.log(times), group, self.test.slow.size))
 
     def verdicts(self) -> list[LinkVerdict]:
         """The verdicts on slow and suspected groups."""

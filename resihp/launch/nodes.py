@@ -108,7 +108,7 @@ class Nodes:
         return self._follow(number + 1, after=(attempt, step))
 
     def attend(self, attempt: Attempt, step: int, *, takes_plans: bool) -> None:
-        """As the coordinator, look for lost nodes and plans; called again and again while ranks
+        """Look for lost nodes and plans, as the coordinator; called again and again while ranks
         run.
 
         step         last step whose state this node keeps
