@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.launch.launcher_process import LauncherProcess
+
 LIMIT_S = 400.0
 HEARTBEAT_S = 10
 """All launchers of a job start, and each one beats, within less than it on a busy machine too."""
@@ -43,26 +40,20 @@ class Launchers:
 
     def __init__(self, folder: Path, *command: str, redis: str = "") -> None:
         self.folder, self.store, self._hosts_store = folder, redis or "127.0.0.1:0", not redis
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, LauncherProcess] = {}
         (folder / "script.py").write_text(SCRIPT)
         self._command = command or (str(folder / "script.py"), str(folder))
 
     def start(self, node: int, *options: str, nodes: str = "1:2") -> None:
         name = f"node-{node}"
         with (self.folder / name).open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "resihp.launch", "--nnodes", nodes),
-                    *("--node-rank", str(node), "--rdzv-endpoint", self.store),
-                    *("--rdzv-id", self.folder.name),
-                    *("--heartbeat", str(HEARTBEAT_S), "--shutdown-timeout", "2", *options),
-                    *self._command,
-                ],
-                cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            self._processes[name] = LauncherProcess(
+                self.folder,
+                *("--nnodes", nodes, "--node-rank", str(node), "--rdzv-endpoint", self.store),
+                *("--rdzv-id", self.folder.name, "--heartbeat", str(HEARTBEAT_S)),
+                *("--shutdown-timeout", "2", *options, *self._command),
+                out=log,
+                err=log,
             )
         if node == 0 and self._hosts_store:
             pattern = re.compile(r"store at (\S+),")
@@ -88,10 +79,10 @@ class Launchers:
         return all((self.folder / f"{attempt}-{rank}-of-{ranks}").exists() for rank in range(ranks))
 
     def kill(self, node: int) -> None:
-        os.killpg(self._processes[f"node-{node}"].pid, signal.SIGKILL)
+        self._processes[f"node-{node}"].kill()
 
     def stop(self, node: int, number: int) -> None:
-        os.kill(self._processes[f"node-{node}"].pid, number)
+        self._processes[f"node-{node}"].send_signal(number)
 
     def status(self, node: int) -> int:
         return self._processes[f"node-{node}"].wait(LIMIT_S)
@@ -101,9 +92,7 @@ class Launchers:
 
     def close(self) -> None:
         for process in self._processes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
 
 
 @contextmanager

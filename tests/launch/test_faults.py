@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ import pytest
 
 from resihp.elastic.rendezvous import exit_status
 from tests.elastic.engine_job import is_running
+from tests.launch.launcher_process import LauncherProcess
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
 ENDLESS = 10**6
 SCRIPT = """
@@ -61,12 +60,7 @@ class Launcher:
         self.folder = folder
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "resihp.launch", *arguments],
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
+            self.process = LauncherProcess(folder, *arguments, out=out, err=err)
 
     @property
     def out(self) -> str:
@@ -104,12 +98,11 @@ def launched(folder: Path, name: str, *arguments: str) -> Iterator[Launcher]:
     try:
         yield launcher
     finally:
-        launcher.process.terminate()
+        launcher.process.send_signal(signal.SIGTERM)
         try:
             launcher.process.wait(20)
         except subprocess.TimeoutExpired:
             launcher.process.kill()
-            launcher.process.wait()
 
 
 @pytest.fixture
@@ -158,7 +151,7 @@ def test_a_job_ends_with_the_launcher_that_hosts_its_store(script: Path, tmp_pat
         launched(tmp_path, "second", *joining(first.store), *loop(script)) as second,
     ):
         second.until(second.has_replicas(2, 3))
-        first.process.terminate()
+        first.process.send_signal(signal.SIGTERM)
         assert second.status() == exit_status.JOB_STOPPED, second.err
         assert first.status() != 0
     assert "Traceback" not in second.err

@@ -22,6 +22,7 @@ import urllib3
 from resihp.client import Client
 from resihp.contracts import Action, Job, Layout, Plan, from_json, to_json
 from service import Sidecar
+from tests.launch.launcher_process import LauncherProcess
 from tests.launch.restart_script import SAMPLES
 from tests.launch.test_nodes import launchers
 from tests.launch.test_restart_plans import plan_of
@@ -32,15 +33,15 @@ STEPS, RANKS = 12, 3
 
 
 def launched(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "resihp.launch", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    """A launcher that has ended, within a bounded time."""
+    logs = folder / "launcher.out", folder / "launcher.err"
+    with logs[0].open("wb") as out, logs[1].open("wb") as err:
+        process = LauncherProcess(folder, *arguments, out=out, err=err, **variables)
+    try:
+        status = process.wait(300.0)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(arguments, status, *(log.read_text() for log in logs))
 
 
 def run(folder: Path, ranks: str, *events: str) -> subprocess.CompletedProcess[str]:
