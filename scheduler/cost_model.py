@@ -60,15 +60,17 @@ def group_cost(
     shares: Sequence[int],
     speeds: Sequence[float],
     ranks: Sequence[int] = (),
+    slowdown: float = 1.0,
 ) -> GroupCost:
     """Times of a group whose ranks hold `shares` of every layer and run at `speeds` (all > 0).
 
     A rank with share q and speed p takes `(fixed + q * layer) / p`; every layer has two
-    all-reduces in each direction over the links between `ranks`.
+    all-reduces in each direction over the links between `ranks`, of which the slowest has the
+    factor `slowdown`.
     """
     units = sum(shares)
     pairs = [(share / units, speed) for share, speed in zip(shares, speeds, strict=True)]
-    collective = all_reduce_ms(job, len(shares), spread=spans_nodes(job, ranks))
+    collective = all_reduce_ms(job, len(shares), spread=spans_nodes(job, ranks), slowdown=slowdown)
     widest = max(q / p for q, p in pairs)
     return GroupCost(
         forward_ms=max((cost.fixed_ms + q * cost.forward_ms) / p for q, p in pairs) + collective,
@@ -89,23 +91,28 @@ def spans_nodes(job: Job, ranks: Sequence[int]) -> bool:
     return len({rank // job.links.ranks_per_node for rank in ranks}) > 1
 
 
-def all_reduce_ms(job: Job, ranks: int, *, spread: bool = False) -> float:
+def all_reduce_ms(job: Job, ranks: int, *, spread: bool = False, slowdown: float = 1.0) -> float:
     """Time of two ring all-reduces of one microbatch's activation; 0 without a model.
 
-    `spread`: the ranks of the group are in different nodes.
+    spread    the ranks of the group are in different nodes
+    slowdown  factor of the slowest link between them
     """
     size = _activation_bytes(job)
     if ranks < 2 or not size:
         return 0.0
     inside = ranks <= job.links.ranks_per_node and not spread
     rate = job.links.intra_gbytes_per_s if inside else job.links.inter_gbytes_per_s
-    return 2.0 * (2.0 * (ranks - 1) / ranks * size / (rate * 1e6) + job.links.latency_ms)
+    once_ms = 2.0 * (ranks - 1) / ranks * size / (rate * 1e6) + job.links.latency_ms
+    return 2.0 * once_ms * slowdown
 
 
-def transfer_ms(job: Job) -> float:
-    """Time of one activation transfer between stages across nodes, all ranks in parallel."""
+def transfer_ms(job: Job, slowdown: float = 1.0) -> float:
+    """Time of one activation transfer between stages across nodes, all ranks in parallel.
+
+    `slowdown`: factor of the slowest link between the two stages.
+    """
     size = _activation_bytes(job)
     if not size:
         return 0.0
     rate = job.links.inter_gbytes_per_s * 1e6 * job.layout.tp
-    return job.links.latency_ms + size / rate
+    return (job.links.latency_ms + size / rate) * slowdown

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from resihp.contracts import Schedule
 
-from .bounds.in_flight import InFlightLimits, PassTimes
+from .bounds.in_flight import InFlightLimits, PassTimes, transfers_before
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer]
@@ -19,7 +21,7 @@ def pipeline_makespans(
     backward: ArrayLike,
     microbatches: ArrayLike,
     *,
-    p2p: float = 0.0,
+    p2p: ArrayLike = 0.0,
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     work: Floats | None = None,
@@ -28,6 +30,8 @@ def pipeline_makespans(
 
     forward, backward  time of one microbatch, [pipeline, stage]
     microbatches       [pipeline]
+    p2p                time of a transfer between stages s and s + 1: one for all, or
+                       [pipeline, s]
     schedule           any but the interleaved one
     work               relative work of each microbatch, [pipeline, microbatch]; default 1
 
@@ -42,10 +46,26 @@ def pipeline_makespans(
     f, b = np.asarray(forward, float)[order].T, np.asarray(backward, float)[order].T
     limits = InFlightLimits.of(schedule, len(f), max_in_flight)
     uneven = None if work is None else work[order].T
-    rounds = _Rounds(PassTimes.of(f, b, schedule), counts[order], p2p, limits, uneven)
+    each = np.asarray(p2p, float)
+    before = transfers_before(each, len(f))
+    each, before = (t[order].T if each.ndim else t.reshape(-1, 1) for t in (each, before))
+    rounds = _Rounds(
+        PassTimes.of(f, b, schedule), counts[order], _Transfers(each, before), limits, uneven
+    )
     ends = np.empty(len(counts))
     ends[order] = rounds.makespans()
     return ends
+
+
+class _Transfers(NamedTuple):
+    """Times of transfers, [., pipeline] or [., 1] if all pipelines have the same.
+
+    each    between stages s and s + 1; a single one holds for all s
+    before  sum of those before each stage
+    """
+
+    each: Floats
+    before: Floats
 
 
 class _Rounds:
@@ -62,18 +82,17 @@ class _Rounds:
         self,
         passes: PassTimes,
         counts: Counts,
-        p2p: float,
+        transfers: _Transfers,
         limits: InFlightLimits,
         work: Floats | None,
     ) -> None:
-        self._counts, self._p2p, self._split = counts, p2p, limits.split
+        self._counts, self._transfers, self._split = counts, transfers, limits.split
         self._ahead = limits.owed[:, None] - 1  # forwards before the first backward
         self._put_off = (limits.held - limits.owed)[:, None]  # backwards before a weight half
         self._all = self._passes = passes
         self._work = None
         if work is not None:
             self._work = np.where(np.arange(len(work))[:, None] < counts, work, 0.0)
-        self._transfers = p2p * np.arange(len(passes.forward))[:, None]
         self._free = np.zeros(passes.forward.shape)  # end of the last pass of each stage
         self._returned = self._free  # end of its last backward
         self._earlier = self._free  # end of the backward before that
@@ -88,18 +107,20 @@ class _Rounds:
         ahead, counts = self._ahead, self._counts.tolist()
         full = int(ahead[0, 0])
         ended = np.zeros((3, *self._free.shape))
+        transfers = self._transfers
         number, width = 0, len(counts)
         while width:
             self._passes = PassTimes(*(times[:, :width] for times in self._all))
             self._free, self._returned = self._free[:, :width], self._returned[:, :width]
             self._earlier, self._reach = self._earlier[:, :width], self._reach[:, :width]
+            self._transfers = _Transfers(*(times[:, :width] for times in transfers))
             stop = counts[width - 1]
             for index in range(number, stop):
                 self._run_forwards(index)
                 self._run_backwards(index, index >= ahead if index < full else None)
             ended[:, :, :width] = self._free, self._returned, self._earlier
             number, width = stop, counts.index(stop)
-        self._passes = self._all
+        self._passes, self._transfers = self._all, transfers
         self._free, self._returned, self._earlier = ended[0], ended[1], ended[2]
         short = bool(counts) and counts[-1] < full
         for more in range(full):
@@ -109,7 +130,7 @@ class _Rounds:
 
     def _reached(self, forward: Floats) -> Floats:
         """Ends of a microbatch's forwards without any waiting."""
-        return np.cumsum(forward, axis=0) + self._transfers
+        return np.cumsum(forward, axis=0) + self._transfers.before
 
     def _run_forwards(self, number: int) -> None:
         forward, reach = self._passes.forward, self._reach
@@ -126,7 +147,8 @@ class _Rounds:
         inputs = self._passes.inputs
         if self._work is not None:
             inputs = inputs * self._work_at(number - self._ahead)
-        arrive = inputs[:-1] + self._p2p  # from the end of a backward to that in the stage before
+        # From the end of a backward to that in the stage before.
+        arrive = inputs[:-1] + self._transfers.each
         if runs is not None:
             inputs, arrive = inputs * runs, np.where(runs[:-1], arrive, -np.inf)
         ends = self._free + inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from resihp.contracts import (
@@ -12,6 +12,7 @@ from resihp.contracts import (
     InfeasibleError,
     Job,
     Layout,
+    LinkVerdict,
     Plan,
     Schedule,
     even_quotas,
@@ -20,6 +21,8 @@ from resihp.formatting import byte_size, rank_list
 
 from .advice import advise
 from .cost_model import layer_cost
+from .link_costs import LinkSlowdowns
+from .memory import fits
 from .migration import PlanOption
 from .reasons import reasons
 from .search import Arrangement, FoundPlan, interleaved, search, search_front
@@ -46,6 +49,7 @@ def make_plan(
     version: int = 1,
     from_step: int = 0,
     work: Sequence[float] | None = None,
+    links: Iterable[LinkVerdict] = (),
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
@@ -55,6 +59,8 @@ def make_plan(
     layout        current layout; default: the initial one of the job
     work          costs of a sample of the job's microbatches, in any unit (e.g. FLOPs of their
                   sequence lengths): the predicted step then includes the cost of unequal work
+    links         verdicts on links and groups, as `Detector.links` returns them: ranks are placed
+                  so that those that are fail-slow carry least
     time_limit_s  return the best plan found by then, measured by `clock`; without a limit, equal
                   input gives an equal plan
 
@@ -68,15 +74,18 @@ def make_plan(
     "actions") and `ContractError` for invalid speeds and for a layout of another number of layers.
     """
     current, known = _checked(job, layout, speeds)
-    expired = _deadline(time_limit_s, clock)
+    expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
     if job.takes_layouts:
-        found = _with_chunks(job, search(job, current, known, expired), current, known, expired)
-        plan = _plan(job, current, known, found, version, from_step)
+        best = search(job, current, known, expired, slow)
+        found = _with_chunks(job, best, current, known, expired, slow)
+        plan = _plan(job, current, known, slow, found, version, from_step)
+        plan = _kept_if_faster(job, current, known, slow, plan)
     else:
-        plan = _in_place(job, current, known, version, from_step)
+        plan = _in_place(job, current, known, slow, version, from_step)
     if work is None:
         return plan
-    expected_ms = expected_step_ms(job, plan.layout, plan.quotas, known, plan.schedule, work)
+    given = plan.layout, plan.quotas, known, plan.schedule, work, slow
+    expected_ms = expected_step_ms(job, *given)
     return replace(plan, step_ms=max(plan.step_ms, expected_ms))
 
 
@@ -87,6 +96,7 @@ def plan_front(
     *,
     version: int = 1,
     from_step: int = 0,
+    links: Iterable[LinkVerdict] = (),
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[PlanOption, ...]:
@@ -99,15 +109,17 @@ def plan_front(
     1% of a step, or that cannot take on a layout live.
     """
     current, known = _checked(job, layout, speeds)
-    expired = _deadline(time_limit_s, clock)
+    expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
     if not job.takes_layouts:
-        return (PlanOption.of(job, current, _in_place(job, current, known, version, from_step)),)
-    quickest = search(job, current, known, expired)
+        in_place = _in_place(job, current, known, slow, version, from_step)
+        return (PlanOption.of(job, current, in_place),)
+    quickest = search(job, current, known, expired, slow)
     if _is_interleaved(job) or Action.LAYOUT not in job.actions:
-        found = [_with_chunks(job, quickest, current, known, expired)]
+        found = [_with_chunks(job, quickest, current, known, expired, slow)]
     else:
-        found = [_found_plan(f) for f in search_front(job, current, known, quickest, expired)]
-    plans = [_plan(job, current, known, option, version, from_step) for option in found]
+        front = search_front(job, current, known, quickest, expired, slow)
+        found = [_found_plan(option) for option in front]
+    plans = [_plan(job, current, known, slow, option, version, from_step) for option in found]
     options = [PlanOption.of(job, current, plan) for plan in plans]
     return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
 
@@ -121,6 +133,7 @@ def replan(
     rental: SkiRental = _NO_LOSS,
     horizon_steps: int | None = None,
     restart_ms: float | None = None,
+    links: Iterable[LinkVerdict] = (),
     time_limit_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ReplanDecision:
@@ -129,6 +142,7 @@ def replan(
     rental         of the last decision, advanced by `SkiRental.after_step` once a step since
     horizon_steps  expected duration of these speeds; None (unknown): `rental` decides
     restart_ms     pause of the last restart; None: none was measured
+    links          verdicts on links and groups, as for `make_plan`
 
     A change without migration (quotas, schedule) is made for a small gain. A new layout must gain
     at least 2% of the step and pay for its migration or restart; until then it is the `candidate`
@@ -139,23 +153,25 @@ def replan(
     A job without the actions `layout` and `restart` gets other quotas in its layout, or no plan,
     also with a dead rank, and `advice` on the ranks to leave out. Raises `InfeasibleError`.
     """
-    known = speed_map(speeds)
+    known, links = speed_map(speeds), tuple(links)
+    slow = LinkSlowdowns.of(job, links)
     dead = [rank for rank in current.layout.ranks if known.get(rank, 1.0) <= 0.0]
     if not job.takes_layouts:
-        return _without_layouts(job, current, known, dead, rental, horizon_steps, step)
+        return _without_layouts(job, current, known, slow, dead, rental, horizon_steps, step)
     front = plan_front(
         job,
         known,
         current.layout,
         version=current.version + 1,
         from_step=step + 1,
+        links=links,
         time_limit_s=time_limit_s,
         clock=clock,
     )
     options = with_restart(job, front, restart_ms)
     if dead:
         return ReplanDecision(plan=least_cost(options, horizon_steps).plan)
-    decision = decide(job, current, options, known, rental, horizon_steps=horizon_steps)
+    decision = decide(job, current, options, known, rental, horizon_steps=horizon_steps, links=slow)
     return _from_step(decision, step + 1)
 
 
@@ -163,6 +179,7 @@ def _without_layouts(
     job: Job,
     current: Plan,
     speeds: Mapping[int, float],
+    links: LinkSlowdowns,
     dead: Sequence[int],
     rental: SkiRental,
     horizon_steps: int | None,
@@ -172,7 +189,7 @@ def _without_layouts(
     advice = advise(job, current, speeds)
     if dead or Action.QUOTAS not in job.actions:
         return ReplanDecision(plan=None, limit=_limit(job, dead), advice=advice)
-    decision = decide(job, current, (), speeds, rental, horizon_steps=horizon_steps)
+    decision = decide(job, current, (), speeds, rental, horizon_steps=horizon_steps, links=links)
     return replace(_from_step(decision, step + 1), advice=advice)
 
 
@@ -189,7 +206,12 @@ def _limit(job: Job, dead: Sequence[int]) -> str:
 
 
 def _in_place(
-    job: Job, layout: Layout, speeds: Mapping[int, float], version: int, from_step: int
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    version: int,
+    from_step: int,
 ) -> Plan:
     """Plan with the best quotas in this layout. Raises `InfeasibleError`."""
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
@@ -198,8 +220,24 @@ def _in_place(
     quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
     schedule = layout.schedule or job.schedule
     current = Plan(version=version, layout=layout, quotas=quotas, schedule=schedule)
-    plan = best_in_place(job, current, speeds)[1].plan(job, current, speeds)
+    plan = best_in_place(job, current, speeds, links)[1].plan(job, current, speeds, links)
     return replace(plan, version=version, from_step=from_step)
+
+
+def _kept_if_faster(
+    job: Job, layout: Layout, speeds: Mapping[int, float], links: LinkSlowdowns, plan: Plan
+) -> Plan:
+    """The plan, or with slow links one that keeps the layout if its step is shorter."""
+    if not links or Action.LAYOUT not in job.actions or plan.layout == layout:
+        return plan
+    if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
+        return plan
+    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
+    current = replace(plan, layout=layout, quotas=quotas, schedule=layout.schedule or job.schedule)
+    found = best_in_place(job, current, speeds, links)[1]
+    if found.step_ms >= plan.step_ms or not fits(job, layout, found.quotas, found.schedule):
+        return plan
+    return replace(found.plan(job, current, speeds, links), version=plan.version)
 
 
 def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:
@@ -215,13 +253,14 @@ def _plan(
     job: Job,
     current: Layout,
     speeds: Mapping[int, float],
+    links: LinkSlowdowns,
     found: FoundPlan,
     version: int,
     from_step: int,
 ) -> Plan:
     fixed_ms = layer_cost(job).step_ms
     step_ms = found.makespan_ms + fixed_ms
-    why = reasons(job, current, found.layout, found.quotas, speeds, found.schedule)
+    why = reasons(job, current, found.layout, found.quotas, speeds, found.schedule, links)
     return Plan(
         version=version,
         layout=found.layout,
@@ -258,12 +297,13 @@ def _with_chunks(
     current: Layout,
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
+    links: LinkSlowdowns,
 ) -> FoundPlan:
     """Result of the search, with interleaved stages where the job has them."""
     plain = _found_plan(found)
     if not _is_interleaved(job):
         return plain
-    option = interleaved(job, found, current, speeds, expired)
+    option = interleaved(job, found, current, speeds, expired, links)
     if isinstance(option, str):
         return plain._replace(why=(f"stages hold one model chunk: {option}",))
     if option.makespan_ms > plain.makespan_ms * (1 + _TOLERANCE):

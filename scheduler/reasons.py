@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from resihp.contracts import Action, Job, Layout, Place, Schedule
 from resihp.formatting import duration, listed, noun_for, numbers, plural, rank_list
 
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
+
 _SHOWN = 12
 SCHEDULE_NAMES = {
     Schedule.ONE_F_ONE_B: "1F1B",
@@ -23,8 +25,10 @@ def reasons(
     quotas: Sequence[int],
     speeds: Mapping[int, float],
     schedule: Schedule,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> tuple[str, ...]:
-    """Sentences about devices that are not healthy, new ranks, replicas, layers and quotas."""
+    """Sentences about devices and links that are not healthy, new ranks, replicas, layers and
+    quotas."""
     faulty = [rank for rank, speed in sorted(speeds.items()) if speed != 1.0]
     before, after = _places(old, faulty), _places(new, faulty)
     by_rank = (
@@ -35,6 +39,7 @@ def reasons(
     if len(sentences) > _SHOWN:
         more = len(sentences) - _SHOWN
         sentences = [*sentences[:_SHOWN], f"{more} more devices are not at full speed"]
+    sentences += _link_sentences(old, new, links)
     joined = set(new.ranks) - set(old.ranks)
     if joined:
         verb = "takes" if len(joined) == 1 else "take"
@@ -45,7 +50,8 @@ def reasons(
         sentences.append(f"microbatches of the replicas: {numbers(quotas)}")
     if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
         sentences.append(f"the pipelines run {SCHEDULE_NAMES[schedule]}")
-    return tuple(sentences) or ("all devices are healthy: nothing to change",)
+    whole = "devices and links" if links else "devices"
+    return tuple(sentences) or (f"all {whole} are healthy: nothing to change",)
 
 
 def action_reason(action: Action | None, cost_ms: float, restart_ms: float) -> str:
@@ -80,6 +86,55 @@ def _rank_sentence(
         layers = plural(stage.layer_count, "layer")
         return f"{state}: stage {after.pp} of replica {after.dp} holds {layers}"
     return f"{state} and holds {share} of {units} units of its stage"
+
+
+def _link_sentences(old: Layout, new: Layout, links: LinkSlowdowns) -> list[str]:
+    """Sentences about slow links and groups, and about their ranks that have changed places."""
+    sentences, ends = [], dict.fromkeys(rank for pair in links.links for rank in pair)
+    used = _links_in_use(new, links)
+    for (one, other), factor in sorted(links.links.items()):
+        sentence = f"transfers between ranks {one} and {other} take {factor:.2g} times as long"
+        sentences.append(f"{sentence}{'' if (one, other) in used else ': none goes that way'}")
+    for ranks, factor in links.groups:
+        members = sorted(ranks)
+        ends |= dict.fromkeys(members)
+        sentences.append(f"collectives of {rank_list(members)} take {factor:.2g} times as long")
+    for pair, factor in sorted(links.nodes.items()):
+        nodes = f"nodes {pair[0]} and {pair[1]}"
+        sentences.append(f"all links between {nodes} count as slow by {factor:.2g}")
+    if len(sentences) > _SHOWN:
+        sentences = [*sentences[:_SHOWN], f"{len(sentences) - _SHOWN} more links are slow"]
+    before, after = _places(old, ends), _places(new, ends)
+    moved = [
+        f"rank {rank} works in stage {now.pp} of replica {now.dp} instead of stage {was.pp} of "
+        f"replica {was.dp}"
+        for rank in sorted(ends)
+        if (was := before.get(rank)) and (now := after.get(rank))
+        if (was.dp, was.pp) != (now.dp, now.pp)
+    ]
+    return [*sentences, *moved[:_SHOWN]]
+
+
+def _links_in_use(layout: Layout, links: LinkSlowdowns) -> set[tuple[int, int]]:
+    """Slow links over which the layout sends activations, or which are within a group."""
+    used = set()
+    places = _places(layout, {rank for pair in links.links for rank in pair})
+    for pair in links.links:
+        if places.keys() >= set(pair):
+            one, other = sorted((places[rank] for rank in pair), key=lambda place: place.pp)
+            if one.dp == other.dp and (other.pp == one.pp or _meet(layout, one, other)):
+                used.add(pair)
+    return used
+
+
+def _meet(layout: Layout, one: Place, other: Place) -> bool:
+    """True if the two ranks, of one replica, transfer to each other."""
+    here, there = layout.stage_at(one), layout.stage_at(other)
+    wide = range(max(here.tp, there.tp))
+    stages = len(layout.replicas[one.dp].stages)
+    wraps = layout.replicas[one.dp].chunks > 1 and (one.pp, other.pp) == (0, stages - 1)
+    follows = other.pp == one.pp + 1 or wraps
+    return follows and any((i % here.tp, i % there.tp) == (one.tp, other.tp) for i in wide)
 
 
 def _replica_sentences(old: Layout, new: Layout) -> list[str]:

@@ -11,11 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import ContractError, Job, Layout, Op, Plan, Replica, Schedule, Stage
+from resihp.contracts import (
+    ContractError,
+    Job,
+    Layout,
+    LinkVerdict,
+    Op,
+    Plan,
+    Replica,
+    Schedule,
+    Stage,
+)
 from resihp.pipeline.orders import Pass, job_orders
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from .memory import MemoryFootprint, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
@@ -75,6 +86,7 @@ def simulate(
     work: Sequence[Sequence[float]] | Sequence[float] | None = None,
     *,
     schedule: Schedule | None = None,
+    links: Iterable[LinkVerdict] = (),
 ) -> Timeline:
     """Simulate one step of `job` in `layout`, which may be a plan.
 
@@ -84,6 +96,7 @@ def simulate(
               mean cost): one list per replica, or one list for all replicas in order; default 1
     schedule  of the pipelines; default: that of the plan which the layout belongs to, else that of
               the job
+    links     verdicts on links and groups; those that are fail-slow slow transfers and collectives
 
     A plan, or its layout with its quotas, takes the plan's `step_ms` at the speeds that it was
     made for. Raises `ContractError` with the argument's name for quotas that are not one whole
@@ -93,7 +106,7 @@ def simulate(
     if isinstance(layout, Plan):
         quotas, layout = layout.quotas if quotas is None else quotas, layout.layout
     quotas = job.quotas if quotas is None else quotas
-    known = speed_map(speeds)
+    known, slow = speed_map(speeds), LinkSlowdowns.of(job, links)
     _check(layout, quotas, known)
     loads = _loads(work, quotas)
     chosen = _schedule(job, layout, schedule)
@@ -103,7 +116,7 @@ def simulate(
     peak: dict[int, float] = {}
     for index, replica in enumerate(layout.replicas):
         chunks = job.chunks if split_evenly else replica.chunks
-        orders, played = play_replica(job, replica, loads[index], known, chosen, chunks)
+        orders, played = play_replica(job, replica, loads[index], known, chosen, chunks, slow)
         rows = zip(replica.stages, orders, played.starts, played.ends, strict=True)
         for s, (stage, order, starts, ends) in enumerate(rows):
             timed = zip(order, starts.tolist(), ends.tolist(), strict=True)
@@ -131,6 +144,7 @@ def play_replica(
     speeds: Mapping[int, float],
     schedule: Schedule,
     chunks: int,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> tuple[list[tuple[Pass, ...]], Replay]:
     """Order of passes of every stage and their replay.
 
@@ -139,15 +153,30 @@ def play_replica(
     """
     orders = job_orders(job, len(replica.stages), len(loads), schedule, chunks)
     if replica.chunks > 1:
-        durations = _chunk_durations(job, replica, orders, loads, speeds)
+        durations = _chunk_durations(job, replica, orders, loads, speeds, links)
     else:
-        forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, speeds))
+        forward, backward = (np.outer(t, loads) for t in stage_times(job, replica, speeds, links))
         durations = pass_durations(orders, forward, backward)
-    return orders, replay(orders, durations, p2p=transfer_ms(job))
+    return orders, replay(orders, durations, p2p=_delays(job, replica, links))
+
+
+def _delays(job: Job, replica: Replica, links: LinkSlowdowns) -> float | NDArray[np.float64]:
+    """Times of transfers for `replay`: one for all, or [link, 1] with that from the last stage to
+    the first one."""
+    if not links:
+        return transfer_ms(job)
+    stages = replica.stages
+    back_ms = transfer_ms(job, links.boundary(stages[-1].ranks, stages[0].ranks))
+    return np.array([*boundaries_ms(job, replica, links), back_ms])[:, None]
 
 
 def replica_makespan(
-    job: Job, replica: Replica, quota: int, speeds: Mapping[int, float], schedule: Schedule
+    job: Job,
+    replica: Replica,
+    quota: int,
+    speeds: Mapping[int, float],
+    schedule: Schedule,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> float:
     """Makespan of a replica in milliseconds, all microbatches of mean work.
 
@@ -155,7 +184,7 @@ def replica_makespan(
     """
     try:
         loads = np.ones(quota)
-        return play_replica(job, replica, loads, speeds, schedule, replica.chunks)[1].span
+        return play_replica(job, replica, loads, speeds, schedule, replica.chunks, links)[1].span
     except ContractError:
         if replica.chunks == 1:
             raise
@@ -168,13 +197,14 @@ def _chunk_durations(
     orders: Sequence[Sequence[Pass]],
     loads: NDArray[np.float64],
     speeds: Mapping[int, float],
+    links: LinkSlowdowns,
 ) -> list[list[float]]:
     """Durations of all passes of an interleaved replica, from the layers of their chunks."""
     work = loads.tolist()
     ends = (0, 0), (len(replica.stages) - 1, replica.chunks - 1)
     durations = []
     for index, (stage, order) in enumerate(zip(replica.stages, orders, strict=True)):
-        cost = _stage_cost(job, stage, speeds)
+        cost = _stage_cost(job, stage, speeds, links)
         each = [
             cost.stage(
                 stop - start, first=(index, chunk) == ends[0], last=(index, chunk) == ends[1]
@@ -235,17 +265,25 @@ def _all_are(kind: type, values: Iterable[object]) -> bool:
 
 
 def stage_times(
-    job: Job, replica: Replica, speeds: Mapping[int, float]
+    job: Job,
+    replica: Replica,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> tuple[list[float], list[float]]:
     """Forward and backward time of one mean microbatch in each stage, in milliseconds."""
     last = len(replica.stages) - 1
     times = [
-        _stage_cost(job, stage, speeds).stage(stage.layer_count, first=i == 0, last=i == last)
+        _stage_cost(job, stage, speeds, links).stage(
+            stage.layer_count, first=i == 0, last=i == last
+        )
         for i, stage in enumerate(replica.stages)
     ]
     return [f for f, _ in times], [b for _, b in times]
 
 
-def _stage_cost(job: Job, stage: Stage, speeds: Mapping[int, float]) -> GroupCost:
+def _stage_cost(
+    job: Job, stage: Stage, speeds: Mapping[int, float], links: LinkSlowdowns
+) -> GroupCost:
     values = [speeds.get(rank, 1.0) for rank in stage.ranks]
-    return group_cost(job, layer_cost(job), stage.shares, values, stage.ranks)
+    slowdown = links.collective(stage.ranks)
+    return group_cost(job, layer_cost(job), stage.shares, values, stage.ranks, slowdown)

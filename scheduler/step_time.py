@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Replica, Schedule
 
 from .cost_model import layer_cost, transfer_ms
 from .greedy import allocation_by_rate, exchange_units
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from .makespan import pipeline_makespans
 from .simulator import play_replica, replica_makespan, stage_times
 
@@ -34,9 +35,11 @@ class ReplicaTimes:
         replicas: Sequence[Replica],
         schedule: Schedule,
         speeds: Mapping[int, float],
+        links: LinkSlowdowns = ALL_LINKS_HEALTHY,
     ) -> None:
         self._job, self._replicas, self._schedule, self._speeds = job, replicas, schedule, speeds
-        self._times = [stage_times(job, replica, speeds) for replica in replicas]
+        self._links = links
+        self._times = [stage_times(job, replica, speeds, links) for replica in replicas]
         self._replayed: dict[tuple[int, int], float] = {}
 
     def makespans(self, quotas: Sequence[int]) -> list[float]:
@@ -54,7 +57,7 @@ class ReplicaTimes:
                 continue
             if (index, quota) not in self._replayed:
                 self._replayed[index, quota] = replica_makespan(
-                    self._job, replica, quota, self._speeds, Schedule.INTERLEAVED
+                    self._job, replica, quota, self._speeds, Schedule.INTERLEAVED, self._links
                 )
             ends[row] = self._replayed[index, quota]
         for rows in by_stages.values():
@@ -62,7 +65,9 @@ class ReplicaTimes:
                 [self._times[pairs[row][0]][0] for row in rows],
                 [self._times[pairs[row][0]][1] for row in rows],
                 [pairs[row][1] for row in rows],
-                p2p=transfer_ms(self._job),
+                p2p=_transfers_ms(
+                    self._job, [self._replicas[pairs[row][0]] for row in rows], self._links
+                ),
                 max_in_flight=self._job.max_in_flight,
                 schedule=self._schedule,
             )
@@ -72,13 +77,17 @@ class ReplicaTimes:
         """Step time with these quotas."""
         return max(self.makespans(quotas)) + layer_cost(self._job).step_ms
 
+    def slowest_stages(self) -> list[float]:
+        """Time of the slowest stage of each replica for one microbatch, in milliseconds."""
+        return [max(f + b for f, b in zip(*pair, strict=True)) for pair in self._times]
+
     def best_quotas(self, quotas: Sequence[int]) -> tuple[int, ...]:
         """Quotas of the same sum, at least 1 each, with the shortest step found.
 
         Greedy allocation by the time of the slowest stage, then exchange of single microbatches.
         """
         best = list(quotas)
-        slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in self._times]
+        slowest = self.slowest_stages()
         for _ in range(3):
             fresh = allocation_by_rate(self.makespans(best), slowest, best)
             if self.step_ms(fresh) >= self.step_ms(best):
@@ -95,6 +104,7 @@ def expected_step_ms(
     speeds: Mapping[int, float],
     schedule: Schedule,
     work: Sequence[float],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> float:
     """Mean step time of a layout whose microbatches are drawn from a sample.
 
@@ -106,7 +116,7 @@ def expected_step_ms(
     """
     relative = relative_work(work)
     random = np.random.default_rng(_SEED)
-    times = [stage_times(job, replica, speeds) for replica in layout.replicas]
+    times = [stage_times(job, replica, speeds, links) for replica in layout.replicas]
     by_length: dict[int, list[int]] = defaultdict(list)
     ends = np.zeros((layout.dp, _DRAWS))
     for row, replica in enumerate(layout.replicas):
@@ -115,7 +125,7 @@ def expected_step_ms(
             continue
         for draw in range(_DRAWS):
             loads = random.choice(relative, quotas[row])
-            played = play_replica(job, replica, loads, speeds, schedule, replica.chunks)[1]
+            _, played = play_replica(job, replica, loads, speeds, schedule, replica.chunks, links)
             ends[row, draw] = played.span
     for rows in by_length.values():
         counts = np.array([quotas[row] for row in rows])
@@ -124,13 +134,22 @@ def expected_step_ms(
             np.repeat([times[row][0] for row in rows], _DRAWS, axis=0),
             np.repeat([times[row][1] for row in rows], _DRAWS, axis=0),
             np.repeat(counts, _DRAWS),
-            p2p=transfer_ms(job),
+            p2p=_transfers_ms(
+                job, [layout.replicas[row] for row in np.repeat(rows, _DRAWS)], links
+            ),
             max_in_flight=job.max_in_flight,
             schedule=schedule,
             work=drawn,
         )
         ends[rows] = makespans.reshape(len(rows), _DRAWS)
     return mean_of_latest(ends) + layer_cost(job).step_ms
+
+
+def _transfers_ms(job: Job, replicas: Sequence[Replica], links: LinkSlowdowns) -> ArrayLike:
+    """Time of transfers between stages: one for all, or [replica, boundary]."""
+    if not links:
+        return transfer_ms(job)
+    return np.array([boundaries_ms(job, replica, links) for replica in replicas])
 
 
 def relative_work(work: Sequence[float]) -> Floats:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from resihp.contracts import Action, Advice, Job, Plan, Schedule
 from resihp.formatting import duration, plural
 
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from .memory import fits, own_schedule, plan_schedules
 from .migration import PlanOption
 from .reasons import action_reason, reasons
@@ -189,6 +190,7 @@ def decide(
     rental: SkiRental,
     *,
     horizon_steps: int | None,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> ReplanDecision:
     """Choose between the plans of a front, a change without migration, and no change.
 
@@ -199,7 +201,7 @@ def decide(
     several, the candidate is the one that gains most within the horizon or, where that is unknown,
     breaks even first.
     """
-    now_ms, found = best_in_place(job, current, speeds)
+    now_ms, found = best_in_place(job, current, speeds, links)
     in_place_ms = found.step_ms
     least_gain_ms = LEAST_GAIN * in_place_ms
     best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
@@ -220,7 +222,7 @@ def decide(
     )
     if now_ms - in_place_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
         return kept
-    in_place = found.plan(job, current, speeds)
+    in_place = found.plan(job, current, speeds, links)
     return replace(kept, plan=replace(in_place, reason=(*in_place.reason, kept.explanation)))
 
 
@@ -263,7 +265,13 @@ class InPlaceChange:
     schedule: Schedule
     step_ms: float
 
-    def plan(self, job: Job, current: Plan, speeds: Mapping[int, float]) -> Plan:
+    def plan(
+        self,
+        job: Job,
+        current: Plan,
+        speeds: Mapping[int, float],
+        links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+    ) -> Plan:
         """Next plan after `current` with this change."""
         layout, is_live = current.layout, Action.LAYOUT in job.actions
         given = job, layout, self.quotas, self.schedule, speeds, self.step_ms
@@ -274,14 +282,17 @@ class InPlaceChange:
             quotas=self.quotas,
             schedule=self.schedule if is_live else current.schedule,
             step_ms=self.step_ms,
-            bound_ms=min(layout_bound(*given), self.step_ms),
-            reason=reasons(job, layout, layout, self.quotas, speeds, self.schedule),
+            bound_ms=min(layout_bound(*given, links), self.step_ms),
+            reason=reasons(job, layout, layout, self.quotas, speeds, self.schedule, links),
             action=Action.QUOTAS if only_quotas else Action.LAYOUT,
         )
 
 
 def best_in_place(
-    job: Job, current: Plan, speeds: Mapping[int, float]
+    job: Job,
+    current: Plan,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> tuple[float, InPlaceChange]:
     """Current step time, and the change with the shortest step that costs the job nothing.
 
@@ -289,14 +300,14 @@ def best_in_place(
     current layout must be alive.
     """
     replicas, own = current.layout.replicas, own_schedule(job, current)
-    now_ms = ReplicaTimes(job, replicas, own, speeds).step_ms(current.quotas)
+    now_ms = ReplicaTimes(job, replicas, own, speeds, links).step_ms(current.quotas)
     best = InPlaceChange(current.quotas, own, now_ms)
     tried: tuple[Schedule, ...] = (own,) if Action.QUOTAS in job.actions else ()
     if Action.LAYOUT in job.actions:
         others = () if own is Schedule.INTERLEAVED else plan_schedules(job)
         tried = own, *(other for other in others if other is not own)
     for schedule in tried:
-        times = ReplicaTimes(job, replicas, schedule, speeds)
+        times = ReplicaTimes(job, replicas, schedule, speeds, links)
         quotas = times.best_quotas(current.quotas)
         step_ms = times.step_ms(quotas)
         if step_ms < best.step_ms and fits(job, current.layout, quotas, schedule):

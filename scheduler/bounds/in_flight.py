@@ -20,13 +20,14 @@ def in_flight_bound(
     backward: ArrayLike,
     microbatches: ArrayLike,
     *,
-    p2p: float = 0.0,
+    p2p: ArrayLike = 0.0,
     max_in_flight: int | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Floats:
     """Lower bound of the makespan of pipelines with given stage times.
 
     forward, backward  [..., pipeline, stage]; microbatches [pipeline]; result [..., pipeline]
+    p2p                time of a transfer between stages s and s + 1: one for all, or [pipeline, s]
 
     Holds for any order of passes within the schedule's in-flight limits c_s. Stage s starts after
     the forwards and ends before the backwards of the stages before it, in total A_s. Its own work
@@ -51,7 +52,7 @@ def in_flight_bound(
     stages = f.shape[-1]
     passes = PassTimes.of(f, b, schedule)
     trip = passes.trip
-    transfers = p2p * np.arange(stages)
+    transfers = transfers_before(np.asarray(p2p, float), stages)
     upto = np.cumsum(trip, axis=-1) + 2.0 * transfers
     before = upto - trip
     behind = upto[..., -1:] - upto
@@ -62,6 +63,16 @@ def in_flight_bound(
         before[..., 1:] += passes.weight[..., :1]
     bounds = stage_line(passes, m, limits, reached=reached, before=before, behind=behind)
     return np.asarray((bounds * (m > 0)).max(axis=-1))
+
+
+def transfers_before(p2p: Floats, stages: int) -> Floats:
+    """Time of the transfers before each stage, [stage] or [pipeline, stage].
+
+    `p2p`: one for all boundaries between stages, or [pipeline, boundary].
+    """
+    if not p2p.ndim:
+        return np.asarray(p2p * np.arange(stages))
+    return np.cumsum(np.pad(p2p, ((0, 0), (1, 0))), axis=1)
 
 
 _NO_WEIGHT = np.zeros((1, 1))

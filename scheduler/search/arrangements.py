@@ -10,6 +10,7 @@ import numpy as np
 
 from resihp.contracts import InfeasibleError, Job, Layout
 
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from .chains import Chain
 from .layer_partition import is_small
 from .quotas import Arrangement, ChainEvaluator
@@ -19,7 +20,13 @@ _MAX_EVALUATIONS = 60_000  # pipelines to time
 
 
 def initial_chains(
-    job: Job, layout: Layout, speeds: Mapping[int, float], *, even: bool, folds: int
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+    *,
+    even: bool,
+    folds: int,
 ) -> tuple[list[TPGroup], list[Chain], Chain]:
     """All groups, the chains of the layout's replicas, and the groups without a replica.
 
@@ -29,7 +36,7 @@ def initial_chains(
     Raises `InfeasibleError` if no rank is alive.
     """
     replicas, joined = assign_ranks(job, layout, speeds)
-    make = GroupBuilder(job, speeds, share_units(job, layout), even=even)
+    make = GroupBuilder(job, speeds, share_units(job, layout), links, even=even)
     groups: list[TPGroup] = []
 
     def numbered(stages: Sequence[Place]) -> Chain:

@@ -18,6 +18,7 @@ from resihp.contracts import Schedule
 from resihp.pipeline.orders import most_in_flight
 
 from ..bounds import StageCosts, heterogeneous_layers, in_flight_bound, whole_layers
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..makespan import pipeline_makespans
 from ..memory import MemoryFootprint
 from .tp_groups import GroupTable
@@ -47,15 +48,41 @@ class SearchSetting:
     max_in_flight: int | None
     schedule: Schedule
     expired: Callable[[], bool] = lambda: False
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY
 
     @property
     def limits(self) -> dict[str, Any]:
-        """Arguments of all bounds and makespans."""
-        return {
-            "p2p": self.p2p_ms,
-            "max_in_flight": self.max_in_flight,
-            "schedule": self.schedule,
-        }
+        """Arguments of all bounds and makespans, but the times of transfers."""
+        return {"max_in_flight": self.max_in_flight, "schedule": self.schedule}
+
+    def transfers_ms(self, chains: Ints) -> float | Floats:
+        """Times of transfers between the stages of chains [chain, stage]: one for all while all
+        links are healthy, else [chain, boundary]."""
+        if not self.links:
+            return self.p2p_ms
+        before, after = chains[:, :-1], chains[:, 1:]
+        found = np.full(before.shape, self.p2p_ms)
+        is_slow = self._touched[before] & self._touched[after]
+        numbers = before[is_slow] * len(self._touched) + after[is_slow]
+        distinct, at = np.unique(numbers, return_inverse=True)
+        factors = np.array([self._factor(number) for number in distinct.tolist()])
+        found[is_slow] = self.p2p_ms * factors[at]
+        return found
+
+    @cached_property
+    def _touched(self) -> NDArray[np.bool_]:
+        return np.array([self.links.touches(g.ranks) for g in self.table.groups], bool)
+
+    @cached_property
+    def _factors(self) -> dict[int, float]:
+        return {}
+
+    def _factor(self, number: int) -> float:
+        """Factor on the transfers from group `number // groups` to group `number % groups`."""
+        if number not in self._factors:
+            one, other = (self.table.groups[g] for g in divmod(number, len(self._touched)))
+            self._factors[number] = self.links.boundary(one.ranks, other.ranks)
+        return self._factors[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +118,11 @@ class ChainBatch:
         )
 
     @cached_property
+    def transfers_ms(self) -> float | Floats:
+        """Times of transfers; see `SearchSetting.transfers_ms`."""
+        return self.setting.transfers_ms(self.chains)
+
+    @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """True if a chain can hold all layers in memory, [chain]."""
         most = self.costs.most
@@ -115,19 +147,33 @@ class ChainBatch:
 
     def bounds(self, layers: Ints) -> Floats:
         """Lower bounds of the makespans with these layers, [..., chain]."""
-        return in_flight_bound(*self.times(layers), self.microbatches, **self.setting.limits)
+        return in_flight_bound(
+            *self.times(layers),
+            self.microbatches,
+            p2p=self.transfers_ms,
+            **self.setting.limits,
+        )
 
     def whole_layers(self, within_ms: float, *, tight: bool = False) -> tuple[Floats, Ints]:
-        """Bounds over all whole layers (inf beyond `within_ms`) and layers that attain them."""
+        """Bounds over all whole layers (inf beyond `within_ms`) and layers that attain them.
+
+        They take all links as healthy: transfers over slow ones only take longer.
+        """
         program = heterogeneous_layers if tight else whole_layers
         return program(
             self.costs,
             self.setting.layers,
             self.microbatches,
             within_ms,
+            p2p=self.setting.p2p_ms,
             **self.setting.limits,
         )
 
     def makespans(self, layers: Ints) -> Floats:
         """Exact makespans [chain] with these layers [chain, stage]."""
-        return pipeline_makespans(*self.times(layers), self.microbatches, **self.setting.limits)
+        return pipeline_makespans(
+            *self.times(layers),
+            self.microbatches,
+            p2p=self.transfers_ms,
+            **self.setting.limits,
+        )

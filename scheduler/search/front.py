@@ -11,6 +11,7 @@ import numpy as np
 from resihp.contracts import Job, Layout
 
 from ..cost_model import layer_cost
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import MemoryFootprint, plan_schedules
 from ..migration import StateBytes, transfer_ms
 from .arrangements import initial_chains
@@ -41,6 +42,7 @@ def search_front(
     speeds: Mapping[int, float],
     found: Arrangement,
     expired: Callable[[], bool],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> list[Arrangement]:
     """Front from `found`, or one as fast that moves less, to the one that moves least.
 
@@ -58,8 +60,8 @@ def search_front(
     step_ms = found.makespan_ms + fixed_ms
     if transfer_ms(job, quickest.most_bytes) < _LIMITS[-1] * step_ms:
         return [found]
-    nearby = NearbyShares(job, current, speeds)
-    for placed in _placements(job, current, speeds, found, expired):
+    nearby = NearbyShares(job, current, speeds, links)
+    for placed in _placements(job, current, speeds, found, expired, links):
         slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
         options = ReplicaOptions(placed, current, sizes, nearby, slower, quickest.most_bytes)
         for limit in _LIMITS:
@@ -107,15 +109,16 @@ def _placements(
     speeds: Mapping[int, float],
     found: Arrangement,
     expired: Callable[[], bool],
+    links: LinkSlowdowns,
 ) -> Iterator[Arrangement]:
     """Arrangements of `found`, of the groups in place, and of them after swaps within columns."""
     yield found
-    groups, chains, _ = initial_chains(job, current, speeds, even=False, folds=0)
+    groups, chains, _ = initial_chains(job, current, speeds, links, even=False, folds=0)
     if expired() or len(chains) > job.microbatches:
         return
     setting = replace(
         found.evaluator.setting,
-        table=GroupTable.of(groups),
+        table=GroupTable.of(groups, links),
         footprint=MemoryFootprint.of(job, len(chains)),
     )
     typical = max(1, job.microbatches // len(chains))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, even_quotas
 
 from ..greedy import exchange_units
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import replica_fits
 from ..simulator import replica_makespan
 from .chains import Chain
@@ -40,6 +41,7 @@ def interleaved(
     current: Layout,
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> FoundPlan | str:
     """Arrangement with the job's number of model chunks per stage, or the reason against it.
 
@@ -51,7 +53,7 @@ def interleaved(
     chains, quotas = found.chains, list(found.quotas)
     if all(len(chain) == 1 for chain in chains):
         return "no replica has several stages"
-    shapes = _Shapes(job, found, current, speeds)
+    shapes = _Shapes(job, found, current, speeds, links)
 
     def finish(pairs: Sequence[tuple[int, int]]) -> list[float]:
         return [shapes.best(chains[index], quota)[0] for index, quota in pairs]
@@ -75,9 +77,15 @@ class _Shapes:
     """
 
     def __init__(
-        self, job: Job, found: Arrangement, current: Layout, speeds: Mapping[int, float]
+        self,
+        job: Job,
+        found: Arrangement,
+        current: Layout,
+        speeds: Mapping[int, float],
+        links: LinkSlowdowns,
     ) -> None:
         self._job, self._evaluator, self._speeds = job, found.evaluator, speeds
+        self._links = links
         self._present = {replica.ranks: replica for replica in current.replicas}
         self._makespans: dict[tuple[object, ...], float] = {}
         self._best: dict[tuple[Chain, int], tuple[float, Replica]] = {}
@@ -112,7 +120,9 @@ class _Shapes:
         key = (self._evaluator.signature(chain), ranges, quota)
         if key not in self._makespans:
             footprint = self._evaluator.setting.footprint
-            end = replica_makespan(self._job, replica, quota, self._speeds, Schedule.INTERLEAVED)
+            end = replica_makespan(
+                self._job, replica, quota, self._speeds, Schedule.INTERLEAVED, self._links
+            )
             if end < inf and not replica_fits(
                 self._job, footprint, replica, quota, Schedule.INTERLEAVED
             ):

@@ -10,9 +10,11 @@ from math import isinf
 from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from ..cost_model import transfer_ms
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import MemoryFootprint, plan_schedules
 from .arrangements import exhaustive, feasible_chains, initial_chains, out_of_memory
 from .chains import Chain, SearchSetting
+from .link_placement import rank_orders
 from .placement import (
     drop_slow_stages,
     exchange_groups,
@@ -44,23 +46,29 @@ class _Request:
     schedules: tuple[Schedule, ...]
     expired: Callable[[], bool]
     even: bool
+    links: LinkSlowdowns
 
 
 def search(
-    job: Job, layout: Layout, speeds: Mapping[int, float], expired: Callable[[], bool]
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    expired: Callable[[], bool],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> Arrangement:
     """Best arrangement found before `expired`. Raises `InfeasibleError`.
 
     Starts from `layout` and from the job's initial layout. If memory is insufficient, the search
     is repeated without the first schedules, with equal shares, and finally with fewer replicas of
-    more stages.
+    more stages. With slow links it is repeated from layouts in which ranks have changed places
+    (`link_placement`).
     """
     schedules = plan_schedules(job)
     layouts = [layout] if layout == job.layout else [layout, job.layout]
     tails = [schedules[index:] for index in range(len(schedules))]
     failure: InfeasibleError | None = None
     for folds, tail, even in product(range(layout.dp.bit_length()), tails, (False, True)):
-        request = _Request(job, speeds, tail, expired, even)
+        request = _Request(job, speeds, tail, expired, even, links)
         best: Arrangement | None = None
         for start in layouts:
             if best is None or not expired():
@@ -69,7 +77,8 @@ def search(
                 except InfeasibleError as error:
                     failure = error
         if best is not None:
-            return _repeated(best, request)
+            best = _repeated(best, request)
+            return _around_slow_links(best, request, layout, folds) if links else best
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
@@ -86,6 +95,24 @@ def _repeated(best: Arrangement, request: _Request) -> Arrangement:
         if not _is_less(found, best):
             break
         best = found
+    return best
+
+
+def _around_slow_links(
+    found: Arrangement, request: _Request, layout: Layout, folds: int
+) -> Arrangement:
+    """Best arrangement of searches in which ranks have changed places so that slow links carry
+    less."""
+    job, best = request.job, found
+    for order in rank_orders(job, found, request.speeds, request.links):
+        if request.expired():
+            break
+        moved = replace(request, job=replace(job, layout=order.of(job.layout)))
+        try:
+            option = _search(moved, order.of(layout), folds)
+        except InfeasibleError:
+            continue
+        best = _better(best, option)
     return best
 
 
@@ -108,12 +135,12 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
     """
     job = request.job
     groups, chains, spare = initial_chains(
-        job, layout, request.speeds, even=request.even, folds=folds
+        job, layout, request.speeds, request.links, even=request.even, folds=folds
     )
     owners = len(chains)
     while True:
         setting = SearchSetting(
-            GroupTable.of(groups),
+            GroupTable.of(groups, request.links),
             MemoryFootprint.of(job, owners),
             job.layout.layers,
             job.microbatches,
@@ -121,6 +148,7 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
             job.max_in_flight,
             request.schedules[0],
             request.expired,
+            request.links,
         )
         found = _arranged(request, setting, chains, spare)
         if len(found.chains) >= owners or not job.memory.sharded_optimizer:

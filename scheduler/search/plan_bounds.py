@@ -17,6 +17,7 @@ from resihp.contracts import Job, Layout, Schedule
 from ..bounds import relaxed_factors
 from ..bounds.in_flight import Floats
 from ..cost_model import group_cost, layer_cost, transfer_ms
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import MemoryFootprint
 from .chains import ChainBatch, SearchSetting, by_length
 from .tp_groups import GroupTable, TPGroup
@@ -166,6 +167,7 @@ def layout_bound(
     schedule: Schedule,
     speeds: Mapping[int, float],
     step_ms: float,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> float:
     """Lower bound of the step time for the groups of a layout that takes `step_ms`, all alive."""
     cost = layer_cost(job)
@@ -175,16 +177,18 @@ def layout_bound(
         chains.append(range(len(groups), len(groups) + len(replica.stages)))
         for index, stage in enumerate(replica.stages):
             values = [speeds.get(rank, 1.0) for rank in stage.ranks]
-            timed = group_cost(job, cost, stage.shares, values, stage.ranks)
+            slowdown = links.collective(stage.ranks)
+            timed = group_cost(job, cost, stage.shares, values, stage.ranks, slowdown)
             groups.append(TPGroup(stage.ranks, stage.shares, index, timed))
     setting = SearchSetting(
-        GroupTable.of(groups),
+        GroupTable.of(groups, links),
         MemoryFootprint.of(job, layout.dp),
         layout.layers,
         sum(quotas),
         transfer_ms(job),
         job.max_in_flight,
         schedule,
+        links=links,
     )
     if schedule is Schedule.INTERLEAVED:
         most = max(replica.chunks for replica in layout.replicas)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from resihp.contracts import Job, Layout
 
 from ..cost_model import group_cost, layer_cost
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..migration import NO_STATE, RankState, StateBytes, overlap, rank_states
 from .tp_groups import TPGroup
 
@@ -110,8 +111,15 @@ class NearbyShares:
     Cached: many groups have the same shares and speeds.
     """
 
-    def __init__(self, job: Job, before: Layout, speeds: Mapping[int, float]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        before: Layout,
+        speeds: Mapping[int, float],
+        links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+    ) -> None:
         self._job, self._speeds, self._cost = job, speeds, layer_cost(job)
+        self._links = links
         self._parts = {rank: state.part for rank, state in rank_states(before)}
         self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
 
@@ -133,7 +141,8 @@ class NearbyShares:
         if key not in self._known:
             self._known[key] = self._nearest(speeds, parts, group.shares, slower)
         shares = self._known[key]
-        cost = group_cost(self._job, self._cost, shares, speeds, group.ranks)
+        slowdown = self._links.collective(group.ranks)
+        cost = group_cost(self._job, self._cost, shares, speeds, group.ranks, slowdown)
         return TPGroup(group.ranks, shares, group.column, cost)
 
     def _nearest(

@@ -59,7 +59,8 @@ class ReplicaOptions:
         most_bytes: float,
     ) -> None:
         groups, variants = _with_nearby_shares(nearby, slower, placed)
-        setting = replace(placed.evaluator.setting, table=GroupTable.of(groups))
+        setting = placed.evaluator.setting
+        setting = replace(setting, table=GroupTable.of(groups, setting.links))
         self._evaluator = ChainEvaluator(setting)
         self.state = ReceivedState(current, groups, sizes)
         self._most_bytes = most_bytes * (1 + 1e-9)

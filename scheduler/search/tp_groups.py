@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from resihp.contracts import Job, Layout
 
 from ..cost_model import GroupCost, group_cost, layer_cost
 from ..greedy import greedy_allocation
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 
 Floats = NDArray[np.float64]
 
@@ -45,11 +46,15 @@ class GroupTable:
     kind: NDArray[np.intp]
 
     @classmethod
-    def of(cls, groups: Sequence[TPGroup]) -> GroupTable:
-        """Table of these groups."""
+    def of(cls, groups: Sequence[TPGroup], links: LinkSlowdowns = ALL_LINKS_HEALTHY) -> GroupTable:
+        """Table of these groups. One with a slow link costs like no other: its transfers depend on
+        the stages beside it."""
         rows = [(*astuple(g.cost), max(g.shares) / sum(g.shares)) for g in groups]
-        numbers: dict[tuple[float, ...], int] = {}
-        kind = [numbers.setdefault(row, len(numbers)) for row in rows]
+        numbers: dict[object, int] = {}
+        kind = [
+            numbers.setdefault((row, g.ranks) if links.touches(g.ranks) else row, len(numbers))
+            for row, g in zip(rows, groups, strict=True)
+        ]
         forward, backward, embedding, head, widest = np.array(rows, float).reshape(-1, 5).T
         numbered = np.array(kind, np.intp)
         return cls(tuple(groups), forward, backward, embedding, head, widest, numbered)
@@ -97,22 +102,30 @@ class GroupBuilder:
     """Builder of groups with the best shares, cached by speeds."""
 
     def __init__(
-        self, job: Job, speeds: Mapping[int, float], units: int, *, even: bool = False
+        self,
+        job: Job,
+        speeds: Mapping[int, float],
+        units: int,
+        links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+        *,
+        even: bool = False,
     ) -> None:
         self._job, self._speeds, self._units, self._even = job, speeds, units, even
-        self._cost = layer_cost(job)
-        self._known: dict[tuple[tuple[float, ...], bool], tuple[tuple[int, ...], GroupCost]] = {}
+        self._cost, self._links = layer_cost(job), links
+        self._known: dict[object, tuple[tuple[int, ...], GroupCost]] = {}
         self._per_node = job.links.ranks_per_node
 
     def __call__(self, ranks: Sequence[int], column: int) -> TPGroup | None:
-        """Best group of the living `ranks`, without slow ones where faster; None without any."""
+        """Best group of the living `ranks`, without slow ones, or one with a slow link, where faster;
+        None without any."""
         speeds = self._speeds
         living = [rank for rank in ranks if speeds.get(rank, 1.0) > 0.0]
         if not living:
             return None
         values = tuple([speeds.get(rank, 1.0) for rank in living])
         spread = max(living) // self._per_node != min(living) // self._per_node
-        key = (values, spread)
+        is_slow = self._links.collective(living) > 1.0
+        key = (values, spread, tuple(living) if is_slow else ())
         if key not in self._known:
             self._known[key] = self._best(values, living)
         shares, cost = self._known[key]
@@ -122,21 +135,32 @@ class GroupBuilder:
     def _best(
         self, speeds: tuple[float, ...], ranks: Sequence[int]
     ) -> tuple[tuple[int, ...], GroupCost]:
-        """Shares over all members, or without the slowest ones where that is faster."""
+        """Shares over all members, or without some where that is faster."""
         cost, best_ms = self._cost, math.inf
         fixed = 2.0 * cost.fixed_ms / (cost.forward_ms + cost.backward_ms) * self._units
-        slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
-        for count in range(len(speeds)):
-            if count and speeds[slowest[count - 1]] >= max(speeds):
-                break
-            left = [0.0 if i in slowest[:count] else speed for i, speed in enumerate(speeds)]
+        for dropped in self._droppable(speeds, ranks):
+            left = [0.0 if i in dropped else speed for i, speed in enumerate(speeds)]
             shares = balanced_shares(left, self._units, fixed=fixed, even=self._even)
             kept = [(q, p, r) for q, p, r in zip(shares, left, ranks, strict=True) if q]
-            option = group_cost(self._job, cost, *zip(*kept, strict=True))
+            held, known, members = zip(*kept, strict=True)
+            slowdown = self._links.collective(members)
+            option = group_cost(self._job, cost, held, known, members, slowdown)
             layer_ms = option.forward_ms + option.backward_ms
             if layer_ms < best_ms * (1 - 1e-9):
                 best, best_ms = (shares, option), layer_ms
         return best
+
+    def _droppable(
+        self, speeds: tuple[float, ...], ranks: Sequence[int]
+    ) -> Iterator[Collection[int]]:
+        """Members to leave out, by index: none, the slowest ones, each one with a slow link."""
+        slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
+        for count in range(len(speeds)):
+            if count and speeds[slowest[count - 1]] >= max(speeds):
+                break
+            yield slowest[:count]
+        if len(ranks) > 1 and self._links.collective(ranks) > 1.0:
+            yield from ([i] for i, rank in enumerate(ranks) if self._links.touches([rank]))
 
 
 Place = tuple[int, list[int]]  # column and ranks of a stage, all of which may be dead

@@ -1,0 +1,158 @@
+"""Places of ranks for slow links: exchanges of ranks and of groups after which they carry less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from resihp.contracts import Job, Layout, Replica
+
+from ..link_costs import LinkSlowdowns
+from ..step_time import ReplicaTimes
+from .quotas import Arrangement
+
+_FEW_RANKS = 16  # up to which more exchanges in a row and more orders are tried
+_ROUNDS = (5, 3)  # exchanges in a row: with few ranks, with more
+_KEPT = (12, 4)  # orders that are continued after each of them
+_SEARCHED = (12, 4)  # orders returned
+_ENDS = 16  # ranks with a slow link whose exchanges are tried
+_PEERS = 64  # ranks with which each of them is exchanged
+_LEAST_GAIN = 1e-3  # microbatches
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """Exchange of ranks: the rank that works in the place of each one; the others keep theirs."""
+
+    instead: Mapping[int, int]
+
+    @property
+    def key(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of ranks: the one whose place it is and the one that works there."""
+        return tuple(self.instead.items())
+
+    def of(self, layout: Layout) -> Layout:
+        """The layout after the exchange; layers and shares stay in their places."""
+        return Layout(tuple(self.of_replica(replica) for replica in layout.replicas))
+
+    def of_replica(self, replica: Replica) -> Replica:
+        """One replica of it."""
+        get = self.instead.get
+        return Replica(
+            tuple(
+                replace(stage, ranks=tuple([get(rank, rank) for rank in stage.ranks]))
+                for stage in replica.stages
+            )
+        )
+
+    def then(self, pairs: Iterable[tuple[int, int]]) -> RankOrder:
+        """Exchange after which the ranks of each pair, as they work now, change places too."""
+        swap = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+        places = {*self.instead, *swap}
+        now = {place: self.instead.get(place, place) for place in places}
+        moved = {place: swap.get(rank, rank) for place, rank in now.items()}
+        return RankOrder({p: r for p, r in sorted(moved.items()) if p != r})
+
+
+def rank_orders(
+    job: Job, found: Arrangement, speeds: Mapping[int, float], links: LinkSlowdowns
+) -> list[RankOrder]:
+    """Exchanges from which a search for slow links starts again, the most promising first.
+
+    Ranks at the ends of slow links that an arrangement uses change places with others of their
+    replica, of their stage in other replicas, or without a stage; so do whole groups. An exchange
+    is judged by the microbatches that the replicas, with their layers and shares, run more within
+    the makespan. A few of the best are continued with another exchange. Of those that are judged
+    alike, the one that moves fewest ranks is returned.
+    """
+    judge = _Judge(job, found, speeds, links)
+    is_large = len(judge.layout.ranks) > _FEW_RANKS
+    rounds, kept, searched = (pair[is_large] for pair in (_ROUNDS, _KEPT, _SEARCHED))
+    heads, known = [RankOrder({})], {RankOrder({}).key: (0.0, RankOrder({}))}
+    for _ in range(rounds):
+        tried = {order.key: order for head in heads for order in judge.exchanges(head)}
+        fresh = {key: order for key, order in tried.items() if key not in known}
+        if not fresh or found.evaluator.setting.expired():
+            break
+        gains = judge.gains(list(fresh.values()))
+        known |= {k: (gain, order) for (k, order), gain in zip(fresh.items(), gains, strict=True)}
+        heads = [order for _, order in _ranked(known[key] for key in fresh)[:kept]]
+    alike: dict[float, RankOrder] = {}
+    for gain, order in _ranked(known.values()):
+        if gain > _LEAST_GAIN:
+            alike.setdefault(round(gain, 9), order)
+    return list(alike.values())[:searched]
+
+
+def _ranked(judged: Iterable[tuple[float, RankOrder]]) -> list[tuple[float, RankOrder]]:
+    """The largest gain first; of equal ones, the one that moves fewest ranks."""
+    return sorted(judged, key=lambda one: (-round(one[0], 9), len(one[1].key), one[1].key))
+
+
+class _Judge:
+    """Exchanges of ranks in an arrangement, and what they gain."""
+
+    def __init__(
+        self, job: Job, found: Arrangement, speeds: Mapping[int, float], links: LinkSlowdowns
+    ) -> None:
+        self.layout = found.layout
+        self._job, self._found, self._speeds, self._links = job, found, speeds, links
+        known = {*job.layout.ranks, *speeds} - self.layout.members
+        self._idle = [rank for rank in sorted(known) if speeds.get(rank, 1.0) > 0.0]
+        self._capacities: dict[tuple[Replica, int], float] = {}
+
+    def gains(self, orders: Sequence[RankOrder]) -> list[float]:
+        """Microbatches that the replicas run more within the makespan after each exchange."""
+        pairs = list(zip(self.layout.replicas, self._found.quotas, strict=True))
+        moved = [
+            [
+                (pair, (order.of_replica(pair[0]), pair[1]))
+                for pair in pairs
+                if not order.instead.keys().isdisjoint(pair[0].ranks)
+            ]
+            for order in orders
+        ]
+        self._measure({one for changes in moved for change in changes for one in change})
+        known = self._capacities
+        return [sum(known[new] - known[old] for old, new in changes) for changes in moved]
+
+    def _measure(self, wanted: Iterable[tuple[Replica, int]]) -> None:
+        missing = [pair for pair in wanted if pair not in self._capacities]
+        if not missing:
+            return
+        replicas, quotas = zip(*missing, strict=True)
+        schedule = self._found.evaluator.setting.schedule
+        times = ReplicaTimes(self._job, replicas, schedule, self._speeds, self._links)
+        each = zip(missing, times.makespans(quotas), times.slowest_stages(), strict=True)
+        for pair, end, slowest in each:
+            self._capacities[pair] = (self._found.makespan_ms - end) / slowest
+
+    def exchanges(self, head: RankOrder) -> Iterator[RankOrder]:
+        """Exchanges after `head` for the ranks whose slow links are then in use."""
+        layout = head.of(self.layout)
+        ends = [place for row in range(layout.dp) for place in self._slow_ends(layout, row)]
+        for rank, row, index in ends[:_ENDS]:
+            replica = layout.replicas[row]
+            peers = [stage for i, stage in enumerate(replica.stages) if i != index]
+            peers += [r.stages[index] for r in layout.replicas if len(r.stages) > index]
+            own = replica.stages[index]
+            others = [*own.ranks, *(r for stage in peers for r in stage.ranks), *self._idle]
+            for other in dict.fromkeys(others[:_PEERS]):
+                if other != rank:
+                    yield head.then([(rank, other)])
+            for stage in peers[:_PEERS]:
+                if stage is not own and own.tp == stage.tp > 1:
+                    yield head.then(zip(own.ranks, stage.ranks, strict=True))
+
+    def _slow_ends(self, layout: Layout, row: int) -> Iterator[tuple[int, int, int]]:
+        """Rank, replica and stage of the ends of the slow links that a replica uses."""
+        stages, links = layout.replicas[row].stages, self._links
+        slow = {i for i, stage in enumerate(stages) if links.collective(stage.ranks) > 1.0}
+        for i, (one, other) in enumerate(pairwise(stages)):
+            if links.boundary(one.ranks, other.ranks) > 1.0:
+                slow |= {i, i + 1}
+        for index in sorted(slow):
+            for rank in stages[index].ranks:
+                if links.touches([rank]):
+                    yield rank, row, index
