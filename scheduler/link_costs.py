@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
-from resihp.contracts import Job, LinkVerdict, Replica, Status
+from resihp.contracts import Job, Layout, LinkVerdict, Place, Replica, Status
 
 from .cost_model import transfer_ms
 
@@ -128,6 +128,38 @@ def boundaries_ms(job: Job, replica: Replica, links: LinkSlowdowns) -> list[floa
         transfer_ms(job, links.boundary(one.ranks, other.ranks))
         for one, other in pairwise(replica.stages)
     ]
+
+
+def carries(layout: Layout, link: LinkVerdict) -> bool:
+    """True if a layout uses a link or group, so that its times are measured.
+
+    A link: its ranks transfer to each other, or are of one group. A group: all of its ranks are in
+    one stage, or hold the same stage of different replicas.
+    """
+    places = dict[int, Place]()
+    wanted = frozenset(link.ends)
+    for dp, replica in enumerate(layout.replicas):
+        for pp, stage in enumerate(replica.stages):
+            for rank in wanted.intersection(stage.ranks):
+                places[rank] = Place(rank, dp, pp, stage.ranks.index(rank))
+    if len(places) < len(wanted):
+        return False
+    if link.group:
+        replicas = {place.dp for place in places.values()}
+        return len({p.pp for p in places.values()}) == 1 and len(replicas) in (1, len(wanted))
+    one, other = sorted(places.values(), key=lambda place: place.pp)
+    return one.dp == other.dp and (one.pp == other.pp or _meet(layout, one, other))
+
+
+def _meet(layout: Layout, one: Place, other: Place) -> bool:
+    """True if two ranks of a replica transfer to each other."""
+    here, there = layout.stage_at(one), layout.stage_at(other)
+    replica = layout.replicas[one.dp]
+    wraps = replica.chunks > 1 and (one.pp, other.pp) == (0, len(replica.stages) - 1)
+    if other.pp != one.pp + 1 and not wraps:
+        return False
+    wide = range(max(here.tp, there.tp))
+    return any((i % here.tp, i % there.tp) == (one.tp, other.tp) for i in wide)
 
 
 def _ordered(one: int, other: int) -> Pair:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Action, Job, Layout, Place, Schedule
+from resihp.contracts import Action, Job, Layout, LinkVerdict, Place, Schedule, Status
 from resihp.formatting import duration, listed, noun_for, numbers, plural, rank_list
 
-from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, carries
 
 _SHOWN = 12
 SCHEDULE_NAMES = {
@@ -91,10 +91,10 @@ def _rank_sentence(
 def _link_sentences(old: Layout, new: Layout, links: LinkSlowdowns) -> list[str]:
     """Sentences about slow links and groups, and about their ranks that have changed places."""
     sentences, ends = [], dict.fromkeys(rank for pair in links.links for rank in pair)
-    used = _links_in_use(new, links)
     for (one, other), factor in sorted(links.links.items()):
         sentence = f"transfers between ranks {one} and {other} take {factor:.2g} times as long"
-        sentences.append(f"{sentence}{'' if (one, other) in used else ': none goes that way'}")
+        link = LinkVerdict(rank=one, peer=other, status=Status.FAIL_SLOW, slowdown=factor)
+        sentences.append(sentence if carries(new, link) else f"{sentence}: none goes that way")
     for ranks, factor in links.groups:
         members = sorted(ranks)
         ends |= dict.fromkeys(members)
@@ -113,28 +113,6 @@ def _link_sentences(old: Layout, new: Layout, links: LinkSlowdowns) -> list[str]
         if (was.dp, was.pp) != (now.dp, now.pp)
     ]
     return [*sentences, *moved[:_SHOWN]]
-
-
-def _links_in_use(layout: Layout, links: LinkSlowdowns) -> set[tuple[int, int]]:
-    """Slow links over which the layout sends activations, or which are within a group."""
-    used = set()
-    places = _places(layout, {rank for pair in links.links for rank in pair})
-    for pair in links.links:
-        if places.keys() >= set(pair):
-            one, other = sorted((places[rank] for rank in pair), key=lambda place: place.pp)
-            if one.dp == other.dp and (other.pp == one.pp or _meet(layout, one, other)):
-                used.add(pair)
-    return used
-
-
-def _meet(layout: Layout, one: Place, other: Place) -> bool:
-    """True if the two ranks, of one replica, transfer to each other."""
-    here, there = layout.stage_at(one), layout.stage_at(other)
-    wide = range(max(here.tp, there.tp))
-    stages = len(layout.replicas[one.dp].stages)
-    wraps = layout.replicas[one.dp].chunks > 1 and (one.pp, other.pp) == (0, stages - 1)
-    follows = other.pp == one.pp + 1 or wraps
-    return follows and any((i % here.tp, i % there.tp) == (one.tp, other.tp) for i in wide)
 
 
 def _replica_sentences(old: Layout, new: Layout) -> list[str]:

@@ -102,9 +102,20 @@ def _around_slow_links(
     found: Arrangement, request: _Request, layout: Layout, folds: int
 ) -> Arrangement:
     """Best arrangement of searches in which ranks have changed places so that slow links carry
-    less."""
+    less.
+
+    The places are those of the arrangement for healthy links, as the one that was found may have
+    left out ranks for a slow link, and of that one.
+    """
     job, best = request.job, found
-    for order in rank_orders(job, found, request.speeds, request.links):
+    healthy = _search(replace(request, links=ALL_LINKS_HEALTHY), layout, folds)
+    starts = [healthy] if healthy.layout == found.layout else [healthy, found]
+    orders = {
+        order.key: order
+        for start in starts
+        for order in rank_orders(job, start, request.speeds, request.links)
+    }
+    for order in orders.values():
         if request.expired():
             break
         moved = replace(request, job=replace(job, layout=order.of(job.layout)))

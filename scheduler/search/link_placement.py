@@ -63,8 +63,8 @@ def rank_orders(
     Ranks at the ends of slow links that an arrangement uses change places with others of their
     replica, of their stage in other replicas, or without a stage; so do whole groups. An exchange
     is judged by the microbatches that the replicas, with their layers and shares, run more within
-    the makespan. A few of the best are continued with another exchange. Of those that are judged
-    alike, the one that moves fewest ranks is returned.
+    the makespan; `found` need not be made for these links. A few of the best are continued with
+    another exchange. Of those that are judged alike, the one that moves fewest ranks is returned.
     """
     judge = _Judge(job, found, speeds, links)
     is_large = len(judge.layout.ranks) > _FEW_RANKS

@@ -116,8 +116,10 @@ class GroupBuilder:
         self._per_node = job.links.ranks_per_node
 
     def __call__(self, ranks: Sequence[int], column: int) -> TPGroup | None:
-        """Best group of the living `ranks`, without slow ones, or one with a slow link, where faster;
-        None without any."""
+        """Best group of the living `ranks`; None without any.
+
+        Slow ones, or one with a slow link, are left out where that is faster.
+        """
         speeds = self._speeds
         living = [rank for rank in ranks if speeds.get(rank, 1.0) > 0.0]
         if not living:

@@ -1,7 +1,7 @@
 """Planning of one job: its state, and the decision when it needs another plan.
 
-The decision is level-triggered: it compares device speeds with those of the last plan, so that a
-crash in between loses nothing.
+The decision is level-triggered: it compares device speeds and slow links with those of the last
+plan, so that a crash in between loses nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,19 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from resihp.contracts import Action, Advice, InfeasibleError, Job, Plan, Status, Verdict
+from resihp.contracts import (
+    Action,
+    Advice,
+    InfeasibleError,
+    Job,
+    Layout,
+    LinkVerdict,
+    Plan,
+    Status,
+    Verdict,
+)
 from scheduler import ReplanDecision, SkiRental
+from scheduler.link_costs import carries
 
 from ..store.documents import advice_json
 from .adapters import Adapters
@@ -58,6 +69,7 @@ class PlanningState:
     acks            answers of the ranks of the two plans to the newest: `applied` or `refused`
     speeds          relative speeds of the devices that are not healthy (0.0: stopped), for which
                     the last plan was made
+    links           slow links and groups for which the last plan was made
     joiners         ranks outside the layout that are ready to work
     rental          ski-rental account: cost of staying in the layout, and the plan not yet due
     retry           time of the next attempt after planning failed
@@ -75,6 +87,7 @@ class PlanningState:
     active_version: int
     acks: dict[int, str] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
+    links: tuple[LinkVerdict, ...] = ()
     joiners: tuple[int, ...] = ()
     rental: SkiRental = field(default_factory=SkiRental)
     retry: PlanningRetry = field(default_factory=PlanningRetry)
@@ -135,7 +148,7 @@ class PlanningState:
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}
         dead = {*lost, *(rank for rank, speed in self.speeds.items() if speed == 0.0)}
         self.speeds = dict.fromkeys(sorted(dead)[:_MOST_RANKS], 0.0)
-        self.rental, self.retry, self.advice = SkiRental(), PlanningRetry(), None
+        self.rental, self.retry, self.advice, self.links = SkiRental(), PlanningRetry(), None, ()
         self.outcome = {"state": "taken_over", "version": plan.version}
         self.remove_joiners({*lost, *plan.layout.ranks})
         return True
@@ -216,12 +229,13 @@ class PlanRequest:
     current: Plan
     speeds: Mapping[int, float]
     rental: SkiRental
+    links: tuple[LinkVerdict, ...] = ()
 
     def is_for(self, state: PlanningState) -> bool:
-        """Return whether plan and speeds are still those of the request."""
+        """Return whether plan, speeds and slow links are still those of the request."""
         current = state.current
         is_same = current is self.current or current.digest == self.current.digest
-        return is_same and state.speeds == self.speeds
+        return is_same and state.speeds == self.speeds and state.links == self.links
 
 
 class Planner:
@@ -236,17 +250,27 @@ class Planner:
         self._time_limit_s = time_limit_s
         self._executor = adapters.executor(time_limit_s)
 
-    def is_needed(self, state: PlanningState, verdicts: Iterable[Verdict], clock_s: float) -> bool:
-        """Return whether a plan is to be asked for; updates speeds and retry.
+    def is_needed(
+        self,
+        state: PlanningState,
+        verdicts: Iterable[Verdict],
+        clock_s: float,
+        links: Iterable[LinkVerdict] | None = None,
+    ) -> bool:
+        """Return whether a plan is to be asked for; updates speeds, links and retry.
 
-        That is so when the speeds have changed since the last plan, when the retry after a failure
-        is due at `clock_s`, and as long as no decision on a plan asked for was taken.
+        That is so when the speeds or the slow links have changed since the last plan, when the
+        retry after a failure is due at `clock_s`, and as long as no decision on a plan asked for
+        was taken. `links`: the detector's verdicts; None before it has compared any link.
         """
         working = chain(state.active.layout.ranks, state.current.layout.ranks)
         speeds = speeds_of(verdicts, state.speeds, working)
         speeds |= dict.fromkeys(state.joiners, 1.0)
-        if speeds_changed(state.speeds, speeds):
+        slow = state.links if links is None else slow_links(links, state.links, state.active.layout)
+        is_new = speeds_changed(_link_speeds(state.links), _link_speeds(slow))
+        if is_new or speeds_changed(state.speeds, speeds):
             state.speeds, state.retry, state.is_asked = speeds, PlanningRetry(), True
+            state.links = slow if is_new else state.links
         return state.is_asked or state.retry.is_due(clock_s)
 
     def ask(self, state: PlanningState, job: Job, *, step: int, clock_s: float) -> PlanRequest:
@@ -262,9 +286,10 @@ class Planner:
             rental=state.rental,
             horizon_steps=_horizon_steps(state, job, clock_s),
             restart_ms=state.restart_ms,
+            links=state.links,
             time_limit_s=self._time_limit_s / 2,
         )
-        return PlanRequest(decision, state.current, state.speeds, state.rental)
+        return PlanRequest(decision, state.current, state.speeds, state.rental, state.links)
 
     def take(self, state: PlanningState, request: PlanRequest, clock_s: float) -> Plan | None:
         """The plan of a request that is decided; updates rental, retry, advice and outcome. Raises
@@ -313,8 +338,30 @@ def speeds_of(
     return speeds
 
 
-def speeds_changed(known: Mapping[int, float], speeds: Mapping[int, float]) -> bool:
-    """True if `speeds` differ from those of the last plan beyond the tolerance."""
+def slow_links(
+    verdicts: Iterable[LinkVerdict], known: Iterable[LinkVerdict], layout: Layout
+) -> tuple[LinkVerdict, ...]:
+    """The links and groups that are fail-slow, by their ends.
+
+    One of `known`, those of the last plan, over which `layout` sends nothing stays slow: nobody
+    measures it any more, and a plan that went back to it would find it slow again.
+    """
+    verdicts = list(verdicts)
+    told = {link.ends for link in verdicts}
+    slow = {link.ends: link for link in verdicts if link.status is Status.FAIL_SLOW}
+    for link in known:
+        if link.ends not in told and not carries(layout, link):
+            slow[link.ends] = link
+    return tuple(slow[ends] for ends in sorted(slow))
+
+
+def _link_speeds(links: Iterable[LinkVerdict]) -> dict[tuple[int, ...], float]:
+    return {link.ends: 1.0 / link.slowdown for link in links}
+
+
+def speeds_changed(known: Mapping[Any, float], speeds: Mapping[Any, float]) -> bool:
+    """True if `speeds`, of devices or of links by their ends, differ from those of the last plan
+    beyond the tolerance."""
     if known.keys() != speeds.keys():
         return True
     return any(abs(speeds[rank] - known[rank]) > _TOLERANCE * known[rank] for rank in known)

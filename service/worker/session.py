@@ -234,13 +234,13 @@ class JobSession:
         if batch.plan_version == plan.version:
             lost = [rank for rank, speed in self.planning.speeds.items() if speed == 0.0]
             self._close_steps(plan, self._steps.add(batch, lost))
-        self._report(changed)
         self._report_links()
+        self._report(changed)
 
     def _close_steps(self, plan: Plan, steps: Iterable[StepTime]) -> None:
         planning = self.planning
         for step in steps:
-            self._forecast.learn(plan, step, healthy=not planning.speeds)
+            self._forecast.learn(plan, step, healthy=not (planning.speeds or planning.links))
             told = self._detector.step_time(step.step, step.observed_ms)
             self._forecast.note_error(told)
             summary = {
@@ -353,7 +353,9 @@ class JobSession:
 
     def _plan_if_needed(self) -> None:
         clock_s = self._state.clock.heard_s
-        needed = self._planner.is_needed(self.planning, self._detector.unhealthy(), clock_s)
+        links = self._state.links if self._detector.link_counts() else None
+        unhealthy = self._detector.unhealthy()
+        needed = self._planner.is_needed(self.planning, unhealthy, clock_s, links)
         if needed and self._request is None:
             self._ask_for_plan()
 
@@ -374,7 +376,8 @@ class JobSession:
     def take_plan(self) -> None:
         """Take the decision on the plan asked for, if there is one now.
 
-        It is dropped, and another plan asked for, if plan or speeds have changed meanwhile.
+        It is dropped, and another plan asked for, if plan, speeds or slow links have changed
+        meanwhile.
         """
         request = self._request
         if request is not None and request.decision.done():

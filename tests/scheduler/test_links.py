@@ -16,7 +16,6 @@ from resihp.contracts import (
     Links,
     LinkVerdict,
     ModelShape,
-    Plan,
     Replica,
     Schedule,
     Stage,
@@ -259,7 +258,7 @@ def test_quotas_leave_a_slow_link_in_a_job_that_takes_no_layout():
 
 def test_a_running_job_gets_a_plan_for_a_slow_link():
     one = job(1, 4, microbatches=4)
-    current = Plan(version=3, layout=one.layout, quotas=one.quotas)
+    current = make_plan(one, {}, version=3)
     assert replan(one, current, {}, step=10, horizon_steps=10_000).plan is None
     decision = replan(one, current, {}, step=10, horizon_steps=10_000, links=[link(1, 2)])
     assert decision.plan is not None

@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from resihp.client import Client
-from resihp.contracts import LinkVerdict, Op, Plan, Status, TelemetryBatch
+from resihp.contracts import (
+    FaultRate,
+    Job,
+    LayerCost,
+    Layout,
+    Links,
+    LinkVerdict,
+    ModelShape,
+    Op,
+    Plan,
+    Protection,
+    Status,
+    TelemetryBatch,
+)
 from resihp.contracts.codec import encode
+from scheduler import replan
 from service.store.documents import JobMessage, MessageKind, link_in_short
 from service.worker.planning import Planner
 from service.worker.session import JobSession
@@ -111,6 +127,31 @@ def test_the_time_of_a_status_is_that_of_its_message_and_survives_the_worker(sta
         assert (link["slowdown"], link["since_s"]) == (3.0, 5.0)
     assert other.status() == session.status()
     assert [kind for kind, _ in other.changes.events if kind == "link"] == []
+
+
+def test_a_slow_link_moves_a_stage_off_it_and_stays_slow_while_nothing_is_sent_over_it():
+    model = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=8, ffn=4096, vocab=1000)
+    one = Job(
+        name="j", layout=Layout.grid(dp=2, pp=4, tp=1, layers=8), microbatches=8, model=model,
+        tokens_per_microbatch=4096, cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+        links=Links(inter_gbytes_per_s=8.0), protection=Protection(faults=FaultRate(1e6)),
+    )  # fmt: skip
+    adapters = replace(fake_adapters(), replan=replan)
+    planner = Planner(adapters, time_limit_s=60.0)
+    first = Plan(version=0, layout=one.layout, quotas=one.quotas)
+    session = JobSession(one, first, adapters, planner)
+    for step, ms in enumerate((2, 2, 6)):
+        send(session, 1_000 * step, with_transfers(step, ms))
+        assert bool(session.changes.plans) == (ms == 6)
+    (plan,) = session.changes.plans
+    assert {0, 2} not in [set(pair) for r in plan.layout.replicas for pair in pairwise(r.ranks)]
+    assert any("between ranks 0 and 2 take 3 times as long" in why for why in plan.reason)
+    session.planning.activate(plan.version)
+    planner.is_needed(session.planning, [], 0.0, links=[])
+    assert [link.ends for link in session.planning.links] == [(0, 2)]
+    session.planning.is_asked = False
+    assert not planner.is_needed(session.planning, [], 0.0, links=[])
+    planner.close()
 
 
 def test_an_event_names_the_first_ranks_of_a_large_group():
