@@ -1,6 +1,6 @@
 """Quality and speed of plans compared with policies of other systems.
 
-`python -m benchmarks.planner [--json PATH] [--seeds N] [--quick]`
+`python -m benchmarks.planner [--json PATH] [--seeds N] [--quick] [--part links]`
 
 A figure of 1.0 means that the job lost no more throughput than the devices lost speed, relative to
 the initial job: fault-free, 1F1B. It exceeds 1 if a plan also shortens warm-up and drain of the
@@ -16,6 +16,10 @@ scheduler and ResiHP's rule respect the memory budget. Times are processor times
 The tables of moved state compare, for the same faults, the quickest plan with the plan of its front
 that moves least and gives up 1% of the step at most: gigabytes of all ranks, and seconds over the
 link of the rank that receives most.
+
+The part `links` slows one link between stages, in a tensor-parallel group or between hosts of small
+jobs, and compares the initial layout, the plan of a planner that does not know the link, the plan
+made for it, and the best of all plans.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from benchmarks._planner_cases import HEADS, PEERS, PERMITTED, ROWS, Row, faults, job_of, remaining
+from benchmarks._planner_links import print_links
 from benchmarks._planner_moves import print_moves
 from benchmarks._planner_sequences import print_sequences
 from benchmarks._planner_tables import Result, Scale, print_quality, print_ratios, print_scales
@@ -48,8 +53,14 @@ def main() -> None:
     parser.add_argument(
         "--units", type=int, default=HEADS, help="of a share: heads, or KV groups (a 70B has 8)"
     )
+    parser.add_argument("--part", choices=("links",), help="run nothing else")
     options = parser.parse_args()
     print(machine())
+    if options.part == "links":
+        links = print_links(options.seeds)
+        if options.json:
+            write_json(options.json, {"links": links, "seeds": options.seeds})
+        return
     rows = ROWS[::3] if options.quick else ROWS
     seeds = 2 if options.quick else options.seeds
     found = {}
@@ -62,13 +73,20 @@ def main() -> None:
     print_scales(scales)
     moved = print_moves(rows, seeds)
     print_sequences(seeds)
+    links = print_links(seeds)
     if options.json:
         named = {
             permitted: {str(row): result.json() for row, result in zip(rows, results, strict=True)}
             for permitted, results in found.items()
         }
         figures = [scale.json() for scale in scales]
-        document = {"rows": named, "scales": figures, "moves": moved, "seeds": seeds}
+        document = {
+            "rows": named,
+            "scales": figures,
+            "moves": moved,
+            "links": links,
+            "seeds": seeds,
+        }
         write_json(options.json, document)
 
 

@@ -130,24 +130,18 @@ def boundaries_ms(job: Job, replica: Replica, links: LinkSlowdowns) -> list[floa
     ]
 
 
-def carries(layout: Layout, link: LinkVerdict) -> bool:
-    """True if a layout uses a link or group, so that its times are measured.
-
-    A link: its ranks transfer to each other, or are of one group. A group: all of its ranks are in
-    one stage, or hold the same stage of different replicas.
-    """
-    places = dict[int, Place]()
-    wanted = frozenset(link.ends)
-    for dp, replica in enumerate(layout.replicas):
-        for pp, stage in enumerate(replica.stages):
-            for rank in wanted.intersection(stage.ranks):
-                places[rank] = Place(rank, dp, pp, stage.ranks.index(rank))
-    if len(places) < len(wanted):
+def is_in_use(layout: Layout, link: Pair) -> bool:
+    """True if the two ranks transfer to each other in a layout, or are of one group."""
+    places = [
+        Place(rank, dp, pp, stage.ranks.index(rank))
+        for dp, replica in enumerate(layout.replicas)
+        for pp, stage in enumerate(replica.stages)
+        for rank in stage.ranks
+        if rank in link
+    ]
+    if len(places) < 2:
         return False
-    if link.group:
-        replicas = {place.dp for place in places.values()}
-        return len({p.pp for p in places.values()}) == 1 and len(replicas) in (1, len(wanted))
-    one, other = sorted(places.values(), key=lambda place: place.pp)
+    one, other = places
     return one.dp == other.dp and (one.pp == other.pp or _meet(layout, one, other))
 
 

@@ -217,9 +217,7 @@ def _in_place(
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
     if dead or Action.QUOTAS not in job.actions:
         raise InfeasibleError("actions", _limit(job, dead))
-    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
-    schedule = layout.schedule or job.schedule
-    current = Plan(version=version, layout=layout, quotas=quotas, schedule=schedule)
+    current = _unplanned(job, layout, version)
     plan = best_in_place(job, current, speeds, links)[1].plan(job, current, speeds, links)
     return replace(plan, version=version, from_step=from_step)
 
@@ -232,12 +230,19 @@ def _kept_if_faster(
         return plan
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return plan
-    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
-    current = replace(plan, layout=layout, quotas=quotas, schedule=layout.schedule or job.schedule)
+    current = _unplanned(job, layout, plan.version)
     found = best_in_place(job, current, speeds, links)[1]
     if found.step_ms >= plan.step_ms or not fits(job, layout, found.quotas, found.schedule):
         return plan
-    return replace(found.plan(job, current, speeds, links), version=plan.version)
+    kept = found.plan(job, current, speeds, links)
+    return replace(kept, version=plan.version, from_step=plan.from_step)
+
+
+def _unplanned(job: Job, layout: Layout, version: int) -> Plan:
+    """A layout under its schedule, with the job's quotas if they are for as many replicas."""
+    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
+    schedule = layout.schedule or job.schedule
+    return Plan(version=version, layout=layout, quotas=quotas, schedule=schedule)
 
 
 def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:

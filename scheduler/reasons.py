@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Action, Job, Layout, LinkVerdict, Place, Schedule, Status
+from resihp.contracts import Action, Job, Layout, Place, Schedule
 from resihp.formatting import duration, listed, noun_for, numbers, plural, rank_list
 
-from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, carries
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, is_in_use
 
 _SHOWN = 12
 SCHEDULE_NAMES = {
@@ -50,8 +50,7 @@ def reasons(
         sentences.append(f"microbatches of the replicas: {numbers(quotas)}")
     if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
         sentences.append(f"the pipelines run {SCHEDULE_NAMES[schedule]}")
-    whole = "devices and links" if links else "devices"
-    return tuple(sentences) or (f"all {whole} are healthy: nothing to change",)
+    return tuple(sentences) or ("all devices are healthy: nothing to change",)
 
 
 def action_reason(action: Action | None, cost_ms: float, restart_ms: float) -> str:
@@ -91,17 +90,17 @@ def _rank_sentence(
 def _link_sentences(old: Layout, new: Layout, links: LinkSlowdowns) -> list[str]:
     """Sentences about slow links and groups, and about their ranks that have changed places."""
     sentences, ends = [], dict.fromkeys(rank for pair in links.links for rank in pair)
-    for (one, other), factor in sorted(links.links.items()):
-        sentence = f"transfers between ranks {one} and {other} take {factor:.2g} times as long"
-        link = LinkVerdict(rank=one, peer=other, status=Status.FAIL_SLOW, slowdown=factor)
-        sentences.append(sentence if carries(new, link) else f"{sentence}: none goes that way")
-    for ranks, factor in links.groups:
-        members = sorted(ranks)
+    for link, factor in sorted(links.links.items()):
+        ranks = f"ranks {link[0]} and {link[1]}"
+        sentence = f"transfers between {ranks} take {factor:.3g} times as long"
+        sentences.append(sentence if is_in_use(new, link) else f"{sentence}: none goes that way")
+    for group, factor in links.groups:
+        members = sorted(group)
         ends |= dict.fromkeys(members)
-        sentences.append(f"collectives of {rank_list(members)} take {factor:.2g} times as long")
+        sentences.append(f"collectives of {rank_list(members)} take {factor:.3g} times as long")
     for pair, factor in sorted(links.nodes.items()):
         nodes = f"nodes {pair[0]} and {pair[1]}"
-        sentences.append(f"all links between {nodes} count as slow by {factor:.2g}")
+        sentences.append(f"all links between {nodes} count as slow by {factor:.3g}")
     if len(sentences) > _SHOWN:
         sentences = [*sentences[:_SHOWN], f"{len(sentences) - _SHOWN} more links are slow"]
     before, after = _places(old, ends), _places(new, ends)

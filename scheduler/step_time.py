@@ -77,17 +77,13 @@ class ReplicaTimes:
         """Step time with these quotas."""
         return max(self.makespans(quotas)) + layer_cost(self._job).step_ms
 
-    def slowest_stages(self) -> list[float]:
-        """Time of the slowest stage of each replica for one microbatch, in milliseconds."""
-        return [max(f + b for f, b in zip(*pair, strict=True)) for pair in self._times]
-
     def best_quotas(self, quotas: Sequence[int]) -> tuple[int, ...]:
         """Quotas of the same sum, at least 1 each, with the shortest step found.
 
         Greedy allocation by the time of the slowest stage, then exchange of single microbatches.
         """
         best = list(quotas)
-        slowest = self.slowest_stages()
+        slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in self._times]
         for _ in range(3):
             fresh = allocation_by_rate(self.makespans(best), slowest, best)
             if self.step_ms(fresh) >= self.step_ms(best):

@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 Chain = tuple[int, ...]
 
 
-def by_length(chains: Iterable[Sequence[int]]) -> Iterator[list[int]]:
+def by_length(chains: Iterable[Sequence[object]]) -> Iterator[list[int]]:
     """Indices of the chains of each length."""
     indices: dict[int, list[int]] = defaultdict(list)
     for index, chain in enumerate(chains):

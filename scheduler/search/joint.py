@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isinf
@@ -107,9 +108,10 @@ def _around_slow_links(
     The places are those of the arrangement for healthy links, as the one that was found may have
     left out ranks for a slow link, and of that one.
     """
-    job, best = request.job, found
-    healthy = _search(replace(request, links=ALL_LINKS_HEALTHY), layout, folds)
-    starts = [healthy] if healthy.layout == found.layout else [healthy, found]
+    job, best, starts = request.job, found, [found]
+    with suppress(InfeasibleError):  # where only the initial layout fits into memory
+        healthy = _search(replace(request, links=ALL_LINKS_HEALTHY), layout, folds)
+        starts = [healthy] if healthy.layout == found.layout else [healthy, found]
     orders = {
         order.key: order
         for start in starts

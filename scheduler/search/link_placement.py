@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from resihp.contracts import Job, Layout, Replica
 
-from ..link_costs import LinkSlowdowns
-from ..step_time import ReplicaTimes
+from ..link_costs import LinkSlowdowns, boundaries_ms
+from ..makespan import pipeline_makespans
+from ..simulator import stage_times
+from .chains import by_length
 from .quotas import Arrangement
 
 _FEW_RANKS = 16  # up to which more exchanges in a row and more orders are tried
@@ -119,14 +123,21 @@ class _Judge:
 
     def _measure(self, wanted: Iterable[tuple[Replica, int]]) -> None:
         missing = [pair for pair in wanted if pair not in self._capacities]
-        if not missing:
-            return
-        replicas, quotas = zip(*missing, strict=True)
-        schedule = self._found.evaluator.setting.schedule
-        times = ReplicaTimes(self._job, replicas, schedule, self._speeds, self._links)
-        each = zip(missing, times.makespans(quotas), times.slowest_stages(), strict=True)
-        for pair, end, slowest in each:
-            self._capacities[pair] = (self._found.makespan_ms - end) / slowest
+        setting = self._found.evaluator.setting
+        job, links = self._job, self._links
+        for indices in by_length([replica.stages for replica, _ in missing]):
+            pairs = [missing[index] for index in indices]
+            times = [stage_times(job, replica, self._speeds, links) for replica, _ in pairs]
+            forward, backward = np.array(times).transpose(1, 0, 2)
+            ends = pipeline_makespans(
+                forward,
+                backward,
+                [quota for _, quota in pairs],
+                p2p=np.array([boundaries_ms(job, replica, links) for replica, _ in pairs]),
+                **setting.limits,
+            )
+            left = (self._found.makespan_ms - ends) / (forward + backward).max(axis=1)
+            self._capacities.update(zip(pairs, left.tolist(), strict=True))
 
     def exchanges(self, head: RankOrder) -> Iterator[RankOrder]:
         """Exchanges after `head` for the ranks whose slow links are then in use."""

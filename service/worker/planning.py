@@ -18,14 +18,12 @@ from resihp.contracts import (
     Advice,
     InfeasibleError,
     Job,
-    Layout,
     LinkVerdict,
     Plan,
     Status,
     Verdict,
 )
 from scheduler import ReplanDecision, SkiRental
-from scheduler.link_costs import carries
 
 from ..store.documents import advice_json
 from .adapters import Adapters
@@ -70,6 +68,7 @@ class PlanningState:
     speeds          relative speeds of the devices that are not healthy (0.0: stopped), for which
                     the last plan was made
     links           slow links and groups for which the last plan was made
+    measured        ends of those that the detector named slow under the active plan
     joiners         ranks outside the layout that are ready to work
     rental          ski-rental account: cost of staying in the layout, and the plan not yet due
     retry           time of the next attempt after planning failed
@@ -88,6 +87,7 @@ class PlanningState:
     acks: dict[int, str] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
     links: tuple[LinkVerdict, ...] = ()
+    measured: tuple[tuple[int, ...], ...] = ()
     joiners: tuple[int, ...] = ()
     rental: SkiRental = field(default_factory=SkiRental)
     retry: PlanningRetry = field(default_factory=PlanningRetry)
@@ -148,7 +148,8 @@ class PlanningState:
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}
         dead = {*lost, *(rank for rank, speed in self.speeds.items() if speed == 0.0)}
         self.speeds = dict.fromkeys(sorted(dead)[:_MOST_RANKS], 0.0)
-        self.rental, self.retry, self.advice, self.links = SkiRental(), PlanningRetry(), None, ()
+        self.rental, self.retry, self.advice = SkiRental(), PlanningRetry(), None
+        self.links, self.measured = (), ()
         self.outcome = {"state": "taken_over", "version": plan.version}
         self.remove_joiners({*lost, *plan.layout.ranks})
         return True
@@ -157,7 +158,7 @@ class PlanningState:
         """Record that the ranks work under a plan; True if it is a later one than before."""
         if version <= self.active_version or version not in self.plans:
             return False
-        self.active_version = version
+        self.active_version, self.measured = version, ()
         self.plans = {known: plan for known, plan in self.plans.items() if known >= version}
         self.remove_joiners(self.active.layout.ranks)
         return True
@@ -212,6 +213,20 @@ class PlanningState:
         if self.joiners:
             self.speeds, self.joiners = {}, ()
 
+    def slow_links(self, verdicts: Iterable[LinkVerdict]) -> tuple[LinkVerdict, ...]:
+        """The links and groups that are fail-slow, by their ends; updates `measured`.
+
+        One for which the last plan was made stays slow until it was named slow under the active
+        plan too, and no longer is. The detector begins anew with every plan: it measures no link
+        over which nothing is sent, and may take a slow one for the usual. Without its verdict the
+        next plan would undo the last one.
+        """
+        named = {link.ends: link for link in verdicts if link.status is Status.FAIL_SLOW}
+        self.measured = tuple(sorted({*self.measured, *named}))
+        kept = {link.ends: link for link in self.links if link.ends not in self.measured}
+        slow = named | kept
+        return tuple(slow[ends] for ends in sorted(slow))
+
     def count_step(self) -> Plan | None:
         """Charge a step in the newest plan's layout; the candidate plan, once it is due."""
         self.rental = self.rental.after_step()
@@ -255,18 +270,18 @@ class Planner:
         state: PlanningState,
         verdicts: Iterable[Verdict],
         clock_s: float,
-        links: Iterable[LinkVerdict] | None = None,
+        links: Iterable[LinkVerdict] = (),
     ) -> bool:
         """Return whether a plan is to be asked for; updates speeds, links and retry.
 
         That is so when the speeds or the slow links have changed since the last plan, when the
         retry after a failure is due at `clock_s`, and as long as no decision on a plan asked for
-        was taken. `links`: the detector's verdicts; None before it has compared any link.
+        was taken.
         """
         working = chain(state.active.layout.ranks, state.current.layout.ranks)
         speeds = speeds_of(verdicts, state.speeds, working)
         speeds |= dict.fromkeys(state.joiners, 1.0)
-        slow = state.links if links is None else slow_links(links, state.links, state.active.layout)
+        slow = state.slow_links(links)
         is_new = speeds_changed(_link_speeds(state.links), _link_speeds(slow))
         if is_new or speeds_changed(state.speeds, speeds):
             state.speeds, state.retry, state.is_asked = speeds, PlanningRetry(), True
@@ -336,23 +351,6 @@ def speeds_of(
         elif verdict.status is Status.FAIL_SLOW and verdict.slowdown > 1.0:
             speeds[verdict.rank] = 1.0 / verdict.slowdown
     return speeds
-
-
-def slow_links(
-    verdicts: Iterable[LinkVerdict], known: Iterable[LinkVerdict], layout: Layout
-) -> tuple[LinkVerdict, ...]:
-    """The links and groups that are fail-slow, by their ends.
-
-    One of `known`, those of the last plan, over which `layout` sends nothing stays slow: nobody
-    measures it any more, and a plan that went back to it would find it slow again.
-    """
-    verdicts = list(verdicts)
-    told = {link.ends for link in verdicts}
-    slow = {link.ends: link for link in verdicts if link.status is Status.FAIL_SLOW}
-    for link in known:
-        if link.ends not in told and not carries(layout, link):
-            slow[link.ends] = link
-    return tuple(slow[ends] for ends in sorted(slow))
 
 
 def _link_speeds(links: Iterable[LinkVerdict]) -> dict[tuple[int, ...], float]:

@@ -353,8 +353,7 @@ class JobSession:
 
     def _plan_if_needed(self) -> None:
         clock_s = self._state.clock.heard_s
-        links = self._state.links if self._detector.link_counts() else None
-        unhealthy = self._detector.unhealthy()
+        unhealthy, links = self._detector.unhealthy(), self._detector.links()
         needed = self._planner.is_needed(self.planning, unhealthy, clock_s, links)
         if needed and self._request is None:
             self._ask_for_plan()

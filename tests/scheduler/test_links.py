@@ -144,7 +144,7 @@ def some_links(rng, ranks):
 # Plans
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4])),
     per_node=st.sampled_from([2, 4, 8]),

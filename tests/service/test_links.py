@@ -28,7 +28,7 @@ from resihp.contracts import (
 from resihp.contracts.codec import encode
 from scheduler import replan
 from service.store.documents import JobMessage, MessageKind, link_in_short
-from service.worker.planning import Planner
+from service.worker.planning import Planner, PlanningState
 from service.worker.session import JobSession
 from tests.service.conftest import Http, batch_of, eventually, job_of
 from tests.service.fakes import fake_adapters
@@ -152,6 +152,22 @@ def test_a_slow_link_moves_a_stage_off_it_and_stays_slow_while_nothing_is_sent_o
     session.planning.is_asked = False
     assert not planner.is_needed(session.planning, [], 0.0, links=[])
     planner.close()
+
+
+def test_a_link_stays_slow_until_it_was_slow_under_the_new_plan_and_recovered():
+    plan = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
+    slow = LinkVerdict(rank=0, peer=2, status=Status.FAIL_SLOW, slowdown=3.0)
+    suspect = replace(slow, status=Status.SUSPECT)
+    state = PlanningState({0: plan}, 0)
+    assert state.slow_links([suspect]) == ()
+    assert state.slow_links([slow]) == (slow,)
+    state.links = (slow,)
+    assert state.slow_links([]) == ()
+    state.publish(replace(plan, version=1))
+    state.activate(1)
+    for verdicts in ([], [suspect], [slow]):
+        assert state.slow_links(verdicts) == (slow,)
+    assert state.slow_links([]) == ()
 
 
 def test_an_event_names_the_first_ranks_of_a_large_group():
