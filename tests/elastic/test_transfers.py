@@ -12,7 +12,17 @@ import pytest
 from detector import Detector, DetectorSettings
 from detector.rank_table import RankTable
 from detector.transfers import paired
-from resihp.contracts import COLUMNS, Job, Layout, Op, Plan, Schedule, Status, TelemetryBatch
+from resihp.contracts import (
+    COLUMNS,
+    Job,
+    Layout,
+    LinkVerdict,
+    Op,
+    Plan,
+    Schedule,
+    Status,
+    TelemetryBatch,
+)
 from resihp.elastic.models import Llama
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
@@ -122,12 +132,18 @@ def slow_devices(detector: Detector) -> set[int]:
     return {v.rank for v in verdicts if v.status is Status.FAIL_SLOW and v.slowdown > 1.4}
 
 
+def slow_links(detector: Detector) -> list[LinkVerdict]:
+    """Links between two ranks; the collectives of groups have no pace here."""
+    links = detector.links()
+    return [link for link in links if link.status is Status.FAIL_SLOW and link.peer >= 0]
+
+
 def test_a_slow_link_is_named_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = SQUARE.replicas[1].ranks
     paced_links(monkeypatch, frozenset(ends))
     plan = Plan(version=0, layout=SQUARE, quotas=(3, 3))
     detector = judged(records_of(plan, STEPS, paced=True))
-    (link,) = [link for link in detector.links() if link.status is Status.FAIL_SLOW]
+    (link,) = slow_links(detector)
     assert link.ends == ends
     assert link.slowdown > 1.5  # of 4, of which a busy machine leaves less
     assert slow_devices(detector) == set()
@@ -137,6 +153,5 @@ def test_a_slow_device_makes_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> No
     paced_links(monkeypatch, frozenset())
     plan = Plan(version=0, layout=SQUARE, quotas=(3, 3))
     detector = judged(records_of(plan, STEPS, paced=True, slow=3))
-    slow = [link for link in detector.links() if link.status is Status.FAIL_SLOW]
-    assert [link.ends for link in slow if link.peer >= 0] == []  # collectives have no pace here
+    assert slow_links(detector) == []
     assert slow_devices(detector) == {3}
