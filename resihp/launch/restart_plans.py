@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,10 @@ _log = logging.getLogger("resihp.launch")
 _POLL_S = 1.0
 """Longest wait for a plan, and pause after an answer that cannot be used."""
 _POLLS_UNTIL_CHECK = 10
+_LAST_ANSWERS_S = 5.0
 _UNKNOWN_JOB = 404
+_FINAL = frozenset({400, 401, 403, 404, 409, 413, 422})
+"""Statuses of an answer that no repetition makes acceptable."""
 
 
 class PlanClient(Protocol):
@@ -61,7 +64,8 @@ class RestartPlanPoller:
     def __init__(self, client: PlanClient, job: str) -> None:
         self._client, self._job = client, job
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._answers: deque[Callable[[], None]] = deque()
         self._world_size, self._knows_ranks = -1, True
         self._pending: Plan | None = None
         self._unusable: tuple[Plan, str] | None = None
@@ -119,36 +123,55 @@ class RestartPlanPoller:
         self._answer(plan, "applied", "", pause_ms)
 
     def close(self) -> None:
-        """Stop; what was not sent is dropped."""
+        """Stop, after the answers that wait are sent: for a few seconds at most."""
         self._closed.set()
+        last = threading.Thread(target=self._send_last, name="resihp-plans-last", daemon=True)
+        start_thread(last, self._closed.set)
+        last.join(_LAST_ANSWERS_S)
+
+    def _send_last(self) -> None:
+        try:
+            self._send_answers()
+        except Exception as error:  # noqa: BLE001 - no answer of the sidecar ends a job
+            self._note_failure(error)
+
+    def _send_answers(self) -> None:
+        with self._sending:
+            while self._answers:
+                send = self._answers.popleft()
+                try:
+                    send()
+                except ServiceError as error:
+                    if error.status not in _FINAL:
+                        self._answers.appendleft(send)  # for the next time
+                        raise
+                    _log.warning("the sidecar does not take the answer to a plan: %s", error)
 
     def _answer(self, plan: Plan, state: str, why: str, pause_ms: float | None) -> None:
         ranks = sorted(plan.layout.members)
         if state == "refused":
             ranks = ranks[:1]
 
-        def send() -> None:
-            for rank in ranks:
-                self._client.acknowledge(
-                    self._job,
-                    plan.version,
-                    rank=rank,
-                    state=state,
-                    detail=why,
-                    pause_ms=pause_ms,
-                    digest=plan.digest,
-                )
-
-        self._requests.put(send)
+        self._answers.extend(
+            partial(
+                self._client.acknowledge,
+                self._job,
+                plan.version,
+                rank=rank,
+                state=state,
+                detail=why,
+                pause_ms=pause_ms,
+                digest=plan.digest,
+            )
+            for rank in ranks
+        )
 
     # The thread.
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                with suppress(queue.Empty):
-                    while True:
-                        self._requests.get_nowait()()
+                self._send_answers()
                 plan = self._ask()
                 if self._is_silent:
                     _log.info("the sidecar answers again")

@@ -92,6 +92,7 @@ class FakeSidecar:
     def __init__(self, newest: Plan | Exception | None) -> None:
         self.newest, self.asked = newest, 0
         self.answers: list[dict[str, Any]] = []
+        self.problems: list[Exception] = []
         self._changed = threading.Condition()
 
     def set(self, newest: Plan | Exception | None) -> None:
@@ -112,6 +113,8 @@ class FakeSidecar:
         return self.newest if is_new else None
 
     def acknowledge(self, job: str, version: int, **answer: Any) -> None:
+        if self.problems:
+            raise self.problems.pop(0)
         self.answers.append({"version": version, **answer})
 
 
@@ -189,3 +192,23 @@ def test_all_ranks_of_a_plan_acknowledge_it_with_the_pause() -> None:
         until(lambda: len(sidecar.answers) == 3)
     assert {answer["rank"] for answer in sidecar.answers} == {0, 1, 3}
     assert {answer["pause_ms"] for answer in sidecar.answers} == {1500.0}
+
+
+def test_answers_are_repeated_until_taken_or_refused_for_good() -> None:
+    with polled(plan_of(0, 1, 2, 3, version=0, action=None)) as (poller, sidecar):
+        sidecar.problems = [
+            ServiceError("no answer"),
+            ServiceError("busy", status=503),
+            ServiceError("another digest", status=409),
+        ]
+        poller.applied(plan_of(0, 1, 3), 1500.0)
+        until(lambda: len(sidecar.answers) == 2)
+    assert [answer["rank"] for answer in sidecar.answers] == [1, 3]
+
+
+def test_a_launcher_that_ends_sends_its_last_answers() -> None:
+    sidecar = FakeSidecar(None)
+    poller = RestartPlanPoller(sidecar, "job")
+    poller.applied(plan_of(0, 1))
+    poller.close()
+    assert [answer["rank"] for answer in sidecar.answers] == [0, 1]

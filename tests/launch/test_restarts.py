@@ -209,7 +209,12 @@ def test_the_sidecar_itself_restarts_a_job(tmp_path: Path, undisturbed: dict[int
         plan = client.plan("mine")
         assert plan is not None
         assert (plan.layout.ranks, plan.action) == ((0, 2), Action.RESTART)
-        answer = urllib3.request("GET", f"{sidecar.url}/v1/jobs/mine", timeout=20.0).json()
+        deadline, answer = time.monotonic() + 60, {}
+        while time.monotonic() < deadline:  # acknowledgements are accepted, then applied
+            answer = urllib3.request("GET", f"{sidecar.url}/v1/jobs/mine", timeout=20.0).json()
+            if answer["rollout"]["active"] == plan.version:
+                break
+            time.sleep(0.1)
     assert answer["rollout"]["active"] == plan.version, answer
     assert not (tmp_path / "losses-1-2").exists()
     assert {**losses(tmp_path, 0), **losses(tmp_path, 1)} == pytest.approx(undisturbed, rel=1e-3)
