@@ -38,7 +38,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 tests: setup
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 6 --dist worksteal $(ARGS)
 
 integrations: .venv-integrations/.installed  ## the trainers that people use, in an environment of their own
 	.venv-integrations/bin/python -m pytest -m integrations tests/integrations $(ARGS)
