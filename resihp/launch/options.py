@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from .cluster_environment import node_placement
 
 _log = logging.getLogger("resihp.launch")
 
@@ -152,6 +155,7 @@ class Options:
             if getattr(given, _name(option)) is not None:
                 _log.info("%s has no meaning here: %s", option, reason)
         try:
+            _place(given)
             return _options(given)
         except ValueError as error:
             parser.error(str(error))
@@ -166,8 +170,24 @@ def is_redis(endpoint: str) -> bool:
     return "://" in endpoint and urlsplit(endpoint).scheme in _REDIS_SCHEMES
 
 
+def _place(given: argparse.Namespace) -> None:
+    """Fill in what the command line leaves out: from the cluster's environment, else the defaults
+    of one node. An option for the store's address also says that nodes are placed by hand."""
+    by_hand = given.standalone or given.join or given.node_rank or given.master_addr
+    placement = None if by_hand else node_placement(os.environ, socket.getfqdn())
+    if placement is not None:
+        nodes = placement.nodes if given.nnodes is None else given.nnodes
+        if nodes is not None and str(nodes) != "1":
+            given.nnodes, given.node_rank = str(nodes), str(placement.node)
+            given.rdzv_id = given.rdzv_id or placement.run
+            if not given.rdzv_endpoint and placement.host:
+                given.rdzv_endpoint = placement.host
+                given.master_port = given.master_port or placement.port
+    given.nnodes, given.node_rank = given.nnodes or "1", given.node_rank or "0"
+
+
 def _options(given: argparse.Namespace) -> Options:
-    least_nodes, nodes = _range_of("--nnodes", str(given.nnodes), lambda most: most)
+    least_nodes, nodes = _range_of("--nnodes", given.nnodes, lambda most: most)
     node = _number("--node-rank", given.node_rank, least=0)
     if node >= nodes and least_nodes == nodes == 1:
         raise ValueError(f"--node-rank {node} must be below --nnodes {nodes}")
@@ -315,8 +335,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add(
         "--nnodes",
-        default="1",
-        help="nodes of the job, one launcher each; MIN:MAX to go on without those that are lost",
+        help="nodes of the job, one launcher each; MIN:MAX to go on without those that are lost; "
+        "default those of the Slurm step, else 1",
     )
     add(
         "--nproc-per-node",
@@ -324,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks of this node: a number, gpu, cpu or auto; "
         "MIN:MAX to restart with fewer when a device fails",
     )
-    add("--node-rank", default="0", help="index of this node")
+    add("--node-rank", help="index of this node; default by Slurm or by Kubernetes, else 0")
     add(
         "--rdzv-endpoint",
         help="HOST:PORT of the store, which node 0 hosts; or redis://HOST:PORT/DB, which the loss "
