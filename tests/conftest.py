@@ -35,6 +35,7 @@ RUN_BY_RANKS = (
     "tests.elastic.engine_job",
     "tests.elastic.ddp_loops",
     "tests.elastic.engine_faults",
+    "tests.elastic.test_process_group_faults",
     "tests.elastic.test_engine_resizes",
     "tests.elastic.test_with_sidecar",
     "tests.hooks.ddp_ranks",

@@ -248,6 +248,18 @@ class ReshardCoordinator:
         self._checkpoints.fence()
         self._state.update(step, norm)
 
+    def abort_groups(self) -> None:
+        """Abort the process groups of the present and the next generation, after a failure.
+
+        Those that are used from then on belong to a later generation.
+        """
+        state = self._state
+        if state.engine is not None:
+            state.engine.groups.everyone.abort()
+        for generation in (state.preparing, state.in_doubt):
+            if generation is not None:
+                generation.abort_groups()
+
     def abort(self) -> None:
         """Stay in the committed generation; stop and close everything of the next one."""
         if self._transfer is not None:

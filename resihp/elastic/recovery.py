@@ -47,6 +47,7 @@ class Recovery:
         state.pause()
         _log.warning("rank %d: %s", rendezvous.rank, reason)
         rendezvous.request_recovery(reason, self._abandoned())
+        self._coordinator.abort_groups()
         decision = agree(rendezvous, self._report(), state.plan.microbatches)
         self._settle(decision)
         lost = tuple(sorted(set(state.plan.layout.ranks) - set(decision.survivors)))

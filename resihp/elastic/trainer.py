@@ -14,6 +14,7 @@ from .coordinator import ReshardCoordinator
 from .planning.publisher import PlanPublisher
 from .planning.sources import PlanSource
 from .process_groups.abortable import WaitClock
+from .process_groups.selection import select_communicators
 from .recovery import Recovery, passes
 from .rendezvous.joiners import Joiners, describe_model
 from .rendezvous.membership import Rendezvous
@@ -31,7 +32,8 @@ class Trainer:
     """Runs one rank of a job.
 
     Every rank of the job (idle ones included) makes one with the same arguments but its own
-    rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run. `run` raises
+    rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run, and for
+    process groups that torch or the device lack. `run` raises
     `JobStoppedError` or `StateLostError` when the job cannot go on, and `FencedOutError` when the
     other ranks have continued without this one.
     """
@@ -48,6 +50,7 @@ class Trainer:
         memory: ReshardBudget | None = None,
     ) -> None:
         check_plan(plan, setup.model.parameters, plan.microbatches)
+        select_communicators(setup.device)  # raises here, instead of in the first build
         self.setup, self.rank = setup, rendezvous.rank
         self._model = describe_model((one.key, one.shape) for one in setup.model.parameters.all)
         self._rendezvous = rendezvous

@@ -23,6 +23,7 @@ from ..microbatches.ledger import GradientHolding, spans
 from ..planning.quota_plans import PlanVersionHolder, QuotaPlanPoller, quotas_by_replica
 from ..planning.sources import NoPlans, PlanSource
 from ..process_groups.abortable import close_groups
+from ..process_groups.selection import select_communicators
 from ..process_groups.transport import ProcessGroupTransport
 from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
@@ -82,6 +83,7 @@ class Replicas:
     ) -> None:
         environment = environment or Environment.read(os.environ)
         timeouts = timeouts or Timeouts()
+        select_communicators()  # raises here, instead of in the first step
         self.coordinates = ReplicaCoordinates.of(environment, members)
         self.completed = self.recoveries = 0
         check_model(model, self.coordinates)
@@ -264,6 +266,8 @@ class Replicas:
         """Agree with the survivors on the sums to keep, and assign the rest."""
         self.recoveries += 1
         self._rendezvous.request_recovery(reason)
+        if self._groups is not None:
+            self._groups.everyone.abort()
         if self._state_broadcast is not None:
             with suppress(PeerLostError):  # its thread notices that the groups are aborted
                 self._state_broadcast.finish()

@@ -1,9 +1,8 @@
-"""Process groups whose collectives can be abandoned, and the only place that names their backend.
+"""Process groups whose collectives can be abandoned.
 
-`abort()` of a gloo group does not unblock its ranks, and a stopped (not killed) peer breaks no
-connection. Therefore a rank never blocks inside the backend: it waits for asynchronous work in
-short slices and checks between them whether the generation is aborted. An aborted group is dropped;
-the next generation builds its groups under store prefixes of its own.
+A rank never blocks inside the backend: it waits for asynchronous work in short slices and checks
+between them whether the generation is aborted. An aborted group is dropped; the next generation
+builds its groups under store prefixes of its own. The backend is that of `Communicators`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ import torch.distributed as dist
 from resihp._shutdown import torch_lock
 from resihp.contracts import PeerLostError
 
-CPU = torch.device("cpu")
-_SLICE = timedelta(milliseconds=50)
+from .communicators import ABORTED, CPU, Communicators
+from .selection import select_communicators
+
 _CLOSE_POLL_S = 0.01
 
 
@@ -44,7 +44,7 @@ class WaitClock:
 
 
 class ProcessGroupFactory:
-    """Builds process groups over one store and waits for their work.
+    """Builds the process groups of one generation over one store and waits for their work.
 
     rank     this rank
     broken   called between two slices of every wait with the awaited ranks and the seconds waited;
@@ -53,7 +53,8 @@ class ProcessGroupFactory:
     connect  timeout for building a group; default: `timeout`
     waited   clock that counts the waits
     host     address under which peers reach this rank
-    device   of the tensors; also decides on the backend (today gloo on the CPU alone)
+    device   of the tensors
+    maker    of the communicators; default: `select_communicators`
     groups   all groups that this factory has built
     """
 
@@ -68,21 +69,28 @@ class ProcessGroupFactory:
         waited: WaitClock,
         host: str = "127.0.0.1",
         device: torch.device = CPU,
+        maker: type[Communicators] | None = None,
     ) -> None:
         self.rank, self.device, self.waited = rank, device, waited
         self.groups: list[AbortableProcessGroup] = []
-        self._store, self._broken = store, broken
-        self._timeout, self._connect = timeout, connect or timeout
-        self._interface = dist.ProcessGroupGloo.create_device(hostname=host)
+        self._broken, self._timeout = broken, timeout
+        self.communicators = (maker or select_communicators(device))(
+            store, device, host=host, timeout=timeout, connect=connect or timeout
+        )
 
     def group(self, name: str, ranks: Sequence[int], *, threads: int = 1) -> AbortableProcessGroup:
         """The group of `ranks` (this rank among them). Blocks until all of them build it.
 
         With one thread, the group completes its collectives in the order of their start.
         """
-        store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self._store)
-        backend = self._backend(store, list(ranks).index(self.rank), len(ranks), threads)
-        self.groups.append(AbortableProcessGroup(self, tuple(ranks), backend))
+        communicator = self.communicators.connect(
+            f"{name}/{'-'.join(map(str, ranks))}",
+            list(ranks).index(self.rank),
+            len(ranks),
+            threads=threads,
+            check=partial(self.check_aborted, ranks, 0.0),
+        )
+        self.groups.append(AbortableProcessGroup(self, tuple(ranks), communicator))
         return self.groups[-1]
 
     def uncounted(self) -> ProcessGroupFactory:
@@ -92,42 +100,34 @@ class ProcessGroupFactory:
         return other
 
     def wait(self, work: dist.Work, ranks: Sequence[int]) -> None:
-        """Wait until `work` is done. Raises `PeerLostError` if a peer is lost."""
-        start = time.perf_counter()
+        """Wait until `work` is done. Raises `PeerLostError` if a peer is lost, or too slow."""
+        start, waited_s = time.perf_counter(), 0.0
         with self.waited.blocked():
-            while not _is_done(work, ranks):
-                self.check_aborted(ranks, time.perf_counter() - start)
+            while not self._is_done(work, ranks):
+                waited_s = time.perf_counter() - start
+                self.check_aborted(ranks, waited_s)
+                if waited_s > self._timeout.total_seconds():
+                    raise PeerLostError(f"{list(ranks)} did not exchange within {self._timeout}")
 
     def check_aborted(self, ranks: Sequence[int], waited_s: float) -> None:
         """Raises `PeerLostError` if the generation is aborted or one of `ranks` is silent."""
-        reason = self._broken(ranks, waited_s)
+        reason = ABORTED if self.communicators.is_aborted else self._broken(ranks, waited_s)
         if reason is not None:
             raise PeerLostError(reason)
 
-    def _backend(self, store: dist.Store, index: int, size: int, threads: int) -> dist.ProcessGroup:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._connect
-        options._threads = threads
-        options._devices = [self._interface]
-        # torch's stubs do not know that a backend has the methods of a process group.
-        backend = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, index, size, options))
-        backend._set_default_timeout(self._timeout)  # type: ignore[attr-defined]
-        return backend
+    def abort(self) -> None:
+        """Abort all groups, from any thread; each rank calls it for itself.
 
+        Whoever waits in one of them gets `PeerLostError` within a slice; no call may follow.
+        """
+        self.communicators.abort()
 
-def _is_done(work: dist.Work, ranks: Sequence[int]) -> bool:
-    """Wait one slice for `work`. Raises `PeerLostError` if it has failed."""
-    try:
-        work.wait(_SLICE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        # It may have ended between the timeout and this line: ask for its outcome again.
+    def _is_done(self, work: dist.Work, ranks: Sequence[int]) -> bool:
+        """Wait one slice for `work`. Raises `PeerLostError` if it has failed."""
         try:
-            work.wait()
+            return self.communicators.is_done(work)
         except RuntimeError as error:
             raise PeerLostError(f"lost a peer among {list(ranks)}") from error
-    return True
 
 
 class AbortableProcessGroup:
@@ -170,19 +170,19 @@ class AbortableProcessGroup:
         if len(self.ranks) > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            self.wait(self._start(self._backend.allreduce([tensor], options)))
+            self.wait(self._start(lambda backend: backend.allreduce([tensor], options)))
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Start to sum `tensor` in place; `wait` for the work before using it."""
-        return self._start(self._backend.allreduce([tensor]))
+        return self._start(lambda backend: backend.allreduce([tensor]))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The equally shaped tensors of all ranks, in group order."""
         if len(self.ranks) == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.wait(self._start(self._backend.allgather([parts], [tensor])))
+        self.wait(self._start(lambda backend: backend.allgather([parts], [tensor])))
         return parts
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
@@ -190,7 +190,7 @@ class AbortableProcessGroup:
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(source)
         options.rootTensor = 0
-        return self._start(self._backend.broadcast([tensor], options))
+        return self._start(lambda backend: backend.broadcast([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy `tensor` from rank `source` to all, in place."""
@@ -203,8 +203,9 @@ class AbortableProcessGroup:
     ) -> None:
         """Exchange flat buffers: `out[i]` elements go to rank i, `into[i]` come from it."""
         options = dist.AllToAllOptions()
-        work = self._backend.alltoall_base(received, sent, into, out, options)
-        self.wait(self._start(work))
+        self.wait(
+            self._start(lambda backend: backend.alltoall_base(received, sent, into, out, options))
+        )
 
     def wait(self, work: dist.Work) -> None:
         """Wait until `work` is done. Raises `PeerLostError` if a peer is lost."""
@@ -220,15 +221,24 @@ class AbortableProcessGroup:
         """True when no collective is in progress, aborted ones included."""
         return all(work.is_completed() for work in self._started)
 
+    def abort(self) -> None:
+        """Abort this group and all others of its generation; see `ProcessGroupFactory.abort`."""
+        self._factory.abort()
+
     def close(self) -> None:
         """Close the connections, even if other objects refer to the group. No call may follow.
 
         Blocks until a collective in progress has timed out.
         """
         self._started = []
+        self._factory.communicators.close(self._backend)
         del self._backend, self._factory
 
-    def _start(self, work: dist.Work) -> dist.Work:
+    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> dist.Work:
+        try:
+            work = collective(self._backend)
+        except dist.DistBackendError as error:
+            raise PeerLostError(f"lost a peer among {list(self.ranks)}: {error}") from error
         self._started = [other for other in self._started if not other.is_completed()]
         self._started.append(work)
         return work

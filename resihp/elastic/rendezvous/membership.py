@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from resihp.contracts import JobStoppedError, PeerLostError
 
-from ..process_groups.abortable import CPU, ProcessGroupFactory, WaitClock
+from ..process_groups.abortable import ProcessGroupFactory, WaitClock
+from ..process_groups.communicators import CPU
 from . import keys
 from .store import StorePool, Timeouts
 

@@ -160,9 +160,15 @@ class Generation:
         if self.error is not None:
             raise PeerLostError(f"the next generation could not be built: {self.error}")
 
+    def abort_groups(self) -> None:
+        """Abort the groups that have been built, and the one that is being built."""
+        if self._factory is not None:
+            self._factory.abort()
+
     def cancel(self) -> None:
         """Abort the build and close its groups."""
         self.cancelled.set()
+        self.abort_groups()
         close_groups(self._built())
 
     def _built(self) -> Iterator[AbortableProcessGroup]:

@@ -11,7 +11,7 @@ from resihp.contracts import Op
 
 from ..models import Model
 from ..optim import Optimizer
-from ..process_groups.abortable import CPU
+from ..process_groups.communicators import CPU
 from .data import DataSource
 from .pacing import Pacer
 

@@ -1,0 +1,193 @@
+"""Contract of the makers of communicators; `selection` chooses one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from resihp.contracts import PeerLostError
+
+CPU = torch.device("cpu")
+SLICE = timedelta(milliseconds=50)
+ABORTED = "the generation is aborted"
+_POLL_S = 50e-6
+
+
+def check_nothing() -> None:
+    """Continue; the default of `Communicators.connect`."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """Place of this rank in a communicator that is being connected.
+
+    path         of the communicator in the job's store
+    store        the job's store below `path`
+    index, size  this rank is member `index` of `size`
+    """
+
+    path: str
+    store: dist.Store
+    index: int
+    size: int
+
+
+class Communicators(ABC):
+    """All communicators of one rank in one generation.
+
+    1. Every member calls `connect` with the same path, once, beside other communicators that are in
+       use and usually in a background thread. It returns when all members have called it. It raises
+       `RuntimeError` (of which `dist.DistError` is one) if one has not within the time-out or has
+       died, and `PeerLostError` after an abort; what was made of the communicator is closed then.
+    2. Members start collectives in the same order. Each returns a `dist.Work`, whose tensors are in
+       use until `is_done` has returned True or has raised. After an abort or the loss of a peer
+       starting may raise `dist.DistBackendError` instead.
+    3. `is_done` waits for a work, one slice at most. Whoever waits checks between two slices for a
+       reason to stop. It raises `RuntimeError` if the work has failed, as it does when a peer dies
+       or aborts.
+    4. `abort` is called from any thread at any time: during a collective, during `connect`, twice.
+       It aborts all communicators together and is local: peers learn nothing, so every rank calls
+       it. From then on no one waits for a work; a work ends by itself, at the latest with its
+       time-out. Communicators of other generations are not affected.
+    5. `close` is called once for each communicator when no work is in progress. It waits for no
+       peer, alive or dead, and frees connections and threads as soon as nobody refers to the
+       communicator.
+    6. `open_handles` counts communicators that are connected, or being connected, and not closed.
+
+    store     connection to the store on which no other thread waits: `connect` may block it
+    device    of the tensors
+    host      address under which peers reach this rank
+    timeout   of one collective
+    connect   time-out of `connect`
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        store: dist.Store,
+        device: torch.device = CPU,
+        *,
+        host: str = "127.0.0.1",
+        timeout: timedelta,
+        connect: timedelta,
+    ) -> None:
+        self.device, self.is_aborted = device, False
+        self._store, self._host = store, host
+        self._timeout, self._connect_timeout = timeout, connect
+        self._open: list[dist.ProcessGroup] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, device: torch.device) -> str | None:
+        """Reason for which this torch cannot exchange tensors of `device` in this way, or None."""
+
+    @property
+    def open_handles(self) -> int:
+        """Number of communicators that are not closed."""
+        return len(self._open)
+
+    def connect(
+        self,
+        path: str,
+        index: int,
+        size: int,
+        *,
+        threads: int = 1,
+        check: Callable[[], None] = check_nothing,
+    ) -> dist.ProcessGroup:
+        """Connect member `index` of `size`; `path` is used by no other communicator of the job.
+
+        threads  that run collectives, where the maker has a choice; with one they end in order
+        check    called while this rank waits for others, where waiting can be interrupted; raises
+                 to stop it
+        """
+        member = Member(path, dist.PrefixStore(path, self._store), index, size)
+        self._check_aborted()
+        communicator = self._create(member, threads)
+        with self._lock:
+            self._open.append(communicator)
+        try:
+            self._check_aborted()
+            self._join(communicator, member, check)
+        except BaseException:
+            self.close(communicator)
+            raise
+        return communicator
+
+    @abstractmethod
+    def is_done(self, work: dist.Work) -> bool:
+        """Wait one slice; True once `work` has ended. Raises `RuntimeError` if it has failed."""
+
+    def abort(self) -> None:
+        """Abort all communicators; returns when they are aborted. None can be connected any more.
+
+        The flag comes first: a `connect` in another thread then sees it, or its communicator is
+        seen here.
+        """
+        with self._lock:
+            is_first, self.is_aborted = not self.is_aborted, True
+            if is_first and self._open:
+                self._abort(self._open)
+
+    def close(self, communicator: dist.ProcessGroup) -> None:
+        """Close a communicator; the caller then drops its reference."""
+        with self._lock:
+            self._open = [other for other in self._open if other is not communicator]
+            if not self.is_aborted:
+                self._close(communicator)
+
+    @abstractmethod
+    def _create(self, member: Member, threads: int) -> dist.ProcessGroup: ...
+
+    def _check_aborted(self) -> None:
+        if self.is_aborted:
+            raise PeerLostError(ABORTED)
+
+    # What follows is all that `_create` leaves to do; for gloo that is nothing.
+
+    def _join(  # noqa: B027
+        self, communicator: dist.ProcessGroup, member: Member, check: Callable[[], None]
+    ) -> None:
+        """Connect a communicator that `_create` has made; can be aborted from now on."""
+
+    def _abort(self, communicators: Sequence[dist.ProcessGroup]) -> None:  # noqa: B027
+        """Abort open communicators; without effect where the backend cannot."""
+
+    def _close(self, communicator: dist.ProcessGroup) -> None:  # noqa: B027
+        """Prepare a communicator that was not aborted for its destructor."""
+
+
+def wait_slice(work: dist.Work) -> bool:
+    """`Communicators.is_done` where `work.wait` blocks the host and may be called again."""
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # It may have ended between the timeout and this line: ask for its outcome again.
+        work.wait()
+    return True
+
+
+def poll_slice(work: dist.Work) -> bool:
+    """`Communicators.is_done` where `work.wait` makes a stream wait, and a time-out is an abort."""
+    end = time.monotonic() + SLICE.total_seconds()
+    while not work.is_completed():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_S)
+    error = work.exception()
+    if error is not None:
+        raise RuntimeError(str(error))
+    work.wait()  # orders the caller's stream behind the work's; it has ended
+    return True

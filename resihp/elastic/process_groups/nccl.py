@@ -1,0 +1,125 @@
+"""NCCL communicators, aborted together and built anew, for torch 2.11 to 2.13.
+
+Not yet run on a device: the tests hold the order of the calls against a stand-in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from .communicators import Communicators, Member, poll_slice
+
+_REFUSED: dict[tuple[int, ...], str] = {
+    (2, 25, 1): "hangs in abort; 2.26.2 does not",
+    **{(2, 28, patch): "crashes in abort" for patch in range(3, 9)},
+}
+"""Versions of NCCL that cannot abort a communicator."""
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+
+
+class NcclCommunicators(Communicators):
+    """Communicators of `ProcessGroupNCCL`.
+
+    A loss aborts all of them in one NCCL group: aborted one by one, each may wait for a kernel of
+    another one. No communicator is shrunk (`shrink_group` with an abort hangs on NCCL 2.31), and
+    none is destroyed: a destructor waits for all peers. Communicators are built without blocking,
+    so that one whose peer dies meanwhile can be aborted. torch's watchdog would end the process
+    when a peer is lost; it is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`), as is the monitor
+    of the watchdog, in this process.
+    """
+
+    name = "nccl"
+
+    @classmethod
+    def refusal(cls, device: torch.device) -> str | None:
+        """Reason for which this torch cannot exchange tensors of `device` by NCCL, or None."""
+        return nccl_refusal(device) or environment_refusal(os.environ)
+
+    def is_done(self, work: dist.Work) -> bool:
+        """Wait one slice; True once `work` has ended. Raises `RuntimeError` if it has failed."""
+        return poll_slice(work)
+
+    def _create(self, member: Member, threads: int) -> dist.ProcessGroup:
+        """Make a communicator; `_join` connects it. NCCL has no threads for collectives."""
+        for name in (_ERROR_HANDLING, _MONITORING):
+            os.environ.setdefault(name, "0")
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = self._timeout
+        options.config.blocking = 0
+        return cast(dist.ProcessGroup, nccl(member.store, member.index, member.size, options))
+
+    def _join(
+        self, communicator: dist.ProcessGroup, member: Member, check: Callable[[], None]
+    ) -> None:
+        """Connect and sum once, on a stream of its own, beside the work of other communicators."""
+        with current_device(self.device), _side_stream(self.device):
+            communicator.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
+            work = communicator.allreduce([torch.zeros(1, device=self.device)])
+            while not self.is_done(work):
+                check()
+                self._check_aborted()
+
+    def _abort(self, communicators: Sequence[dist.ProcessGroup]) -> None:
+        first: Any = communicators[0]
+        first._group_start()
+        try:
+            for communicator in communicators:
+                communicator.abort()
+        finally:
+            first._group_end()
+
+    def _close(self, communicator: dist.ProcessGroup) -> None:
+        self._abort([communicator])
+
+
+def nccl_refusal(device: torch.device) -> str | None:
+    """Reason for which this torch's NCCL cannot serve `device`, or None."""
+    if device.type != "cuda":
+        return f"NCCL exchanges tensors of CUDA devices, not those of {device}"
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return "there is no CUDA device, or this torch is built without NCCL"
+    return version_refusal(cast(tuple[int, ...], torch.cuda.nccl.version()))
+
+
+def version_refusal(version: tuple[int, ...]) -> str | None:
+    """Reason for which a version of NCCL cannot abort a communicator, or None.
+
+    >>> version_refusal((2, 28, 5))
+    'NCCL 2.28.5 crashes in abort'
+    >>> version_refusal((2, 27, 7))
+    """
+    why = _REFUSED.get(version[:3])
+    return f"NCCL {'.'.join(map(str, version[:3]))} {why}" if why else None
+
+
+def environment_refusal(environment: Mapping[str, str]) -> str | None:
+    """Reason for which torch would end this process at a loss, or None.
+
+    >>> environment_refusal({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+    'TORCH_NCCL_ASYNC_ERROR_HANDLING is 3: torch would end the process at a loss; unset it'
+    """
+    value = environment.get(_ERROR_HANDLING, "0")
+    if value == "0":
+        return None
+    return f"{_ERROR_HANDLING} is {value}: torch would end the process at a loss; unset it"
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one of this thread; nothing to do for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Enqueue on a stream of its own; nothing to do for the CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: Any = torch.cuda.Stream(device)
+    return torch.cuda.stream(stream)

@@ -1,0 +1,129 @@
+"""Stand-in for `torch.distributed.ProcessGroupNCCL`; refuses what NCCL or torch does not survive.
+
+It exchanges CPU tensors by gloo and behaves towards its caller as NCCL does: nothing blocks the
+host, a work ends late, an abort frees this rank alone and tells its peers nothing. Each of these is
+a mistake, which `mistakes` names:
+
+- `wait` with a time-out (it aborts the communicator), or for a work that has not ended (the stream
+  of the caller would wait for a peer that may be lost);
+- an abort outside of an NCCL group while work is in progress, or a second one;
+- `shutdown`, or a connected communicator that is freed without abort: both wait for all peers;
+- a blocking connection; torch's watchdog, which ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MOST = timedelta(seconds=10)
+"""For which an aborted exchange may keep its thread, as none of NCCL's would."""
+_groups = threading.local()
+
+
+class StandInWork:
+    """A work, as its communicator's caller sees it."""
+
+    def __init__(self, communicator: StandInNccl, future: Future[Any]) -> None:
+        self._communicator, self.future = communicator, future
+
+    def is_completed(self) -> bool:
+        return self._communicator.is_aborted or self.future.done()
+
+    def exception(self) -> BaseException | None:
+        if self._communicator.is_aborted:
+            return RuntimeError("NCCL communicator was aborted")
+        return self.future.exception()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None:
+            self._communicator.refuse("wait with a time-out")
+        if not self.is_completed():
+            self._communicator.refuse("wait for a work that has not ended")
+        return True
+
+
+class StandInNccl:
+    """One rank's end of a communicator."""
+
+    mistakes: list[str] = []  # noqa: RUF012 - of all communicators of the process
+
+    class Options:
+        def __init__(self) -> None:
+            self._timeout = timedelta(minutes=30)
+            self.config = SimpleNamespace(blocking=1)
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+        self.is_aborted = self.is_connected = False
+        self._member = (store, rank, size)
+        self._timeout = min(options._timeout, MOST)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stand-in")
+        self._works: list[StandInWork] = []
+        if options.config.blocking:
+            self.refuse("a blocking connection")
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0":
+            self.refuse("torch's watchdog")
+
+    def __del__(self) -> None:
+        if self.is_connected and not self.is_aborted:
+            self.refuse("freed without abort", silently=True)
+        self._thread.shutdown(wait=False)
+
+    def refuse(self, mistake: str, *, silently: bool = False) -> None:
+        self.mistakes.append(mistake)
+        assert silently, mistake
+
+    def rank(self) -> int:
+        return self._member[1]
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.is_connected = True
+        store, rank, size = self._member
+        self._gloo = self._thread.submit(
+            lambda: dist.ProcessGroupGloo(store, rank, size, self._timeout)
+        )
+
+    def allreduce(self, *arguments: Any) -> StandInWork:
+        return self._start(lambda gloo: gloo.allreduce(*arguments))
+
+    def allgather(self, *arguments: Any) -> StandInWork:
+        return self._start(lambda gloo: gloo.allgather(*arguments))
+
+    def broadcast(self, *arguments: Any) -> StandInWork:
+        return self._start(lambda gloo: gloo.broadcast(*arguments))
+
+    def alltoall_base(self, *arguments: Any) -> StandInWork:
+        return self._start(lambda gloo: gloo.alltoall_base(*arguments))
+
+    def _start(self, collective: Callable[[Any], dist.Work]) -> StandInWork:
+        if self.is_aborted:
+            raise dist.DistBackendError("NCCL communicator was aborted")
+        gloo = self._gloo
+        future = self._thread.submit(lambda: collective(gloo.result()).wait())
+        self._works.append(StandInWork(self, future))
+        return self._works[-1]
+
+    def _group_start(self) -> None:
+        _groups.depth = getattr(_groups, "depth", 0) + 1
+
+    def _group_end(self) -> None:
+        _groups.depth -= 1
+
+    def abort(self) -> None:
+        if self.is_aborted:
+            self.refuse("a second abort")
+        is_busy = any(not work.is_completed() for work in self._works)
+        if is_busy and not getattr(_groups, "depth", 0):
+            self.refuse("an abort outside of a group")
+        self.is_aborted = True
+
+    def shutdown(self) -> None:
+        self.refuse("shutdown")
