@@ -1,6 +1,8 @@
-"""Stand-in for `torch.distributed.ProcessGroupNCCL`; refuses what NCCL or torch does not survive.
+"""Stand-ins for `torch.distributed.ProcessGroupNCCL` and `ProcessGroupNCCL2`.
 
-It exchanges CPU tensors by gloo and behaves towards its caller as NCCL does: nothing blocks the
+They refuse what NCCL or torch does not survive.
+
+They exchange CPU tensors by gloo and behave towards their caller as NCCL does: nothing blocks the
 host, a work ends late, an abort frees this rank alone and tells its peers nothing. Each of these is
 a mistake, which `mistakes` names:
 
@@ -8,7 +10,9 @@ a mistake, which `mistakes` names:
   of the caller would wait for a peer that may be lost);
 - an abort outside of an NCCL group while work is in progress, or a second one;
 - `shutdown`, or a connected communicator that is freed without abort: both wait for all peers;
-- a blocking connection; torch's watchdog, which ends the process.
+- a blocking connection; torch's watchdog, which ends the process;
+- of `ProcessGroupNCCL2`: a communicator that cannot be reconfigured, handles that are not those of
+  its members in their order, a number that was used before.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOST = timedelta(seconds=10)
+MOST = timedelta(seconds=5)
 """For which an aborted exchange may keep its thread, as none of NCCL's would."""
 _groups = threading.local()
 
@@ -41,7 +45,7 @@ class StandInWork:
     def exception(self) -> BaseException | None:
         if self._communicator.is_aborted:
             return RuntimeError("NCCL communicator was aborted")
-        return self.future.exception()
+        return self.future.exception() if self.future.done() else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None:
@@ -67,6 +71,9 @@ class StandInNccl:
         self._timeout = min(options._timeout, MOST)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stand-in")
         self._works: list[StandInWork] = []
+        self.check_options(options)
+
+    def check_options(self, options: Any) -> None:
         if options.config.blocking:
             self.refuse("a blocking connection")
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0":
@@ -127,3 +134,43 @@ class StandInNccl:
 
     def shutdown(self) -> None:
         self.refuse("shutdown")
+
+
+class StandInNccl2(StandInNccl):
+    """One rank's end of a communicator of the reconfigure API; its abort is repeatable."""
+
+    def check_options(self, options: Any) -> None:
+        self._number = -1
+        if not getattr(options, "enable_reconfigure", False):
+            self.refuse("no reconfigure")
+
+    def get_reconfigure_handle(self) -> str:
+        return f"nccl2:{self.rank()}:{self._number}:"
+
+    def reconfigure(self, options: Any) -> StandInWork:
+        store, rank, size = self._member
+        ranks = [int(handle.split(":")[1]) for handle in options.handles]
+        if ranks != list(range(size)) or options.handles[rank] != self.get_reconfigure_handle():
+            self.refuse("handles in another order")
+        if rank == 0 and store.add(f"used/{options.uuid}", 1) > 1:
+            self.refuse("a number that was used before")
+        self._number, self.is_connected = options.uuid, True
+        store = dist.PrefixStore(f"reconfigure/{options.uuid}", store)
+        self._gloo = Future()
+        self._gloo.set_result(dist.ProcessGroupGloo(store, rank, size, options.timeout))
+        return StandInWork(self, self._gloo)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def get_reconfigure_handle(group: StandInNccl2) -> str:
+    """`dist._get_reconfigure_handle`, for a torch that has none."""
+    return group.get_reconfigure_handle()
+
+
+def reconfigure(
+    uuid: int, handles: list[str], group: StandInNccl2, timeout: timedelta
+) -> StandInWork:
+    """`dist._reconfigure`, for a torch that has none."""
+    return group.reconfigure(SimpleNamespace(uuid=uuid, handles=handles, timeout=timeout))

@@ -9,10 +9,12 @@ import doctest
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from resihp.contracts import ContractError, PeerLostError
 from resihp.elastic.process_groups import nccl
+from resihp.elastic.process_groups import reconfigure as reconfigure_module
 from resihp.elastic.process_groups.abortable import (
     AbortableProcessGroup,
     ProcessGroupFactory,
@@ -32,7 +35,12 @@ from resihp.elastic.process_groups.nccl import NcclCommunicators, version_refusa
 from resihp.elastic.process_groups.reconfigure import ReconfigurableCommunicators
 from resihp.elastic.process_groups.selection import VARIABLE, select_communicators
 from tests.elastic.held import held
-from tests.elastic.nccl_stand_in import StandInNccl
+from tests.elastic.nccl_stand_in import (
+    StandInNccl,
+    StandInNccl2,
+    get_reconfigure_handle,
+    reconfigure,
+)
 
 T = TypeVar("T")
 Maker = type[Communicators]
@@ -43,6 +51,15 @@ CYCLES = 50
 NO_RECONFIGURE = ReconfigurableCommunicators.refusal(CPU)
 
 
+class DeviceCommunicators(ReconfigurableCommunicators):
+    """Those of a CUDA device, whatever the factory's is."""
+
+    name = "reconfigure on a device"
+
+    def __init__(self, store: dist.Store, device: torch.device, **options: Any) -> None:
+        super().__init__(store, torch.device("cuda", 0), **options)
+
+
 @pytest.fixture(
     params=[
         GlooCommunicators,
@@ -50,20 +67,30 @@ NO_RECONFIGURE = ReconfigurableCommunicators.refusal(CPU)
             ReconfigurableCommunicators,
             marks=pytest.mark.skipif(NO_RECONFIGURE is not None, reason=str(NO_RECONFIGURE)),
         ),
+        DeviceCommunicators,
         NcclCommunicators,
     ],
     ids=lambda maker: maker.name,
 )
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
-    """NCCL's communicators are made of the stand-in, whatever this torch has."""
-    if request.param is NcclCommunicators:
+    """Those of devices are made of stand-ins, whatever this torch has."""
+    if is_of_a_device(request.param):
         monkeypatch.setattr(dist, "ProcessGroupNCCL", StandInNccl, raising=False)
         monkeypatch.setattr(StandInNccl, "mistakes", [])
         for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
             monkeypatch.setenv(name, "0")
+    if request.param is DeviceCommunicators:
+        monkeypatch.setattr(dist, "ProcessGroupNCCL2", StandInNccl2, raising=False)
+        monkeypatch.setattr(dist, "_reconfigure", reconfigure, raising=False)
+        monkeypatch.setattr(dist, "_get_reconfigure_handle", get_reconfigure_handle, raising=False)
+        monkeypatch.setattr(reconfigure_module, "current_device", nullcontext)
     yield request.param
     gc.collect()
     assert not StandInNccl.mistakes
+
+
+def is_of_a_device(maker: Maker) -> bool:
+    return maker in (DeviceCommunicators, NcclCommunicators)
 
 
 class Job:
@@ -120,10 +147,14 @@ class Generation:
         members = tuple(ranks or self.factories)
         return self.run(lambda factory: factory.group(f"{self.name}/{name}", members), members)
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Close all groups, whatever is in progress in them."""
         for factory in self.factories.values():
             factory.abort()
+        self.close()
+
+    def close(self) -> None:
+        """Close all groups, in which nothing is in progress."""
         close_groups([group for f in self.factories.values() for group in f.groups])
         await_closed()
         self.assert_closed()
@@ -309,7 +340,7 @@ def test_an_abort_from_another_thread_ends_waits_of_its_own_generation(maker: Ma
     assert summed(beside, running) == [3.0] * 3
     broken.factories[1].abort()
     results(waiting)
-    broken.close()
+    broken.abandon()
     running.close()
 
 
@@ -327,7 +358,7 @@ def test_every_wait_asks_for_reasons_to_stop(maker: Maker) -> None:
         groups[0].all_reduce(torch.ones(1))
     assert [ranks for ranks, _ in asked] == [(0, 1)] * 4
     assert [waited_s for _, waited_s in asked] == sorted(waited_s for _, waited_s in asked)
-    generation.close()
+    generation.abandon()
 
 
 def test_an_exchange_has_a_time_out(maker: Maker) -> None:
@@ -335,7 +366,7 @@ def test_an_exchange_has_a_time_out(maker: Maker) -> None:
     groups = generation.group()
     with pytest.raises(PeerLostError):
         groups[0].all_reduce(torch.ones(1))
-    generation.close()
+    generation.abandon()
 
 
 def test_close_waits_for_no_peer(maker: Maker) -> None:
@@ -365,24 +396,29 @@ def test_many_generations_leave_nothing_behind(maker: Maker) -> None:
         assert summed(groups, generation) == [1.0, 1.0]
         if number % 2:
             groups[0].start_all_reduce(torch.ones(1))
-        generation.close()
+            generation.abandon()
+        else:
+            generation.close()
         del groups, generation
         gc.collect()  # a generation refers to itself
 
     for number in range(4):
         cycle(number)
-    await_passing(lambda: len(threading.enumerate()) < 20)
     before = held()
     for number in range(CYCLES):
         cycle(number)
-    if maker is NcclCommunicators:
+    if is_of_a_device(maker):
         return  # the stand-in's aborted exchanges end when gloo's time-out does
-    await_passing(lambda: counts(held()) == counts(before))
-    assert counts(held()) == counts(before)
+    await_passing(lambda: not added(before))
+    assert not added(before)
 
 
-def counts(found: dict[str, dict[str, int]]) -> tuple[int, int]:
-    return sum(found["files"].values()), sum(found["threads"].values())
+def added(before: dict[str, Any]) -> Counter[str]:
+    """Files and threads that there are now and were not before; those of earlier tests may end."""
+    now = held()
+    return sum(
+        (Counter(now[kind]) - Counter(before[kind]) for kind in ("files", "threads")), Counter()
+    )
 
 
 def await_passing(is_over: Callable[[], bool]) -> None:
