@@ -6,10 +6,10 @@ ARGS ?=
 # Tests and demo start Python hundreds of times: its modules are compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint types imports tests integrations soak serve clean
+.PHONY: help setup demo test lint types imports tests integrations test-torch-next soak serve clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 setup: .venv/.installed  ## create .venv with everything, pinned
 
@@ -49,8 +49,20 @@ integrations: .venv-integrations/.installed  ## the trainers that people use, in
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt -e '.[integrations]'
 	@touch $@
 
+TORCH_NEXT := .venv-torch-next/bin/python
+
+test-torch-next: .venv-torch-next/.installed  ## the elastic runtime on a newer torch, by gloo and by its reconfigure API
+	RESIHP_PROCESS_GROUPS=gloo $(TORCH_NEXT) -m pytest --numprocesses 6 --dist worksteal tests/elastic $(ARGS)
+	RESIHP_PROCESS_GROUPS=reconfigure $(TORCH_NEXT) -m pytest --numprocesses 6 --dist worksteal tests/elastic $(ARGS)
+
+.venv-torch-next/.installed: pyproject.toml constraints-torch-next.txt
+	$(PYTHON) -m venv .venv-torch-next
+	$(TORCH_NEXT) -m pip install --quiet --disable-pip-version-check -c constraints-torch-next.txt torch
+	$(TORCH_NEXT) -m pip install --quiet --disable-pip-version-check -c constraints-torch-next.txt -e '.[dev]'
+	@touch $@
+
 soak: setup  ## the long campaigns
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-integrations .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf .venv .venv-integrations .venv-torch-next .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

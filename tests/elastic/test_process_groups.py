@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from resihp.contracts import ContractError, PeerLostError
+from resihp.elastic import Replicas
 from resihp.elastic.process_groups import nccl
 from resihp.elastic.process_groups import reconfigure as reconfigure_module
 from resihp.elastic.process_groups.abortable import (
@@ -34,6 +36,9 @@ from resihp.elastic.process_groups.gloo import GlooCommunicators
 from resihp.elastic.process_groups.nccl import NcclCommunicators, version_refusal
 from resihp.elastic.process_groups.reconfigure import ReconfigurableCommunicators
 from resihp.elastic.process_groups.selection import VARIABLE, select_communicators
+from resihp.elastic.rendezvous.environment import Environment
+from resihp.elastic.trainer import Trainer
+from tests.elastic.engine_job import ALONE, plan, small_setup
 from tests.elastic.held import held
 from tests.elastic.nccl_stand_in import (
     StandInNccl,
@@ -461,10 +466,17 @@ def test_reconfigure_is_chosen_where_torch_has_it() -> None:
     assert select_communicators(CPU, {VARIABLE: "reconfigure"}) is ReconfigurableCommunicators
 
 
-def test_the_runtime_reads_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_and_loops_stop_at_their_start_where_the_choice_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, "mpi")
     with pytest.raises(ContractError, match="'mpi'"):
-        Job(None).generation((0,))  # type: ignore[arg-type]
+        Trainer(small_setup(), plan(0, ALONE), SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    environment = Environment(0, 1, "127.0.0.1", 1, "none", hosts_store=False, joins=False)
+    with pytest.raises(ContractError, match="'mpi'"):
+        Replicas(model, optimizer, microbatches=1, environment=environment)
 
 
 # NCCL.
