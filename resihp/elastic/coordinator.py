@@ -249,9 +249,9 @@ class ReshardCoordinator:
         self._state.update(step, norm)
 
     def abort_groups(self) -> None:
-        """Abort the process groups of the present and the next generation, after a failure.
+        """Abort the process groups of the present and the next generation.
 
-        Those that are used from then on belong to a later generation.
+        After a failure, and at the end of the job; those used later belong to a later generation.
         """
         state = self._state
         if state.engine is not None:

@@ -190,6 +190,7 @@ class Trainer:
             self._state.enter(Phase.STOPPED)
             self._publisher.close()
             self._checkpoints.close(is_done=is_done)
+            self._coordinator.abort_groups()  # those of devices would wait for peers at exit
             self._rendezvous.close()
 
     def _is_over(self, steps: int) -> bool:

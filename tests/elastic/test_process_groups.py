@@ -82,8 +82,8 @@ def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if is_of_a_device(request.param):
         monkeypatch.setattr(dist, "ProcessGroupNCCL", StandInNccl, raising=False)
         monkeypatch.setattr(StandInNccl, "mistakes", [])
-        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
-            monkeypatch.setenv(name, "0")
+        for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "NONBLOCKING_TIMEOUT"):
+            monkeypatch.setenv(f"TORCH_NCCL_{name}", "0")  # restored after the test
     if request.param is DeviceCommunicators:
         monkeypatch.setattr(dist, "ProcessGroupNCCL2", StandInNccl2, raising=False)
         monkeypatch.setattr(dist, "_reconfigure", reconfigure, raising=False)
@@ -282,7 +282,7 @@ def test_a_late_joiner_is_waited_for(maker: Maker) -> None:
 def test_a_rank_that_does_not_come_ends_the_build_of_the_others(maker: Maker) -> None:
     """They hold nothing of it, and build without that rank."""
     job = Job(maker)
-    generation = job.generation(TRIO, timeout=SHORT, connect=SHORT)
+    generation = job.generation(TRIO, connect=SHORT)
     building = generation.start(lambda factory: factory.group("incomplete", TRIO), (0, 1))
     for future in building.values():
         with pytest.raises(RuntimeError):
@@ -498,9 +498,13 @@ def test_versions_of_nccl_that_cannot_abort_are_refused_by_name() -> None:
 def test_nccl_is_refused_where_torch_would_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resihp.elastic.process_groups.nccl.nccl_refusal", lambda device: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    assert "would end the process" in str(NcclCommunicators.refusal(torch.device("cuda")))
+    assert "would end the process" in str(NcclCommunicators.refusal(torch.device("cuda", 0)))
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    assert NcclCommunicators.refusal(torch.device("cuda")) is None
+    assert NcclCommunicators.refusal(torch.device("cuda", 0)) is None
+
+
+def test_a_device_without_index_is_refused() -> None:
+    assert "has no index" in str(NcclCommunicators.refusal(torch.device("cuda")))
 
 
 def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ Not yet run on a device: the tests hold the order of the calls against a stand-i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import ceil
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,7 @@ _REFUSED: dict[tuple[int, ...], str] = {
 """Versions of NCCL that cannot abort a communicator."""
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+_NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 
 class NcclCommunicators(Communicators):
@@ -30,9 +33,10 @@ class NcclCommunicators(Communicators):
     A loss aborts all of them in one NCCL group: aborted one by one, each may wait for a kernel of
     another one. No communicator is shrunk (`shrink_group` with an abort hangs on NCCL 2.31), and
     none is destroyed: a destructor waits for all peers. Communicators are built without blocking,
-    so that one whose peer dies meanwhile can be aborted. torch's watchdog would end the process
-    when a peer is lost; it is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`), as is the monitor
-    of the watchdog, in this process.
+    so that one whose peer dies meanwhile can be aborted; torch waits for them for the time-out of
+    the first build (`TORCH_NCCL_NONBLOCKING_TIMEOUT`). torch's watchdog would end the process when
+    a peer is lost; it is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`), as is the monitor of
+    the watchdog, in this process. All these variables are set where they are unset.
     """
 
     name = "nccl"
@@ -50,6 +54,8 @@ class NcclCommunicators(Communicators):
         """Make a communicator; `_join` connects it. NCCL has no threads for collectives."""
         for name in (_ERROR_HANDLING, _MONITORING):
             os.environ.setdefault(name, "0")
+        connect_s = ceil(self._connect_timeout.total_seconds())
+        os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(connect_s))
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = self._timeout
@@ -60,12 +66,15 @@ class NcclCommunicators(Communicators):
         self, communicator: dist.ProcessGroup, member: Member, check: Callable[[], None]
     ) -> None:
         """Connect and sum once, on a stream of its own, beside the work of other communicators."""
+        end = time.monotonic() + self._connect_timeout.total_seconds()
         with current_device(self.device), _side_stream(self.device):
             communicator.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
             work = communicator.allreduce([torch.zeros(1, device=self.device)])
             while not self.is_done(work):
                 check()
                 self._check_aborted()
+                if time.monotonic() > end:
+                    raise RuntimeError(f"not all of {member.size} members have connected")
 
     def _abort(self, communicators: Sequence[dist.ProcessGroup]) -> None:
         first: Any = communicators[0]
@@ -84,6 +93,8 @@ def nccl_refusal(device: torch.device) -> str | None:
     """Reason for which this torch's NCCL cannot serve `device`, or None."""
     if device.type != "cuda":
         return f"NCCL exchanges tensors of CUDA devices, not those of {device}"
+    if device == torch.device("cuda"):
+        return "the CUDA device has no index: threads of a process may have another current one"
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "there is no CUDA device, or this torch is built without NCCL"
     return version_refusal(cast(tuple[int, ...], torch.cuda.nccl.version()))
