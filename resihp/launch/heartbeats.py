@@ -10,33 +10,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from resihp._shutdown import start_thread
+from resihp.elastic.rendezvous.liveness import SilenceCounter
 
 from .launcher_store import LauncherStore
 
 _log = logging.getLogger("resihp.launch")
-_BEATS = 5  # heartbeats within the time-out
-
-
-class BeatCounter:
-    """Tells from the numbers of heartbeats which launchers are lost. Pure.
-
-    The time-out is counted in reads instead of seconds: while this process was suspended, the
-    others may have been suspended too.
-
-    >>> counter = BeatCounter()
-    >>> [counter.is_silent("a", beats) for beats in (1, 1, 2, 2, 2, 2, 2, 2)]
-    [False, False, False, False, False, False, False, True]
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int]] = {}
-
-    def is_silent(self, launcher: str, beats: int) -> bool:
-        """Note the number of heartbeats as read now; True if `_BEATS` reads found no new one."""
-        before, reads = self._seen.get(launcher, (-1, 0))
-        reads = reads + 1 if beats == before else 0
-        self._seen[launcher] = beats, reads
-        return reads >= _BEATS
+_BEATS = 5  # heartbeats, and looks at those of others, within the time-out
 
 
 class LauncherHeartbeats:
@@ -61,7 +40,7 @@ class LauncherHeartbeats:
         self.is_given_up = False
         self._launcher, self._interval_s = launcher, timeout.total_seconds() / _BEATS
         self._store = LauncherStore(open_store())
-        self._counter, self._closed = BeatCounter(), threading.Event()
+        self._counter, self._closed = SilenceCounter[str](), threading.Event()
         self._store.beat(launcher)
         thread = threading.Thread(target=self._run, name="resihp-heartbeat", daemon=True)
         start_thread(thread, self._closed.set)
@@ -90,4 +69,5 @@ class LauncherHeartbeats:
 
     def _has_gone(self, launcher: str) -> bool:
         beats = self._store.beat(launcher, 0)
-        return self._store.is_marked(launcher, "left") or self._counter.is_silent(launcher, beats)
+        looks = self._counter.look(launcher, beats)
+        return self._store.is_marked(launcher, "left") or looks >= _BEATS

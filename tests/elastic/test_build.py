@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from resihp.contracts import Layout, PeerLostError, Replica
 from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.liveness import LivenessSummary
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, announce_death
 from resihp.elastic.state.phases import Phase
@@ -95,7 +96,7 @@ def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None
     at_once = dict.fromkeys(("heartbeat", "connect", "exchange"), timedelta(microseconds=2))
     hasty = Timeouts(poll=timedelta(microseconds=1), **at_once)
     store = dist.HashStore()
-    store.set(keys.heartbeat(1), "1")
+    store.set(keys.JOB_LIVENESS, LivenessSummary(1, "host", {1: 0}).encode())
     with pytest.raises(PeerLostError, match="1 of 2 ranks arrived"):
         wait(rendezvous_of(store, 0, hasty))
     cancelled = threading.Event()

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from resihp.contracts import from_json, to_json
 from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, NodeOffer, place
-from resihp.launch.heartbeats import BeatCounter
 from resihp.launch.restart_policy import Failure
 
 OFFERS = st.lists(st.integers(0, 4), min_size=1, max_size=6).map(
@@ -59,13 +58,3 @@ def test_documents_survive_the_store() -> None:
     assert from_json(Attempt, to_json(attempt)) == attempt
     end = AttemptEnd(EndKind.FAILURE, "node 1 was lost", Failure(3, 2, -9, node=1))
     assert from_json(AttemptEnd, to_json(end)) == end
-
-
-@given(st.lists(st.integers(0, 2), max_size=40))
-def test_only_lasting_silence_is_a_loss(more: list[int]) -> None:
-    """Each entry: heartbeats between two reads."""
-    counter, beats, quiet = BeatCounter(), 0, 0
-    counter.is_silent("a", beats)
-    for number in more:
-        beats, quiet = beats + number, 0 if number else quiet + 1
-        assert counter.is_silent("a", beats) == (quiet >= 5)

@@ -17,6 +17,8 @@ from ..microbatches.ledger import GradientHolding, SurvivingSum, surviving_sums
 from . import keys
 from .membership import Rendezvous
 
+_DECISION_S = 1.0  # after which others than the first rank alive may decide
+
 
 @dataclass(frozen=True)
 class SurvivorReport:
@@ -133,11 +135,12 @@ def agree(
     key = keys.decision(recovery)
     with rendezvous.stores.required("survivors cannot agree") as store:
         store.set(keys.report(recovery, rendezvous.rank), json.dumps(asdict(report)))
+        store.append(keys.reported(recovery), f"{rendezvous.rank},")  # type: ignore[attr-defined]
         if rendezvous.is_joining:
             _await_decision(rendezvous)
         else:
             reports = _collect_reports(rendezvous, bound)
-            if not store.check([key]):
+            if reports is not None:
                 store.compare_set(key, "", json.dumps(asdict(decide(reports, microbatches))))
         decision = past_decision(rendezvous, recovery)
     if rendezvous.rank not in decision.survivors:
@@ -166,36 +169,37 @@ def read_report(raw: bytes) -> SurvivorReport:
 
 def _collect_reports(
     rendezvous: Rendezvous, bound: Collection[Collection[int]]
-) -> dict[int, SurvivorReport]:
-    """Reports of all ranks that are alive; ends early once a decision is in the store."""
-    store, recovery = rendezvous.stores.store, rendezvous.recovery
-    start = next_read = time.monotonic()
-    missing, reports = set(rendezvous.alive), dict[int, SurvivorReport]()
-    while missing and not store.check([keys.decision(recovery)]):
-        lost = set[int]()
-        for rank in sorted(missing):
-            if store.check([keys.report(recovery, rank)]):
-                reports[rank] = read_report(store.get(keys.report(recovery, rank)))
-                missing.discard(rank)
-            elif store.check([keys.dead(rank)]):
-                lost.add(rank)
-        if missing and (now := time.monotonic()) >= next_read:
-            next_read = now + rendezvous.heartbeats.interval_s
-            lost |= set(rendezvous.heartbeats.silent(missing, now - start))
-        missing -= lost.union(*(them for them in bound if lost & set(them)))
-        time.sleep(0.005 if missing else 0.0)
-    return reports
+) -> dict[int, SurvivorReport] | None:
+    """Reports of all ranks that are alive; None once there is a decision.
+
+    Only the first rank alive looks for reports; the others do so if it has not decided in time,
+    because it has stopped, or is a joiner in the eyes of some and does not decide.
+    """
+    store, recovery, start = rendezvous.stores.store, rendezvous.recovery, time.monotonic()
+    while not store.check([keys.decision(recovery)]):
+        waited_s = time.monotonic() - start
+        lost = set(rendezvous.lost(rendezvous.alive, waited_s))
+        lost = lost.union(*(them for them in bound if lost & set(them)))
+        expected = [rank for rank in rendezvous.alive if rank not in lost]
+        if expected[:1] == [rendezvous.rank] or waited_s > _DECISION_S:
+            listed = store.get(keys.reported(recovery)).decode().rstrip(",").split(",")
+            reported = sorted(set(map(int, listed)) & set(rendezvous.alive))
+            if set(expected) <= set(reported):
+                raw = store.multi_get([keys.report(recovery, rank) for rank in reported])
+                return dict(zip(reported, map(read_report, raw), strict=True))
+        time.sleep(rendezvous.pause_s)
+    return None
 
 
 def _await_decision(rendezvous: Rendezvous) -> None:
     """Wait for the decision of the members. Raises `FencedOutError` if all of them are lost."""
-    store, key = rendezvous.stores.store, keys.decision(rendezvous.recovery)
-    start = next_read = time.monotonic()
+    store, key, start = (
+        rendezvous.stores.store,
+        keys.decision(rendezvous.recovery),
+        time.monotonic(),
+    )
     members = set(rendezvous.alive) - {rendezvous.rank}
     while not store.check([key]):
-        if (now := time.monotonic()) >= next_read:
-            next_read = now + rendezvous.heartbeats.interval_s
-            members -= set(rendezvous.heartbeats.silent(members, now - start))
-        if not members:
+        if members <= set(rendezvous.lost(members, time.monotonic() - start)):
             raise FencedOutError(f"rank {rendezvous.rank} joined a job without living members")
-        time.sleep(0.005)
+        time.sleep(rendezvous.pause_s)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from resihp.contracts import JobStoppedError, JoinRefusedError, Plan, from_json, to_json
 
 from . import keys
+from .liveness import ProcessHistory
 from .store import announce_death
 
 _log = logging.getLogger("resihp.elastic")
@@ -51,7 +52,7 @@ class Joiners:
     def announce(self, rank: int) -> int:
         """Announce that `rank` waits for a place; returns the number of the announcement."""
         number = self._store.add(keys.announced(rank), 1)
-        self._append(keys.ANNOUNCEMENTS, f"{rank}:{number}:{self._deaths(rank)}")
+        self._append(keys.ANNOUNCEMENTS, f"{rank}:{number}:{self._history().ends[rank]},")
         return number
 
     def await_invitation(
@@ -90,22 +91,20 @@ class Joiners:
 
     def waiting(self) -> dict[int, int]:
         """Waiting ranks with the number of their last announcement; dead ones are left out."""
-        latest: dict[int, tuple[int, int]] = {}
+        latest, history = dict[int, tuple[int, int]](), self._history()
         for entry in self._entries(keys.ANNOUNCEMENTS):
-            rank, number, deaths = map(int, entry.split(":"))
-            latest[rank] = (number, deaths)
+            rank, number, ends = map(int, entry.split(":"))
+            latest[rank] = (number, ends)
         return {
             rank: number
-            for rank, (number, deaths) in latest.items()
-            if not self._store.check([keys.invitation(rank, number)])
-            and self._deaths(rank) == deaths
+            for rank, (number, ends) in latest.items()
+            if history.ends[rank] == ends and not self._store.check([keys.invitation(rank, number)])
         }
 
-    def reset(self, ranks: Collection[int]) -> None:
-        """Delete death notices and heartbeats of earlier processes with these ranks."""
+    def reset(self, ranks: Iterable[int]) -> None:
+        """Make what is known of earlier processes with these ranks void, before `invite`."""
         for rank in ranks:
-            self._store.delete_key(keys.dead(rank))
-            self._store.delete_key(keys.heartbeat(rank))
+            self._append(keys.PROCESS_HISTORY, ProcessHistory.invitation(rank))
 
     def invite(self, rank: int, number: int, invitation: Invitation) -> None:
         """Answer announcement `number` of `rank`."""
@@ -115,7 +114,7 @@ class Joiners:
 
     def leave(self, rank: int) -> None:
         """Announce that `rank` is to leave."""
-        self._append(keys.LEAVING, str(rank))
+        self._append(keys.LEAVING, f"{rank},")
 
     def is_stopped(self) -> bool:
         """True once the launcher that hosts the store ends the job."""
@@ -125,11 +124,12 @@ class Joiners:
         """Ranks that are to leave."""
         return tuple(sorted({int(entry) for entry in self._entries(keys.LEAVING)}))
 
-    def _deaths(self, rank: int) -> int:
-        return self._store.add(keys.deaths(rank), 0)
+    def _history(self) -> ProcessHistory:
+        key = keys.PROCESS_HISTORY
+        return ProcessHistory(self._store.get(key) if self._store.check([key]) else b"")
 
     def _append(self, key: str, entry: str) -> None:
-        self._store.append(key, f"{entry},")  # type: ignore[attr-defined]
+        self._store.append(key, entry)  # type: ignore[attr-defined]
         self._store.add(keys.SIGNAL, 1)
 
     def _entries(self, key: str) -> list[str]:

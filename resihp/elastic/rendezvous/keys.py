@@ -13,7 +13,7 @@ FINISHED = "finished"
 ENDED = "ended"
 """Counter of ranks of the last generation that have completed the last step."""
 ANNOUNCEMENTS = "announcements"
-"""List of `RANK:NUMBER:DEATHS`, one entry for each time that a joiner announced itself."""
+"""List of `RANK:NUMBER:ENDS`, one entry for each time that a joiner announced itself."""
 STOPPED = "stopped"
 """Reason for which the launcher that hosts the store ends the job."""
 MODEL = "model"
@@ -25,22 +25,27 @@ CHECKPOINTS = "checkpoints"
 CHECKPOINT_TOKEN = "checkpoint-token"
 """Secret of the connections between memory replicas of checkpoints; the first writer sets it."""
 
+
+# Liveness.
+
+PROCESS_HISTORY = "process-history"
+"""`ProcessHistory`: list of ends of processes and of invitations."""
+JOB_LIVENESS = "job-liveness"
+"""`LivenessSummary` of all hosts; the job's watcher sets it."""
+HOST_COUNTS = "host-counts"
+"""Counts of the job's watcher, for its successor."""
+HOSTS = "hosts"
+"""List of the hosts of members."""
+HEARTBEAT_TABLE = "heartbeat-table"
+"""Secret name of the table of heartbeats on each host; the first member sets it."""
+
+
+def host_liveness(host: str) -> str:
+    """`LivenessSummary` of one host; its watcher sets it."""
+    return f"host-liveness/{host}"
+
+
 # One rank.
-
-
-def heartbeat(rank: int) -> str:
-    """Number of heartbeats of `rank` since it became a member."""
-    return f"heartbeat/{rank}"
-
-
-def dead(rank: int) -> str:
-    """Set by the launcher once the process of `rank` has ended."""
-    return f"dead/{rank}"
-
-
-def deaths(rank: int) -> str:
-    """Counter of ended processes of `rank`; separates announcements of successive processes."""
-    return f"deaths/{rank}"
 
 
 def announced(rank: int) -> str:
@@ -92,6 +97,11 @@ def abandoned(recovery: int, work: str) -> str:
 def report(recovery: int, rank: int) -> str:
     """`SurvivorReport` of `rank`."""
     return f"report/{recovery}/{rank}"
+
+
+def reported(recovery: int) -> str:
+    """List of ranks whose `report` is there."""
+    return f"reported/{recovery}"
 
 
 def decision(recovery: int) -> str:

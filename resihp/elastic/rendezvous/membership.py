@@ -18,55 +18,11 @@ from resihp.contracts import JobStoppedError, PeerLostError
 from ..process_groups.abortable import ProcessGroupFactory, WaitClock
 from ..process_groups.communicators import CPU
 from . import keys
+from .heartbeats import REQUESTS_PER_S, Heartbeats, prepare
 from .store import StorePool, Timeouts
 
 _LONGEST_PAUSE_S = 0.02
 _JOIN_S = 0.01
-_REQUESTS_PER_S = 10_000  # of all ranks together to one store
-# Reads of a peer's heartbeat within the time-out after which the peer counts as lost.
-_READS = 10
-
-
-class HeartbeatReader:
-    """Reads the heartbeats of peers.
-
-    The time-out is counted in reads instead of seconds: while this process was suspended, its peers
-    may have been suspended too.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, timeouts: Timeouts) -> None:
-        self.interval_s = timeouts.heartbeat.total_seconds() / _READS
-        self._store, self._rank = store, rank
-        self._connect_s = timeouts.connect.total_seconds()
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._next_read = 0.0
-
-    def silent_if_due(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """`silent(ranks, waited_s)` once every `interval_s`; an empty list in between."""
-        now = time.monotonic()
-        if now <= self._next_read:
-            return []
-        self._next_read = now + self.interval_s
-        return self.silent(ranks, waited_s)
-
-    def silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        """Return those of `ranks` that are dead or have not beaten for the time-out.
-
-        To be called every `interval_s`. A rank without any heartbeat is still starting; it is
-        silent after `Timeouts.connect`, of which `waited_s` seconds have passed.
-        """
-        is_overdue = waited_s > self._connect_s
-        silent = []
-        for rank in sorted(set(ranks) - {self._rank}):
-            key = keys.heartbeat(rank)
-            beat = int(self._store.get(key)) if self._store.check([key]) else 0
-            last, reads = self._seen.get(rank, (-1, 0))
-            reads = reads + 1 if beat == last else 0
-            self._seen[rank] = (beat, reads)
-            is_late = reads >= _READS if beat else is_overdue
-            if is_late or self._store.check([keys.dead(rank)]):
-                silent.append(rank)
-        return silent
 
 
 @dataclass(frozen=True)
@@ -107,9 +63,8 @@ class Rendezvous:
         self.recovery = 0
         self.is_joining = False
         self.stores = StorePool(open_store)
-        self.heartbeats = HeartbeatReader(self.stores.store, rank, timeouts)
-        # Reads are counted, so a reader belongs to one waiting thread.
-        self._joiner_heartbeats = HeartbeatReader(self.stores.store, rank, timeouts)
+        self.stores.ask(lambda: prepare(self.stores.store), None)
+        self._heartbeats, self._is_entering = Heartbeats(rank, timeouts), False
         self._broken: str | None = None
         self._scope: _Scope | None = None
         self._broken_in_scope: str | None = None
@@ -124,19 +79,20 @@ class Rendezvous:
 
         model  description of the model that this process trains; a joiner's must be the same
 
-        A member's first heartbeat is in the store when this returns, so that peers apply
-        `Timeouts.heartbeat` to it from now on, and no longer `Timeouts.connect`.
+        A member has beaten when this returns, so that peers apply `Timeouts.heartbeat` to it from
+        now on, and no longer `Timeouts.connect`.
         """
         if self.rank in self.alive:
             store = self.stores.store
             self.stores.ask(lambda: store.compare_set(keys.MODEL, "", model), b"")
-            self.stores.ask(lambda: store.set(keys.heartbeat(self.rank), "1"), None)
+            self.stores.ask(lambda: self._heartbeats.enter(store), None)
         self._watcher.start()
 
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
         self._watcher.join(timeout=5)
+        self._heartbeats.close()
 
     # Members.
 
@@ -147,7 +103,7 @@ class Rendezvous:
         """
         with self._changed:
             self.recovery, self.alive, self.is_joining = recovery, alive, is_joining
-            self._broken = None
+            self._is_entering, self._broken = True, None
 
     def change_members(self, alive: tuple[int, ...]) -> None:
         """Continue with the members `alive`, without a failure; outside of them no heartbeats."""
@@ -165,9 +121,8 @@ class Rendezvous:
         `PeerLostError` once `cancelled`, after a failure, if a rank will not arrive, and after
         `Timeouts.exchange`.
         """
-        start, pause_s, none = time.monotonic(), 0.001, list[int]()
-        reader = self._joiner_heartbeats
-        longest_s = max(_LONGEST_PAUSE_S, len(ranks) / _REQUESTS_PER_S)
+        start, pause_s = time.monotonic(), 0.001
+        longest_s = max(_LONGEST_PAUSE_S, len(ranks) / REQUESTS_PER_S)
         key, store, timeout = keys.arrivals(name), self.stores.store, self.timeouts.exchange
         arrived = store.add(key, 1)
         while arrived < len(ranks):
@@ -175,10 +130,8 @@ class Rendezvous:
             if cancelled.is_set():
                 raise PeerLostError("cancelled")
             self.check(tuple(ranks), 0.0)
-            with self._reading:
-                silence_s = min(waited_s, self.timeouts.connect.total_seconds())
-                silence_s = silence_s if is_starting else waited_s
-                lost = self.stores.ask(partial(reader.silent_if_due, ranks, silence_s), none)
+            silence_s = min(waited_s, self.timeouts.connect.total_seconds())
+            lost = self.lost(ranks, silence_s if is_starting else waited_s)
             if lost:
                 raise PeerLostError(f"ranks {lost} are dead or do not answer")
             if waited_s > timeout.total_seconds():
@@ -231,16 +184,31 @@ class Rendezvous:
                 scope = None
             known = self._broken if scope is None else self._broken_in_scope
             if known is None and waited_s > 1.0:
-                peers, none = ranks if scope is None else scope.ranks, list[int]()
-                silent = self.stores.ask(
-                    partial(self.heartbeats.silent_if_due, peers, waited_s), none
-                )
+                silent = self._lost(ranks if scope is None else scope.ranks, waited_s)
                 if silent:
                     reason = f"ranks {silent} do not answer"
                     if scope is not None:
                         self._broken_in_scope = reason
                     self.request_recovery(reason)
             return self._broken if scope is None else self._broken_in_scope
+
+    def lost(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """Return those of `ranks` that are dead or do not answer, `waited_s` seconds into a wait.
+
+        A rank that has not started yet is waited for until `Timeouts.connect` has passed.
+        """
+        with self._reading:
+            return self._lost(ranks, waited_s)
+
+    @property
+    def pause_s(self) -> float:
+        """Time between two requests of a rank that waits for a key."""
+        return max(0.005, len(self.alive) / REQUESTS_PER_S)
+
+    def _lost(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        store, none = self.stores.store, list[int]()
+        silent = partial(self._heartbeats.silent, store, ranks, waited_s, len(self.alive))
+        return self.stores.ask(silent, none)
 
     def check(self, ranks: Sequence[int], waited_s: float) -> None:
         """Raise `PeerLostError` with the reason to give up waiting for `ranks`, if there is one."""
@@ -333,12 +301,27 @@ class Rendezvous:
         except dist.DistError as error:
             self.stores.cut_off(error)
 
+    def _beat(self, store: dist.Store) -> None:
+        """Beat as a member, and take part in the watch of the others."""
+        beats = self._heartbeats
+        if self.rank not in self.alive:
+            self._is_entering = True
+            return
+        if self._is_entering:
+            self._is_entering = False
+            beats.enter(store)
+        beats.beat()
+        if beats.due_s() <= 0.0:
+            beats.watch(store)
+
     def _watch_store(self, store: dist.Store) -> None:
-        beat, seen = 1, (0, 0)
-        while not self._closed.wait(self.timeouts.poll.total_seconds()):
-            if self.rank in self.alive:
-                beat += 1
-                store.set(keys.heartbeat(self.rank), str(beat))
+        seen, next_s = (0, 0), 0.0
+        poll_s, beats = self.timeouts.poll.total_seconds(), self._heartbeats
+        while not self._closed.wait(min(poll_s, max(beats.due_s(), 0.0))):
+            self._beat(store)
+            if time.monotonic() < next_s:
+                continue
+            next_s = time.monotonic() + max(poll_s, len(self.alive) / REQUESTS_PER_S)
             # A failure of the next generation may have been reported before this rank's recovery.
             now = (store.add(keys.SIGNAL, 0), self.recovery)
             if now == seen and not (self._broken and self._scope):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from resihp.contracts import JobStoppedError
 
 from . import keys
+from .liveness import ProcessHistory
 
 _log = logging.getLogger("resihp.elastic")
 Answer = TypeVar("Answer")
@@ -80,8 +81,7 @@ def connect_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def announce_death(store: dist.Store, rank: int) -> None:
     """Announce that the process of `rank` has ended; its launcher calls this."""
-    store.add(keys.deaths(rank), 1)
-    store.set(keys.dead(rank), "1")
+    store.append(keys.PROCESS_HISTORY, ProcessHistory.end(rank))  # type: ignore[attr-defined]
     store.add(keys.SIGNAL, 1)
 
 

@@ -1,0 +1,102 @@
+"""Table of the beats of a host's processes, in memory that they share."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from resihp.contracts import ContractError
+
+_FOLDER = Path("/dev/shm")
+_PREFIX = "resihp-beats-"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_RANKS = 131_072
+_BYTES = 8 * _RANKS
+
+
+class HostTable:
+    """Beats of the processes of one job on one host, by rank; each process writes its own.
+
+    host  identity of the host: equal in all processes that share the table
+
+    A file that no process has open any more is deleted by the next process of the same user.
+    """
+
+    def __init__(self, job: str) -> None:
+        """Open the table of `job`, a secret of its processes.
+
+        Where no memory can be shared, the process has a table, and so a host, to itself.
+        """
+        self._path = _FOLDER / f"{_PREFIX}{os.geteuid()}-{job}"
+        self._file: int | None = None
+        try:
+            _delete_unused(self._path)
+            self._file = _open_locked(self._path)
+            os.posix_fallocate(self._file, 0, _BYTES)  # a write beyond free memory ends a process
+            memory = mmap.mmap(self._file, _BYTES)
+            self.host = _identity(os.fstat(self._file))
+        except OSError:
+            memory = mmap.mmap(-1, _BYTES)
+            self.host = secrets.token_hex(8)
+        # One aligned word for each rank, so that none is read half written.
+        self._words = np.frombuffer(memory, dtype=np.uint64)
+
+    def beat(self, rank: int, number: int, beat: int) -> None:
+        """Write beat number `beat`, at least 1, of process `number` of `rank`."""
+        if rank >= _RANKS:
+            raise ContractError("RANK", f"must be below {_RANKS:,}, not {rank}")
+        self._words[rank] = number << 32 | beat
+
+    def read(self) -> dict[int, tuple[int, int]]:
+        """(number, beat) of each process by rank."""
+        ranks = np.flatnonzero(self._words)
+        words = zip(ranks.tolist(), self._words[ranks].tolist(), strict=True)
+        return {rank: (word >> 32, word & 0xFFFFFFFF) for rank, word in words}
+
+    def close(self) -> None:
+        """Close the table; the last process to do so deletes it."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._path.unlink()
+        os.close(self._file)
+        self._file = None
+
+
+def _open_locked(path: Path) -> int:
+    """Open `path`, and hold it against deletion until this process ends."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(file).st_ino:
+                return file
+        os.close(file)  # it was deleted between the two calls
+
+
+def _delete_unused(path: Path) -> None:
+    """Delete tables of jobs that have been killed; `path` is this job's."""
+    for other in path.parent.glob(f"{_PREFIX}{os.geteuid()}-*"):
+        if other == path:
+            continue
+        with suppress(OSError):
+            file = os.open(other, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                other.unlink()
+            finally:
+                os.close(file)
+
+
+def _identity(status: os.stat_result) -> str:
+    """Identity of a file among the hosts of a job: containers of one host may share no memory."""
+    where = f"{_BOOT.read_text()}/{status.st_dev}/{status.st_ino}"
+    return hashlib.sha256(where.encode()).hexdigest()[:16]

@@ -1,0 +1,289 @@
+"""Members watch each other on two levels: no living one is taken for lost, every lost one is found.
+
+The logic is the real one, over a store in memory and a made-up clock.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.elastic.rendezvous import host_table, keys
+from resihp.elastic.rendezvous.heartbeats import Heartbeats, prepare
+from resihp.elastic.rendezvous.host_table import HostTable
+from resihp.elastic.rendezvous.joiners import Joiners
+from resihp.elastic.rendezvous.liveness import (
+    LOOKS,
+    TAKEOVER_LOOKS,
+    JobWatcher,
+    LivenessSummary,
+    LivenessView,
+    ProcessHistory,
+    SilenceCounter,
+    format_processes,
+    parse_processes,
+)
+from resihp.elastic.rendezvous.store import Timeouts, announce_death
+from resihp.testing.simulated_members import SimulatedMembers, short_timeouts
+
+TIMEOUTS = short_timeouts(2.0)
+TIMEOUT_S, LOOK_S = 2.0, 2.0 / LOOKS
+HOSTS, PER_HOST = 3, 3
+RANKS = range(HOSTS * PER_HOST)
+WARM_S = 1.0  # until all summaries are there
+# Of the loss of a rank: the time-out, a look of each level and of the waiting rank, their lateness.
+RANK_S = TIMEOUT_S + 4 * LOOK_S
+# Of a whole host: HOST_LOOKS looks of the job's watcher, one of the waiting rank, their lateness.
+HOST_S = TIMEOUT_S + 9 * LOOK_S
+# Added by a watcher that is lost while it is needed.
+TAKEOVER_S = (TAKEOVER_LOOKS + 2) * LOOK_S
+
+FEW = settings(max_examples=60, deadline=None)
+
+
+def members(seed: int = 0) -> SimulatedMembers:
+    job = SimulatedMembers(HOSTS, PER_HOST, TIMEOUTS, seed=seed)
+    job.run_until(WARM_S)
+    return job
+
+
+def watcher_of_job(job: SimulatedMembers) -> int:
+    """Rank of the job's watcher: the one with the most requests of late."""
+    before = dict(job.calls)
+    job.run_until(job.now_s + 2 * LOOK_S)
+    return max(job.ranks, key=lambda rank: job.calls[rank] - before[rank])
+
+
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_only_lasting_silence_counts(more: list[int]) -> None:
+    """Each entry: heartbeats between two looks."""
+    counter, beats, quiet = SilenceCounter[str](), 0, 0
+    counter.look("a", beats)
+    for number in more:
+        beats, quiet = beats + number, 0 if number else quiet + 1
+        assert counter.look("a", beats) == quiet
+
+
+@given(st.dictionaries(st.integers(0, 40), st.integers(0, 2)), st.integers(0, 9))
+def test_summaries_survive_the_store(processes: dict[int, int], count: int) -> None:
+    assert parse_processes(format_processes(processes)) == processes
+    summary = LivenessSummary(count, "host", processes, dict(list(processes.items())[:3]))
+    assert LivenessSummary.decode(summary.encode().encode()) == summary
+
+
+@given(st.lists(st.tuples(st.sampled_from("ei"), st.integers(0, 3)), max_size=12))
+def test_only_what_follows_the_last_invitation_counts(events: list[tuple[str, int]]) -> None:
+    entry = {"e": ProcessHistory.end, "i": ProcessHistory.invitation}
+    raw = "," + "".join(entry[kind](rank) for kind, rank in events)
+    history = ProcessHistory(raw.encode())
+    for rank in range(4):
+        own = [kind for kind, of in events if of == rank]
+        assert (rank in history.dead) == (own[-1:] == ["e"])
+        number = own.count("i")
+        old = LivenessSummary(1, "host", {rank: number - 1}, {rank: number - 1})
+        new = LivenessSummary(1, "host", {rank: number}, {rank: number})
+        if number and rank not in history.dead:
+            assert (rank in LivenessView(old, history).lost) is False
+        assert rank in LivenessView(new, history).lost
+
+
+@FEW
+@given(st.integers(0, 99), st.data())
+def test_no_living_rank_is_lost_however_others_are_suspended(
+    seed: int, data: st.DataObject
+) -> None:
+    """Any ranks, watchers and whole hosts too, for almost the time-out, again and again."""
+    job, longest_s = members(seed), TIMEOUT_S - 2 * TIMEOUTS.poll.total_seconds()
+    for _ in range(data.draw(st.integers(1, 4))):
+        ranks = data.draw(st.sets(st.sampled_from(RANKS), min_size=1))
+        until_s = job.now_s + data.draw(st.floats(0.05, longest_s))
+        job.stop(ranks)
+        awake = [rank for rank in RANKS if rank not in ranks]
+        while job.now_s < until_s:
+            job.run_until(min(until_s, job.now_s + LOOK_S))
+            assert not any(job.lost(rank) for rank in awake)
+        job.resume(ranks)
+        for _ in range(data.draw(st.integers(1, LOOKS))):
+            job.run_until(job.now_s + LOOK_S)
+            assert not any(job.lost(rank) for rank in RANKS)
+
+
+@FEW
+@given(st.integers(0, 99), st.data())
+def test_every_lost_rank_is_found_in_bounded_time_and_no_other(
+    seed: int, data: st.DataObject
+) -> None:
+    """Any number at any times: watchers of hosts and of the job, whole hosts, several at once."""
+    job, dead = members(seed), set[int]()
+    losses = data.draw(
+        st.lists(st.sets(st.sampled_from(RANKS), min_size=1), min_size=1, max_size=3)
+    )
+    for ranks in losses:
+        if len(dead | ranks) < len(RANKS):
+            job.stop(ranks)
+            dead |= ranks
+        job.run_until(job.now_s + data.draw(st.floats(0.0, TIMEOUT_S / 4)))
+        assert all(job.lost(rank) <= dead for rank in RANKS if rank not in dead)
+    bound_s = job.now_s + HOST_S + 2 * len(losses) * TAKEOVER_S
+    while job.now_s < bound_s:
+        job.run_until(job.now_s + LOOK_S)
+        assert all(job.lost(rank) <= dead for rank in RANKS if rank not in dead)
+    assert all(job.lost(rank) == dead for rank in RANKS if rank not in dead)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_delays_of_single_losses(seed: int) -> None:
+    """Of a rank that watches nothing, of a host's watcher, of the job's, and of a whole host."""
+    job = members(seed)
+    other = next(r for r in (1, 4, 7) if r != watcher_of_job(job))
+    for ranks, bound_s in (({other}, RANK_S), ({3}, RANK_S + TAKEOVER_S), ({6, 7, 8}, HOST_S)):
+        job = members(seed)
+        job.stop(ranks)
+        start_s = job.now_s
+        while job.lost(0) != ranks:
+            job.run_until(job.now_s + LOOK_S / 4)
+            assert job.now_s - start_s <= bound_s
+        assert job.now_s - start_s >= TIMEOUT_S - 2 * TIMEOUTS.poll.total_seconds()
+    job = members(seed)
+    ranks = {watcher_of_job(job)}
+    job.stop(ranks)
+    start_s, observer = job.now_s, min(set(RANKS) - ranks)
+    while job.lost(observer) != ranks:
+        job.run_until(job.now_s + LOOK_S / 4)
+        assert job.now_s - start_s <= RANK_S + 2 * TAKEOVER_S
+
+
+def test_a_watcher_that_comes_back_finds_its_place_taken() -> None:
+    job = members()
+    first = watcher_of_job(job)
+    job.stop({first})
+    job.run_until(job.now_s + TIMEOUT_S / 2)
+    second = watcher_of_job(job)
+    assert second != first
+    job.resume({first})
+    job.run_until(job.now_s + LOOK_S)
+    job.calls.clear()
+    job.run_until(job.now_s + 10 * LOOK_S)
+    assert [rank for rank in RANKS if job.calls[rank] > 25] == [second]
+
+
+def test_of_two_processes_of_a_rank_the_later_counts_and_else_the_living() -> None:
+    """A rank has moved to another host, or is listed by its old host as well."""
+
+    def state(*hosts: tuple[int, bool]) -> LivenessSummary:
+        watcher = JobWatcher("host")
+        watcher.written(LivenessSummary(7, "host"), b"7|host||")
+        summaries = {
+            f"host{index}": LivenessSummary(1, "0", {3: number}, {3: number} if silent else {})
+            for index, (number, silent) in enumerate(hosts)
+        }
+        return watcher.look({host: each.encode().encode() for host, each in summaries.items()})
+
+    for silent, living in (((0, True), (0, False)), ((0, True), (1, False))):
+        for hosts in ((silent, living), (living, silent)):
+            assert (state(*hosts).present, state(*hosts).silent) == ({3: living[0]}, {})
+    for hosts in (((0, False), (1, True)), ((1, True), (0, False))):
+        assert (state(*hosts).present, state(*hosts).silent) == ({3: 1}, {3: 1})
+
+
+def test_requests_do_not_grow_with_the_job() -> None:
+    for hosts in (2, 8, 32):
+        job = SimulatedMembers(hosts, 4, TIMEOUTS)
+        job.run_until(WARM_S)
+        job.calls.clear()
+        looks = 10
+        job.run_until(job.now_s + looks * LOOK_S)
+        watchers = sorted((job.calls[rank] for rank in job.ranks), reverse=True)
+        assert watchers[0] <= 4 * (looks + 1)
+        assert all(calls <= 2 * (looks + 1) for calls in watchers[1:hosts])
+        assert sum(watchers[hosts:]) == 0
+        job.calls.clear()
+        assert job.lost(1) == set()
+        assert job.calls[1] == 1
+
+
+def test_a_rank_that_never_started_is_waited_for_until_it_is_overdue() -> None:
+    job = members()
+    missing = len(RANKS)
+    connect_s = TIMEOUTS.connect.total_seconds()
+    member = job.members[0]
+    assert member.silent(job.store, (0, 1, missing), connect_s - 1, 9) == []
+    assert member.silent(job.store, (0, 1, missing), connect_s + 1, 9) == [missing]
+
+
+def test_an_invited_rank_starts_afresh_whatever_is_known_of_its_predecessor() -> None:
+    """Its predecessor is silent; the invitation makes that void, and its own silence is found."""
+    job = members()
+    job.stop({4})
+    job.run_until(job.now_s + RANK_S + TAKEOVER_S)
+    assert job.lost(0) == {4}
+    job.store.append(keys.PROCESS_HISTORY, ProcessHistory.invitation(4))
+    job.run_until(job.now_s + LOOK_S / 100)
+    assert job.lost(0) == set()
+    job.run_until(job.now_s + RANK_S)
+    assert job.lost(0) == set()
+    job.enter(4)
+    job.resume({4})
+    job.run_until(job.now_s + RANK_S)
+    assert job.lost(0) == set()
+    job.stop({4})
+    job.run_until(job.now_s + RANK_S + TAKEOVER_S)
+    assert job.lost(0) == {4}
+
+
+def test_an_announced_death_is_known_at_the_next_look() -> None:
+    store = dist.HashStore()
+    prepare(store)
+    member = Heartbeats(0, TIMEOUTS)
+    assert member.silent(store, (0, 1), 0.0, 2) == []
+    announce_death(store, 1)
+    assert member.silent(store, (0, 1), 0.0, 2) == [1]
+    Joiners(store).reset([1])
+    assert member.silent(store, (0, 1), 0.0, 2) == []
+
+
+def test_processes_of_a_host_share_a_table_that_the_last_one_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_table, "_FOLDER", tmp_path)
+    first, second = HostTable("job"), HostTable("job")
+    other = HostTable("other")
+    first.beat(5, 2, 7)
+    second.beat(6, 0, 1)
+    assert first.host == second.host != other.host
+    assert first.read() == second.read() == {5: (2, 7), 6: (0, 1)}
+    assert other.read() == {}
+    first.close()
+    assert second.read() == {5: (2, 7), 6: (0, 1)}
+    second.close()
+    assert [path.name.rpartition("-")[2] for path in tmp_path.iterdir()] == ["other"]
+    abandoned = tmp_path / f"resihp-beats-{os.geteuid()}-killed"
+    abandoned.touch()
+    HostTable("third")
+    assert not abandoned.exists()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_process_that_can_share_no_memory_is_a_host_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_table, "_FOLDER", tmp_path / "missing")
+    first, second = HostTable("job"), HostTable("job")
+    first.beat(0, 0, 1)
+    assert first.host != second.host
+    assert (first.read(), second.read()) == ({0: (0, 1)}, {})
+
+
+def test_ranks_without_shared_memory_watch_each_other() -> None:
+    timeouts = Timeouts(heartbeat=timedelta(seconds=2), poll=timedelta(milliseconds=40))
+    job = SimulatedMembers(6, 1, timeouts)
+    job.run_until(WARM_S)
+    job.stop({0, 3})
+    job.run_until(job.now_s + HOST_S + 2 * TAKEOVER_S)
+    assert job.lost(5) == {0, 3}
