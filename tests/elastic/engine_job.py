@@ -20,6 +20,7 @@ from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quot
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.planning.sources import PlanSource
+from resihp.elastic.rendezvous import host_table
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.elastic.reshard.buffers import ReshardBudget
@@ -113,6 +114,8 @@ class Case:
     awaited             the last steps wait until the plan of this version stands ready
     counts              at each switch, what the rank then holds of the system
     store_dies_at       the store ends when this step has been made
+    hosts               sets of ranks that share memory, as those of one host do; the rest are
+                        one more. None: all do
     """
 
     layout: Layout
@@ -134,6 +137,7 @@ class Case:
     awaited: int = 0
     counts: bool = False
     store_dies_at: int | None = None
+    hosts: tuple[frozenset[int], ...] | None = None
     memory: ReshardBudget = field(default=ReshardBudget(limit_bytes=16384))
     source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
@@ -215,6 +219,10 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     torch.set_num_threads(1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
+    if case.hosts is not None:
+        number = next((i for i, ranks in enumerate(case.hosts) if rank in ranks), len(case.hosts))
+        host_table._FOLDER = folder / f"host-{number}"
+        host_table._FOLDER.mkdir(exist_ok=True)
     members = () if rank in case.joiners else case.ranks or case.layout.ranks
 
     def await_plan(completed: int) -> None:

@@ -83,13 +83,21 @@ def test_killed_during_the_recovery_of_another(alone: Outcome, tmp_path: Path) -
     assert_survived(run(Case(GRID, STEPS, faults=faults), tmp_path), alone, {2, 3})
 
 
-def test_stopped_for_longer_than_the_heartbeat(alone: Outcome, tmp_path: Path) -> None:
-    """A stopped rank breaks no connection; the others give it up and go on without it."""
-    faults = (Fault(7, Phase.ACCUMULATING, 2, signal.SIGSTOP),)
-    case = Case(GRID, STEPS, faults=faults, stopped=frozenset({7}), timeouts=BRISK)
+@pytest.mark.parametrize("stopped", [{7}, {0}, {0, 1, 2, 3}], ids=str)
+def test_stopped_for_longer_than_the_heartbeat(
+    stopped: set[int], alone: Outcome, tmp_path: Path
+) -> None:
+    """A stopped rank breaks no connection; the others give it up and go on without it.
+
+    Each replica is on a host of its own: rank 0 watches the first one, and the last case is the
+    loss of that whole host.
+    """
+    faults = tuple(Fault(rank, Phase.ACCUMULATING, 2, signal.SIGSTOP) for rank in stopped)
+    hosts = (frozenset({0, 1, 2, 3}),)
+    case = Case(GRID, STEPS, faults=faults, stopped=frozenset(stopped), timeouts=BRISK, hosts=hosts)
     outcome = run(case, tmp_path)
     assert_survived(outcome, alone, set())
-    assert 7 not in outcome.exit_codes
+    assert not stopped & set(outcome.exit_codes)
 
 
 def test_what_no_survivor_holds_stops_the_job_with_its_name(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ WARM_S = 1.0  # until all summaries are there
 # Of the loss of a rank: the time-out, a look of each level and of the waiting rank, their lateness.
 RANK_S = TIMEOUT_S + 4 * LOOK_S
 # Of a whole host: HOST_LOOKS looks of the job's watcher, one of the waiting rank, their lateness.
-HOST_S = TIMEOUT_S + 9 * LOOK_S
+HOST_S = TIMEOUT_S + 5 * LOOK_S
 # Added by a watcher that is lost while it is needed.
 TAKEOVER_S = (TAKEOVER_LOOKS + 2) * LOOK_S
 

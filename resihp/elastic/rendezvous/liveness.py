@@ -25,9 +25,10 @@ LOOKS = 20
 """Looks at an unchanged beat after which a process counts as silent."""
 TAKEOVER_LOOKS = 4
 """Looks at an unchanged beat, or summary, after which its watcher is replaced."""
-HOST_LOOKS = LOOKS + TAKEOVER_LOOKS + 2
-"""Looks at the unchanged summary of a host after which all of its processes count as silent: they
-may have been suspended for almost the time-out, and their watcher be lost at the same time."""
+HOST_LOOKS = LOOKS + 2
+"""Looks at the unchanged summary of a host after which all of its processes count as silent. It was
+written up to a look before they were suspended, if they were. Where the watcher is killed while all
+others of its host are suspended, they count as silent up to `TAKEOVER_LOOKS` too early."""
 
 Key = TypeVar("Key", bound=Hashable)
 Processes = Mapping[int, int]
