@@ -108,6 +108,11 @@ def counts_by_rate(rates: Sequence[float], total: int) -> list[int]:
     return greedy_allocation(counts, total - sum(counts), lambda i, count: count / rates[i])
 
 
+def shared_by_rate(rates: Sequence[float], total: int) -> list[int]:
+    """Counts that minimise the largest `count / rate`; 0 for rates too low to be of use."""
+    return greedy_allocation([0] * len(rates), total, lambda i, count: count / rates[i])
+
+
 def timed_by_rate(
     job: Job,
     replicas: Iterable[tuple[float, Replica]],

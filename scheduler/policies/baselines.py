@@ -1,15 +1,12 @@
-"""Policies of other systems: NVRx, restart, Greyhound, ReCycle, Oobleck, the rule of ResiHP."""
+"""Policies of other systems: NVRx, restart, Greyhound, ReCycle, Oobleck."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from resihp.contracts import Job, Replica, Schedule, Stage, even_quotas
+from resihp.contracts import Job, Replica, Schedule, even_quotas
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
 
 from ..cost_model import layer_cost, transfer_ms
-from ..memory import MemoryFootprint
 from ..simulator import stage_times
 from .base import (
     STOPPED,
@@ -19,6 +16,7 @@ from .base import (
     counts_by_rate,
     replica_makespans,
     replica_speed,
+    shared_by_rate,
     speed_of,
     timed,
     timed_by_rate,
@@ -85,22 +83,23 @@ def restart(job: Job, speeds: Speeds) -> PolicyOutcome:
 def recycle(job: Job, speeds: Speeds) -> PolicyOutcome:
     """ReCycle (SOSP'24): peers of a failed stage share its microbatches, with a split backward.
 
-    A group with a dead rank does no work; one with a straggler is used if that is faster for its
-    stage (ReCycle covers failed workers only). Its decoupled backward fills pipeline bubbles,
-    modelled as ZB-H1 over stages that are longer by the work taken over.
+    ReCycle covers failed workers only; here it also knows the speed of every group, and the peers
+    of a stage share its microbatches by speed, so that a straggler runs fewer and the slowest ones
+    none. Its decoupled backward fills pipeline bubbles, modelled as ZB-H1 over stages that are
+    longer by the work taken over. Activations that travel between replicas take no time.
     """
     replicas = job.layout.replicas
     if len({len(replica.stages) for replica in replicas}) > 1:
         return PolicyOutcome(STOPPED.step_ms, detail="needs replicas of one shape")
     forward, backward = stage_times(job, replicas[0], {})
+    quota = -(-job.microbatches // len(replicas))
     longer = []
     for peers in zip(*(replica.stages for replica in replicas), strict=True):
-        rates = sorted((speed_of(speeds, stage) for stage in peers), reverse=True)
-        working = [(k + 1) * rate for k, rate in enumerate(rates) if rate > 0.0]
-        if not working:
+        rates = [rate for stage in peers if (rate := speed_of(speeds, stage)) > 0.0]
+        if not rates:
             return PolicyOutcome(STOPPED.step_ms, detail="no peer of a stage is left")
-        longer.append(len(replicas) / max(working))
-    quota = -(-job.microbatches // len(replicas))
+        counts = shared_by_rate(rates, job.microbatches)
+        longer.append(max(c / r for c, r in zip(counts, rates, strict=True)) / quota)
     orders = [
         stage_order(Schedule.ZERO_BUBBLE, stage=s, stages=len(longer), microbatches=quota)
         for s in range(len(longer))
@@ -119,8 +118,9 @@ def recycle(job: Job, speeds: Speeds) -> PolicyOutcome:
 def oobleck(job: Job, speeds: Speeds) -> PolicyOutcome:
     """Oobleck (SOSP'23): pipeline templates for the groups left, quotas by pipeline speed.
 
-    Templates distribute layers evenly. Oobleck does not cover stragglers: a replica leaves them
-    out like dead groups where that is faster.
+    Templates of the publication distribute layers evenly and cover failed nodes only. Here the
+    speed of every group is known as well: a replica leaves stragglers out like dead groups, or
+    keeps them with layers by speed, whichever is faster.
     """
     chosen = []
     for replica in job.layout.replicas:
@@ -133,74 +133,16 @@ def oobleck(job: Job, speeds: Speeds) -> PolicyOutcome:
 
 
 def _templates(job: Job, replica: Replica, speeds: Speeds) -> list[Replica]:
-    """Replicas without the dead groups, and without 0, 1, 2, ... of the slowest others."""
+    """Replicas without the dead groups, and without 0, 1, 2, ... of the slowest others, with even
+    layers and with layers by speed."""
     living = [stage for stage in replica.stages if speed_of(speeds, stage) > 0.0]
-    options = []
+    layers, options = job.layout.layers, []
     while living:
-        even = counts_by_rate([1.0] * len(living), job.layout.layers)
-        options.append(with_layers(living, even))
-        slowest = min(living, key=lambda stage: speed_of(speeds, stage))
-        if speed_of(speeds, slowest) >= 1.0:
+        rates = [speed_of(speeds, stage) for stage in living]
+        options.append(with_layers(living, counts_by_rate([1.0] * len(living), layers)))
+        if min(rates) >= 1.0:
             break
+        options.append(with_layers(living, counts_by_rate(rates, layers)))
+        slowest = min(living, key=lambda stage: speed_of(speeds, stage))
         living = [stage for stage in living if stage is not slowest]
     return options
-
-
-def resihp_rule(job: Job, speeds: Speeds) -> PolicyOutcome:
-    """Rule of the ResiHP paper (arXiv 2605.06374): one dimension of parallelism after the other.
-
-    1. TP: the k fastest ranks of a group, with the power of two k (from the least that fits into
-       memory) that maximises `k * min(speed)`.
-    2. PP: layers by `floor(layers * new degree / old degree)`, then balanced by the ratio of
-       layers to degree until the total is conserved.
-    3. DP: microbatches by the capacity of the replicas. The layers of a dead group go to the rest
-       of its replica, which is better for the rule than giving them to peers.
-    """
-    replicas = []
-    for replica in job.layout.replicas:
-        stages = [
-            _shrunk(job, stage, len(replica.stages) - i, speeds)
-            for i, stage in enumerate(replica.stages)
-        ]
-        shaped = _layered(replica, stages, job.layout.layers)
-        if shaped is not None:
-            replicas.append(shaped)
-    if not replicas:
-        return STOPPED
-    makespans = replica_makespans(job, replicas, [job.microbatches] * len(replicas), speeds)
-    rates = [job.microbatches / makespan for makespan in makespans]
-    return timed_by_rate(job, zip(rates, replicas, strict=True), speeds)
-
-
-def _shrunk(job: Job, stage: Stage, in_flight: int, speeds: Speeds) -> Stage | None:
-    """Stage with the ranks that step 1 keeps; None if no degree fits."""
-    order = sorted(
-        (r for r in stage.ranks if speeds.get(r, 1.0) > 0.0), key=lambda r: (-speeds.get(r, 1.0), r)
-    )
-    footprint = MemoryFootprint.of(job, job.layout.dp)
-    best, capacity = None, 0.0
-    degree = 1
-    while degree <= len(order):
-        members = tuple(sorted(order[:degree]))
-        option = Stage(members, stage.layers, more_layers=stage.more_layers)
-        holds = footprint.stage_bytes(option, first=False, last=False, in_flight=in_flight)
-        fits = footprint.budget_bytes is None or max(holds) <= footprint.budget_bytes
-        slowest = speeds.get(order[degree - 1], 1.0)
-        if fits and degree * slowest > capacity * (1 + 1e-9):
-            best, capacity = option, degree * slowest
-        degree *= 2
-    return best
-
-
-def _layered(old: Replica, stages: Sequence[Stage | None], total: int) -> Replica | None:
-    """Replica after step 2; None without any stage."""
-    kept = [(before, stage) for before, stage in zip(old.stages, stages, strict=True) if stage]
-    if not kept:
-        return None
-    counts = [max(1, b.layer_count * s.tp // b.tp) for b, s in kept]
-    while sum(counts) != total:
-        sign = 1 if sum(counts) < total else -1
-        able = [i for i in range(len(kept)) if sign > 0 or counts[i] > 1]
-        index = min(able, key=lambda i: ((sign * counts[i] + (sign > 0)) / kept[i][1].tp, i))
-        counts[index] += sign
-    return with_layers([stage for _, stage in kept], counts)

@@ -9,8 +9,9 @@ from resihp.contracts import Action, InfeasibleError, Job, Schedule
 from ..memory import plan_schedules
 from ..planner import make_plan
 from .base import FaultPolicy, PolicyOutcome, Speeds, Transition
-from .baselines import drop_replica, greyhound, nothing, oobleck, recycle, resihp_rule, restart
+from .baselines import drop_replica, greyhound, nothing, oobleck, recycle, restart
 from .malleus import malleus
+from .resihp_rule import resihp_rule
 
 _CHOICE = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
