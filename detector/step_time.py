@@ -42,11 +42,11 @@ class _Pipeline:
     part: Floats
 
     @classmethod
-    def of(cls, job: Job, stages: int, quota: int) -> _Pipeline:
+    def of(cls, job: Job, stages: int, quota: int, in_flight: tuple[int, ...]) -> _Pipeline:
         """The replica with these numbers of stages and microbatches, by the job's schedule."""
         place: list[tuple[int, int, int, int]] = []
         part, before, made = list[float](), list[list[int]](), dict[tuple[int, int, int], int]()
-        orders = job_orders(job, stages, quota)
+        orders = job_orders(job, stages, quota, in_flight=in_flight)
         for stage, order in enumerate(orders):
             for at, item in enumerate(order):
                 number, backward = len(place), int(item.op is Op.BACKWARD)
@@ -73,7 +73,10 @@ class PipelineTime:
         self._job, self._places = job, places
         self._stages = np.array([len(replica.stages) for replica in job.layout.replicas])
         self._first_group = np.cumsum(self._stages) - self._stages
-        self._pipelines: dict[tuple[int, int], _Pipeline] = {}
+        in_flight = [replica.in_flight for replica in job.layout.replicas]
+        self._in_flight = list(dict.fromkeys(in_flight))
+        self._limits = np.array([self._in_flight.index(counts) for counts in in_flight])
+        self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
 
     def ms(
         self,
@@ -98,10 +101,10 @@ class PipelineTime:
         slow = healthy_ms * factor[index] if slowdowns else healthy_ms
         times, quotas = self._grid(step, index, [slow, healthy_ms][: 2 if slowdowns else 1])
         longest = np.zeros(len(times))
-        kinds = np.stack([self._stages, quotas])[:, quotas > 0]
-        for stages, quota in {tuple(kind) for kind in kinds.T.tolist()}:
-            alike = np.flatnonzero((self._stages == stages) & (quotas == quota))
-            pipeline = self._pipeline(stages, quota)
+        kinds = np.stack([self._stages, quotas, self._limits])
+        for kind in {tuple(kind) for kind in kinds[:, quotas > 0].T.tolist()}:
+            alike = np.flatnonzero((kinds == np.array(kind)[:, None]).all(axis=0))
+            pipeline = self._pipeline(*kind)
             stage, backward, chunk, microbatch = pipeline.place
             group = stage[:, None] + self._first_group[alike]
             own = times[:, group, backward[:, None], chunk[:, None], microbatch[:, None]]
@@ -109,12 +112,13 @@ class PipelineTime:
             np.maximum(longest, spans, out=longest)
         return float(longest[0]), float(longest[-1])
 
-    def _pipeline(self, stages: int, quota: int) -> _Pipeline:
-        key = stages, quota
+    def _pipeline(self, stages: int, quota: int, limits: int) -> _Pipeline:
+        key = stages, quota, limits
         if key not in self._pipelines:
             while len(self._pipelines) >= _MOST_PIPELINES:
                 del self._pipelines[next(iter(self._pipelines))]
-            self._pipelines[key] = _Pipeline.of(self._job, stages, quota)
+            in_flight = self._in_flight[limits]
+            self._pipelines[key] = _Pipeline.of(self._job, stages, quota, in_flight)
         return self._pipelines[key]
 
     def _grid(self, step: TelemetryBatch, index: Ints, cases: list[Floats]) -> tuple[Floats, Ints]:

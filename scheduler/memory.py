@@ -94,8 +94,10 @@ def replica_fits(
     budget, last = footprint.budget_bytes, len(replica.stages) - 1
     if budget is None:
         return True
-    if replica.chunks == 1:
-        limit: Sequence[int] = most_in_flight(schedule, last + 1, job.max_in_flight)
+    if replica.in_flight:
+        limit: Sequence[int] = replica.in_flight
+    elif replica.chunks == 1:
+        limit = most_in_flight(schedule, last + 1, job.max_in_flight)
     else:
         orders = job_orders(job, last + 1, quota, Schedule.INTERLEAVED, replica.chunks)
         limit = [most_held(order) for order in orders]

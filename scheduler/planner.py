@@ -21,11 +21,13 @@ from resihp.formatting import byte_size, rank_list
 
 from .advice import advise
 from .cost_model import layer_cost
+from .forwards_ahead import starts_forwards_early, with_forwards_ahead
 from .link_costs import LinkSlowdowns
 from .memory import fits
 from .migration import PlanOption
 from .reasons import reasons
 from .search import Arrangement, FoundPlan, interleaved, search, search_front
+from .search.plan_bounds import layout_bound
 from .simulator import Speeds, speed_map
 from .step_time import expected_step_ms
 from .switching_rule import (
@@ -78,6 +80,7 @@ def make_plan(
     if job.takes_layouts:
         best = search(job, current, known, expired, slow)
         found = _with_chunks(job, best, current, known, expired, slow)
+        found = _with_forwards_ahead(job, found, known, slow, expired)
         plan = _plan(job, current, known, slow, found, version, from_step)
         plan = _kept_if_faster(job, current, known, slow, plan)
     else:
@@ -103,10 +106,11 @@ def plan_front(
     """Plans between the one with the shortest step and the one that moves least state.
 
     Arguments and errors as for `make_plan`. From the first plan, which is as fast as that of
-    `make_plan`, to the last, steps get longer, by 1% at most, and ranks receive fewer bytes: all
-    together, and none receives more. Only the first plan for a job without a model (nothing is
-    known to move), with interleaved stages, of too many devices, whose migration takes less than
-    1% of a step, or that cannot take on a layout live.
+    `make_plan` (with slow links, as the fastest that does not keep the layout), to the last, steps
+    get longer, by 1% at most, and ranks receive fewer bytes: all together, and none receives more.
+    Only the first plan for a job without a model (nothing is known to move), with interleaved
+    stages, of too many devices, whose migration takes less than 1% of a step, or that cannot take
+    on a layout live.
     """
     current, known = _checked(job, layout, speeds)
     expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
@@ -119,6 +123,7 @@ def plan_front(
     else:
         front = search_front(job, current, known, quickest, expired, slow)
         found = [_found_plan(option) for option in front]
+    found = [_with_forwards_ahead(job, option, known, slow, expired) for option in found]
     plans = [_plan(job, current, known, slow, option, version, from_step) for option in found]
     options = [PlanOption.of(job, current, plan) for plan in plans]
     return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
@@ -232,7 +237,7 @@ def _kept_if_faster(
         return plan
     current = _unplanned(job, layout, plan.version)
     found = best_in_place(job, current, speeds, links)[1]
-    if found.step_ms >= plan.step_ms or not fits(job, layout, found.quotas, found.schedule):
+    if found.step_ms >= plan.step_ms or not fits(job, found.layout, found.quotas, found.schedule):
         return plan
     kept = found.plan(job, current, speeds, links)
     return replace(kept, version=plan.version, from_step=plan.from_step)
@@ -276,6 +281,34 @@ def _plan(
         schedule=found.schedule,
         reason=(*why, *found.why),
         action=Action.LAYOUT if Action.LAYOUT in job.actions else Action.RESTART,
+    )
+
+
+def _with_forwards_ahead(
+    job: Job,
+    found: FoundPlan,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    expired: Callable[[], bool],
+) -> FoundPlan:
+    """Result of the search, with slow links in the order of passes that hides them best."""
+    if not links or not starts_forwards_early(job):
+        return found
+    given = found.layout, found.quotas, speeds, links, found.schedule
+    option = with_forwards_ahead(job, *given, expired)
+    if option is None or option[2] >= found.makespan_ms:
+        return found
+    layout, quotas, makespan_ms = option
+    fixed_ms = layer_cost(job).step_ms
+    bound_ms = layout_bound(
+        job, layout, quotas, Schedule.EAGER_1F1B, speeds, makespan_ms + fixed_ms, links
+    )
+    return found._replace(
+        layout=layout,
+        quotas=quotas,
+        schedule=Schedule.EAGER_1F1B,
+        makespan_ms=makespan_ms,
+        bound_ms=bound_ms - fixed_ms,
     )
 
 

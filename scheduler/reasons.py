@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from resihp.contracts import Action, Job, Layout, Place, Schedule
@@ -48,6 +49,7 @@ def reasons(
     sentences += _replica_sentences(old, new)
     if len(set(quotas)) > 1:
         sentences.append(f"microbatches of the replicas: {numbers(quotas)}")
+    sentences += _in_flight_sentences(new)
     if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
         sentences.append(f"the pipelines run {SCHEDULE_NAMES[schedule]}")
     return tuple(sentences) or ("all devices are healthy: nothing to change",)
@@ -112,6 +114,15 @@ def _link_sentences(old: Layout, new: Layout, links: LinkSlowdowns) -> list[str]
         if (was.dp, was.pp) != (now.dp, now.pp)
     ]
     return [*sentences, *moved[:_SHOWN]]
+
+
+def _in_flight_sentences(new: Layout) -> list[str]:
+    """Sentences about replicas that hold more in flight than others of as many stages."""
+    held = Counter((replica.in_flight) for replica in new.replicas if replica.in_flight)
+    return [
+        f"microbatches in flight per stage {numbers(counts)} in {plural(count, 'replica')}"
+        for counts, count in held.most_common(_SHOWN)
+    ]
 
 
 def _replica_sentences(old: Layout, new: Layout) -> list[str]:

@@ -151,7 +151,8 @@ def play_replica(
     loads   relative work of each microbatch
     chunks  model chunks per stage; of equal size if the replica has only one layer range per stage
     """
-    orders = job_orders(job, len(replica.stages), len(loads), schedule, chunks)
+    given = len(replica.stages), len(loads), schedule, chunks
+    orders = job_orders(job, *given, in_flight=replica.in_flight)
     if replica.chunks > 1:
         durations = _chunk_durations(job, replica, orders, loads, speeds, links)
     else:

@@ -26,7 +26,7 @@ class ReplicaTimes:
     """Exact makespans of replicas at given speeds; all of their ranks must be alive.
 
     Replicas with several model chunks per stage run the interleaved schedule, all others
-    `schedule`.
+    `schedule`, with their own numbers of microbatches in flight where they have any.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class ReplicaTimes:
         by_stages: dict[int, list[int]] = defaultdict(list)
         for row, (index, quota) in enumerate(pairs):
             replica = self._replicas[index]
-            if replica.chunks == 1:
+            if replica.chunks == 1 and not replica.in_flight:
                 by_stages[len(replica.stages)].append(row)
                 continue
             if (index, quota) not in self._replayed:
+                schedule = Schedule.INTERLEAVED if replica.chunks > 1 else self._schedule
                 self._replayed[index, quota] = replica_makespan(
-                    self._job, replica, quota, self._speeds, Schedule.INTERLEAVED, self._links
+                    self._job, replica, quota, self._speeds, schedule, self._links
                 )
             ends[row] = self._replayed[index, quota]
         for rows in by_stages.values():
@@ -116,7 +117,7 @@ def expected_step_ms(
     by_length: dict[int, list[int]] = defaultdict(list)
     ends = np.zeros((layout.dp, _DRAWS))
     for row, replica in enumerate(layout.replicas):
-        if replica.chunks == 1:
+        if replica.chunks == 1 and not replica.in_flight:
             by_length[len(replica.stages)].append(row)
             continue
         for draw in range(_DRAWS):

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from resihp.contracts import Action, Advice, Job, Plan, Schedule
+from resihp.contracts import Action, Advice, Job, Layout, Plan, Schedule
 from resihp.formatting import duration, plural
 
+from .cost_model import layer_cost
+from .forwards_ahead import starts_forwards_early, with_forwards_ahead
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from .memory import fits, own_schedule, plan_schedules
 from .migration import PlanOption
@@ -259,8 +261,12 @@ def _best_switch(
 
 @dataclass(frozen=True)
 class InPlaceChange:
-    """Quotas and schedule for the current layout, and the step time with them."""
+    """Quotas and order of passes for the current places, and the step time with them.
 
+    layout  the current one, which may hold other numbers of microbatches in flight
+    """
+
+    layout: Layout
     quotas: tuple[int, ...]
     schedule: Schedule
     step_ms: float
@@ -273,17 +279,19 @@ class InPlaceChange:
         links: LinkSlowdowns = ALL_LINKS_HEALTHY,
     ) -> Plan:
         """Next plan after `current` with this change."""
-        layout, is_live = current.layout, Action.LAYOUT in job.actions
+        layout, is_live = self.layout, Action.LAYOUT in job.actions
         given = job, layout, self.quotas, self.schedule, speeds, self.step_ms
-        only_quotas = Action.QUOTAS in job.actions and self.schedule is own_schedule(job, current)
+        is_same = layout == current.layout and self.schedule is own_schedule(job, current)
+        only_quotas = Action.QUOTAS in job.actions and is_same
         return replace(
             current,
             version=current.version + 1,
+            layout=layout,
             quotas=self.quotas,
             schedule=self.schedule if is_live else current.schedule,
             step_ms=self.step_ms,
             bound_ms=min(layout_bound(*given, links), self.step_ms),
-            reason=reasons(job, layout, layout, self.quotas, speeds, self.schedule, links),
+            reason=reasons(job, current.layout, layout, self.quotas, speeds, self.schedule, links),
             action=Action.QUOTAS if only_quotas else Action.LAYOUT,
         )
 
@@ -296,20 +304,38 @@ def best_in_place(
 ) -> tuple[float, InPlaceChange]:
     """Current step time, and the change with the shortest step that costs the job nothing.
 
-    Other quotas need the action `quotas` or `layout`, another schedule `layout`. All ranks of the
-    current layout must be alive.
+    Other quotas need the action `quotas` or `layout`, another order of passes `layout`. All ranks
+    of the current layout must be alive.
     """
-    replicas, own = current.layout.replicas, own_schedule(job, current)
-    now_ms = ReplicaTimes(job, replicas, own, speeds, links).step_ms(current.quotas)
-    best = InPlaceChange(current.quotas, own, now_ms)
-    tried: tuple[Schedule, ...] = (own,) if Action.QUOTAS in job.actions else ()
+    layout, own = current.layout, own_schedule(job, current)
+    now_ms = ReplicaTimes(job, layout.replicas, own, speeds, links).step_ms(current.quotas)
+    best = InPlaceChange(layout, current.quotas, own, now_ms)
+    usual = Layout(tuple(replace(replica, in_flight=()) for replica in layout.replicas))
+    tried = [(layout, own)] if Action.QUOTAS in job.actions else []
     if Action.LAYOUT in job.actions:
         others = () if own is Schedule.INTERLEAVED else plan_schedules(job)
-        tried = own, *(other for other in others if other is not own)
-    for schedule in tried:
-        times = ReplicaTimes(job, replicas, schedule, speeds, links)
+        tried = [(layout, own), *((usual, s) for s in others if (usual, s) != (layout, own))]
+    for option, schedule in tried:
+        times = ReplicaTimes(job, option.replicas, schedule, speeds, links)
         quotas = times.best_quotas(current.quotas)
         step_ms = times.step_ms(quotas)
-        if step_ms < best.step_ms and fits(job, current.layout, quotas, schedule):
-            best = InPlaceChange(quotas, schedule, step_ms)
-    return now_ms, best
+        if step_ms < best.step_ms and fits(job, option, quotas, schedule):
+            best = InPlaceChange(option, quotas, schedule, step_ms)
+    return now_ms, _with_forwards_ahead(job, best, speeds, links)
+
+
+def _with_forwards_ahead(
+    job: Job, found: InPlaceChange, speeds: Mapping[int, float], links: LinkSlowdowns
+) -> InPlaceChange:
+    """The change, or with slow links one that holds more microbatches in flight and is faster."""
+    if not links or Action.LAYOUT not in job.actions or not starts_forwards_early(job):
+        return found
+    given = found.layout, found.quotas, speeds, links, found.schedule
+    option = with_forwards_ahead(job, *given)
+    if option is None:
+        return found
+    layout, quotas, makespan_ms = option
+    step_ms = makespan_ms + layer_cost(job).step_ms
+    if step_ms >= found.step_ms:
+        return found
+    return InPlaceChange(layout, quotas, Schedule.EAGER_1F1B, step_ms)

@@ -119,6 +119,14 @@ class _Builder:
                 self.before[end].append(transfer)
 
 
+def _in_flight(job: Job, stages: Sequence[int]) -> list[tuple[int, ...]]:
+    """Microbatches in flight of every replica, where the job's layout has its own."""
+    replicas = job.layout.replicas
+    if [len(replica.stages) for replica in replicas] != list(stages):
+        return [()] * len(stages)
+    return [replica.in_flight for replica in replicas]
+
+
 @dataclass(frozen=True, eq=False)
 class StepGraph:
     """One step of all replicas. Where they are alike, one graph is used for all of them."""
@@ -134,11 +142,13 @@ class StepGraph:
     def of(cls, job: Job, cubes: DenseRecords) -> StepGraph:
         """The step of the replicas in `cubes`, in the order of the job's schedule."""
         stages, quotas = cubes.stages, cubes.quotas
-        alike = len(set(stages)) == 1 and len(set(quotas)) == 1
+        limits = _in_flight(job, stages)
+        alike = len({*zip(stages, quotas, limits, strict=True)}) == 1
         cells = _Cells(max(stages), job.chunks, cubes.passes.shape[-1])
         layout = _Builder(cells, loads=bool(cubes.microbatch_data.any()))
         for replica in range(1 if alike else len(stages)):
-            layout.add_replica(replica, job_orders(job, stages[replica], quotas[replica]))
+            given = stages[replica], quotas[replica]
+            layout.add_replica(replica, job_orders(job, *given, in_flight=limits[replica]))
         groups = list(layout.synced.values())
         return cls(
             graph=Graph(layout.before, groups, range(len(groups))),

@@ -78,9 +78,13 @@ class Replica:
     """One data-parallel copy of the model: its stages in pipeline order.
 
     The first chunks of all stages come first in the model, then all second ones, and so on.
+
+    in_flight  microbatches of which each stage holds activations at most, under a schedule with
+               whole backward passes and one chunk; empty: as many as the schedule gives
     """
 
     stages: tuple[Stage, ...]
+    in_flight: tuple[int, ...] = field(default=(), metadata={OMIT_EMPTY: True})
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -89,6 +93,8 @@ class Replica:
             raise ContractError("stages", "must all hold as many chunks")
         if self.chunks > 1 and len(self.stages) == 1:
             raise ContractError("stages", "several chunks need several stages")
+        if self.in_flight:
+            self._check_in_flight()
         layer = 0
         for chunk in range(self.chunks):
             for index, stage in enumerate(self.stages):
@@ -99,6 +105,13 @@ class Replica:
                         f"stages[{index}].{where}", f"must start at {layer}, not {start}"
                     )
                 layer = stop
+
+    def _check_in_flight(self) -> None:
+        counts = self.in_flight
+        if len(counts) != len(self.stages) or self.chunks > 1:
+            raise ContractError("in_flight", "must have one entry for each stage, of one chunk")
+        if min(counts) < 1 or sorted(counts, reverse=True) != list(counts):
+            raise ContractError("in_flight", "must be 1 or more, and no more than in stages before")
 
     @property
     def layers(self) -> int:

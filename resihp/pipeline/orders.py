@@ -6,7 +6,7 @@ what-if analysis that replays recorded ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -39,11 +39,19 @@ class Pass:
     part: Part = Part.WHOLE
 
 
+_ANY = 1 << 20  # microbatches in flight without a limit
+
+
 @cache
 def most_ahead(
-    schedule: Schedule, stages: int, max_in_flight: int | None = None
+    schedule: Schedule | None, stages: int, max_in_flight: int | None = None
 ) -> tuple[int, ...]:
-    """Microbatches whose input gradient each stage owes at most; not for interleaved stages."""
+    """Microbatches whose input gradient each stage owes at most; not for interleaved stages.
+
+    Without a schedule, for any order of whole passes: as many as `max_in_flight` lets it.
+    """
+    if schedule is None:
+        return (max_in_flight or _ANY,) * stages
     each = 2 if schedule is Schedule.EAGER_1F1B else 1
     behind = range(stages - 1, -1, -1)
     return tuple(min(each * b + 1, max_in_flight or each * b + 1) for b in behind)
@@ -51,7 +59,7 @@ def most_ahead(
 
 @cache
 def most_in_flight(
-    schedule: Schedule, stages: int, max_in_flight: int | None = None
+    schedule: Schedule | None, stages: int, max_in_flight: int | None = None
 ) -> tuple[int, ...]:
     """Microbatches of which each stage holds activations at most; not for interleaved stages.
 
@@ -71,6 +79,7 @@ def stage_order(
     microbatches: int,
     chunks: int = 1,
     max_in_flight: int | None = None,
+    in_flight: int | None = None,
 ) -> tuple[Pass, ...]:
     """Passes of `stage` (of `stages`) over one step of `microbatches`, in the order they run.
 
@@ -83,9 +92,12 @@ def stage_order(
     ZERO_BUBBLE  ZB-H1 (Qi et al., 2024): split backward; weight halves are put off so far that
                  every stage holds as much as the first one does under 1F1B
 
-    `max_in_flight` caps the microbatches that were begun and not finished. Raises `ContractError`
-    for a stage that does not exist, for chunks without the interleaved schedule, and for a cap
-    under which the interleaved schedule could not run.
+    `max_in_flight` caps the microbatches that were begun and not finished; `in_flight` is their
+    number for this stage in place of what 1F1B or eager 1F1B gives (Adaptra, arXiv 2504.19232: the
+    more forwards a stage is ahead of the next one, the longer a transfer may take). Raises
+    `ContractError` for a stage that does not exist, for chunks without the interleaved schedule,
+    for a cap under which the interleaved schedule could not run, and for a number in flight with a
+    schedule that has no choice.
     """
     if not 0 <= stage < stages:
         raise ContractError("stage", f"must be within 0..{stages - 1}, not {stage}")
@@ -95,9 +107,13 @@ def stage_order(
         raise ContractError("max_in_flight", "must be 1 or more")
     if chunks != 1 and schedule is not Schedule.INTERLEAVED:
         raise ContractError("chunks", f"must be 1 with the schedule {schedule.value}")
-    if chunks > 1:
+    if chunks > 1 and in_flight is None:
         return _interleaved(stage, stages, microbatches, chunks, max_in_flight)
     owed = most_ahead(schedule, stages, max_in_flight)[stage]
+    if in_flight is not None:
+        if schedule not in (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B) or in_flight < 1:
+            raise ContractError("in_flight", f"cannot be {in_flight} under {schedule.value}")
+        owed = min(in_flight, max_in_flight or in_flight)
     put_off = None
     if schedule is Schedule.ZERO_BUBBLE:
         put_off = most_in_flight(schedule, stages, max_in_flight)[stage] - owed
@@ -146,12 +162,18 @@ def job_orders(
     quota: int,
     schedule: Schedule | None = None,
     chunks: int | None = None,
+    in_flight: Sequence[int] = (),
 ) -> list[tuple[Pass, ...]]:
     """The order of every stage of a replica with `stages` stages and `quota` microbatches.
 
     schedule, chunks  others than the job's own
+    in_flight         of the replica, where it has its own
     """
     chosen = schedule or job.schedule
     chunks = chunks or (job.chunks if chosen is Schedule.INTERLEAVED else 1)
     given = {"microbatches": quota, "chunks": chunks, "max_in_flight": job.max_in_flight}
-    return [stage_order(chosen, stage=stage, stages=stages, **given) for stage in range(stages)]
+    limits = in_flight or (None,) * stages
+    return [
+        stage_order(chosen, stage=stage, stages=stages, in_flight=limit, **given)
+        for stage, limit in enumerate(limits)
+    ]

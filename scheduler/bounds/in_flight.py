@@ -22,12 +22,13 @@ def in_flight_bound(
     *,
     p2p: ArrayLike = 0.0,
     max_in_flight: int | None = None,
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    schedule: Schedule | None = Schedule.ONE_F_ONE_B,
 ) -> Floats:
     """Lower bound of the makespan of pipelines with given stage times.
 
     forward, backward  [..., pipeline, stage]; microbatches [pipeline]; result [..., pipeline]
     p2p                time of a transfer between stages s and s + 1: one for all, or [pipeline, s]
+    schedule           None: any order of whole passes
 
     Holds for any order of passes within the schedule's in-flight limits c_s. Stage s starts after
     the forwards and ends before the backwards of the stages before it, in total A_s. Its own work
@@ -86,7 +87,7 @@ class PassTimes(NamedTuple):
     weight: Floats
 
     @classmethod
-    def of(cls, forward: Floats, backward: Floats, schedule: Schedule) -> PassTimes:
+    def of(cls, forward: Floats, backward: Floats, schedule: Schedule | None) -> PassTimes:
         """Pass times under a schedule for given forwards and whole backwards."""
         if schedule is not Schedule.ZERO_BUBBLE:
             return cls(forward, backward, _NO_WEIGHT)
@@ -108,7 +109,9 @@ class InFlightLimits(NamedTuple):
 
     @classmethod
     @cache
-    def of(cls, schedule: Schedule, stages: int, max_in_flight: int | None) -> InFlightLimits:
+    def of(
+        cls, schedule: Schedule | None, stages: int, max_in_flight: int | None
+    ) -> InFlightLimits:
         """Limits of all stages."""
         owed = np.array(most_ahead(schedule, stages, max_in_flight))
         held = np.array(most_in_flight(schedule, stages, max_in_flight))
@@ -152,7 +155,7 @@ def stage_line(
 def relaxed_factors(
     speeds: ArrayLike,
     microbatches: ArrayLike,
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    schedule: Schedule | None = Schedule.ONE_F_ONE_B,
     forward_part: tuple[float, float] = (0.0, 1.0),
     chunks: int = 1,
 ) -> Floats:
@@ -186,7 +189,11 @@ def relaxed_factors(
 
 
 def _line(
-    m: Floats, stages: int, schedule: Schedule, forward_part: tuple[float, float], chunks: int
+    m: Floats,
+    stages: int,
+    schedule: Schedule | None,
+    forward_part: tuple[float, float],
+    chunks: int,
 ) -> tuple[float, Floats, Floats | float]:
     """Coefficients in line s of stages before s, of s, and behind s, [., s, .]."""
     if schedule is Schedule.INTERLEAVED:

@@ -57,7 +57,7 @@ def whole_layers(
     *,
     p2p: float = 0.0,
     max_in_flight: int | None = None,
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    schedule: Schedule | None = Schedule.ONE_F_ONE_B,
 ) -> tuple[Floats, Ints]:
     """Makespan bound of each pipeline over whole layers, at least 1 per stage, and the layers.
 
@@ -116,7 +116,7 @@ class _Options(NamedTuple):
     fits: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, stages: StageCosts, most: int, schedule: Schedule) -> _Options:
+    def of(cls, stages: StageCosts, most: int, schedule: Schedule | None) -> _Options:
         """Options with up to `most` layers per stage."""
         counts = np.arange(1, most + 1)[:, None]
         each = (stages.forward, stages.backward, stages.extra, stages.most)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from resihp.contracts import Job, Layout, Replica, Schedule, Stage
+from resihp.contracts import Job, Layout, LinkVerdict, Replica, Schedule, Stage
 
 from ..cost_model import layer_cost
 from ..greedy import greedy_allocation
+from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import plan_schedules
 from ..step_time import ReplicaTimes
 
@@ -45,11 +46,18 @@ STOPPED = PolicyOutcome(math.inf, detail="no replica is left")
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """Named policy: its source, and its outcome for a job's initial layout and given speeds."""
+    """Named policy: its source, and its outcome for a job's initial layout and given speeds.
+
+    decide        from speeds alone
+    decide_links  from slow links as well; None: the policy knows nothing of links
+    """
 
     name: str
     source: str
     decide: Callable[[Job, Speeds], PolicyOutcome] = field(repr=False)
+    decide_links: Callable[[Job, Speeds, Sequence[LinkVerdict]], PolicyOutcome] | None = field(
+        default=None, repr=False
+    )
 
 
 def speed_of(speeds: Speeds, stage: Stage) -> float:
@@ -68,13 +76,14 @@ def replica_makespans(
     quotas: Sequence[int],
     speeds: Speeds,
     schedule: Schedule | None = None,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> list[float]:
     """Makespan of every replica in milliseconds; all ranks must be alive.
 
     `schedule`: default is the first one permitted to plans of the job; replicas with several model
     chunks are interleaved.
     """
-    times = ReplicaTimes(job, replicas, schedule or plan_schedules(job)[0], speeds)
+    times = ReplicaTimes(job, replicas, schedule or plan_schedules(job)[0], speeds, links)
     return times.makespans(quotas)
 
 

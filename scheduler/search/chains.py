@@ -38,7 +38,10 @@ def by_length(chains: Iterable[Sequence[object]]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """Inputs that all chains of a search share; `microbatches` of all replicas together."""
+    """Inputs that all chains of a search share; `microbatches` of all replicas together.
+
+    any_order  bounds hold for any order of whole passes, and for any number in flight
+    """
 
     table: GroupTable
     footprint: MemoryFootprint
@@ -49,11 +52,13 @@ class SearchSetting:
     schedule: Schedule
     expired: Callable[[], bool] = lambda: False
     links: LinkSlowdowns = ALL_LINKS_HEALTHY
+    any_order: bool = False
 
     @property
     def limits(self) -> dict[str, Any]:
         """Arguments of all bounds and makespans, but the times of transfers."""
-        return {"max_in_flight": self.max_in_flight, "schedule": self.schedule}
+        schedule = None if self.any_order else self.schedule
+        return {"max_in_flight": self.max_in_flight, "schedule": schedule}
 
     def transfers_ms(self, chains: Ints) -> float | Floats:
         """Times of transfers between the stages of chains [chain, stage]: one for all while all
@@ -111,6 +116,7 @@ class ChainBatch:
         extra[:, -1] += table.head_ms[self.chains[:, -1]]
         limit = np.array(most_in_flight(setting.schedule, self.stages, setting.max_in_flight))
         in_flight = np.minimum(limit, np.maximum(self.microbatches, 1)[:, None])
+        in_flight = np.ones_like(in_flight) if setting.any_order else in_flight
         most = setting.footprint.most_layers(table.widest[self.chains], in_flight)
         most = np.minimum(most, setting.layers - self.stages + 1)
         return StageCosts(

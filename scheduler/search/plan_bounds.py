@@ -154,7 +154,8 @@ def _fractional(batch: ChainBatch, chunks: int) -> MakespanFn:
     forward_part = float(parts.min()), float(parts.max())
 
     def times(rows: Ints, counts: Ints) -> Floats:
-        factors = relaxed_factors(speeds[rows], counts, setting.schedule, forward_part, chunks)
+        schedule = setting.limits["schedule"]
+        factors = relaxed_factors(speeds[rows], counts, schedule, forward_part, chunks)
         return np.asarray(factors * (setting.layers + ends)[rows])
 
     return times
@@ -169,7 +170,10 @@ def layout_bound(
     step_ms: float,
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> float:
-    """Lower bound of the step time for the groups of a layout that takes `step_ms`, all alive."""
+    """Lower bound of the step time for the groups of a layout that takes `step_ms`, all alive.
+
+    Where replicas have their own numbers of microbatches in flight, for any order of whole passes.
+    """
     cost = layer_cost(job)
     groups: list[TPGroup] = []
     chains: list[Sequence[int]] = []
@@ -189,6 +193,7 @@ def layout_bound(
         job.max_in_flight,
         schedule,
         links=links,
+        any_order=any(replica.in_flight for replica in layout.replicas),
     )
     if schedule is Schedule.INTERLEAVED:
         most = max(replica.chunks for replica in layout.replicas)

@@ -117,3 +117,13 @@ def test_plans_check_themselves_and_know_their_gap():
 def test_a_job_without_quotas_spreads_its_microbatches():
     job = Job(name="j", layout=Layout.grid(dp=3, pp=1, tp=1, layers=1), microbatches=7)
     assert job.quotas == (3, 2, 2)
+
+
+def test_a_replica_holds_no_more_in_flight_than_the_stages_before_it():
+    stages = Layout.grid(dp=1, pp=3, tp=1, layers=3).replicas[0].stages
+    replica = Replica(stages, in_flight=(5, 2, 1))
+    assert from_json(Replica, to_json(replica)) == replica
+    assert "in_flight" not in to_json(Replica(stages))
+    for counts in ((1, 2, 1), (3, 2), (2, 1, 0)):
+        with pytest.raises(ContractError, match="in_flight"):
+            Replica(stages, in_flight=counts)

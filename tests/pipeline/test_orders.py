@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Op, Schedule
-from resihp.pipeline.orders import Part, Pass, stage_order
+from resihp.pipeline.orders import Part, Pass, most_in_flight, stage_order
 from resihp.pipeline.replay import pass_durations, replay
 
 SHAPES = [(p, m) for p in range(1, 7) for m in (0, 1, 2, 5, 8, 13)]
@@ -124,3 +124,48 @@ def test_a_wrong_argument_is_named(arguments, field):
 def test_eager_1f1b_runs_twice_as_far_ahead():
     assert [peak_in_flight(o) for o in orders(Schedule.EAGER_1F1B, 4, 12)] == [7, 5, 3, 1]
     assert span(Schedule.EAGER_1F1B, 4, 12) == pytest.approx(15 * 3)
+
+
+@st.composite
+def in_flight(draw):
+    """Numbers in flight of 1 to 5 stages, each no more than before."""
+    lags = draw(st.lists(st.integers(0, 3), min_size=0, max_size=4))
+    counts = [1 + draw(st.integers(0, 2))]
+    for lag in lags:
+        counts.append(counts[-1] + lag)
+    return tuple(reversed(counts))
+
+
+@settings(deadline=None, max_examples=100)
+@given(counts=in_flight(), microbatches=st.integers(0, 12), p2p=st.sampled_from([0.0, 0.5, 9.0]))
+def test_any_numbers_in_flight_run_every_pass_once_and_keep_to_them(counts, microbatches, p2p):
+    plan = [
+        stage_order(
+            Schedule.EAGER_1F1B,
+            stage=stage,
+            stages=len(counts),
+            microbatches=microbatches,
+            in_flight=count,
+        )
+        for stage, count in enumerate(counts)
+    ]
+    everything = {Pass(op, m) for op in (Op.FORWARD, Op.BACKWARD) for m in range(microbatches)}
+    assert all(len(order) == len(everything) for order in plan)
+    assert all(set(order) == everything for order in plan)
+    peaks = [peak_in_flight(order) for order in plan]
+    assert peaks == [min(count, microbatches) for count in counts]
+    replay(plan, pass_durations(plan, 1.0, 2.0), p2p=p2p)  # raises if they wait for ever
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B])
+def test_the_numbers_in_flight_of_a_schedule_give_its_order(schedule):
+    for stage, count in enumerate(most_in_flight(schedule, 4)):
+        given_ = {"stage": stage, "stages": 4, "microbatches": 9}
+        own = stage_order(Schedule.ONE_F_ONE_B, in_flight=count, **given_)
+        assert own == stage_order(schedule, **given_)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ZERO_BUBBLE, Schedule.INTERLEAVED])
+def test_schedules_without_a_choice_refuse_numbers_in_flight(schedule):
+    with pytest.raises(ContractError, match="in_flight"):
+        stage_order(schedule, stage=0, stages=2, microbatches=4, in_flight=3)

@@ -56,6 +56,38 @@ def test_spans_and_bounds_of_any_pipeline(schedule, stages, microbatches, p2p, c
 
 @settings(deadline=None, max_examples=200)
 @given(
+    lags=st.lists(st.integers(0, 3), max_size=5),
+    microbatches=st.integers(1, 16),
+    p2p=st.sampled_from([0.0, 0.3, 4.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_no_order_of_whole_passes_beats_the_bound_of_any(lags, microbatches, p2p, seed):
+    random = np.random.default_rng(seed)
+    stages = len(lags) + 1
+    forward, backward = random.uniform(0.2, 3.0, (2, stages))
+    counts = np.cumsum([1, *lags])[::-1].tolist()
+    orders = [
+        stage_order(
+            Schedule.EAGER_1F1B,
+            stage=s,
+            stages=stages,
+            microbatches=microbatches,
+            in_flight=counts[s],
+        )
+        for s in range(stages)
+    ]
+    durations = pass_durations(orders, [[f] for f in forward], [[b] for b in backward])
+    exact = replay(orders, durations, p2p=p2p).span
+    given_ = {"p2p": p2p, "schedule": None}
+    bound = in_flight_bound([forward], [backward], [microbatches], **given_)[0]
+    assert bound <= exact * (1 + 1e-9)
+    # and no lower than for a schedule with limits, whose orders are some of these
+    limited = in_flight_bound([forward], [backward], [microbatches], p2p=p2p)[0]
+    assert bound <= limited * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
     schedule=SCHEDULES,
     stages=st.integers(1, 6),
     microbatches=st.integers(1, 24),

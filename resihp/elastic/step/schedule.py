@@ -12,12 +12,14 @@ from ..process_groups.layout_groups import LayoutGroups
 def order_of(plan: Plan, groups: LayoutGroups, microbatches: int) -> tuple[Pass, ...]:
     """Return the passes of this rank's stage over `microbatches`, counted from 0."""
     place = groups.place
+    replica = groups.layout.replicas[place.dp]
     return stage_order(
         plan.schedule,
         stage=place.pp,
-        stages=len(groups.layout.replicas[place.dp].stages),
+        stages=len(replica.stages),
         microbatches=microbatches,
         chunks=groups.chunks,
+        in_flight=replica.in_flight[place.pp] if replica.in_flight else None,
     )
 
 
@@ -37,9 +39,13 @@ def check_plan(plan: Plan, parameters: Parameters, microbatches: int) -> None:
 
 
 def check_schedule(plan: Plan) -> None:
-    """Check that stages hold the chunks that the schedule needs. Raises `ContractError`."""
+    """Check that stages hold the chunks that the schedule needs, and as many microbatches as it
+    lets them hold. Raises `ContractError`."""
     chunks = {replica.chunks for replica in plan.layout.replicas}
     if plan.schedule is Schedule.INTERLEAVED and chunks == {1}:
         raise ContractError("schedule", "interleaved needs several model chunks in each stage")
     if plan.schedule is not Schedule.INTERLEAVED and chunks != {1}:
         raise ContractError("schedule", f"{plan.schedule} runs one model chunk in each stage")
+    has_choice = plan.schedule in (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B)
+    if not has_choice and any(replica.in_flight for replica in plan.layout.replicas):
+        raise ContractError("in_flight", f"{plan.schedule} fixes how many microbatches are")
