@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import combinations, pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations, pairwise, product
 from statistics import geometric_mean
 from typing import Any
 
@@ -24,14 +24,16 @@ from resihp.contracts import (
     Layout,
     Links,
     LinkVerdict,
+    Memory,
     ModelShape,
     Replica,
     Schedule,
     Stage,
     Status,
 )
-from scheduler import make_plan, simulate
+from scheduler import make_plan, policy_outcome, simulate
 from scheduler.link_costs import LinkSlowdowns
+from scheduler.memory import fits
 from scheduler.step_time import ReplicaTimes
 
 LAYERS, UNITS = 8, 8
@@ -200,6 +202,71 @@ def _chains(ranks: tuple[int, ...], stages: int, tp: int) -> Iterator[tuple[tupl
         left = tuple(rank for rank in ranks if rank not in group)
         for rest in _chains(left, stages - 1, tp):
             yield group, *rest
+
+
+CROSSED = (  # stages, ranks of a node, microbatches: all plans cross the link between two nodes
+    (4, 2, 8),
+    (4, 2, 32),
+    (8, 4, 32),
+)
+CROSSED_FACTORS = (3.0, 10.0, 30.0)
+ORDERS = ("1F1B", "eager 1F1B", "adaptra", "joint")
+
+
+def print_orders() -> dict[str, Any]:
+    """Print the table of slow links that every plan crosses, and return its figures.
+
+    The jobs have memory for twice the activations of 1F1B, or for 40% more.
+    """
+    figures: dict[str, Any] = {}
+    rows = []
+    for (stages, per_node, microbatches), factor in product(CROSSED, CROSSED_FACTORS):
+        for room in (2.0, 1.4):
+            name = f"1 x {stages} x 1, {microbatches} microbatches, {factor:g}x, memory {room:g}x"
+            figures[name] = found = _crossed(stages, per_node, microbatches, factor, room)
+            steps = ["-" if found[o] is None else f"{found[o]:.3f}" for o in ORDERS]
+            rows.append((name, *steps, found["in flight"], f"{found['gap']:.1%}"))
+    print_table(
+        "Slow links that every plan crosses: step time over that of the plan without (simulated)",
+        ("job, slow by", *ORDERS, "in flight", "gap"),
+        rows,
+    )
+    return figures
+
+
+def _crossed(
+    stages: int, per_node: int, microbatches: int, factor: float, room: float
+) -> dict[str, Any]:
+    case = Case("", 1, stages, 1, per_node)
+    activation = 34 * 4096 * SHAPE.hidden
+    held = 16 * (2 * SHAPE.layer_params + SHAPE.embedding_params)  # two layers, and an end
+    shape = replace(SHAPE, layers=2 * stages)
+    job = replace(
+        case.job(microbatches),
+        layout=Layout.grid(dp=1, pp=stages, tp=1, layers=2 * stages, units=UNITS),
+        model=shape,
+        memory=Memory(
+            budget_bytes=int(held + room * stages * 2 * activation),
+            activation_bytes_per_layer=activation,
+        ),
+        schedules=(),
+    )
+    links = [_verdict(factor, i, per_node + i) for i in range(2)]
+    healthy_ms = make_plan(job, {}).step_ms
+    plan = make_plan(job, {}, links=links)
+    one, eager = (
+        simulate(job, job.layout, schedule=schedule, links=links).step_ms / healthy_ms
+        for schedule in (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B)
+    )
+    counts = plan.layout.replicas[0].in_flight
+    return {
+        "1F1B": one,
+        "eager 1F1B": eager if fits(job, job.layout, job.quotas, Schedule.EAGER_1F1B) else None,
+        "adaptra": policy_outcome("adaptra", job, {}, links).step_ms / healthy_ms,
+        "joint": plan.step_ms / healthy_ms,
+        "in flight": ", ".join(map(str, counts)) or plan.schedule.value,
+        "gap": plan.gap,
+    }
 
 
 def _verdict(factor: float, rank: int, peer: int, group: Sequence[int] = ()) -> LinkVerdict:

@@ -1,6 +1,6 @@
 """Quality and speed of plans compared with policies of other systems.
 
-`python -m benchmarks.planner [--json PATH] [--seeds N] [--quick] [--part links]`
+`python -m benchmarks.planner [--json PATH] [--seeds N] [--quick] [--part PART]`
 
 A figure of 1.0 means that the job lost no more throughput than the devices lost speed, relative to
 the initial job: fault-free, 1F1B. It exceeds 1 if a plan also shortens warm-up and drain of the
@@ -11,7 +11,8 @@ gets plans for 1F1B or eager 1F1B, whichever fits and is faster. The others perm
 split backward as well. Ratios are given twice: with the same choice of schedules for every policy,
 of which it takes the best; and with the published schedule, which is 1F1B for all but ReCycle.
 ReCycle splits the backward by definition and is compared where that is permitted. Only this
-scheduler and ResiHP's rule respect the memory budget. Times are processor times.
+scheduler respects the memory budget; ResiHP's rule does where it shrinks groups and re-routes.
+Adaptra and Greyhound's exchange of nodes matter for slow links only. Times are processor times.
 
 The tables of moved state compare, for the same faults, the quickest plan with the plan of its front
 that moves least and gives up 1% of the step at most: gigabytes of all ranks, and seconds over the
@@ -19,7 +20,11 @@ link of the rank that receives most.
 
 The part `links` slows one link between stages, in a tensor-parallel group or between hosts of small
 jobs, and compares the initial layout, the plan of a planner that does not know the link, the plan
-made for it, and the best of all plans.
+made for it, and the best of all plans; then a link that every plan crosses, with the orders of
+passes that hide it.
+
+The part `steps` tells how much time all others lose to one slow device, and what each dimension in
+which ResiHP's rule and this scheduler adapt adds.
 """
 
 from __future__ import annotations
@@ -29,19 +34,25 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from benchmarks._planner_cases import HEADS, PEERS, PERMITTED, ROWS, Row, faults, job_of, remaining
-from benchmarks._planner_links import print_links
+from benchmarks._planner_links import print_links, print_orders
 from benchmarks._planner_moves import print_moves
 from benchmarks._planner_sequences import print_sequences
+from benchmarks._planner_steps import print_ablation, print_amplification
 from benchmarks._planner_tables import Result, Scale, print_quality, print_ratios, print_scales
 from benchmarks._report import machine, write_json
 from resihp.contracts import Job, Layout
 from scheduler import make_plan, policy_outcome
 
 SCALES = ((256, 8, 4, 256), (1024, 8, 4, 1024), (8192, 16, 8, 2048), (65536, 16, 8, 16384))
+
+
+PARTS = ("rows", "scales", "moves", "sequences", "links", "steps")
 
 
 def main() -> None:
@@ -53,41 +64,42 @@ def main() -> None:
     parser.add_argument(
         "--units", type=int, default=HEADS, help="of a share: heads, or KV groups (a 70B has 8)"
     )
-    parser.add_argument("--part", choices=("links",), help="run nothing else")
+    parser.add_argument("--part", choices=PARTS, help="run nothing else")
     options = parser.parse_args()
     print(machine())
-    if options.part == "links":
-        links = print_links(options.seeds)
-        if options.json:
-            write_json(options.json, {"links": links, "seeds": options.seeds})
-        return
     rows = ROWS[::3] if options.quick else ROWS
     seeds = 2 if options.quick else options.seeds
+    run: dict[str, Callable[[], Any]] = {
+        "rows": lambda: _rows(rows, seeds, options.units),
+        "scales": _scales,
+        "moves": lambda: print_moves(rows, seeds),
+        "sequences": lambda: print_sequences(seeds),
+        "links": lambda: {"placed": print_links(seeds), "crossed": print_orders()},
+        "steps": lambda: {"one slow": print_amplification(), "ablation": print_ablation(seeds)},
+    }
+    figures = {part: run[part]() for part in ([options.part] if options.part else PARTS)}
+    if options.json:
+        write_json(options.json, {**figures, "seeds": seeds})
+
+
+def _rows(rows: Sequence[Row], seeds: int, units: int) -> dict[str, Any]:
+    """Print the tables of all policies; return the results by permitted schedules and row."""
     found = {}
     for permitted in PERMITTED:
-        found[permitted] = [_row(row, permitted, seeds, options.units) for row in rows]
+        found[permitted] = [_row(row, permitted, seeds, units) for row in rows]
         print_quality(permitted, rows, found[permitted])
     for permitted in PERMITTED:
         print_ratios(permitted, rows, found[permitted], found["1F1B alone"])
+    return {
+        permitted: {str(row): result.json() for row, result in zip(rows, results, strict=True)}
+        for permitted, results in found.items()
+    }
+
+
+def _scales() -> list[dict[str, Any]]:
     scales = [_scale(*scale) for scale in SCALES]
     print_scales(scales)
-    moved = print_moves(rows, seeds)
-    print_sequences(seeds)
-    links = print_links(seeds)
-    if options.json:
-        named = {
-            permitted: {str(row): result.json() for row, result in zip(rows, results, strict=True)}
-            for permitted, results in found.items()
-        }
-        figures = [scale.json() for scale in scales]
-        document = {
-            "rows": named,
-            "scales": figures,
-            "moves": moved,
-            "links": links,
-            "seeds": seeds,
-        }
-        write_json(options.json, document)
+    return [scale.json() for scale in scales]
 
 
 def _row(row: Row, permitted: str, seeds: int, units: int) -> Result:
