@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks._detector_greyhound import (
+    PipelineSteps,
+    alarms,
+    call_log,
+    iteration_times,
+    validated,
+)
 from resihp.contracts import Job, Op, TelemetryBatch
 
 Matrix = NDArray[np.float64]
@@ -28,23 +36,6 @@ def compute_matrix(job: Job, batches: Sequence[TelemetryBatch]) -> Matrix:
 def stages(job: Job) -> NDArray[np.int64]:
     """Stage of each rank, ranks in sorted order."""
     return np.array([place.pp for place in sorted(job.layout.places(), key=lambda p: p.rank)])
-
-
-def change_points(matrix: Matrix, stage: NDArray[np.int64]) -> list[set[int]]:
-    """Greyhound's kind: the mean iteration time of the last 5 steps against the 10 before, a shift
-    of 5% and of 3 standard errors. It can only say that something is slow: the set holds -1.
-    The busiest stage's computing stands for the iteration."""
-    time = matrix.max(axis=1)
-    said: list[set[int]] = []
-    for step in range(len(time)):
-        recent, before = time[max(0, step - 4) : step + 1], time[max(0, step - 14) : step - 4]
-        alarm = False
-        if len(before) >= 5:
-            error = before.std() / np.sqrt(5.0) + 1e-12
-            shift = recent.mean() - before.mean()
-            alarm = bool(shift > 0.05 * before.mean() and shift > 3.0 * error)
-        said.append({-1} if alarm else set())
-    return said
 
 
 def relative_scores(matrix: Matrix, stage: NDArray[np.int64]) -> list[set[int]]:
@@ -84,31 +75,58 @@ def mad_scores(matrix: Matrix, stage: NDArray[np.int64]) -> list[set[int]]:
 
 
 PEERS: dict[str, Rule] = {
-    "iteration-time change points (Greyhound)": change_points,
     "relative scores (NVRx)": relative_scores,
     "individual scores (NVRx)": individual_scores,
     "MAD z-scores, same stage": mad_scores,
 }
+ALARMS = "change points of the iteration time (Greyhound), alarms"
+VALIDATED = "the same, then all devices measured"
+
+
+@dataclass
+class PeerTally:
+    """Slowed devices found within 8 steps, and wrong names, of all trials.
+
+    Alarms of change points name no device: an alarm in those steps counts as found, one before the
+    onset as a wrong name.
+    """
+
+    found: int = 0
+    wrong: int = 0
+
+    def add(self, names: Sequence[set[int]], right: int, onset: int) -> None:
+        """Count the names given in each step of a trial."""
+        after = set().union(*names[onset : onset + 8])
+        before = set().union(*names[:onset]) if onset else set()
+        self.found += right in after
+        self.wrong += len(before) + len(after - {right} - before)
 
 
 def peer_trials(
     job: Job, batches: Sequence[TelemetryBatch], factor: float, trials: int
-) -> dict[str, tuple[float, float]]:
-    """For each peer: share of the slowed devices named within 8 steps (for change points: an
-    alarm in them), and the mean number of wrong names (alarms before the onset) in a trial."""
+) -> dict[str, PeerTally]:
+    """What each peer finds, with single devices slowed from a random step on."""
     base, stage = compute_matrix(job, batches), stages(job)
     ranks = np.sort(job.layout.ranks)
-    rng = np.random.default_rng(0)
-    found, wrong = dict.fromkeys(PEERS, 0), dict.fromkeys(PEERS, 0)
+    pipelines = PipelineSteps(job, batches)
+    rng, measuring = np.random.default_rng(0), np.random.default_rng(1)
+    tallies = {name: PeerTally() for name in (ALARMS, VALIDATED, *PEERS)}
     for _ in range(trials):
         at = int(np.searchsorted(ranks, rng.choice(job.layout.ranks)))
         onset = int(rng.integers(3, len(batches) - 8))
         matrix = base.copy()
         matrix[onset:, at] *= factor
         for name, rule in PEERS.items():
-            said = rule(matrix, stage)
-            after = set().union(*said[onset : onset + 8])
-            before = set().union(*said[:onset]) if onset else set()
-            found[name] += bool(after & {at, -1})
-            wrong[name] += len(before) + len(after - {at, -1} - before)
-    return {name: (found[name] / trials, wrong[name] / trials) for name in PEERS}
+            tallies[name].add(rule(matrix, stage), at, onset)
+        log = call_log(job, pipelines.slowed_ms(int(ranks[at]), factor, onset))
+        raised = [step + 1 for step in alarms(iteration_times(*log))]
+        tallies[ALARMS].found += any(0 <= step - onset < 8 for step in raised)
+        tallies[ALARMS].wrong += sum(step < onset for step in raised)
+        measured = [
+            validated(len(ranks), at, factor if step >= onset else 1.0, measuring)
+            if step in raised
+            else set()
+            for step in range(len(batches))
+        ]
+        tallies[VALIDATED].add(measured, at, onset)
+    return tallies

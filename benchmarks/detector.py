@@ -56,8 +56,12 @@ def recorded_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
             rows.append([f"{factor:.2f}x", str(trials), *tally.row()])
             found = peer_trials(trace.job, batches, factor, trials)
             peers += [
-                [f"{factor:.2f}x {peer}", f"{share:.1%}", f"{wrong:.2f}"]
-                for peer, (share, wrong) in found.items()
+                [
+                    f"{factor:.2f}x {peer}",
+                    f"{told.found / trials:.1%}",
+                    f"{told.wrong / trials:.2f}",
+                ]
+                for peer, told in found.items()
             ]
         clean = cases.clean_trace(trace.job, batches, clean_steps)
         record_table(figures, f"{name}: one device slowed from a random step", cases.COLUMNS, rows)
