@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _detector_cases as cases
+from benchmarks._detector_alive import COLUMNS as ALIVE
+from benchmarks._detector_alive import FIXED, RANKS, alive_rows
 from benchmarks._detector_cost import ERRORS, predictor_rows, throughput_rows
 from benchmarks._detector_links import LinkTally, group_trials, link_trials
 from benchmarks._detector_oracle import COLUMNS as POSSIBLE
@@ -171,6 +173,12 @@ def costs(figures: Figures, ranks: int) -> None:
     record_table(figures, "one detector, one core", names, throughput_rows(ranks))
 
 
+def fail_stop(figures: Figures, trials: int) -> None:
+    """Ranks that die, by the silence of their heartbeats."""
+    title = f"fail-stop, {RANKS} ranks for half an hour, {trials} times; fixed time-outs of {FIXED}"
+    record_table(figures, title, ALIVE, list(alive_rows(trials)))
+
+
 def ordinary_loops(figures: Figures) -> None:
     """Loops under `resihp.instrument`, as `benchmarks.instrument` recorded them: noisy times."""
     folder = Path(__file__).parents[1] / "tests" / "detector" / "ordinary_loops"
@@ -190,7 +198,7 @@ def step_times(figures: Figures, demos: list[Path]) -> None:
     record_table(figures, "one expected time, one core", COSTS, cost_rows())
 
 
-PARTS = ("recorded", "limits", "generated", "loops", "links", "steps", "costs")
+PARTS = ("recorded", "limits", "generated", "loops", "links", "alive", "steps", "costs")
 
 
 def main() -> None:
@@ -215,6 +223,7 @@ def main() -> None:
         "generated": partial(generated_jobs, figures, trials, clean_steps),
         "loops": partial(ordinary_loops, figures),
         "links": partial(links_and_replicas, figures, trials),
+        "alive": partial(fail_stop, figures, max(1, trials // 10)),
         "steps": partial(step_times, figures, options.demo),
         "costs": partial(costs, figures, 1_024 if options.quick else 16_384),
     }
