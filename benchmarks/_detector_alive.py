@@ -48,12 +48,9 @@ class Network:
         victims = random.permutation(RANKS)[:DEAD]
         died[victims] = random.integers(LEARNED, SECONDS - 120, DEAD)
         comes &= sent < died
-        second, rank = (
-            np.minimum(arrived[comes].astype(np.int64), SECONDS - 1),
-            np.nonzero(comes)[1],
-        )
+        second = np.minimum(arrived[comes].astype(np.int64), SECONDS - 1)
         heard = np.zeros((SECONDS, RANKS), bool)
-        heard[second, rank] = True
+        heard[second, np.nonzero(comes)[1]] = True
         return heard, died
 
 

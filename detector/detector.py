@@ -334,19 +334,6 @@ class Detector(Persistent):
         for rank, reference in state.suspects():
             if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
                 requests += _lone_probes(rank, reference)
-        for link in state.links.verdicts():
-            slow = link.status is Status.FAIL_SLOW
-            healthy = state.links.healthy_like(link) if slow else None
-            if healthy is not None and self._probe_budget.allow(link.rank, 1, now):
-                requests.append(
-                    ProbeRequest(
-                        rank=link.rank,
-                        reference=healthy[0],
-                        kind=ProbeKind.LINK,
-                        peer=link.peer,
-                        reference_peer=healthy[1],
-                    )
-                )
         healthy = state.places.ranks[state.status_table.status == HEALTHY].tolist()
         for rank, reference in self._probation.due(now, healthy):
             if self._probe_budget.allow(rank, len(_LONE_PROBES), now):

@@ -22,7 +22,7 @@ from .expectation.length_model import LengthModel, knows_lengths
 from .expectation.predictor import LearnedCorrection
 from .links_and_hosts import CollectiveTest, HostTest, LinkTest
 from .persistence import Persistent
-from .probes import ProbeKind, ProbeResult, probe_gain
+from .probes import ProbeResult, probe_gain
 from .rank_table import RankTable
 from .settings import DetectorSettings
 from .step_assembler import StepAssembler
@@ -232,12 +232,11 @@ class LayoutState(Persistent):
         if at < 0:
             return
         self.annotations.observations[at] = result.words
-        if result.kind is not ProbeKind.LINK:
-            slowdown = max(float(self.status_table.factor[at]), self._settings.min_slowdown)
-            gain = probe_gain(result, slowdown)
-            # A processor slowed by heat shows in GEMM, a memory fault in bandwidth, so that a
-            # clean probe of one kind counts only half against the suspicion.
-            self.tests.add(at, gain if gain > 0 else 0.5 * gain)
+        slowdown = max(float(self.status_table.factor[at]), self._settings.min_slowdown)
+        gain = probe_gain(result, slowdown)
+        # A processor slowed by heat shows in GEMM, a memory fault in bandwidth, so that a clean
+        # probe of one kind counts only half against the suspicion.
+        self.tests.add(at, gain if gain > 0 else 0.5 * gain)
 
     def _position(self, rank: int) -> int:
         return int(self.places.index(np.array([rank]))[0])

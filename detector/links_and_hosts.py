@@ -88,15 +88,6 @@ class LinkTest(Persistent):
         """Number of links that are compared, by status."""
         return Counter() if self._test is None else _counts(self._test)
 
-    def healthy_like(self, link: LinkVerdict) -> tuple[int, int] | None:
-        """Ends of a healthy link of the same kind; None where there is none."""
-        own, peer = self._ends()
-        here = np.flatnonzero((own == link.rank) & (peer == link.peer))
-        if self._test is None or not here.size:
-            return None
-        healthy = np.flatnonzero((self._classes == self._classes[here[0]]) & ~self._test.slow)
-        return (int(own[healthy[0]]), int(peer[healthy[0]])) if healthy.size else None
-
     def _ends(self) -> tuple[Ints, Ints]:
         """Ranks at the two ends of each link."""
         ranks = self._places.ranks

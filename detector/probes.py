@@ -37,23 +37,19 @@ _MOST_EVIDENCE = 6.0
 
 
 class ProbeKind(StrEnum):
-    """Work of a probe: a matrix product, a copy within memory, a transfer over a link."""
+    """Work of a probe: a matrix product, a copy within memory."""
 
     GEMM = "gemm"
     MEMORY = "memory"
-    LINK = "link"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """Request to run `kind` on `rank` and on `reference`; for LINK, on the links between `rank` and
-    `peer` and between `reference` and `reference_peer` (-1: no link)."""
+    """Request to run `kind` on `rank` and on `reference`."""
 
     rank: int
     reference: int
     kind: ProbeKind
-    peer: int = -1
-    reference_peer: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +75,8 @@ class ProbeResult:
     @property
     def words(self) -> str:
         """The result as an evidence sentence."""
-        where = "that of" if self.kind is ProbeKind.LINK else "on"
         return (
-            f"a {self.kind.value} probe took {self.slowdown:.2f} times as long as {where} rank "
+            f"a {self.kind.value} probe took {self.slowdown:.2f} times as long as on rank "
             f"{self.reference}"
         )
 
@@ -203,7 +198,7 @@ class Probation(Persistent):
         """Takes the answer to a probe; returns the verdicts that it changed, None if the device is
         not one of these."""
         device = self._devices.get(result.rank)
-        if device is None or device.status == Status.FAIL_STOP or result.kind is ProbeKind.LINK:
+        if device is None or device.status == Status.FAIL_STOP:
             return None
         ratio, known = math.log(result.slowdown), math.log(device.slowdown)
         total = device.evidence + probe_gain(result, device.slowdown)

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from ._probe_kernels import TIMED
 from ._stats import FailureLog
-
-LinkProbe = Callable[[int], float | None]
-"""Measures the best time in ms of a small transfer with a peer, which is asked at the same time;
-None if the peer did not take part. It bounds its own waiting: training waits for it."""
 
 _PAUSE_S = 1.0
 """Minimum time between two probes of this process."""
@@ -27,11 +23,10 @@ _OFF = ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class RequestedProbe:
-    """A probe requested of this rank; `peer` is the other end of a link, else -1."""
+    """A probe requested of this rank."""
 
     id: str
     kind: str
-    peer: int = -1
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,8 @@ class Probes:
     a failure is counted, logged once, and answered as a refusal.
     """
 
-    def __init__(
-        self, failures: FailureLog, *, allowed: bool, link: LinkProbe | None, budget_ms: float
-    ) -> None:
-        self._failures, self._allowed = failures, allowed
-        self._link, self._budget_ms = link, budget_ms
+    def __init__(self, failures: FailureLog, *, allowed: bool, budget_ms: float) -> None:
+        self._failures, self._allowed, self._budget_ms = failures, allowed, budget_ms
         self.requests: deque[RequestedProbe] = deque()
         self.answers: deque[MeasuredProbe] = deque()
         self._last_s = self._called_s = float("-inf")
@@ -98,9 +90,6 @@ class Probes:
     def _measure(self, request: RequestedProbe) -> tuple[float | None, str]:
         if request.kind in TIMED:
             return TIMED[request.kind](self._budget_ms), ""
-        if request.kind == "link" and self._link is not None:
-            ms = self._link(request.peer)
-            return ms, "" if ms is not None else "the peer did not answer in time"
         return None, f"this rank has no {request.kind} probe"
 
     def reset(self) -> None:
@@ -119,7 +108,7 @@ def _request(item: Any, rank: int) -> RequestedProbe | None:
     not know."""
     if not isinstance(item, Mapping) or item.get("rank") != rank:
         return None
-    identity, kind, peer = item.get("id"), item.get("kind"), item.get("peer", -1)
-    if not (isinstance(identity, str) and isinstance(kind, str) and isinstance(peer, int)):
+    identity, kind = item.get("id"), item.get("kind")
+    if not (isinstance(identity, str) and isinstance(kind, str)):
         return None
-    return RequestedProbe(identity, kind, peer)
+    return RequestedProbe(identity, kind)

@@ -18,7 +18,7 @@ from ._heartbeat import size_of_job
 from ._node_link import NodeLink, ranks_of_host
 from ._node_socket import NodeAddress
 from ._pace import heartbeat_interval_s, message_interval_s
-from ._probes import LinkProbe, Probes, allowed_by_environment
+from ._probes import Probes, allowed_by_environment
 from ._registration import DeferredJob, Registration
 from ._sampler import sensors_allowed
 from ._sender import Sender, TelemetryReceiver, fatal_error
@@ -65,7 +65,6 @@ class Monitor:
     stacks         False forbids to send the Python stack of a training thread that hangs, which the
                    sidecar requests: file names, lines and functions, without values; default
                    RESIHP_STACKS, else allowed
-    link_probe     times a transfer with a peer, for probes of links; it bounds its own waiting
     share_sender   True: the monitors of the job on this host send by one of them, with the same
                    `url`; default where the launcher starts several ranks on the host
                    (LOCAL_WORLD_SIZE, else WORLD_SIZE, above 1), unless `client` is given
@@ -87,7 +86,6 @@ class Monitor:
         seed: int | None = None,
         probes: bool | None = None,
         stacks: bool | None = None,
-        link_probe: LinkProbe | None = None,
         sensors: bool | None = None,
         share_sender: bool | None = None,
     ) -> None:
@@ -100,9 +98,7 @@ class Monitor:
         allowed = allowed_by_environment("RESIHP_PROBES") if probes is None else probes
         if stacks is None:
             stacks = allowed_by_environment("RESIHP_STACKS")
-        self._probes = Probes(
-            failures, allowed=allowed, link=link_probe, budget_ms=_PROBE_BUDGET_MS
-        )
+        self._probes = Probes(failures, allowed=allowed, budget_ms=_PROBE_BUDGET_MS)
         ranks = len(job.layout.ranks) if isinstance(job, Job) else size_of_job()
         heartbeat_s = heartbeat_interval_s(heartbeat_s, ranks)
         seed = self.rank if seed is None else seed

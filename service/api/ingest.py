@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=IngestRoute)
 async def post_telemetry(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Microbatch records as columns, in JSON or msgpack. A retry under the same
     `Idempotency-Key` is applied once. The answer lists the `probes` that ranks in it should run, if
-    any: `{"id", "kind", "peer", "rank"}`, and while the job's worker or the API is behind
+    any: `{"id", "kind", "rank"}`, and while the job's worker or the API is behind
     `interval_s`: the seconds that the sender should leave between two messages."""
     key = retry_key(request)
     async with ctx.turns:

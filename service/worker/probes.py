@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ class OpenProbes:
         if probe is None:
             return None
         request, known = probe.request, probe.answers
-        if rank not in dict(_ends(request)):
+        if rank not in (request.rank, request.reference):
             return None
         if ms is not None:
             known[rank] = ms
@@ -65,17 +65,8 @@ class OpenProbes:
         """The measurements that each rank (decimal string) has still to make."""
         found: dict[str, list[dict[str, Any]]] = {}
         for number, probe in self.by_number.items():
-            for rank, peer in _ends(probe.request):
+            for rank in (probe.request.rank, probe.request.reference):
                 if rank not in probe.answers:
-                    wanted = {"id": str(number), "kind": probe.request.kind.value, "peer": peer}
+                    wanted = {"id": str(number), "kind": probe.request.kind.value}
                     found.setdefault(str(rank), []).append(wanted)
         return found
-
-
-def _ends(request: ProbeRequest) -> Iterator[tuple[int, int]]:
-    """Each participating rank with the other end of its link; -1 for a probe without a link."""
-    yield request.rank, request.peer
-    yield request.reference, request.reference_peer
-    if request.peer >= 0:
-        yield request.peer, request.rank
-        yield request.reference_peer, request.reference

@@ -11,13 +11,13 @@ from resihp.hooks._probes import Probes, allowed_by_environment
 from resihp.hooks._stats import FailureLog
 
 
-def probes_of(*, allowed: bool = True, link=None) -> Probes:
-    return Probes(FailureLog(), allowed=allowed, link=link, budget_ms=2.0)
+def probes_of(*, allowed: bool = True) -> Probes:
+    return Probes(FailureLog(), allowed=allowed, budget_ms=2.0)
 
 
-def ask(probes: Probes, *kinds: str, peer: int = -1) -> None:
+def ask(probes: Probes, *kinds: str) -> None:
     """Ask rank 3."""
-    requests = [{"id": f"{i}{k}", "kind": k, "peer": peer, "rank": 3} for i, k in enumerate(kinds)]
+    requests = [{"id": f"{i}{k}", "kind": k, "rank": 3} for i, k in enumerate(kinds)]
     probes.add({"accepted": 1, "probes": requests}, 3)
 
 
@@ -59,15 +59,13 @@ def test_the_environment_forbids(monkeypatch, value, allowed):
     assert allowed_by_environment("RESIHP_PROBES") is allowed
 
 
-def test_a_link_is_measured_by_what_the_trainer_gives():
-    probes = probes_of(link=lambda peer: 2.5 if peer == 7 else None)
-    ask(probes, "link", peer=7)
-    probes.run()
-    assert probes.answers.popleft().ms == 2.5
+def test_a_kind_of_probe_that_is_not_known_is_refused():
     probes = probes_of()
-    ask(probes, "link", peer=7)
+    ask(probes, "link")
     probes.run()
-    assert "no link probe" in probes.answers.popleft().detail
+    answer = probes.answers.popleft()
+    assert answer.ms is None
+    assert "no link probe" in answer.detail
 
 
 def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, caplog):
@@ -76,7 +74,7 @@ def test_a_probe_that_fails_is_counted_logged_once_and_answered(monkeypatch, cap
 
     monkeypatch.setitem(_probe_work.TIMED, "gemm", broken)
     failures = FailureLog()
-    probes = Probes(failures, allowed=True, link=None, budget_ms=2.0)
+    probes = Probes(failures, allowed=True, budget_ms=2.0)
     for round_ in range(2):
         probes.add({"probes": [{"id": str(round_), "kind": "gemm", "rank": 0}]}, 0)
         probes._last_s = float("-inf")

@@ -113,7 +113,7 @@ def test_only_ranks_in_the_message_are_asked(doubtful):
     own = batch_of(0).select(np.arange(12, 16))
     eventually(lambda: doubtful.send("j", own).json().get("probes", []))
     (order,) = doubtful.send("j", own).json().get("probes", [])
-    assert (order["kind"], order["peer"], order["rank"]) == ("gemm", -1, 3)
+    assert (order["kind"], order["rank"]) == ("gemm", 3)
     both = doubtful.send("j", batch_of(0)).json()["probes"]
     assert {order["rank"] for order in both} == {1, 3}
     assert len({order["id"] for order in both}) == 1
@@ -159,25 +159,13 @@ def test_open_probes_survive_a_restart_and_are_given_up_in_the_end():
     probes.ask([request], 0.0)
     assert probes.answer("1", 2, 4.0) is None
     probes = from_json(OpenProbes, json.loads(json.dumps(to_json(probes))))
-    assert probes.by_rank() == {"1": [{"id": "1", "kind": "memory", "peer": -1}]}
+    assert probes.by_rank() == {"1": [{"id": "1", "kind": "memory"}]}
     result = probes.answer("1", 1, 6.0)
     assert result is not None
     assert result.slowdown == 1.5
     probes.ask([request], 0.0)
     probes.ask([], 31.0)
     assert probes.by_rank() == {}
-
-
-def test_a_link_is_measured_by_both_ends_of_both_links():
-    probes = OpenProbes()
-    probes.ask(
-        [ProbeRequest(rank=1, reference=5, kind=ProbeKind.LINK, peer=2, reference_peer=6)], 0.0
-    )
-    peers = {rank: orders[0]["peer"] for rank, orders in probes.by_rank().items()}
-    assert peers == {"1": 2, "2": 1, "5": 6, "6": 5}
-    assert probes.answer("1", 2, 3.0) is None
-    assert probes.answer("1", 1, 3.0) is None
-    assert probes.answer("1", 5, 1.0) is not None
 
 
 def test_a_trainer_without_torch_probes_without_torch():
