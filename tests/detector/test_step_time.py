@@ -75,6 +75,18 @@ def test_any_passes_take_as_long_as_their_replay(
     assert pipelines(job).ms(step, passes)[0] == pytest.approx(replay(orders, durations).span)
 
 
+def test_replicas_with_their_own_numbers_in_flight_are_expected_in_their_order() -> None:
+    """The first replica holds one microbatch at a time, the second as many as under 1F1B."""
+    job = job_of(2, 3, 1, 4)
+    first, second = job.layout.replicas
+    job = replace(job, layout=Layout((replace(first, in_flight=(1, 1, 1)), second)))
+    step = step_of(job)
+    passes = np.where(step.op == Op.BACKWARD, 2.0, 1.0)
+    assert pipelines(job).ms(step, passes)[0] == pytest.approx(4 * 3 * 3.0)
+    slow = np.where(np.isin(step.rank, second.ranks), 3.0, 1.0) * passes
+    assert pipelines(job).ms(step, slow)[0] == pytest.approx((4 + 3 - 1) * 9.0)
+
+
 @given(schedule=SCHEDULES, dp=SMALL, stages=SMALL, tp=st.integers(1, 2), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=40)
 def test_longer_sequences_never_shorten_the_expectation(

@@ -1,5 +1,7 @@
 """The diagnosis from microbatch records alone: groups, lengths, chunks and uneven layouts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,15 @@ def test_the_replay_agrees_with_that_of_the_pipeline():
     times[batch.op, batch.rank, batch.microbatch] = batch.compute_ms
     expected = replay(orders, pass_durations(orders, times[0], times[1])).span
     assert costs_of(job, job.layout, [batch]).step == pytest.approx(expected)
+
+
+def test_a_replica_is_replayed_with_its_own_numbers_in_flight():
+    one, other = Layout.grid(dp=2, pp=4, tp=1, layers=4).replicas
+    layout = Layout((replace(one, in_flight=(1, 1, 1, 1)), other))
+    job = job_of(layout, 6)
+    batch = records(job, steps=1, noise=0.0, spread=0.0)
+    at_a_time = costs_of(job, layout, [batch]).step
+    assert at_a_time == pytest.approx(6 * 4 * 30.0)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE])
