@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Replica, Schedule
+from resihp.pipeline.orders import most_ahead
 
 from .cost_model import layer_cost, transfer_ms
 from .greedy import allocation_by_rate, exchange_units
@@ -49,11 +50,12 @@ class ReplicaTimes:
     def _makespans(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Makespans of replicas, given by index, with these numbers of microbatches."""
         ends = np.zeros(len(pairs))
-        by_stages: dict[int, list[int]] = defaultdict(list)
+        alike: dict[tuple[int, Schedule], list[int]] = defaultdict(list)
         for row, (index, quota) in enumerate(pairs):
             replica = self._replicas[index]
-            if replica.chunks == 1 and not replica.in_flight:
-                by_stages[len(replica.stages)].append(row)
+            order = _vectorised(self._job, replica, self._schedule)
+            if order is not None:
+                alike[len(replica.stages), order].append(row)
                 continue
             if (index, quota) not in self._replayed:
                 schedule = Schedule.INTERLEAVED if replica.chunks > 1 else self._schedule
@@ -61,7 +63,7 @@ class ReplicaTimes:
                     self._job, replica, quota, self._speeds, schedule, self._links
                 )
             ends[row] = self._replayed[index, quota]
-        for rows in by_stages.values():
+        for (_, order), rows in alike.items():
             ends[rows] = pipeline_makespans(
                 [self._times[pairs[row][0]][0] for row in rows],
                 [self._times[pairs[row][0]][1] for row in rows],
@@ -70,7 +72,7 @@ class ReplicaTimes:
                     self._job, [self._replicas[pairs[row][0]] for row in rows], self._links
                 ),
                 max_in_flight=self._job.max_in_flight,
-                schedule=self._schedule,
+                schedule=order,
             )
         return list(ends.tolist())
 
@@ -114,17 +116,18 @@ def expected_step_ms(
     relative = relative_work(work)
     random = np.random.default_rng(_SEED)
     times = [stage_times(job, replica, speeds, links) for replica in layout.replicas]
-    by_length: dict[int, list[int]] = defaultdict(list)
+    alike: dict[tuple[int, Schedule], list[int]] = defaultdict(list)
     ends = np.zeros((layout.dp, _DRAWS))
     for row, replica in enumerate(layout.replicas):
-        if replica.chunks == 1 and not replica.in_flight:
-            by_length[len(replica.stages)].append(row)
+        order = _vectorised(job, replica, schedule)
+        if order is not None:
+            alike[len(replica.stages), order].append(row)
             continue
         for draw in range(_DRAWS):
             loads = random.choice(relative, quotas[row])
             _, played = play_replica(job, replica, loads, speeds, schedule, replica.chunks, links)
             ends[row, draw] = played.span
-    for rows in by_length.values():
+    for (_, order), rows in alike.items():
         counts = np.array([quotas[row] for row in rows])
         drawn = random.choice(relative, (len(rows) * _DRAWS, int(counts.max())))
         makespans = pipeline_makespans(
@@ -135,11 +138,22 @@ def expected_step_ms(
                 job, [layout.replicas[row] for row in np.repeat(rows, _DRAWS)], links
             ),
             max_in_flight=job.max_in_flight,
-            schedule=schedule,
+            schedule=order,
             work=drawn,
         )
         ends[rows] = makespans.reshape(len(rows), _DRAWS)
     return mean_of_latest(ends) + layer_cost(job).step_ms
+
+
+def _vectorised(job: Job, replica: Replica, schedule: Schedule) -> Schedule | None:
+    """Schedule whose makespans are vectorised and whose order a replica runs; None: none is."""
+    if replica.chunks > 1:
+        return None
+    if not replica.in_flight:
+        return schedule
+    stages, most = len(replica.stages), job.max_in_flight
+    usual = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B)
+    return next((s for s in usual if most_ahead(s, stages, most) == replica.in_flight), None)
 
 
 def _transfers_ms(job: Job, replicas: Sequence[Replica], links: LinkSlowdowns) -> ArrayLike:
