@@ -21,7 +21,7 @@ from .policy import EveryStep, SavePolicy, SaveTiming
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored, restore
 from .staging.in_flight import CheckpointAbandoned, InFlightCheckpoint
-from .staging.stager import CapturedState, Stager, save_items_of
+from .staging.stager import LEAST_CACHE_BYTES, CapturedState, Stager, save_items_of
 from .state_dict import CollectedState, State, collect
 from .vote import Vote, VoteQueue
 
@@ -32,17 +32,22 @@ _SETTLE_TIMEOUT_S = 10.0
 class Checkpointer:
     """Saves the state of a training loop while training continues.
 
-    levels    nearest first; each has a thread of its own
-    policy    selects the steps to checkpoint; by default every step
-    ranks     the ranks that checkpoint together; by default those of the default process group
-    buffers   number of host buffers, each of the size of this rank's state. One is enough while the
-              disk keeps up; by default there is one more for a peer's memory, which takes memory
-              only once the peer is slow. `HostMemory` adds as many as it keeps.
-    clock     nanoseconds since 1970; orders the lineages of a job that has gone back
-    niceness  of the threads that write, relative to training (Linux)
+    levels            nearest first; each has a thread of its own
+    policy            selects the steps to checkpoint; by default every step
+    ranks             the ranks that checkpoint together; by default those of the default process
+                      group
+    host_cache_bytes  host memory for copies of this rank's state, shared by all checkpoints in
+                      flight; at least 32 MiB. By default one image of the state, which is enough
+                      while the disk keeps up, one more for a peer's memory, which takes memory only
+                      once the peer is slow, and as many as `HostMemory` keeps. With less than one
+                      image the fence waits until storage has taken what the cache cannot hold
+                      (`counters.cache_wait_s`).
+    clock             nanoseconds since 1970; orders the lineages of a job that has gone back
+    niceness          of the threads that write, relative to training (Linux)
 
-    `save` and `fence` neither raise nor wait for storage: problems are counted in `counters` and
-    logged once. One thread calls them, the same at each step on all ranks.
+    `save` and `fence` do not raise, and wait for storage only if the host cache is smaller than the
+    state: problems are counted in `counters` and logged once. One thread calls them, the same at
+    each step on all ranks.
     """
 
     def __init__(
@@ -51,18 +56,21 @@ class Checkpointer:
         policy: SavePolicy | None = None,
         *,
         ranks: Ranks | None = None,
-        buffers: int | None = None,
+        host_cache_bytes: int | None = None,
         clock: Callable[[], int] = time.time_ns,
         niceness: int = 0,
     ) -> None:
-        _check_arguments(levels, policy, buffers, niceness)
+        _check_arguments(levels, policy, host_cache_bytes, niceness)
         self.levels, self.policy = tuple(levels), policy or EveryStep()
         self.ranks = ranks or (ProcessGroupRanks() if dist.is_initialized() else IndependentRank())
         self.counters, self._problems = Counters(), ProblemLog()
         self._history = RunHistory(self.ranks.run, clock)
-        held = sum(level.keep for level in levels if isinstance(level, HostMemory))
-        spare = int(buffers is None and any(isinstance(level, PeerMemory) for level in levels))
-        self._stager = Stager(self.ranks, held + (buffers or 1) + spare, spare)
+        self._stager = Stager(
+            self.ranks,
+            kept=sum(level.keep for level in levels if isinstance(level, HostMemory)),
+            spare=int(any(isinstance(level, PeerMemory) for level in levels)),
+            cache_bytes=host_cache_bytes,
+        )
         self._pipeline = LevelPipeline(
             self.levels,
             self.counters.levels,
@@ -92,10 +100,11 @@ class Checkpointer:
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def prepare(self, state: State) -> None:
-        """Plan for a state like this one, and allocate buffers in the background.
+        """Plan for a state like this one, and allocate the host cache in the background.
 
         Otherwise the first `save` does so and takes longer. A collective call with a process group.
-        Raises `ContractError` for a state that cannot be saved.
+        Raises `ContractError` for a state that cannot be saved, and if `HostMemory` would keep more
+        than the host cache can hold.
         """
         self._stager.fit(state)
         self._stager.move_to_huge_pages()
@@ -107,9 +116,10 @@ class Checkpointer:
                change before `fence`. Other values are copied here.
         extra  further values of this rank: RNG state, data cursor, plan version, layout
 
-        Returns True if a checkpoint was begun. False: the policy did not ask for one, no buffer or
-        level was free (`counters.no_buffer`), or the call failed (`counters.failures`). It does not
-        say that the checkpoint is complete: see `wait` and `counters.levels`.
+        Returns True if a checkpoint was begun. False: the policy did not ask for one, the host
+        cache had no room or no level was free (`counters.no_buffer`), or the call failed
+        (`counters.failures`). It does not say that the checkpoint is complete: see `wait` and
+        `counters.levels`.
         """
         vote, checkpoint = Vote(lambda: None, self._version), None
         with self._boundary("save"):
@@ -186,7 +196,7 @@ class Checkpointer:
     def close(self, timeout_s: float = 600.0) -> None:
         """Finish all checkpoints within the time, and end all threads.
 
-        If the last due `save` was skipped, for want of a buffer or because a level was busy, the
+        If the last due `save` was skipped, for want of room or because a level was busy, the
         state is saved now, provided that it has not changed since. At the end of the program
         checkpointers that are still open are closed.
         """
@@ -211,13 +221,19 @@ class Checkpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fence(self, tensors: Sequence[Tensor] | None = None, deadline_s: float = 0.0) -> None:
+    def _fence(
+        self, tensors: Sequence[Tensor] | None = None, deadline_s: float | None = None
+    ) -> None:
         checkpoint = self._current
         if checkpoint is None:
             return
-        if not self._stager.fence(checkpoint, tensors, deadline_s):
+        is_kept = self._stager.fence(checkpoint, tensors, deadline_s)
+        self.counters.cache_wait_s = self._stager.room_s
+        if not is_kept:
             self.counters.no_buffer += 1
             self._begun_s = None  # due again
+            if checkpoint.streams:
+                self._problems.report("host cache", f"step {checkpoint.identity.step} does not fit")
         elif tensors is not None:
             return
         self._window_s = time.monotonic() - checkpoint.begun_s
@@ -296,7 +312,7 @@ class Checkpointer:
             raise CheckpointError(f"step {step} is not on {names}: skipped, and changed since")
         checkpoint = self._stager.lend(last, deadline_s - time.monotonic())
         if checkpoint is None:
-            raise CheckpointError(f"step {step} is not on {names}: no buffer within the timeout")
+            raise CheckpointError(f"step {step} is not on {names}: no room within the timeout")
         self._pipeline.expect(checkpoint, lacking)
         self._stager.start(checkpoint)
         for worker in lacking:
@@ -308,7 +324,7 @@ class Checkpointer:
         """Abandon a checkpoint that another rank does not take part in; called by the vote."""
         self.counters.vetoed += 1
         self._begun_s = None  # due again
-        checkpoint.abandon(CheckpointAbandoned("another rank had no buffer"))
+        checkpoint.abandon(CheckpointAbandoned("another rank had no room"))
 
     @contextmanager
     def _boundary(self, where: str) -> Iterator[None]:
@@ -326,7 +342,7 @@ class Checkpointer:
 
 
 def _check_arguments(
-    levels: Sequence[Level], policy: SavePolicy | None, buffers: int | None, niceness: int
+    levels: Sequence[Level], policy: SavePolicy | None, cache_bytes: int | None, niceness: int
 ) -> None:
     """Raise `ContractError` for arguments that cannot work."""
     if not isinstance(levels, Sequence) or not all(isinstance(level, Level) for level in levels):
@@ -337,7 +353,9 @@ def _check_arguments(
         raise ContractError("levels", "two have the same name")
     if isinstance(policy, type) or not hasattr(policy or EveryStep(), "is_due"):
         raise ContractError("policy", f"e.g. EveryStep() or Every(10), not {policy!r}")
-    if buffers is not None and (not isinstance(buffers, int) or buffers < 1):
-        raise ContractError("buffers", f"at least one, not {buffers!r}")
+    is_size = cache_bytes is None or isinstance(cache_bytes, int)
+    if not is_size or (cache_bytes is not None and cache_bytes < LEAST_CACHE_BYTES):
+        least = f"at least {LEAST_CACHE_BYTES} bytes"
+        raise ContractError("host_cache_bytes", f"{least}, not {cache_bytes!r}")
     if not 0 <= niceness <= 19:
         raise ContractError("niceness", f"from 0 to 19, not {niceness!r}")

@@ -30,17 +30,21 @@ class Counters:
     """Counters of a `Checkpointer`.
 
     started      checkpoints begun
-    no_buffer    checkpoints not begun, or abandoned at the fence, because no buffer was free
-    vetoed       checkpoints abandoned because another rank could not take part
-    blocking_s   seconds that the training thread spent in `save` and `fence`, in total
-    failures     exceptions caught at the boundary with the training loop, by message
-    levels       counters of each level, by its name
+    no_buffer      checkpoints not begun, or abandoned at the fence, for want of room in the host
+                   cache or of a level
+    vetoed         checkpoints abandoned because another rank could not take part
+    blocking_s     seconds that the training thread spent in `save` and `fence`, in total
+    cache_wait_s   those of them in which a host cache smaller than the state was full, and the
+                   fence waited for storage
+    failures       exceptions caught at the boundary with the training loop, by message
+    levels         counters of each level, by its name
     """
 
     started: int = 0
     no_buffer: int = 0
     vetoed: int = 0
     blocking_s: float = 0.0
+    cache_wait_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
     levels: dict[str, LevelCounters] = field(default_factory=dict)
 

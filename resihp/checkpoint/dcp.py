@@ -42,13 +42,8 @@ from .history import Lineage
 from .levels.checkpoint_folder import part_folder, publish_folder, step_of, write_index
 from .levels.local_disk import write_file
 from .ranks import IndependentRank
-from .staging.host_buffer import HostBuffer
-from .staging.in_flight import (
-    NO_FENCE_EXPECTED,
-    BufferSlot,
-    InFlightCheckpoint,
-    ShardIdentity,
-)
+from .staging.host_cache import HostCache
+from .staging.in_flight import NO_FENCE_EXPECTED, InFlightCheckpoint, ShardIdentity
 from .staging.stager import Stager
 from .state_dict import Path as StatePath
 
@@ -91,7 +86,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         self._path = Path(path)
         self._save = _CurrentSave()
         one_of_several = IndependentRank(0, (0, 1), "dcp")  # DCP assigns the writers itself
-        self._stager = Stager(one_of_several, buffers=1)
+        self._stager = Stager(one_of_several)
         self._threads = ThreadPoolExecutor(1, "resihp-checkpoint-stage")
         self._staged: InFlightCheckpoint | None = None
 
@@ -108,7 +103,7 @@ class LazyWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: StateDict) -> PythonFuture[StateDict]:
         """Begin to copy, once the save before is written; the future returns the state on the host.
 
-        The only buffer is in use until then.
+        The host cache, an image of the state, is in use until then.
         """
         before = self._staged
         if before is not None:
@@ -118,10 +113,9 @@ class LazyWriter(StorageWriter, AsyncStager):
         collected = self._stager.fit(state_dict)
         captured = self._stager.capture(0, Lineage(""), collected, state_dict, {})
         checkpoint = self._staged = self._stager.lend(captured, 0.0)
-        assert checkpoint is not None, "the only buffer is free"
+        assert checkpoint is not None, "the cache is free"
         checkpoint.taken[_READER] = 0
-        numbers = {spec.path: number for number, spec in enumerate(checkpoint.file.specs)}
-        copied = _on_host(state_dict, checkpoint, numbers, ())
+        copied = _on_host(state_dict, _image_views(checkpoint), ())
         self._stager.start(checkpoint)
         return self._threads.submit(_once_copied, checkpoint, copied)
 
@@ -192,7 +186,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         checkpoint = InFlightCheckpoint(
             ShardIdentity(step, assigned.rank, Lineage(assigned.run), assigned.ranks),
             file,
-            BufferSlot(HostBuffer(file.nbytes, huge=False), file),
+            HostCache(),
             sources,
             lambda start: object_section(
                 (_object(item, paths, planner) for item in objects), start
@@ -246,21 +240,16 @@ def _once_copied(checkpoint: InFlightCheckpoint, copied: StateDict) -> StateDict
     return copied
 
 
-def _on_host(
-    value: Any, checkpoint: InFlightCheckpoint, numbers: dict[Any, int], path: tuple[Any, ...]
-) -> Any:
-    """Rebuild a state with each tensor replaced by its view of the buffer."""
+def _on_host(value: Any, views: Mapping[StatePath, Tensor], path: tuple[Any, ...]) -> Any:
+    """Rebuild a state with each tensor replaced by its view of the image."""
     if isinstance(value, dict):
         steps = {key: (key,) if isinstance(key, int) else str(key) for key in value}
-        return {
-            key: _on_host(inner, checkpoint, numbers, (*path, steps[key]))
-            for key, inner in value.items()
-        }
+        return {key: _on_host(inner, views, (*path, steps[key])) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_on_host(one, checkpoint, numbers, (*path, i)) for i, one in enumerate(value)]
-    if not isinstance(value, Tensor) or path not in numbers:
+        return [_on_host(one, views, (*path, i)) for i, one in enumerate(value)]
+    if not isinstance(value, Tensor) or path not in views:
         return copy.deepcopy(value)
-    host = _view(checkpoint, numbers[path])
+    host = views[path]
     if isinstance(value, DTensor):
         shape, stride = value.shape, value.stride()
         mesh, placements = value.device_mesh, value.placements
@@ -270,7 +259,10 @@ def _on_host(
     return host
 
 
-def _view(checkpoint: InFlightCheckpoint, number: int) -> Tensor:
-    spec, entry = checkpoint.file.specs[number], checkpoint.file.entries[number]
-    content = checkpoint.slot.buffer.tensor[entry.data : entry.data + spec.nbytes]
-    return content.view(spec.dtype).view(spec.sizes)
+def _image_views(checkpoint: InFlightCheckpoint) -> dict[StatePath, Tensor]:
+    """Views of all tensors in an image of the file, which the checkpoint's copies fill."""
+    image, file = checkpoint.claim_image(), checkpoint.file
+    return {
+        spec.path: image[entry.data : entry.data + spec.nbytes].view(spec.dtype).view(spec.sizes)
+        for spec, entry in zip(file.specs, file.entries, strict=True)
+    }

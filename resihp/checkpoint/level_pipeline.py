@@ -239,15 +239,14 @@ class LevelPipeline:
             checkpoint.uploaded()
 
     def _pass_on(self, checkpoint: InFlightCheckpoint, is_put: bool, worker: LevelWorker) -> bool:
-        """Pass a checkpoint on from the disk, or from the buffer if the disk failed."""
+        """Pass a checkpoint on from the disk, or from the cache if the disk failed."""
         name = worker.level.name
         if not is_put:
             if checkpoint.problem is not None:
                 return False
-            if not checkpoint.fall_back_to_buffer():
-                worker.counters.skipped += 1  # the buffer may already hold newer bytes
+            if not checkpoint.fall_back_to_copies(name):
+                worker.counters.skipped += 1  # the state may have changed since
                 return False
-            checkpoint.done_with(name, 0)
         elif len(checkpoint.identity.ranks) == 1 and not worker.has_room:
             self._replace_oldest(worker)
         is_accepted = worker.offer(checkpoint)

@@ -56,7 +56,7 @@ class FolderImages(ImageStore):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"rank {rank} of step {step} is not in memory") from error
         split = index.tensor_bytes
-        return MemoryImage(index, view[:split], bytes(view[split:]), _nothing)
+        return MemoryImage(index, [view[:split]], bytes(view[split:]), _nothing)
 
     def _index(self, path: Path) -> FileIndex:
         """The index in a file, parsed once as long as that does not change."""

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from resihp.checkpoint import IndependentRank, LocalDisk, Restored
+from resihp.checkpoint.format.index import CHUNK_BYTES
 from resihp.checkpoint.levels import Level
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 
 SIZES = ((3,), (700, 401), (1,), (), (1025, 1030), (0, 4), (2, 3, 5))
 """More than one chunk in all, with tensors that end inside a chunk and some that are tiny."""
+
+
+def room_for(images: int) -> int:
+    """Size of a host cache, in bytes, that holds so many images of a `stamped` state."""
+    return (4 + 2 * images) * CHUNK_BYTES
 
 
 def stamped(step: int) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from tests.checkpoint.helpers import (
     SlowDisk,
     assert_stamped,
     back_from,
+    room_for,
     run_python,
     stamp,
     stamped,
@@ -156,10 +157,10 @@ def save_all(saver: Checkpointer, steps: range, memory: HostMemory | None = None
     return begun
 
 
-def test_a_last_save_without_a_buffer_is_made_up_for_at_close(tmp_path: Path) -> None:
+def test_a_last_save_without_room_is_made_up_for_at_close(tmp_path: Path) -> None:
     disk = GatedDisk(tmp_path)
     with Checkpointer([disk]) as saver:
-        assert not save_all(saver, range(5))[-1], "no buffer was free"
+        assert not save_all(saver, range(5))[-1], "there was no room"
         assert saver.counters.no_buffer
         disk.gate.set()
     assert not saver.counters.failures
@@ -170,7 +171,7 @@ def test_a_last_save_without_a_buffer_is_made_up_for_at_close(tmp_path: Path) ->
 
 def test_a_last_save_that_the_disk_alone_skipped_is_made_up_for(tmp_path: Path) -> None:
     memory, disk = HostMemory(), GatedDisk(tmp_path)
-    with Checkpointer([memory, disk], buffers=3) as saver:
+    with Checkpointer([memory, disk], host_cache_bytes=room_for(4)) as saver:
         assert save_all(saver, range(5), memory)[-1], "host memory has taken it"
         assert saver.counters.levels[disk.name].skipped
         disk.gate.set()

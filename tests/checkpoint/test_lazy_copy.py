@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, LocalDisk
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.copier import write_order
-from tests.checkpoint.helpers import GatedDisk, SlowDisk, assert_stamped, back_from, stamp, stamped
+from tests.checkpoint.helpers import (
+    GatedDisk,
+    SlowDisk,
+    assert_stamped,
+    back_from,
+    room_for,
+    stamp,
+    stamped,
+)
 
 naps = st.sampled_from([0.0, 0.0, 0.0002, 0.001, 0.004])
 
@@ -23,17 +31,17 @@ naps = st.sampled_from([0.0, 0.0, 0.0002, 0.001, 0.004])
 @given(
     compute=st.lists(naps, min_size=3, max_size=8),
     storage=st.lists(naps, min_size=1, max_size=3),
-    buffers=st.integers(1, 2),
+    room=st.sampled_from([None, room_for(2), room_for(3)]),
     in_memory=st.booleans(),
 )
 def test_every_checkpoint_holds_one_step_alone(
-    compute: list[float], storage: list[float], buffers: int, in_memory: bool
+    compute: list[float], storage: list[float], room: int | None, in_memory: bool
 ) -> None:
     state = stamped(-2)
     with tempfile.TemporaryDirectory() as folder:
         disk = SlowDisk(Path(folder), 0.0, keep=20)
         levels = [HostMemory(keep=1), disk] if in_memory else [disk]
-        with Checkpointer(levels, buffers=buffers) as saver:
+        with Checkpointer(levels, host_cache_bytes=room) as saver:
             saver.prepare(state)
             for step, nap in enumerate(compute):
                 disk.delay_s = storage[step % len(storage)]
@@ -53,7 +61,7 @@ def test_every_checkpoint_holds_one_step_alone(
             restored, into = back_from(LocalDisk(Path(folder)), step=step)
             assert_stamped(into, step)
             assert restored.extra == {"step": step}
-        assert steps, "the first one always finds a free buffer"
+        assert steps, "the first one always finds room"
 
 
 def test_a_fence_for_some_tensors_lets_only_those_change(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from resihp.checkpoint import (
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from resihp.contracts import CheckpointError, ContractError
-from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
+from tests.checkpoint.helpers import assert_stamped, back_from, room_for, stamp, stamped
 
 
 def train(saver: Checkpointer, steps: range) -> None:
@@ -132,7 +132,7 @@ def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
             super().put(checkpoint)
 
     state, disk, memory = stamped(0), Hanging(tmp_path), HostMemory()
-    saver = Checkpointer([memory, disk], buffers=2)
+    saver = Checkpointer([memory, disk], host_cache_bytes=room_for(3))
     for step in range(20):
         saver.fence()
         stamp(state, step)
@@ -351,7 +351,11 @@ def test_a_save_after_close_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
         (lambda d: Checkpointer([LocalDisk(d), LocalDisk(d)]), "same name"),
         (lambda d: Checkpointer(LocalDisk(d)), "levels: a list of levels"),
         (lambda d: Checkpointer([str(d)]), "levels: a list of levels"),
-        (lambda d: Checkpointer([LocalDisk(d)], buffers=0), "buffers: at least one"),
+        (lambda d: Checkpointer([LocalDisk(d)], host_cache_bytes=0), "host_cache_bytes: at least"),
+        (
+            lambda d: Checkpointer([LocalDisk(d)], host_cache_bytes=1e9),
+            "host_cache_bytes: at least",
+        ),
         (lambda d: Checkpointer([LocalDisk(d)], niceness=20), "niceness: from 0 to 19"),
         (lambda d: Checkpointer([LocalDisk(d)], EveryStep), "policy: e.g. EveryStep"),
         (lambda d: LocalDisk(d, keep=0), "keep: at least one"),

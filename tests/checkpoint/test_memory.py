@@ -12,7 +12,7 @@ TWO, ONE = (0, 1), (0,)
 
 def put(store: ImageStore, rank: int, step: int, lineage: Lineage, ranks: tuple[int, ...]) -> None:
     index = FileIndex(step, rank, lineage, ranks, (), 0)
-    store.add(MemoryImage(index, memoryview(b""), b"", lambda: None))
+    store.add(MemoryImage(index, [], b"", lambda: None))
 
 
 def held(store: ImageStore) -> set[tuple[int, int, str]]:

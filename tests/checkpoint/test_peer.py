@@ -162,7 +162,7 @@ def test_a_damaged_copy_gives_way_to_another(caplog: pytest.LogCaptureFixture) -
             assert saver.wait(300)
             assert saver.counters.levels[peers.name].saved == 1
             image = own.store.get(0, 0)
-            image.tensors[image.index.tensors[1].data] ^= 1
+            image.tensors[0][image.index.tensors[1].data] ^= 1
             restored, into = back_from(theirs)
             assert_stamped(into, 0)
             assert not restored.skipped

@@ -1,8 +1,7 @@
-"""Layout of one rank's file, which is also the layout of its host buffers.
+"""Layout of one rank's file, archive frames included.
 
-A host buffer is an image of the file, archive frames included. Frames are written into it once; a
-checkpoint changes tensor data alone, and large aligned writes store the buffer as it is, whatever
-the sizes of the tensors.
+A chunk in host memory has the layout of that part of the file, so that large aligned writes store
+it as it is, whatever the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -103,20 +102,22 @@ class ShardFile:
                 at = stop
         return [found[number] for number in range(len(self.chunks))]
 
-    def put_frames(self, chunk: int, goal: Tensor) -> None:
-        """Write the frames of a chunk into `goal`, the bytes of that chunk (uint8)."""
-        first, last = self.chunks[chunk]
+    def put_frames(self, chunk: int, goal: memoryview, first: int) -> None:
+        """Write frames into `goal`: bytes of a chunk, from file offset `first` on."""
+        last = first + len(goal)
         for at, content in self._frames[chunk]:
             low, high = max(at, first), min(at + len(content), last)
-            part = bytearray(content[low - at : high - at])
-            goal[low - first : high - first] = torch.frombuffer(part, dtype=torch.uint8)
+            if low < high:
+                goal[low - first : high - first] = content[low - at : high - at]
 
     def _framing(self, frames: Sequence[ArchiveFrame]) -> list[list[tuple[int, bytes]]]:
-        """For each chunk, offset and content of the frames that overlap it."""
+        """For each chunk, offset and content of all bytes around tensors that overlap it."""
         found: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
-        for entry, spec, around in zip(self.entries, self.specs, frames, strict=True):
+        stops = [*(entry.start for entry in self.entries[1:]), self.nbytes]
+        for entry, spec, around, stop in zip(self.entries, self.specs, frames, stops, strict=False):
             ends = entry.data + spec.nbytes
-            for at, content in ((entry.start, around.head), (ends, around.tail)):
+            tail = around.tail.ljust(stop - ends, b"\0")
+            for at, content in ((entry.start, around.head), (ends, tail)):
                 for chunk in range(at // CHUNK_BYTES, (at + len(content) - 1) // CHUNK_BYTES + 1):
                     found[chunk].append((at, content))
         return [found[number] for number in range(len(self.chunks))]

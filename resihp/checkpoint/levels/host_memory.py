@@ -1,10 +1,12 @@
-"""Host memory: the newest checkpoints stay in the buffers into which they were copied."""
+"""Host memory: the newest checkpoints stay in the blocks into which they were copied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from threading import Lock
 
 from resihp.contracts import CheckpointError
@@ -19,22 +21,30 @@ from .level import CheckpointReader, Level, valid_keep
 class MemoryImage:
     """The file of a rank in memory: index, tensor section and object section.
 
+    tensors  the tensor section, in one or more parts
     release  called when the image is dropped
     """
 
     index: FileIndex
-    tensors: memoryview
+    tensors: Sequence[memoryview]
     section: bytes
     release: Callable[[], None]
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes of the file from offset `start`."""
-        split, stop = self.index.tensor_bytes, start + len(into)
-        if start < split:
-            into[: min(stop, split) - start] = self.tensors[start : min(stop, split)]
-        if stop > split:
-            section = memoryview(self.section)
-            into[max(start, split) - start :] = section[max(start - split, 0) : stop - split]
+        number = bisect_right(self._starts, start) - 1
+        while into:
+            part = self._parts[number][start - self._starts[number] :][: len(into)]
+            into[: len(part)] = part
+            start, into, number = start + len(part), into[len(part) :], number + 1
+
+    @cached_property
+    def _parts(self) -> Sequence[memoryview]:
+        return [*(part for part in self.tensors if part), memoryview(self.section)]
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        return [0, *accumulate(len(part) for part in self._parts)][:-1]
 
 
 class ImageStore:
@@ -99,9 +109,9 @@ class ImageStore:
 
 
 class HostMemory(Level):
-    """Checkpoints of this process, in the buffers into which they were copied.
+    """Checkpoints of this process, in the blocks of the host cache into which they were copied.
 
-    keep  number of checkpoints that stay; each takes a buffer of the size of the state
+    keep  number of checkpoints that stay; the cache has to hold them and one more
     """
 
     name = "host memory"
@@ -111,12 +121,12 @@ class HostMemory(Level):
         self.keep = keep
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Wait for the copy and keep the buffer until newer checkpoints are complete."""
+        """Wait for the copy and keep its blocks until newer checkpoints are complete."""
         checkpoint.take(checkpoint.count - 1)
-        index, buffer = checkpoint.index(), checkpoint.slot.buffer.view
+        index, chunks = checkpoint.index(), [*map(checkpoint.chunk, range(checkpoint.count))]
         checkpoint.kept.add(self.name)
         release = partial(checkpoint.done_with, self.name)
-        self.store.add(MemoryImage(index, buffer, checkpoint.section, release))
+        self.store.add(MemoryImage(index, chunks, checkpoint.section, release))
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         return [StoredCheckpoint(index.step, index.lineage) for index in self.store.indexes()]

@@ -33,7 +33,7 @@ class Level(ABC):
 
     name          names the level in messages and counters
     after_disk    takes checkpoints from the disk level's file, if there is a disk level, so that
-                  it holds no host buffer
+                  it needs no host memory
     patience      number of checkpoints that may wait while one is being put
 
     `put` is called in a thread that belongs to the level alone.

@@ -14,12 +14,9 @@ from resihp.contracts import ContractError
 
 from ..format.metadata import data_name
 from ..staging.in_flight import InFlightCheckpoint
-from ..staging.zero_copy import ZeroCopyChunks
+from ..staging.zero_copy import WRITERS, ZeroCopyChunks
 from .checkpoint_folder import CheckpointFolder, part_folder, step_name
 from .direct_file import DirectFile
-
-WRITERS = 2
-"""Threads per file: while one computes checksums the other keeps the disk busy."""
 
 RUN_CHUNKS = 4
 """Chunks that a thread claims at a time and writes with one call if possible.
@@ -139,8 +136,8 @@ class _FileWrite:
         chunks = ZeroCopyChunks(self._checkpoint)
         try:
             while run := self._claim():
-                chunks.write(run[0], run[-1] + 1, self._put)
-                self._finish(run)
+                for written in chunks.write(run[0], run[-1] + 1, self._put):
+                    self._finish(written)
         except BaseException:
             self._is_broken = True
             raise
@@ -156,9 +153,10 @@ class _FileWrite:
                 self._next = min(first + self._at_once, self._checkpoint.count)
             return range(first, self._next)
 
-    def _finish(self, run: range) -> None:
+    def _finish(self, written: range) -> None:
+        """Release the prefix of chunks that is written."""
         with self._lock:
-            self._written.update(run)
+            self._written.update(written)
             while self._prefix in self._written:
                 self._prefix += 1
             self._checkpoint.done_with(self._level, self._prefix)

@@ -174,7 +174,7 @@ class PeerServer:
         except BaseException:
             self._return_buffer(buffer)
             raise
-        image = MemoryImage(index, view, bytes(section), lambda: self._return_buffer(buffer))
+        image = MemoryImage(index, [view], bytes(section), lambda: self._return_buffer(buffer))
         self._store.add(image)
         connection.send(done=True)
 

@@ -29,7 +29,7 @@ class SharedStorage(Level):
     keep     number of complete checkpoints that stay
     options  of the file system, as for fsspec
 
-    It reads the disk level's file if there is a disk level, and then holds no host buffer.
+    It reads the disk level's file if there is a disk level, and then needs no host memory.
     """
 
     after_disk = True
@@ -65,6 +65,8 @@ class SharedStorage(Level):
         for number in range(checkpoint.count):
             checkpoint.take(number)
             file.write(checkpoint.chunk(number))
+            checkpoint.checksum(number)
+            checkpoint.done_with(self.name, number + 1)
         file.write(checkpoint.section)
         return checkpoint.index()
 

@@ -1,1 +1,1 @@
-"""Lazy copy: from a state to an image of a rank's file in host memory, during training."""
+"""Lazy copy: from a state, through the host cache, to the levels, during training."""

@@ -1,4 +1,4 @@
-"""Copier: a thread that copies state into host buffers while training computes.
+"""Copier: a thread that copies state into the host cache while training computes.
 
 On a CUDA device the copies run on a stream of lowest priority that first waits for the optimizer,
 a few chunks in flight at a time, so that transfers of the training run in between; the fence then
@@ -25,9 +25,11 @@ from .in_flight import ChunkState, InFlightCheckpoint
 IN_FLIGHT = 4
 """Maximum number of chunk copies submitted to the device and not completed."""
 
+_NOT_NOW = -1
+
 
 class Copier:
-    """Copies one checkpoint after the other, each chunk once its place in the buffer is free."""
+    """Copies one checkpoint after the other, each chunk once the cache has a block for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._queue: SimpleQueue[InFlightCheckpoint | None] = SimpleQueue()
@@ -38,7 +40,7 @@ class Copier:
 
     @property
     def pins(self) -> bool:
-        """True if host buffers should be pinned."""
+        """True if host memory should be pinned."""
         return self._stream is not None
 
     def start(self, checkpoint: InFlightCheckpoint) -> None:
@@ -47,15 +49,29 @@ class Copier:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._queue.put(checkpoint)
 
-    def help(self, checkpoint: InFlightCheckpoint, needed: Iterable[int]) -> bool:
-        """Copy open chunks in the caller's thread; False on a device, where the stream copies."""
-        if self._stream is not None:
-            return False
-        put = _ChunkCopy(checkpoint)
-        for number in needed:
-            if _claim_at_fence(checkpoint, number):
+    def help(self, checkpoint: InFlightCheckpoint, pending: deque[int]) -> bool:
+        """Remove chunks from `pending` whose tensors may change, copying open ones on the way.
+
+        Ends at the first chunk without room; on a device at the first open one, as the stream
+        copies there (then returns False). A chunk that another thread is copying stays, in front.
+        """
+        put = None if self._stream is not None else _ChunkCopy(checkpoint)
+        busy: list[int] = []
+        while pending:
+            with checkpoint.changed:
+                state = checkpoint.progress[pending[0]]
+                is_open = state < ChunkState.ORDERED and state is not ChunkState.COPYING
+                if checkpoint.problem is not None or (
+                    is_open and (put is None or not checkpoint.claim(pending[0]))
+                ):
+                    break
+            number = pending.popleft()
+            if is_open and put is not None:
                 put(number, ChunkState.COPIED)
-        return True
+            elif state is ChunkState.COPYING:
+                busy.append(number)
+        pending.extendleft(reversed(busy))
+        return put is not None
 
     def fence(self) -> None:
         """Make the caller's stream wait for every copy submitted so far."""
@@ -79,7 +95,6 @@ class Copier:
                 self._copy(checkpoint)
             except Exception as problem:  # noqa: BLE001 - raised in the levels, which count it
                 checkpoint.abandon(problem)
-            with checkpoint.changed:
                 checkpoint.sources = ()
             del checkpoint
 
@@ -97,14 +112,17 @@ def _copy_from_device(checkpoint: InFlightCheckpoint, stream: torch.cuda.Stream)
     put = _ChunkCopy(checkpoint)
     flying: deque[tuple[int, torch.cuda.Event]] = deque()
     try:
-        while (number := _next(checkpoint)) is not None:
+        while (number := _next(checkpoint, can_wait=not flying)) is not None:
+            if number == _NOT_NOW:
+                _land(checkpoint, flying)  # levels may then release its block
+                continue
             put(number, ChunkState.ORDERED)
             flying.append((number, stream.record_event()))
             if len(flying) >= IN_FLIGHT and not checkpoint.hurry.is_set():
                 _land(checkpoint, flying)
+    finally:
         while flying:
             _land(checkpoint, flying)
-    finally:
         stream.synchronize()  # the references to the tensors are dropped after this
 
 
@@ -114,61 +132,58 @@ def _land(checkpoint: InFlightCheckpoint, flying: deque[tuple[int, torch.cuda.Ev
     checkpoint.move(number, ChunkState.COPIED)
 
 
-def _next(checkpoint: InFlightCheckpoint) -> int | None:
+def _next(checkpoint: InFlightCheckpoint, *, can_wait: bool = True) -> int | None:
     """Wait for the next chunk to copy, and claim it for the copying thread; None at the end.
 
     With a level that writes from the tensors it starts at the other end, as late as possible.
+    Returns `_NOT_NOW` in place of a wait for room unless it `can_wait`.
     """
     while True:
         with checkpoint.changed:
             if checkpoint.problem is not None or checkpoint.is_safe:
+                checkpoint.sources = ()
                 return None
             progress, pace = checkpoint.progress, checkpoint.pace
             number = progress.last_open() if pace else progress.first_open()
             if number is None or not checkpoint.has_room(number):
+                if not can_wait:
+                    return _NOT_NOW
                 checkpoint.changed.wait()
                 continue
             nap_s = pace.nap_s(checkpoint) if pace and not checkpoint.hurry.is_set() else 0.0
             if not nap_s:
-                progress.set(number, ChunkState.COPYING)
+                checkpoint.claim(number)
                 return number
         checkpoint.hurry.wait(nap_s)
 
 
-def _claim_at_fence(checkpoint: InFlightCheckpoint, number: int) -> bool:
-    """Claim a chunk for the thread at the fence, even if a level is writing it; True if claimed."""
-    with checkpoint.changed:
-        is_free = checkpoint.progress[number] in (ChunkState.OPEN, ChunkState.ZERO_COPY)
-        if checkpoint.problem is not None or not is_free or not checkpoint.has_room(number):
-            return False
-        checkpoint.progress.set(number, ChunkState.COPYING)
-        return True
-
-
 class _ChunkCopy:
-    """Copies the frames and tensor segments of a chunk into the buffer."""
+    """Copies the frames and tensor segments of a chunk into its block."""
 
     def __init__(self, checkpoint: InFlightCheckpoint) -> None:
         self._checkpoint, self._sources = checkpoint, checkpoint.sources
-        self._image = checkpoint.slot.buffer.tensor
         self._held, self._source = -1, torch.empty(0)
 
     def __call__(self, number: int, then: ChunkState) -> None:
         """Copy a claimed chunk, which is in state `then` afterwards."""
+        checkpoint = self._checkpoint
         try:
-            self._checkpoint.slot.write_frames(number)
-            for segment in self._checkpoint.file.segments[number]:
+            start = checkpoint.file.chunks[number][0]
+            checkpoint.file.put_frames(number, checkpoint.chunk(number), start)
+            block = checkpoint.cache.tensor(checkpoint.blocks[number])
+            for segment in checkpoint.file.segments[number]:
                 if segment.tensor != self._held:
                     self._held, self._source = (
                         segment.tensor,
                         flat_bytes(self._sources[segment.tensor]),
                     )
-                goal = self._image[segment.at : segment.at + segment.stop - segment.start]
+                at = segment.at - start
+                goal = block[at : at + segment.stop - segment.start]
                 goal.copy_(self._source[segment.start : segment.stop], non_blocking=True)
         except BaseException:
-            self._checkpoint.move(number, ChunkState.OPEN)  # so that the buffer is not kept for it
+            checkpoint.move(number, ChunkState.OPEN)  # so that no block is held for it
             raise
-        self._checkpoint.move(number, then)
+        checkpoint.move(number, then)
 
 
 def chunks_of(checkpoint: InFlightCheckpoint, tensors: Iterable[Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Host memory for checkpoint buffers: allocation, and page advice to the kernel.
+"""Host memory for checkpoints: allocation, and page advice to the kernel.
 
 Direct writes from small pages take twice as long, because a disk request holds a limited number of
 pages. `collapse` moves tensors to huge pages at unchanged addresses (MADV_COLLAPSE, Linux 6.1);
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from threading import Event, Thread
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from resihp._shutdown import start_thread
+from resihp.contracts import CheckpointError
 
-from ..format.checksum import ROW_BYTES
 from ..thread_priority import BACKGROUND_NICENESS, lower_priority
 
 _HUGE_BYTES, _STRETCH_BYTES = 2 << 20, 32 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
+_PORTABLE = 1
+"""Flag of `cudaHostRegister`: pinned for all devices."""
 
 
 class HostBuffer:
@@ -65,12 +68,9 @@ def collapse(tensors: Sequence[Tensor], is_over: Event) -> None:
 
 
 def populate(buffers: Sequence[Tensor], is_over: Event) -> None:
-    """Allocate the pages of buffers that are not pinned, in stretches of 32 MiB.
-
-    Starts at the end, where the copy starts if the disk writes from the tensors meanwhile.
-    """
+    """Allocate the pages of buffers that are not pinned, in stretches of 32 MiB."""
     for buffer in (one for one in buffers if not one.is_pinned()):
-        for at in reversed(range(0, buffer.nbytes, _STRETCH_BYTES)):
+        for at in range(0, buffer.nbytes, _STRETCH_BYTES):
             nbytes = min(_STRETCH_BYTES, buffer.nbytes - at)
             if is_over.is_set() or not _advise(
                 buffer.data_ptr() + at, nbytes, _MADV_POPULATE_WRITE
@@ -89,9 +89,17 @@ def _mapped(nbytes: int, *, huge: bool) -> Tensor:
 
 
 def _pinned(nbytes: int) -> Tensor:
-    memory = torch.empty(nbytes + ROW_BYTES, dtype=torch.uint8, pin_memory=True)
-    start = -memory.data_ptr() % ROW_BYTES
-    return memory[start : start + nbytes].zero_()
+    """Map memory and register it with the device.
+
+    torch's own allocator of pinned memory rounds sizes up to a power of two.
+    """
+    memory, cudart = _mapped(nbytes, huge=True), torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    if code:
+        raise CheckpointError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {code})")
+    unregister = weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+    unregister.atexit = False  # the device's context may have ended by then
+    return memory
 
 
 def _advise(start: int, nbytes: int, advice: int) -> bool:

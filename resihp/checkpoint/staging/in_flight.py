@@ -1,8 +1,9 @@
-"""A checkpoint in flight: its progress through one host buffer, and its readers.
+"""A checkpoint in flight: its progress through the host cache, and its readers.
 
-Copying, reading and the next checkpoint's copying follow each other through the buffer chunk by
-chunk: a level may read a chunk once it is copied, and the next checkpoint may overwrite it once
-every level has read it. A single buffer is therefore enough while the disk keeps up.
+Copying, reading and the next checkpoint's copying follow each other through the cache chunk by
+chunk: a level may read a chunk once it is copied, and another chunk may take its block once every
+level has read it. A cache of one image of the state is therefore enough while the disk keeps up,
+and a smaller one passes the state through at the pace of storage.
 
 A level that writes from the tensors' own memory makes the copy unnecessary: chunks written before
 the fence are never copied; a chunk being written at the fence is copied and written again.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -24,7 +25,7 @@ from ..format.checksum import checksum
 from ..format.index import FileIndex, IndexEntry, spans
 from ..format.shard_file import ShardFile
 from ..history import Lineage
-from .host_buffer import HostBuffer
+from .host_cache import HostCache
 
 EncodeObjects = Callable[[int], tuple[tuple[IndexEntry, ...], bytes]]
 """Encodes the object section from a file offset; returns its entries and its bytes."""
@@ -40,29 +41,32 @@ class ChunkState(IntEnum):
     OPEN = 0
     """Not begun."""
     COPYING = 1
-    """A thread is copying it, or its edges, into the buffer."""
+    """A thread is copying it into its block, or its edges elsewhere."""
     ZERO_COPY = 2
     """A level is writing it from the tensors' own memory."""
     ORDERED = 3
     """Its copy has been submitted to the device's stream."""
     COPIED = 4
-    """The buffer holds it."""
+    """Its block holds it, until all levels have read it."""
     STORED = 5
-    """A level has written it from the tensors' own memory; the buffer does not hold it."""
+    """A level has written it from the tensors' own memory; no block holds it."""
+
+
+_IN_COPY = (ChunkState.COPYING, ChunkState.ORDERED)
+"""States in which a copy may still write into the chunk's block."""
 
 
 class ChunkProgress:
     """States of all chunks of a checkpoint; callers hold the checkpoint's lock.
 
-    copied   length of the prefix of chunks that the buffer holds
-    copying  number of chunks in state COPYING
-    safe     number of chunks whose tensors may change
+    copied  length of the prefix of chunks that have been copied
+    safe    number of chunks whose tensors may change
     """
 
     def __init__(self, count: int) -> None:
         self._states = [ChunkState.OPEN] * count
         self._low, self._high = 0, count
-        self.copied = self.copying = self.safe = 0
+        self.copied = self.safe = 0
 
     def __getitem__(self, number: int) -> ChunkState:
         return self._states[number]
@@ -71,10 +75,10 @@ class ChunkProgress:
         """Set the state of one chunk."""
         states = self._states
         self.safe += (state >= ChunkState.ORDERED) - (states[number] >= ChunkState.ORDERED)
-        self.copying += (state is ChunkState.COPYING) - (states[number] is ChunkState.COPYING)
         states[number] = state
         if state is ChunkState.OPEN:
             self._low, self._high = min(self._low, number), max(self._high, number + 1)
+            self.copied = min(self.copied, number)
         while self.copied < len(states) and states[self.copied] is ChunkState.COPIED:
             self.copied += 1
 
@@ -90,42 +94,10 @@ class ChunkProgress:
             self._high -= 1
         return self._high - 1 if self._low < self._high else None
 
-    def first_uncopied(self, among: Iterable[int]) -> int | None:
-        """Return the first of these chunks that the fence may copy, also in place of a level."""
-        waiting = (ChunkState.OPEN, ChunkState.ZERO_COPY)
-        return next((number for number in among if self._states[number] in waiting), None)
-
-    def are_safe(self, among: Iterable[int]) -> bool:
-        """Return True if the tensors of these chunks may change."""
-        return all(self._states[number] >= ChunkState.ORDERED for number in among)
-
     @property
-    def bypasses_buffer(self) -> bool:
-        """True if any chunk has been, or is being, written without the buffer."""
+    def bypasses_cache(self) -> bool:
+        """True if any chunk has been, or is being, written from the tensors."""
         return any(state in (ChunkState.ZERO_COPY, ChunkState.STORED) for state in self._states)
-
-    def reopen(self) -> None:
-        """Reopen the chunks that have been, or are being, written without the buffer."""
-        for number, state in enumerate(self._states):
-            if state in (ChunkState.ZERO_COPY, ChunkState.STORED):
-                self.set(number, ChunkState.OPEN)
-
-
-@dataclass(eq=False)
-class BufferSlot:
-    """A buffer that is an image of `file`, with the current or last checkpoint in it."""
-
-    buffer: HostBuffer
-    file: ShardFile
-    last: InFlightCheckpoint | None = None
-    framed: set[int] = field(default_factory=set)
-
-    def write_frames(self, chunk: int) -> None:
-        """Write the archive frames of a chunk into the buffer, at its first use."""
-        if chunk not in self.framed:
-            start, stop = self.file.chunks[chunk]
-            self.file.put_frames(chunk, self.buffer.tensor[start:stop])
-            self.framed.add(chunk)
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,7 @@ class ShardIdentity:
 
 @dataclass(eq=False)
 class InFlightCheckpoint:
-    """A checkpoint on its way through a buffer slot. All state is guarded by `changed`.
+    """A checkpoint on its way through the host cache. All state is guarded by `changed`.
 
     objects    encodes the objects, as they were at `save`
     pace       forecast for the one level that writes from the tensors' own memory; None: copy all
@@ -148,18 +120,17 @@ class InFlightCheckpoint:
     taken      for each level, the length of the prefix of chunks that it no longer needs
     uploads    number of levels that read the disk level's file
     stored     descriptor of that file, open while one of them needs it
+    blocks     for each chunk that is in the cache, or on its way there, its block
     sums       checksums of chunks, as far as they are known
     kept       levels that keep every chunk after their `put` has returned
-    previous   the checkpoint before in the same slot, while levels still read it there
     """
 
     identity: ShardIdentity
     file: ShardFile
-    slot: BufferSlot
+    cache: HostCache
     sources: Sequence[Tensor]
     objects: EncodeObjects
     changed: Condition
-    previous: InFlightCheckpoint | None = None
     begun_s: float = field(default_factory=time.monotonic)
     pace: Pace | None = None
     hurry: Event = field(default_factory=Event)
@@ -170,14 +141,23 @@ class InFlightCheckpoint:
 
     def __post_init__(self) -> None:
         self.progress = ChunkProgress(self.count)
+        self.blocks: dict[int, int] = {}
         self.sums: dict[int, int] = {}
         self.kept: set[str] = set()
-        self.slot.last = self
+        self._returned = 0
 
     @property
     def count(self) -> int:
         """Number of chunks in the tensor section."""
         return len(self.file.chunks)
+
+    @property
+    def streams(self) -> bool:
+        """True if the cache is smaller than the state, so that chunks have to leave it in time.
+
+        Copies then follow the order in which levels read, or chunks that none can use fill it.
+        """
+        return self.count > self.cache.capacity
 
     @property
     def is_safe(self) -> bool:
@@ -186,32 +166,54 @@ class InFlightCheckpoint:
 
     @property
     def is_idle(self) -> bool:
-        """True if the whole slot may be lent to another checkpoint."""
-        is_ended = self.problem is not None and not self.progress.copying
-        return (self.is_safe or is_ended) and not self.taken
+        """True once it has ended and no level and no block belongs to it."""
+        has_ended = self.is_safe or self.problem is not None
+        return has_ended and not self.taken and not self.blocks
 
     @property
     def released(self) -> int:
-        """Length of the prefix of chunks that the next checkpoint may overwrite."""
+        """Length of the prefix of chunks that no level needs any more."""
         return min(self.taken.values(), default=self.count)
 
     def released_within(self, window_s: float) -> bool:
         """Return True if, at the pace so far, all chunks will be released in `window_s`."""
         ahead, taken = self.count - self.released, self.released
-        if not self.is_safe or not taken:
+        if self.problem is not None or not self.is_safe or not taken:
             return False
         return (time.monotonic() - self.begun_s) / taken * ahead <= window_s
 
     def has_room(self, chunk: int) -> bool:
-        """Return True if the checkpoint before has released this chunk of the buffer."""
-        return self.previous is None or self.previous.released > chunk
+        """Return True if a chunk has a block or could take one."""
+        return chunk in self.blocks or self.cache.free > 0
+
+    def claim(self, chunk: int) -> bool:
+        """Take a block for a chunk, and mark it as being copied; False if none is free."""
+        if chunk not in self.blocks:
+            block = self.cache.take()
+            if block is None:
+                return False
+            self.blocks[chunk] = block
+        self.progress.set(chunk, ChunkState.COPYING)
+        return True
+
+    def claim_image(self) -> Tensor:
+        """Take adjacent blocks for all chunks of an idle cache; returns the image of the file."""
+        with self.changed:
+            assert self.cache.is_idle
+            assert not self.streams
+            for number in range(self.count):
+                block = self.cache.take()
+                assert block == number, "an idle cache lends its blocks in order"
+                self.blocks[number] = block
+            return self.cache.tensor(0, self.count)
 
     def move(self, chunk: int, state: ChunkState) -> None:
         """Set the state of a chunk and notify all waiting threads."""
         with self.changed:
             self.progress.set(chunk, state)
-            if self.is_safe:
-                self.previous = None
+            if state is ChunkState.OPEN:
+                self._put_back(chunk)
+            self._put_back_released()
             self.changed.notify_all()
 
     def abandon(self, problem: BaseException) -> None:
@@ -221,7 +223,7 @@ class InFlightCheckpoint:
             self.changed.notify_all()
 
     def take(self, chunk: int) -> None:
-        """Wait until the buffer holds a chunk. Raises the problem that ended the checkpoint."""
+        """Wait until a chunk is copied. Raises the problem that ended the checkpoint."""
         with self.changed:
             while self.progress.copied <= chunk and self.problem is None:
                 self.changed.wait()
@@ -235,12 +237,27 @@ class InFlightCheckpoint:
                 self.taken.pop(level, None)
             else:
                 self.taken[level] = chunks
+            if not self.taken and not self.is_safe:
+                self.problem = self.problem or CheckpointAbandoned("no level needs it any more")
+            self._put_back_released()
             self.changed.notify_all()
 
     def leave(self, level: str) -> None:
-        """Release the buffer on behalf of a level whose `put` has ended, unless it keeps it."""
+        """Release the blocks on behalf of a level whose `put` has ended, unless it keeps them."""
         if level not in self.kept:
             self.done_with(level)
+
+    def _put_back_released(self) -> None:
+        """Return the blocks of released chunks, as far as no thread is copying into them."""
+        states, stop = self.progress, self.released
+        while self._returned < stop and states[self._returned] not in _IN_COPY:
+            self._put_back(self._returned)
+            self._returned += 1
+
+    def _put_back(self, chunk: int) -> None:
+        block = self.blocks.pop(chunk, None)
+        if block is not None:
+            self.cache.put_back(block)
 
     def uploaded(self) -> None:
         """Close the disk level's file once the last level that reads it has ended."""
@@ -250,24 +267,41 @@ class InFlightCheckpoint:
                 os.close(self.stored)
                 self.stored = None
 
-    def fall_back_to_buffer(self) -> bool:
-        """Stop writing from the tensors; return True if the buffer has or will have every chunk."""
+    def fall_back_to_copies(self, level: str) -> bool:
+        """Give a level all chunks from the cache after the disk failed; True if that is possible.
+
+        Chunks that are not in the cache, or for which it has no room, are copied again as long as
+        the state cannot have changed.
+        """
         with self.changed:
             was_direct, self.pace = self.pace is not None, None
-            if was_direct and self.progress.bypasses_buffer:
-                if self.hurry.is_set() or not self.sources:
-                    return False
-                self.progress.reopen()
+            is_there = not self.released and not (
+                was_direct and (self.streams or self.progress.bypasses_cache)
+            )
+            if not is_there and (self.hurry.is_set() or not self.sources):
+                return False
+            self.taken[level] = 0
+            if not is_there:
+                self._reopen()
             self.changed.notify_all()
-            return not self.released
+            return True
+
+    def _reopen(self) -> None:
+        """Reopen the chunks that no block holds, and all if the cache is smaller than the state."""
+        self._returned = 0
+        for number in range(self.count):
+            is_lost = number not in self.blocks or self.streams
+            if is_lost and self.progress[number] not in _IN_COPY:
+                self._put_back(number)
+                self.progress.set(number, ChunkState.OPEN)
 
     def chunk(self, number: int) -> memoryview:
-        """View the bytes of a chunk in the buffer."""
+        """View the bytes of a copied chunk; valid until all levels have released it."""
         start, stop = self.file.chunks[number]
-        return self.slot.buffer.view[start:stop]
+        return self.cache.view(self.blocks[number])[: stop - start]
 
     def checksum(self, number: int) -> int:
-        """Checksum of a chunk in the buffer, computed at the first call."""
+        """Checksum of a chunk in the cache, computed at the first call."""
         if number not in self.sums:
             self.sums[number] = checksum([self.chunk(number)])
         return self.sums[number]
@@ -278,7 +312,7 @@ class InFlightCheckpoint:
         return self._encoded[1]
 
     def index(self) -> FileIndex:
-        """Build the index of the file; every chunk must be copied or stored."""
+        """Build the index of the file; every chunk must be stored, or in the cache."""
         objects, section = self._encoded
         view = memoryview(section)
         sums = [self.checksum(number) for number in range(self.count)]

@@ -1,9 +1,8 @@
-"""Stager: plans for a state, lends it a buffer, copies it, and waits for the copy at the fence."""
+"""Stager: plans for a state, copies it through the host cache, and waits for that at the fence."""
 
 from __future__ import annotations
 
 import copy
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,23 +11,25 @@ from threading import Condition
 import torch
 from torch import Tensor, nn
 
+from resihp.contracts import ContractError
+
 from ..format.shard_file import ShardFile, ShardSpec, encode_object, object_section
 from ..history import Lineage
 from ..ranks import Ranks, SaveItem, assign_writers
 from ..state_dict import CollectedState, ObjectEntry, State, collect, extra_entry
-from .buffer_pool import BufferPool
 from .copier import Copier, chunks_of, write_order
-from .host_buffer import begin, collapse
-from .in_flight import (
-    CheckpointAbandoned,
-    EncodeObjects,
-    InFlightCheckpoint,
-    Pace,
-    ShardIdentity,
-)
+from .fence import FenceWait
+from .host_buffer import begin, collapse, populate
+from .host_cache import BLOCK_BYTES, HostCache
+from .in_flight import EncodeObjects, InFlightCheckpoint, Pace, ShardIdentity
+from .zero_copy import SCRATCH_BLOCKS, WRITERS
 
 _OBJECT_OFFSETS = (-1,)
 """Placeholder for the offsets of an object."""
+
+_RESERVED_BLOCKS = WRITERS * SCRATCH_BLOCKS
+LEAST_CACHE_BYTES = 2 * _RESERVED_BLOCKS * BLOCK_BYTES
+"""Smallest host cache: half of it is memory of the threads that write from the tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +98,22 @@ class CapturedState:
 
 
 class Stager:
-    """Copies states into host buffers, one at a time.
+    """Copies states through the host cache, one at a time.
 
-    buffers  number of host buffers, each of the size of this rank's state
-    spare    number of those that a slow level uses
+    kept         number of checkpoints that a level keeps in the cache
+    spare        number of images for a slow level, beyond those kept and one more
+    cache_bytes  size of the cache; None: all of these images of this rank's state
+
+    room_s       seconds that fences have waited for room in the cache
     """
 
-    def __init__(self, ranks: Ranks, buffers: int, spare: int = 0) -> None:
-        self._ranks = ranks
-        self._pool = BufferPool(buffers, spare)
+    def __init__(
+        self, ranks: Ranks, *, kept: int = 0, spare: int = 0, cache_bytes: int | None = None
+    ) -> None:
+        self._ranks, self._kept, self._spare = ranks, kept, spare
+        self._cache_bytes, self.room_s = cache_bytes, 0.0
+        self._cache: HostCache | None = None
+        self._in_flight: list[InFlightCheckpoint] = []
         self._changed = Condition()
         self._copier: Copier | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -119,11 +127,14 @@ class Stager:
         self._modules += modules
 
     def fit(self, state: State) -> CollectedState:
-        """Plan for the state if its shapes are new, and allocate buffers; a collective call."""
+        """Plan for the state if its shapes are new, and allocate the cache; a collective call.
+
+        Raises `ContractError` for a state that cannot be saved.
+        """
         collected = collect(state)
         if not self.has_plan(collected):
             self.plan(collected, self._ranks.gather(save_items_of(collected)))
-        self._fit_pool()
+        self._fit_cache()
         return collected
 
     def has_plan(self, state: CollectedState) -> bool:
@@ -183,26 +194,31 @@ class Stager:
         )
 
     def lend(self, captured: CapturedState, window_s: float) -> InFlightCheckpoint | None:
-        """Lend a buffer to a checkpoint, not begun yet; None if none is free within the window."""
-        self._fit_pool()
-        lent = self._pool.lend(captured.file, window_s)
-        if lent is None:
-            return None
-        slot, previous = lent
-        return InFlightCheckpoint(
+        """Open a checkpoint, not begun yet; None if the cache has no room within the window.
+
+        Chunks of earlier checkpoints may still be there, if levels are expected to release them.
+        """
+        cache = self._fit_cache()
+        with self._changed:
+            self._in_flight = [one for one in self._in_flight if not one.is_idle]
+            soon = sum(len(o.blocks) for o in self._in_flight if o.released_within(window_s))
+            if cache.free + soon < min(len(captured.file.chunks), cache.capacity):
+                return None
+        checkpoint = InFlightCheckpoint(
             captured.identity,
             captured.file,
-            slot,
+            cache,
             captured.sources,
             captured.objects,
             self._changed,
-            previous=previous,
         )
+        self._in_flight.append(checkpoint)
+        return checkpoint
 
     def start(self, checkpoint: InFlightCheckpoint, pace: Pace | None = None) -> None:
         """Begin to copy; with a pace, only what the level will not write from the tensors."""
         assert self._copier is not None
-        if checkpoint.previous is None and not self._copier.pins:
+        if (checkpoint.cache.is_idle or checkpoint.streams) and not self._copier.pins:
             checkpoint.pace = pace
         self._copier.start(checkpoint)
 
@@ -210,58 +226,63 @@ class Stager:
         self,
         checkpoint: InFlightCheckpoint,
         tensors: Sequence[Tensor] | None,
-        deadline_s: float = 0.0,
+        deadline_s: float | None = None,
     ) -> bool:
         """Wait until the tensors (None: all) may change; False if the checkpoint is abandoned.
 
-        It waits for copies and not for storage: chunks that a level is writing from the tensors are
-        copied. A copy that needs room in the buffer waits until the deadline of the monotonic
-        clock, then the checkpoint is abandoned.
+        Chunks that a level is writing from the tensors are copied. For room in the cache it waits
+        until the deadline of the monotonic clock; None: not at all if the cache could hold the
+        whole state, else as long as storage makes progress. See `FenceWait`.
         """
         assert self._copier is not None
         if checkpoint.is_safe and not self._copier.pins:
             return True
         checkpoint.hurry.set()
+        wait = FenceWait(checkpoint, self._copier, deadline_s)
         try:
-            needed = range(checkpoint.count) if tensors is None else chunks_of(checkpoint, tensors)
-            return self._secure(checkpoint, needed, self._copier, deadline_s)
+            return wait.secure(_needed(checkpoint, tensors))
         except BaseException as problem:
             checkpoint.abandon(problem)  # the caller changes the state in any case
             raise
         finally:
+            self.room_s += wait.room_s
             self._copier.fence()
-
-    def _secure(
-        self,
-        checkpoint: InFlightCheckpoint,
-        needed: Sequence[int],
-        copier: Copier,
-        deadline_s: float,
-    ) -> bool:
-        while True:
-            helps = copier.help(checkpoint, needed)
-            with checkpoint.changed:
-                if checkpoint.problem is not None or checkpoint.progress.are_safe(needed):
-                    return True
-                number = checkpoint.progress.first_uncopied(needed)
-                if number is not None and not checkpoint.has_room(number):
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
-                        checkpoint.abandon(CheckpointAbandoned("no room in the buffer"))
-                        return False
-                    checkpoint.changed.wait(left_s)
-                elif number is None or not helps:
-                    checkpoint.changed.wait()
 
     def close(self) -> None:
         """End the copying thread."""
         if self._copier is not None:
             self._copier.close()
 
-    def _fit_pool(self) -> None:
+    def _fit_cache(self) -> HostCache:
+        """Allocate the cache for the plan; raises `ContractError` if its size cannot work."""
         assert self._plan is not None
         assert self._copier is not None
-        self._pool.fit(self._plan.file, pinned=self._copier.pins)
+        images = (self._kept + 1) * len(self._plan.file.chunks)
+        blocks, touched = images + self._spare * len(self._plan.file.chunks), images
+        if self._cache_bytes is not None:
+            reserved = 0 if self._copier.pins else _RESERVED_BLOCKS
+            blocks = touched = self._cache_bytes // BLOCK_BYTES - reserved
+            if self._kept and blocks < images:
+                needed = (images + reserved) * BLOCK_BYTES
+                reason = f"HostMemory keeps {self._kept} whole checkpoints in it, for which this "
+                reason += f"state needs {needed} bytes, not {self._cache_bytes}"
+                raise ContractError("host_cache_bytes", reason)
+        if self._cache is None:
+            self._cache = HostCache(pinned=self._copier.pins)
+        with self._changed:
+            added = self._cache.grow(blocks)
+        if added is not None:
+            begin(populate, [added[: touched * BLOCK_BYTES]])
+        return self._cache
+
+
+def _needed(checkpoint: InFlightCheckpoint, tensors: Sequence[Tensor] | None) -> Sequence[int]:
+    """Chunks to copy so that the tensors (None: all) may change, in the order of copying."""
+    if tensors is None:
+        return range(checkpoint.count)
+    numbers = chunks_of(checkpoint, tensors)
+    is_ordered = checkpoint.streams and checkpoint.pace is None
+    return range(numbers[-1] + 1) if numbers and is_ordered else numbers
 
 
 def _version(tensor: Tensor) -> int:
