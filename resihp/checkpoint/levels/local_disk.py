@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 
 from resihp.contracts import ContractError
 
@@ -129,17 +129,19 @@ class _FileWrite:
         self._at_once = max(1, min(RUN_CHUNKS, checkpoint.count // WRITERS))
         self._next, self._prefix = 0, 0
         self._written: set[int] = set()
-        self._is_broken = False
+        self._is_broken = Event()
 
     def run(self) -> None:
         """Write until no chunk is left or a write fails."""
-        chunks = ZeroCopyChunks(self._checkpoint)
+        chunks = ZeroCopyChunks(self._checkpoint, self._is_broken)
         try:
             while run := self._claim():
                 for written in chunks.write(run[0], run[-1] + 1, self._put):
                     self._finish(written)
         except BaseException:
-            self._is_broken = True
+            with self._checkpoint.changed:  # the other thread may wait for room that never comes
+                self._is_broken.set()
+                self._checkpoint.changed.notify_all()
             raise
 
     def _put(self, parts: Sequence[memoryview], chunk: int) -> None:
@@ -149,7 +151,7 @@ class _FileWrite:
         """Claim the next run of chunks; empty at the end."""
         with self._lock:
             first = self._next
-            if not self._is_broken:
+            if not self._is_broken.is_set():
                 self._next = min(first + self._at_once, self._checkpoint.count)
             return range(first, self._next)
 

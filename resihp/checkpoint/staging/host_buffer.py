@@ -39,7 +39,10 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False, huge: bool = True) -> None:
-        self.tensor = _pinned(nbytes) if pinned else _mapped(nbytes, huge=huge)
+        memory = _map(nbytes, huge=huge)
+        if pinned:
+            _pin(memory)
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
         self.view: memoryview = self.tensor.numpy().data
 
 
@@ -78,28 +81,28 @@ def populate(buffers: Sequence[Tensor], is_over: Event) -> None:
                 return
 
 
-def _mapped(nbytes: int, *, huge: bool) -> Tensor:
+def _map(nbytes: int, *, huge: bool) -> mmap.mmap:
     """Map anonymous memory, excluded from forks (no copy on write)."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     for advice in ("MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    return memory
 
 
-def _pinned(nbytes: int) -> Tensor:
-    """Map memory and register it with the device.
+def _pin(memory: mmap.mmap) -> None:
+    """Register memory with the device, for as long as it is mapped.
 
     torch's own allocator of pinned memory rounds sizes up to a power of two.
     """
-    memory, cudart = _mapped(nbytes, huge=True), torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    start, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(start, len(memory), _PORTABLE))
     if code:
-        raise CheckpointError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {code})")
-    unregister = weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+        reason = f"{len(memory)} bytes of host memory cannot be pinned (CUDA error {code})"
+        raise CheckpointError(reason)
+    unregister = weakref.finalize(memory, cudart.cudaHostUnregister, start)
     unregister.atexit = False  # the device's context may have ended by then
-    return memory
 
 
 def _advise(start: int, nbytes: int, advice: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ class ZeroCopyChunks:
 
     Rows of the file (4 KiB) with more than one tensor go through memory of its own, and so do
     tensors whose address differs from their file offset modulo 4096.
+
+    is_over  set when another thread of the level has failed, which notifies `checkpoint.changed`
     """
 
-    def __init__(self, checkpoint: InFlightCheckpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: InFlightCheckpoint, is_over: Event) -> None:
+        self._checkpoint, self._is_over = checkpoint, is_over
         self._held, self._source = -1, torch.empty(0)
         self._scratch = HostBuffer(SCRATCH_BLOCKS * CHUNK_BYTES, huge=False)
         self._used = 0
@@ -40,10 +43,13 @@ class ZeroCopyChunks:
         """Write a run of chunks with `put`, as many per call as are ready; yields those written.
 
         Waits while a chunk is being copied. A chunk that the fence claims during its write is
-        written again. Raises the problem that ended the checkpoint.
+        written again. Raises the problem that ended the checkpoint; ends early if `is_over`.
         """
         while first < stop:
-            is_direct, end = self._claim(first, stop)
+            claimed = self._claim(first, stop)
+            if claimed is None:
+                return
+            is_direct, end = claimed
             if is_direct:
                 end = self._from_tensors(range(first, end), put)
             else:
@@ -51,11 +57,13 @@ class ZeroCopyChunks:
             yield range(first, end)
             first = end
 
-    def _claim(self, first: int, stop: int) -> tuple[bool, int]:
+    def _claim(self, first: int, stop: int) -> tuple[bool, int] | None:
         """Wait for chunks to write: True with the end of a run in the tensors, False if copied."""
         checkpoint = self._checkpoint
         with checkpoint.changed:
             while checkpoint.problem is None:
+                if self._is_over.is_set():
+                    return None
                 if checkpoint.progress[first] is ChunkState.COPIED:
                     return False, self._until(first, stop, self._is_copied)
                 if self._is_free(first):
