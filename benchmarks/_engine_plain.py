@@ -144,7 +144,7 @@ def _norm(hidden: int) -> nn.RMSNorm:
 def rotary(seq_lens: Sequence[int], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine for positions that restart with each document."""
     positions = torch.cat([torch.arange(length) for length in seq_lens])
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.outer(positions, frequencies).unsqueeze(1)
     return angles.cos(), angles.sin()
 

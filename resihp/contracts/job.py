@@ -41,7 +41,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer. `ffn` is the inner width; `gated` counts a third FFN matrix."""
+    """A decoder-only transformer. `ffn` is the inner width; `gated` counts a third FFN matrix.
+
+    `head_dim` is the width of one attention head; 0: hidden / heads.
+    """
 
     layers: int
     hidden: int
@@ -51,18 +54,17 @@ class ModelShape:
     vocab: int
     tied_embeddings: bool = False
     gated: bool = True
+    head_dim: int = 0
 
     def __post_init__(self) -> None:
         _require_positive(self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        _require_not_negative(self, "head_dim")
         if self.heads % self.kv_heads:
             raise ContractError("kv_heads", f"must divide heads ({self.heads})")
-        if self.hidden % self.heads:
-            raise ContractError("heads", f"must divide hidden ({self.hidden})")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden // self.heads
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise ContractError("heads", f"must divide hidden ({self.hidden})")
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
     @property
     def layer_params(self) -> int:

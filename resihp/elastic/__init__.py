@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .models.gpt2 import Gpt2 as Gpt2
     from .models.llama import Llama as Llama
     from .models.mixture import Mixture as Mixture
+    from .models.pretrained.folder import from_pretrained as from_pretrained
+    from .models.pretrained.folder import save_pretrained as save_pretrained
+    from .models.pretrained.presets import preset as preset
     from .models.randomness import random_bits as random_bits
     from .optim.optimizer import Optimizer as Optimizer
     from .optim.optimizer import no_decay_on_vectors as no_decay_on_vectors
@@ -75,10 +78,13 @@ _HOMES = {
     "Timeouts": ".rendezvous.store",
     "Trainer": ".trainer",
     "constant": ".optim.rates",
+    "from_pretrained": ".models.pretrained.folder",
     "init_replica_group": ".ddp.init",
     "microbatch_flops": ".microbatches.balancing",
     "no_decay_on_vectors": ".optim.optimizer",
+    "preset": ".models.pretrained.presets",
     "random_bits": ".models.randomness",
+    "save_pretrained": ".models.pretrained.folder",
     "train": ".training",
     "warmup": ".optim.rates",
     "warmup_cosine": ".optim.rates",

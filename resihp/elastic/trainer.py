@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
+
 from resihp.contracts import FencedOutError, PeerLostError, Plan
+from resihp.layout import Param
 
 from .checkpointing.protocol import StateManager
 from .checkpointing.settings import Checkpoints
@@ -98,6 +101,11 @@ class Trainer:
     def engine(self) -> Engine | None:
         """Runs this rank's part of a step; None while it has no place in the layout."""
         return self._state.engine
+
+    @property
+    def tensors(self) -> Mapping[Param, torch.Tensor]:
+        """Parameters that this rank holds, each in its range; none without a place."""
+        return {} if self.engine is None else self.engine.shard.tensors
 
     @property
     def is_prepared(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
-from resihp.elastic.models import Llama, Packed
+from resihp.elastic.models import Llama, Packed, save_pretrained
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.planning.sources import PlanSource
 from resihp.elastic.rendezvous import host_table
@@ -116,6 +116,7 @@ class Case:
     store_dies_at       the store ends when this step has been made
     hosts               sets of ranks that share memory, as those of one host do; the rest are
                         one more. None: all do
+    exported            the ranks write the trained model into the job's folder "exported"
     """
 
     layout: Layout
@@ -138,6 +139,7 @@ class Case:
     counts: bool = False
     store_dies_at: int | None = None
     hosts: tuple[frozenset[int], ...] | None = None
+    exported: bool = False
     memory: ReshardBudget = field(default=ReshardBudget(limit_bytes=16384))
     source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
@@ -315,3 +317,8 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     begin = trainer.join if rank in case.joiners else trainer.run
     begin(case.steps)
     save(trainer, folder / f"final-{rank}.pt")
+    if case.exported:
+        model, layout = trainer.setup.model, trainer.plan.layout
+        assert isinstance(model, Llama)
+        to, step = folder / "exported", trainer.completed
+        save_pretrained(model, trainer.tensors, to, layout=layout, rank=rank, step=step)

@@ -17,6 +17,7 @@ from resihp.contracts import (
     even_quotas,
 )
 from resihp.elastic.models import Gpt2, Llama, Mixture, Model, Packed
+from resihp.elastic.models.rope import DynamicRope
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.step import Setup
 from tests.elastic.threads import Run, train
@@ -24,9 +25,19 @@ from tests.elastic.threads import Run, train
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=2, ffn=22, vocab=61)
 TIED = dataclasses.replace(SHAPE, tied_embeddings=True)
 PLAIN = dataclasses.replace(TIED, kv_heads=4, gated=False)
+WIDE_HEADS = dataclasses.replace(SHAPE, head_dim=6)
 MODELS: dict[str, Model] = {
     "llama": Llama(SHAPE),
     "tied": Llama(TIED),
+    "llama with options": Llama(
+        WIDE_HEADS,
+        rope=DynamicRope(factor=4.0, max_position_embeddings=8),
+        norm_eps=1e-3,
+        qkv_bias=True,
+        output_bias=True,
+        qk_norm=True,
+        windows=(None, 3, None, 7),
+    ),
     "gpt2": Gpt2(PLAIN, context=24, dropout=0.1),
     "mixture": Mixture(SHAPE, experts=5, top_k=2),
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from resihp.contracts import Layout, Replica, Stage
+from resihp.elastic.models import from_pretrained
 from tests.elastic.engine_job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run
 
 STEPS = 10
@@ -41,7 +42,11 @@ DEEP = Layout(
 
 @pytest.mark.parametrize("layout", [GRID, UNEVEN, DEEP], ids=["grid", "uneven", "deep"])
 def test_every_layout_trains_alike(layout: Layout, alone: Outcome, tmp_path: Path) -> None:
-    assert_same_training(run(Case(layout, STEPS), tmp_path), alone)
+    outcome = run(Case(layout, STEPS, exported=True), tmp_path)
+    assert_same_training(outcome, alone)
+    exported, state = from_pretrained(tmp_path / "exported"), outcome.full_state()
+    for param in exported.parameters.all:
+        assert torch.equal(exported.initial(param, (0, param.size)), state[param.key][0])
 
 
 def test_a_chain_of_live_switches_is_exact(alone: Outcome, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from resihp.contracts import ContractError
-from resihp.layout import Parameters, Range
+from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 
@@ -93,8 +93,11 @@ class Model(Protocol):
         """
         ...
 
-    def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the initial value of an unsharded parameter; equal on every rank."""
+    def initial(self, param: Param, rows: Range) -> torch.Tensor:
+        """Return rows of a parameter's initial value, along its dimension that is split.
+
+        The value is equal on every rank. All rows of a parameter that is not split.
+        """
         ...
 
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,11 +19,23 @@ Entry = tuple[str, tuple[int, ...], int | None, int]
 """Name within the layer, unsharded shape, dimension that is split, unit."""
 
 
+class PretrainedValues(Protocol):
+    """Values of parameters that begin as another training ended."""
+
+    def initial(self, param: Param, rows: Range) -> torch.Tensor:
+        """Return these rows of a parameter, float32."""
+        ...
+
+
 class Decoder:
-    """Decoder of a `ModelShape`; matrices of a layer begin with "w", biases with "b"."""
+    """Decoder of a `ModelShape`; matrices of a layer begin with "w", biases with "b".
+
+    pretrained  gives the initial values; None: they are random
+    """
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
         self.shape, self.seed, self.width = shape, seed, shape.hidden
+        self.pretrained: PretrainedValues | None = None
 
     def layers(self, entries: tuple[Entry, ...]) -> tuple[tuple[Param, ...], ...]:
         """Parameters of all layers."""
@@ -33,19 +46,15 @@ class Decoder:
             for i in range(self.shape.layers)
         )
 
-    def initial(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Ones for norms, zeros for biases, else normal with deviation 0.02.
+    def initial(self, param: Param, rows: Range) -> torch.Tensor:
+        """Return pretrained values, or ones for norms, zeros for biases, else normal ones.
 
-        It is 0.02 / sqrt(2 L) for the matrices into the residual, as in GPT-2.
+        Their deviation is 0.02, and 0.02 / sqrt(2 L) for the matrices into the residual, as in
+        GPT-2.
         """
-        name = key.rsplit(".", 1)[1]
-        if "norm" in name:
-            return torch.ones(shape)
-        if name.startswith("b"):
-            return torch.zeros(shape)
-        into_residual = name in {"wo", "w_out", "w_down"}
-        scale = 0.02 / (2 * self.shape.layers) ** 0.5 if into_residual else 0.02
-        return normal(key, shape, seed=self.seed, scale=scale)
+        if self.pretrained is not None:
+            return self.pretrained.initial(param, rows)
+        return self._random(param).narrow(param.dim or 0, rows[0], width(rows))
 
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
         """Return 2 per weight and token, plus causal attention over each document."""
@@ -54,31 +63,82 @@ class Decoder:
             return 0.0
         if part == "last":
             return 2.0 * tokens * hidden * width(ranges["table"])
-        attention = 2.0 * packed.sum_sq_len * width(ranges["wq"])
+        attention = 2.0 * self.attended(part, packed) * width(ranges["wq"])
         return 2.0 * tokens * hidden * self.columns(ranges) + attention
+
+    def attended(self, part: Part, packed: Packed) -> int:
+        """Return the sum over tokens of the tokens that each attends to in a layer, twice."""
+        return packed.sum_sq_len
 
     def columns(self, ranges: Mapping[str, Range]) -> float:
         """Return the columns of matrices that each token passes on this rank."""
         return sum(width(span) for name, span in ranges.items() if name.startswith("w"))
 
+    def _random(self, param: Param) -> torch.Tensor:
+        name = param.key.rsplit(".", 1)[1]
+        if "norm" in name:
+            return torch.ones(param.shape)
+        if name.startswith("b"):
+            return torch.zeros(param.shape)
+        into_residual = name in {"wo", "w_out", "w_down"}
+        scale = 0.02 / (2 * self.shape.layers) ** 0.5 if into_residual else 0.02
+        return normal(param.key, param.shape, seed=self.seed, scale=scale)
+
 
 def attend(
-    q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, seq_lens: tuple[int, ...]
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    seq_lens: tuple[int, ...],
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of N query heads over K key/value heads, [T, N, H]; N is a multiple of K."""
+    """Attention of N query heads over K key/value heads, [T, N, H]; N is a multiple of K.
+
+    A token attends to itself and what precedes it in its document, at most `window` tokens.
+    """
     per_document = [
-        functional.scaled_dot_product_attention(
-            q.transpose(0, 1),
-            k.transpose(0, 1),
-            v.transpose(0, 1),
-            is_causal=True,
-            enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
+        _attend_in_document(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window=window
         ).transpose(0, 1)
         for q, k, v in zip(
             q_TNH.split(seq_lens), k_TKH.split(seq_lens), v_TKH.split(seq_lens), strict=True
         )
     ]
     return per_document[0] if len(per_document) == 1 else torch.cat(per_document)
+
+
+def _attend_in_document(
+    q_NLH: torch.Tensor, k_KLH: torch.Tensor, v_KLH: torch.Tensor, *, window: int | None
+) -> torch.Tensor:
+    length, is_grouped = q_NLH.shape[1], q_NLH.shape[0] != k_KLH.shape[0]
+    if window is None or length <= window:
+        return functional.scaled_dot_product_attention(
+            q_NLH, k_KLH, v_KLH, is_causal=True, enable_gqa=is_grouped
+        )
+    blocks = []  # of as many queries as the window is wide: memory is linear in the length
+    for start in range(0, length, window):
+        stop, first = min(start + window, length), max(0, start - window + 1)
+        queries = torch.arange(start, stop, device=q_NLH.device).unsqueeze(1)
+        behind = queries - torch.arange(first, stop, device=q_NLH.device)
+        blocks.append(
+            functional.scaled_dot_product_attention(
+                q_NLH[:, start:stop],
+                k_KLH[:, first:stop],
+                v_KLH[:, first:stop],
+                attn_mask=(behind >= 0) & (behind < window),
+                enable_gqa=is_grouped,
+            )
+        )
+    return torch.cat(blocks, dim=1)
+
+
+def attended_pairs(seq_lens: tuple[int, ...], window: int | None) -> int:
+    """Return twice the pairs of tokens in causal attention: the squared length without a window."""
+    return sum(
+        length * length if window is None or length <= window else window * (2 * length - window)
+        for length in seq_lens
+    )
 
 
 def empty(*shape: int) -> nn.Parameter:

@@ -28,17 +28,26 @@ class Gpt2(Decoder):
 
     context  longest document, the number of learned positions
     dropout  on the embedding, on attention weights, and on additions to the residual
+    norm_eps added to the variance in norms
     """
 
     def __init__(
-        self, shape: ModelShape, *, context: int, dropout: float = 0.1, seed: int = 0
+        self,
+        shape: ModelShape,
+        *,
+        context: int,
+        dropout: float = 0.1,
+        norm_eps: float = 1e-5,
+        seed: int = 0,
     ) -> None:
         if shape.kv_heads != shape.heads or shape.gated or not shape.tied_embeddings:
             raise ContractError("shape", "GPT-2 has one KV head per head, no gates, a tied head")
         if not 0.0 <= dropout < 1.0:
             raise ContractError("dropout", f"must be within [0, 1), not {dropout}")
         super().__init__(shape, seed=seed)
-        self.context, self.dropout = context, dropout
+        if shape.heads * shape.head_dim != shape.hidden:
+            raise ContractError("head_dim", f"must be hidden / heads, not {shape.head_dim}")
+        self.context, self.dropout, self.norm_eps = context, dropout, norm_eps
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -77,7 +86,7 @@ class Gpt2(Decoder):
         if part == "first":
             return Embedding(self, ranges["table"], group)
         if part == "last":
-            return Gpt2Head(ranges["table"], self.shape.hidden, group)
+            return Gpt2Head(ranges["table"], self.shape.hidden, self.norm_eps, group)
         return Block(self, part, ranges, group)
 
 
@@ -105,7 +114,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         D, N, F = model.width, width(ranges["wq"]), width(ranges["w_in"])
-        self.head_dim, self.group = model.shape.head_dim, group
+        self.head_dim, self.group, self.norm_eps = model.shape.head_dim, group, model.norm_eps
         self.all_heads = model.shape.heads
         self.heads = (ranges["wq"][0] // self.head_dim, ranges["wq"][1] // self.head_dim)
         self.norm1, self.bias1, self.norm2, self.bias2 = empty(D), empty(D), empty(D), empty(D)
@@ -119,9 +128,9 @@ class Block(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """One layer forward, [T, D] -> [T, D]."""
-        h_TD = self.attention(_layer_norm(x_TD, self.norm1, self.bias1), packed)
-        x_TD = x_TD + self.drop_attention(h_TD, packed)
-        h_TD = self.ffn(_layer_norm(x_TD, self.norm2, self.bias2))
+        normed_TD = _layer_norm(x_TD, self.norm1, self.bias1, self.norm_eps)
+        x_TD = x_TD + self.drop_attention(self.attention(normed_TD, packed), packed)
+        h_TD = self.ffn(_layer_norm(x_TD, self.norm2, self.bias2, self.norm_eps))
         return x_TD + self.drop_ffn(h_TD, packed)
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -166,14 +175,18 @@ class Block(nn.Module):
 class Gpt2Head(VocabularyHead):
     """Final norm, projection on the tied table, and the sum of the token losses."""
 
-    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
+    def __init__(
+        self, rows: Range, hidden: int, norm_eps: float, group: AbortableProcessGroup
+    ) -> None:
         super().__init__(rows, hidden, group)
-        self.norm, self.bias = empty(hidden), empty(hidden)
+        self.norm, self.bias, self.norm_eps = empty(hidden), empty(hidden), norm_eps
 
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets."""
-        return self.loss(_layer_norm(x_TD, self.norm, self.bias), packed)
+        return self.loss(_layer_norm(x_TD, self.norm, self.bias, self.norm_eps), packed)
 
 
-def _layer_norm(x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(x_TD, (x_TD.shape[-1],), weight, bias, 1e-5)
+def _layer_norm(
+    x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return functional.layer_norm(x_TD, (x_TD.shape[-1],), weight, bias, eps)

@@ -1,50 +1,98 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
+Its options make it a Mistral (sliding windows), a Qwen2 (biases) or a Qwen3 (normalised heads).
+
 Shapes: T tokens of a microbatch, D hidden, N query heads and K key/value heads held here,
 H head dim, F FFN columns held here, V vocabulary rows held here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from resihp.contracts import ModelShape
+from resihp.contracts import ContractError, ModelShape
 from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 from .base import Packed, Part
-from .decoder import Decoder, Entry, attend, empty, positions, width
+from .decoder import Decoder, Entry, attend, attended_pairs, empty, width
+from .rope import Rope, rotary, rotate
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 
 
 class Llama(Decoder):
-    """`Model` for a `ModelShape`; embedding and head are tied where the shape says so."""
+    """`Model` for a `ModelShape`; embedding and head are tied where the shape says so.
+
+    rope         rotary positions; default: theta 10000 without scaling
+    norm_eps     added to the mean square in norms
+    qkv_bias     biases on queries, keys and values
+    output_bias  bias on the output of attention
+    qk_norm      RMSNorm over each head of queries and keys
+    windows      for each layer, how many tokens a token attends to, itself included; None: all that
+                 precede it in its document. Default: None for all layers
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        rope: Rope | None = None,
+        norm_eps: float = 1e-5,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        windows: Sequence[int | None] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(shape, seed=seed)
+        self.rope, self.norm_eps = rope or Rope(), norm_eps
+        self.qkv_bias, self.output_bias, self.qk_norm = qkv_bias, output_bias, qk_norm
+        self.windows = tuple(windows) or (None,) * shape.layers
+        if len(self.windows) != shape.layers or any(w is not None and w < 1 for w in self.windows):
+            raise ContractError("windows", f"must be {shape.layers}, each None or 1 or more")
+        if shape.head_dim % 2:
+            raise ContractError("head_dim", f"must be even, not {shape.head_dim}")
 
     @cached_property
     def parameters(self) -> Parameters:
         """All parameters, sharded by KV group, FFN column or vocabulary row."""
         s = self.shape
-        group = s.head_dim * s.heads // s.kv_heads
-        attention = (
-            ("attention_norm", (s.hidden,), None, 1),
-            ("wq", (s.heads * s.head_dim, s.hidden), 0, group),
-            ("wk", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
-            ("wv", (s.kv_heads * s.head_dim, s.hidden), 0, s.head_dim),
-            ("wo", (s.hidden, s.heads * s.head_dim), 1, group),
-        )
         table = Param("first.table", (s.vocab, s.hidden), 0)
         head = table if s.tied_embeddings else Param("last.table", (s.vocab, s.hidden), 0)
         return Parameters(
-            self.layers(attention + self.ffn_entries()),
+            self.layers(self.attention_entries() + self.ffn_entries()),
             (table,),
             (Param("last.norm", (s.hidden,)), head),
         )
+
+    def attention_entries(self) -> tuple[Entry, ...]:
+        """Parameters of the attention of one layer."""
+        s, H = self.shape, self.shape.head_dim
+        group = H * s.heads // s.kv_heads
+        entries: list[Entry] = [
+            ("attention_norm", (s.hidden,), None, 1),
+            ("wq", (s.heads * H, s.hidden), 0, group),
+            ("wk", (s.kv_heads * H, s.hidden), 0, H),
+            ("wv", (s.kv_heads * H, s.hidden), 0, H),
+            ("wo", (s.hidden, s.heads * H), 1, group),
+        ]
+        if self.qkv_bias:
+            entries += [
+                ("bq", (s.heads * H,), 0, group),
+                ("bk", (s.kv_heads * H,), 0, H),
+                ("bv", (s.kv_heads * H,), 0, H),
+            ]
+        if self.output_bias:
+            entries.append(("bo", (s.hidden,), None, 1))
+        if self.qk_norm:
+            entries += [("q_norm", (H,), None, 1), ("k_norm", (H,), None, 1)]
+        return tuple(entries)
 
     def ffn_entries(self) -> tuple[Entry, ...]:
         """Parameters of the feed-forward network of one layer."""
@@ -63,27 +111,44 @@ class Llama(Decoder):
         if part == "first":
             return VocabularyEmbedding(ranges["table"], self.shape.hidden, group)
         if part == "last":
-            return LlamaHead(ranges["table"], self.shape.hidden, group)
-        return self.layer(ranges, group)
+            return LlamaHead(ranges["table"], self.shape.hidden, self.norm_eps, group)
+        return self.layer(self.windows[int(part.removeprefix("layers."))], ranges, group)
 
-    def layer(self, ranges: Mapping[str, Range], group: AbortableProcessGroup) -> nn.Module:
+    def layer(
+        self, window: int | None, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         """One decoder layer."""
-        return DecoderLayer(self.shape, ranges, group)
+        return DecoderLayer(self, window, ranges, group)
+
+    def attended(self, part: Part, packed: Packed) -> int:
+        """Return the sum over tokens of the tokens that each attends to, twice."""
+        return attended_pairs(packed.seq_lens, self.windows[int(part.removeprefix("layers."))])
 
 
 class DecoderLayer(nn.Module):
     """One decoder layer with the heads and FFN columns of this rank."""
 
     def __init__(
-        self, shape: ModelShape, ranges: Mapping[str, Range], group: AbortableProcessGroup
+        self,
+        model: Llama,
+        window: int | None,
+        ranges: Mapping[str, Range],
+        group: AbortableProcessGroup,
     ) -> None:
         super().__init__()
-        D, self.head_dim, self.group = shape.hidden, shape.head_dim, group
+        D, self.head_dim, self.group = model.width, model.shape.head_dim, group
+        self.rope, self.norm_eps, self.window = model.rope, model.norm_eps, window
         self.attention_norm = empty(D)
         self.wq = empty(width(ranges["wq"]), D)
         self.wk = empty(width(ranges["wk"]), D)
         self.wv = empty(width(ranges["wv"]), D)
         self.wo = empty(D, width(ranges["wo"]))
+        self.bq = empty(width(ranges["wq"])) if model.qkv_bias else None
+        self.bk = empty(width(ranges["wk"])) if model.qkv_bias else None
+        self.bv = empty(width(ranges["wv"])) if model.qkv_bias else None
+        self.bo = empty(D) if model.output_bias else None
+        self.q_norm = empty(self.head_dim) if model.qk_norm else None
+        self.k_norm = empty(self.head_dim) if model.qk_norm else None
         self.ffn_norm = empty(D)
         self.make_ffn(D, ranges)
 
@@ -95,20 +160,24 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """One layer forward, [T, D] -> [T, D]."""
-        h_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm), packed)
-        return h_TD + self.ffn(rms_norm(h_TD, self.ffn_norm))
+        normed_TD = rms_norm(x_TD, self.attention_norm, self.norm_eps)
+        h_TD = x_TD + self.attention(normed_TD, packed)
+        return h_TD + self.ffn(rms_norm(h_TD, self.ffn_norm, self.norm_eps))
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """Causal attention inside each document."""
+        """Causal attention inside each document; the output's bias counts once in the group."""
         x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
-        cos, sin = _rotary(packed.seq_lens, self.head_dim, x_TD.device)
-        q_TNH = functional.linear(x_TD, self.wq).unflatten(-1, (-1, self.head_dim))
-        k_TKH = functional.linear(x_TD, self.wk).unflatten(-1, (-1, self.head_dim))
-        v_TKH = functional.linear(x_TD, self.wv).unflatten(-1, (-1, self.head_dim))
-        q_TNH, k_TKH = _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
-        out_TNH = attend(q_TNH, k_TKH, v_TKH, packed.seq_lens)
+        cos, sin = rotary(self.rope, packed.seq_lens, self.head_dim, x_TD.device)
+        q_TNH, k_TKH, v_TKH = (
+            functional.linear(x_TD, weight, bias).unflatten(-1, (-1, self.head_dim))
+            for weight, bias in ((self.wq, self.bq), (self.wk, self.bk), (self.wv, self.bv))
+        )
+        q_TNH, k_TKH = self._normed(q_TNH, self.q_norm), self._normed(k_TKH, self.k_norm)
+        q_TNH, k_TKH = rotate(q_TNH, cos, sin), rotate(k_TKH, cos, sin)
+        out_TNH = attend(q_TNH, k_TKH, v_TKH, packed.seq_lens, window=self.window)
         out_TD = functional.linear(out_TNH.flatten(1), self.wo)
-        return reduce_from_tp_region(out_TD, self.group, in_place=True)
+        out_TD = reduce_from_tp_region(out_TD, self.group, in_place=True)
+        return out_TD if self.bo is None else out_TD + self.bo
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """SwiGLU."""
@@ -119,34 +188,27 @@ class DecoderLayer(nn.Module):
             functional.linear(h_TF, self.w_down), self.group, in_place=True
         )
 
+    def _normed(self, x_TNH: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Normalise each head; the weight is shared by heads on other ranks."""
+        if weight is None:
+            return x_TNH
+        return rms_norm(x_TNH, copy_to_tp_region(weight, self.group), self.norm_eps)
+
 
 class LlamaHead(VocabularyHead):
     """Final norm, vocabulary-sharded projection, and the sum of the token losses."""
 
-    def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
+    def __init__(
+        self, rows: Range, hidden: int, norm_eps: float, group: AbortableProcessGroup
+    ) -> None:
         super().__init__(rows, hidden, group)
-        self.norm = empty(hidden)
+        self.norm, self.norm_eps = empty(hidden), norm_eps
 
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets."""
-        return self.loss(rms_norm(x_TD, self.norm), packed)
+        return self.loss(rms_norm(x_TD, self.norm, self.norm_eps), packed)
 
 
-def rms_norm(x_TD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) over the last dimension."""
-    return functional.rms_norm(x_TD, (x_TD.shape[-1],), weight, 1e-5)
-
-
-def _rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    left, right = x_TNH.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_TNH.dtype)
-
-
-@lru_cache(maxsize=64)
-def _rotary(
-    seq_lens: tuple[int, ...], head_dim: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [T, 1, H/2]; positions restart with each document (RoFormer, eq. 34)."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angles = torch.outer(positions(seq_lens, device), frequencies).unsqueeze(1)
-    return angles.cos(), angles.sin()
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)

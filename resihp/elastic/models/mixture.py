@@ -9,7 +9,7 @@ whenever its experts are popular, and shares would be multiples of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,14 +21,25 @@ from resihp.layout import Range
 from ..process_groups.abortable import AbortableProcessGroup
 from .decoder import Entry, empty, width
 from .llama import DecoderLayer, Llama
+from .rope import Rope
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 
 
 class Mixture(Llama):
     """A Llama with `experts` experts of `shape.ffn` columns in each layer, `top_k` per token."""
 
-    def __init__(self, shape: ModelShape, *, experts: int, top_k: int, seed: int = 0) -> None:
-        super().__init__(shape, seed=seed)
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        experts: int,
+        top_k: int,
+        rope: Rope | None = None,
+        norm_eps: float = 1e-5,
+        windows: Sequence[int | None] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(shape, rope=rope, norm_eps=norm_eps, windows=windows, seed=seed)
         if not 1 <= top_k <= experts:
             raise ContractError("top_k", f"must be within 1..{experts}, not {top_k}")
         self.experts, self.top_k = experts, top_k
@@ -44,9 +55,11 @@ class Mixture(Llama):
             ("w_down", (E, s.hidden, s.ffn), 2, 1),
         )
 
-    def layer(self, ranges: Mapping[str, Range], group: AbortableProcessGroup) -> nn.Module:
+    def layer(
+        self, window: int | None, ranges: Mapping[str, Range], group: AbortableProcessGroup
+    ) -> nn.Module:
         """One decoder layer."""
-        return MixtureLayer(self, ranges, group)
+        return MixtureLayer(self, window, ranges, group)
 
     def columns(self, ranges: Mapping[str, Range]) -> float:
         """Return the columns of attention, of `top_k` experts and of the router."""
@@ -58,10 +71,14 @@ class MixtureLayer(DecoderLayer):
     """One decoder layer with this rank's heads and its columns of every expert."""
 
     def __init__(
-        self, model: Mixture, ranges: Mapping[str, Range], group: AbortableProcessGroup
+        self,
+        model: Mixture,
+        window: int | None,
+        ranges: Mapping[str, Range],
+        group: AbortableProcessGroup,
     ) -> None:
         self.experts, self.top_k = model.experts, model.top_k
-        super().__init__(model.shape, ranges, group)
+        super().__init__(model, window, ranges, group)
 
     def make_ffn(self, D: int, ranges: Mapping[str, Range]) -> None:
         """Create the weights of router and experts."""

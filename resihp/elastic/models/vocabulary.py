@@ -48,11 +48,14 @@ class VocabularyEmbedding(_VocabularyTable):
 class VocabularyHead(_VocabularyTable):
     """Projection on the rows, and the loss over the whole vocabulary."""
 
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Logits of the V rows held here, [T, D] -> [T, V], of normalised activations."""
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
+        return functional.linear(x_TD, self.table).float()
+
     def loss(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Scalar sum of the cross entropy over the T targets, of normalised activations."""
-        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
-        logits_TV = functional.linear(x_TD, self.table)
-        return sharded_cross_entropy(logits_TV.float(), packed.targets, self.rows, self.group)
+        return sharded_cross_entropy(self.logits(x_TD), packed.targets, self.rows, self.group)
 
 
 def sharded_cross_entropy(

@@ -105,8 +105,7 @@ def initial_shard(model: Model, settings: Optimizer, groups: LayoutGroups) -> Sh
     """Build this rank's shard with the model's initial values."""
     shard = build_shard(model, settings, groups, allot=None)
     for param, tensor in shard.tensors.items():
-        initial = model.initial(param.key, param.shape)
-        tensor.data.copy_(rows(initial, param, shard.ranges[param]))
+        tensor.data.copy_(model.initial(param, shard.ranges[param]))
     return shard
 
 
