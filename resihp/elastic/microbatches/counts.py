@@ -13,9 +13,9 @@ from resihp.contracts import ContractError, MiscountError
 
 @dataclass(frozen=True)
 class MicrobatchReport:
-    """Loss of one microbatch and its weight; None where the loop gives no weights."""
+    """Loss of one microbatch and its weight, as far as this process gives them."""
 
-    loss: torch.Tensor | float = 0.0
+    loss: torch.Tensor | float | None = None
     weight: float | None = None
 
 
@@ -49,39 +49,42 @@ def count_rows(
     microbatches: int,
     *,
     members: int,
-    loss_members: int | None = None,
 ) -> torch.Tensor:
-    """Return the rows of one rank, [4, microbatches]: loss, count, weight, has weight.
+    """Return the rows of one rank, [5, microbatches]: count, loss, has loss, weight, has weight.
 
-    The sum of the rows over all ranks is the argument of `read_counts`.
+    The sum of the rows over all ranks is the argument of `read_counts`. Those ranks of a replica
+    that have a loss or a weight, such as its last pipeline stage, give it.
 
-    members       ranks of the replica, each of which counts 1 / members
-    loss_members  ranks of the replica that report the loss; default: all
+    members  ranks of the replica, each of which counts 1 / members
     """
-    rows = torch.zeros(4, microbatches, dtype=torch.float64)
+    rows = torch.zeros(5, microbatches, dtype=torch.float64)
     for index, report in reports.items():
-        weight = report.weight
-        rows[0, index] = float(report.loss) / (loss_members or members)
-        counted = (1.0, weight or 0.0, float(weight is not None))
-        rows[1:, index] = torch.tensor(counted, dtype=torch.float64) / members
+        rows[0, index] = 1.0 / members
+        for row, value in ((1, report.loss), (3, report.weight)):
+            if value is not None:
+                rows[row, index], rows[row + 1, index] = float(value), 1.0
     return rows
 
 
 def read_counts(summed: torch.Tensor) -> StepCounts:
     """Return the counts of the step from the rows summed over all ranks.
 
-    Raises `MiscountError` unless each microbatch counts once, and `ContractError` if some but not
-    all have a weight, or if the weights do not sum to a positive number.
+    Losses and weights are means over the ranks that gave them; a loss that none gave is 0. Raises
+    `MiscountError` unless each microbatch counts once, and `ContractError` if some but not all have
+    a weight, or if the weights do not sum to a positive number.
     """
-    counts = summed[1]
+    counts, losses, with_loss, weights, with_weight = summed
     wrong = ((counts - 1.0).abs() > 1e-6).nonzero().flatten()
     if len(wrong):
         shown = {int(index): round(float(counts[index]), 3) for index in wrong[:6]}
         raise MiscountError(f"microbatches do not count once: {shown}")
-    weighted = float(summed[3].sum())
-    if not (weighted < 0.5 or abs(weighted - summed.shape[1]) < 0.5):
+    has_weight = with_weight > 0.0
+    if has_weight.any() and not has_weight.all():
         raise ContractError("report", "give a weight with every microbatch of a step, or with none")
-    read = StepCounts(tuple(summed[0].tolist()), tuple(summed[2].tolist()) if weighted else None)
+    means = (losses / with_loss.clamp(min=1.0), weights / with_weight.clamp(min=1.0))
+    read = StepCounts(
+        tuple(means[0].tolist()), tuple(means[1].tolist()) if has_weight.any() else None
+    )
     if read.weight is not None and not read.weight > 0.0:
         raise ContractError("report", f"the weights of a step sum to {read.weight}")
     return read

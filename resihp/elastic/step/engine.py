@@ -221,11 +221,11 @@ class Engine:
         groups, losses = self.groups, self._sums.losses
         gives_loss = groups.after is None and groups.place.tp == 0
         reports = {
-            index: MicrobatchReport(losses[index] if gives_loss else 0.0)
+            index: MicrobatchReport(losses[index] if gives_loss else None)
             for index in indices(self._sums.finished)
         }
         members = len(groups.layout.replicas[groups.place.dp].ranks)
-        rows = count_rows(reports, self.plan.microbatches, members=members, loss_members=1)
+        rows = count_rows(reports, self.plan.microbatches, members=members)
         return rows.to(groups.device)
 
     def _may_stop_early(self) -> bool:
