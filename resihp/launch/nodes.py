@@ -160,7 +160,7 @@ class Nodes:
         number = attempt.number
         try:
             if number not in self._recovering and self._ask_ranks_store(
-                lambda store: bool(store.check([keys.MODEL]))
+                lambda store: bool(store.check([keys.model()]))
             ):
                 self._recovering.add(number)
         except dist.DistError:

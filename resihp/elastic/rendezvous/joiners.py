@@ -56,17 +56,19 @@ class Joiners:
         return number
 
     def await_invitation(
-        self, rank: int, model: str, is_leaving: Callable[[], bool]
+        self, rank: int, model: str, is_leaving: Callable[[], bool], *, part: int = 0
     ) -> Invitation | None:
         """Announce that `rank`, which trains `model`, waits for a place, and wait for the answer.
+
+        part  of the model that this process trains
 
         Returns None if the job ends first, or once `is_leaving()`. Raises `JoinRefusedError` if
         the job trains another model, and `JobStoppedError` if the store is gone.
         """
         try:
-            if not self._await_key(keys.MODEL, is_leaving):
+            if not self._await_key(keys.model(part), is_leaving):
                 return None
-            if (trained := self._store.get(keys.MODEL).decode()) != model:
+            if (trained := self._store.get(keys.model(part)).decode()) != model:
                 raise JoinRefusedError(f"the job trains {trained}, this process trains {model}")
             key = keys.invitation(rank, self.announce(rank))
             if not self._await_key(key, is_leaving):

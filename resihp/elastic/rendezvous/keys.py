@@ -16,14 +16,17 @@ ANNOUNCEMENTS = "announcements"
 """List of `RANK:NUMBER:ENDS`, one entry for each time that a joiner announced itself."""
 STOPPED = "stopped"
 """Reason for which the launcher that hosts the store ends the job."""
-MODEL = "model"
-"""Description of the model that the job trains; the first member sets it."""
 LEAVING = "leaving"
 """List of ranks that are to leave the job."""
 CHECKPOINTS = "checkpoints"
 """Identity of the job in its checkpoints; the first writer sets it."""
 CHECKPOINT_TOKEN = "checkpoint-token"
 """Secret of the connections between memory replicas of checkpoints; the first writer sets it."""
+
+
+def model(part: int = 0) -> str:
+    """Description of a part of the model that the job trains; the first member sets it."""
+    return f"model/{part}"
 
 
 # Liveness.

@@ -74,17 +74,18 @@ class Rendezvous:
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
 
-    def start(self, model: str = "") -> None:
+    def start(self, model: str = "", *, part: int = 0) -> None:
         """Start to watch the store and to send heartbeats.
 
         model  description of the model that this process trains; a joiner's must be the same
+        part   of the model that this process holds, where it is only a part
 
         A member has beaten when this returns, so that peers apply `Timeouts.heartbeat` to it from
         now on, and no longer `Timeouts.connect`.
         """
         if self.rank in self.alive:
             store = self.stores.store
-            self.stores.ask(lambda: store.compare_set(keys.MODEL, "", model), b"")
+            self.stores.ask(lambda: store.compare_set(keys.model(part), "", model), b"")
             self.stores.ask(lambda: self._heartbeats.enter(store), None)
         self._watcher.start()
 
