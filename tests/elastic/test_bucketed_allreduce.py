@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -13,18 +14,34 @@ from resihp.elastic.process_groups.abortable import AbortableProcessGroup
 from resihp.elastic.process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
 
 
+class Ended:
+    """Work that is over."""
+
+    def __init__(self, has_failed: bool) -> None:
+        self._has_failed = has_failed
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self._has_failed:
+            raise RuntimeError("connection closed by peer")
+
+
 class Doubling:
     """As a group of two that hold the same."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.fails_after = 1000
 
     def __len__(self) -> int:
         return 2
 
     def start_all_reduce(self, flat: torch.Tensor) -> Any:
         self.sizes.append(flat.numel())
-        return flat.mul_(2)
+        flat.mul_(2)
+        return Ended(len(self.sizes) > self.fails_after)
 
     def wait(self, work: Any) -> None:
         pass
@@ -39,9 +56,11 @@ def backward(net: nn.Module) -> None:
     net(torch.ones(2, 8)).square().sum().backward()
 
 
-def summing(net: nn.Module, group: Doubling, bucket_bytes: int) -> BucketedAllReduce:
+def summing(
+    net: nn.Module, group: Doubling, bucket_bytes: int, summed: Sequence[torch.Tensor] = ()
+) -> BucketedAllReduce:
     slices = [GradientSlice(parameter) for parameter in reversed(list(net.parameters()))]
-    return BucketedAllReduce([(cast(AbortableProcessGroup, group), slices)], bucket_bytes)
+    return BucketedAllReduce([(cast(AbortableProcessGroup, group), slices)], bucket_bytes, summed)
 
 
 def finish(bucketed: BucketedAllReduce) -> list[torch.Tensor]:
@@ -85,3 +104,88 @@ def test_a_gradient_that_changes_after_it_was_sent() -> None:
         backward(net)
     with pytest.raises(ContractError, match="overlap=False"):
         finish(bucketed)
+
+
+def test_a_gradient_that_something_else_scales_after_it_was_sent() -> None:
+    """As a pipeline does that is not told to leave that to the loop."""
+    net, group = model(), Doubling()
+    bucketed = summing(net, group, 1 << 20)
+    with bucketed.overlapped():
+        backward(net)
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(4)
+    with pytest.raises(ContractError, match="scale_grads=False"):
+        finish(bucketed)
+
+
+def test_several_passes_are_waited_for() -> None:
+    """The microbatches of a pipeline: its gradients are complete with the last of them."""
+    net, group = model(), Doubling()
+    bucketed = summing(net, group, 160)
+    with bucketed.overlapped(passes=lambda _: 3):
+        backward(net)
+        backward(net)
+        assert not group.sizes
+        backward(net)
+        sent = list(group.sizes)
+    total = finish(bucketed)
+    assert group.sizes == sent
+    assert len(sent) > 1
+    for parameter, summed in zip(net.parameters(), total, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(summed, 2 * parameter.grad)
+
+
+def test_gradients_that_are_views_of_one_buffer() -> None:
+    """Those of FSDP2: a write to one counts as a write to all, and hooks are called by hand."""
+    net, group = model(), Doubling()
+    parameters = list(net.parameters())
+    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    parts = buffer.split([parameter.numel() for parameter in parameters])
+    bucketed = summing(net, group, 1)
+
+    def accumulate(factor: float) -> None:
+        with torch.no_grad():
+            for parameter, part in reversed(list(zip(parameters, parts, strict=True))):
+                if parameter.grad is None:
+                    parameter.grad = part.view_as(parameter)
+                parameter.grad += factor
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                    hook(parameter)
+
+    accumulate(1.0)
+    with bucketed.overlapped():
+        accumulate(2.0)
+    assert len(group.sizes) == len(parameters)
+    assert all(torch.equal(summed, torch.full_like(summed, 6.0)) for summed in finish(bucketed))
+    again = summing(net, group, 1)
+    with again.overlapped():
+        accumulate(1.0)
+        buffer.mul_(2.0)
+    with pytest.raises(ContractError, match="changed"):
+        finish(again)
+
+
+def test_only_what_was_not_summed_travels_again() -> None:
+    """Sums from before a loss hold all microbatches already, whatever is added locally."""
+    net, group = model(), Doubling()
+    group.fails_after = 2
+    first = summing(net, group, 1)
+    with first.overlapped():
+        backward(net)
+    summed = first.summed()
+    assert len(summed) == 2
+    kept = [flat.clone() for flat in summed]
+    survivors = Doubling()
+    second = summing(net, survivors, 1, summed)
+    with second.overlapped():
+        backward(net)
+    sizes = [parameter.numel() for parameter in reversed(list(net.parameters()))]
+    assert survivors.sizes == sizes[2:]
+    total = finish(second)[::-1]
+    assert all(torch.equal(a.flatten(), b) for a, b in zip(total, kept, strict=False))
+    for parameter, whole in list(zip(reversed(list(net.parameters())), total, strict=True))[2:]:
+        assert parameter.grad is not None
+        torch.testing.assert_close(whole, 2 * parameter.grad)
+    assert len(second.summed()) == len(sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -69,6 +70,21 @@ def test_what_ranks_in_doubt_inherit_counts_if_their_world_holds() -> None:
     }
     decision = decide(reports, MICROBATCHES)
     assert (decision.generation, decision.kept) == (4, (SurvivingSum(0, ((0, 2),)),))
+
+
+def test_buckets_that_survivors_have_summed_are_known_to_all() -> None:
+    """Those of the step in progress; who joins, or is behind, has none."""
+    reports = {
+        0: report(completed=5, generation=0, holdings=(replace(held(0), buckets=3),)),
+        1: report(completed=5, generation=0, holdings=(replace(held(1), buckets=2),), joiners=(2,)),
+    }
+    decision = decide(reports, MICROBATCHES)
+    assert (decision.survivors, decision.buckets) == ((0, 1, 2), (3, 2, 0))
+    reports[0] = report(completed=6, generation=0, norm=(5, 0.0))
+    reports[1] = replace(
+        reports[1], holdings=(replace(held(1, summed=True), buckets=2),), norm=(4, 0.0)
+    )
+    assert decide(reports, MICROBATCHES).buckets == (0, 0, 0)
 
 
 def test_a_step_that_one_rank_knows_to_be_whole_is_completed_by_all() -> None:

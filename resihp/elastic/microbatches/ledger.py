@@ -25,6 +25,7 @@ class GradientHolding:
     members     number of ranks of that replica
     finished    microbatches in the local sum
     summed      the rank also holds its shard of the sum over all replicas
+    buckets     leading gradient buckets of which it holds that sum, where `summed` is False
     """
 
     generation: int
@@ -32,6 +33,7 @@ class GradientHolding:
     members: int
     finished: Spans = ()
     summed: bool = False
+    buckets: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
-"""Bucketed all-reduce of gradients, out of place and overlapped with the last backward pass.
+"""Bucketed all-reduce of gradients, out of place and overlapped with the last backward passes.
 
-The local gradients stay as they are, so that a failure during the exchange corrupts nothing.
+The local gradients stay as they are, so that a failure during the exchange corrupts nothing. A
+group's buckets are summed in order: those that were before a failure need not travel again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -38,60 +40,106 @@ class GradientSlice:
         """Return a view of the rows; zeros take the place of a gradient that is None."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        gradient = self.parameter.grad
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = _local(self.parameter.grad)
         return local if self.length is None else local.narrow(self.dim, self.start, self.length)
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Identity of the gradient tensor and its number of in-place writes."""
-        gradient = self.parameter.grad
-        return id(gradient), -1 if gradient is None else gradient._version
+    def nbytes(self) -> int:
+        """Size in bytes of the rows that this rank holds."""
+        local = _local(self.parameter.detach())
+        if self.length is not None:
+            local = local.narrow(self.dim, self.start, self.length)
+        return local.nbytes
+
+
+class _GradientVersions:
+    """Detects gradients that change after they were copied.
+
+    Gradients of FSDP2 are views of one buffer, and share its counter of writes: it is read whenever
+    backward has added to one of them.
+    """
+
+    def __init__(self) -> None:
+        self._writes: dict[int, int] = {}  # by storage
+        self._copied: dict[torch.nn.Parameter, int] = {}  # identity of its gradient
+        self._is_late = False
+
+    def added(self, parameter: torch.nn.Parameter) -> None:
+        """Take note that backward has added to the gradient."""
+        self._is_late |= parameter in self._copied
+        storage, writes = self._state(parameter)
+        self._writes[storage] = writes
+
+    def copied(self, parameter: torch.nn.Parameter) -> None:
+        """Take note that the gradient was copied."""
+        self._copied[parameter] = id(parameter.grad)
+        storage, writes = self._state(parameter)
+        self._writes.setdefault(storage, writes)
 
     @property
-    def nbytes(self) -> int:
-        """Size of the rows in bytes; of a `DTensor`, of the whole gradient."""
-        numel, shape = self.parameter.numel(), self.parameter.shape
-        if self.length is not None:
-            numel = numel // max(1, shape[self.dim]) * self.length
-        return numel * self.parameter.element_size()
+    def have_changed(self) -> bool:
+        """True if a gradient was written after it had been copied."""
+        return self._is_late or any(
+            id(parameter.grad) != gradient or not self._is_as_written(parameter)
+            for parameter, gradient in self._copied.items()
+        )
+
+    def _is_as_written(self, parameter: torch.nn.Parameter) -> bool:
+        storage, writes = self._state(parameter)
+        return self._writes.get(storage) == writes
+
+    @staticmethod
+    def _state(parameter: torch.nn.Parameter) -> tuple[int, int]:
+        """Return the storage of the gradient, and the number of in-place writes to it."""
+        assert parameter.grad is not None
+        local = _local(parameter.grad)
+        return local.untyped_storage()._cdata, local._version
 
 
 @dataclass
 class _Bucket:
-    """Slices that travel together in `flat`; `missing` are the parameters backward still adds to.
+    """Slices that travel together in `flat`.
 
-    versions  of the gradients when they were copied
+    missing  parameters to which backward still adds, with the number of times
     """
 
     group: AbortableProcessGroup
     slices: list[GradientSlice]
-    missing: set[torch.nn.Parameter] = field(default_factory=set)
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    missing: dict[torch.nn.Parameter, int] = field(default_factory=dict)
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
 
     def start(self) -> None:
         """Copy the gradients and start their all-reduce."""
         self.flat = torch.cat([one.read().reshape(-1) for one in self.slices])
-        self.versions = [one.version for one in self.slices]
-        self.work = self.group.start_all_reduce(self.flat)
+        if len(self.group) > 1:
+            self.work = self.group.start_all_reduce(self.flat)
 
-    def wait(self) -> Iterator[tuple[GradientSlice, torch.Tensor]]:
-        """Wait for the sums; yield each slice with its part of them."""
-        assert self.work is not None
+    def wait(self) -> None:
+        """Wait for the sums. Raises `PeerLostError`."""
+        if self.work is not None:
+            self.group.wait(self.work)
+
+    def sums(self) -> Iterator[tuple[GradientSlice, torch.Tensor]]:
+        """Yield each slice with its part of the sums."""
         assert self.flat is not None
-        self.group.wait(self.work)
-        if [one.version for one in self.slices] != self.versions:
-            raise ContractError(
-                "overlap",
-                "gradients changed after a backward pass (several passes in a microbatch, or "
-                "something else than backward that writes them): pass overlap=False",
-            )
         shapes = [one.read().shape for one in self.slices]
         parts = self.flat.split([shape.numel() for shape in shapes])
         for one, part, shape in zip(self.slices, parts, shapes, strict=True):
             yield one, part.view(shape)
+
+    @property
+    def is_summed(self) -> bool:
+        """True if `flat` is the sum over the group, without waiting for it."""
+        if self.work is None:
+            return self.flat is not None
+        if not self.work.is_completed():
+            return False
+        try:
+            self.work.wait()
+        except RuntimeError:
+            return False
+        return True
 
 
 class BucketedAllReduce:
@@ -99,31 +147,41 @@ class BucketedAllReduce:
 
     slices  in the order in which all ranks of their group reduce them: the model backward. Groups
             do not wait for each other
+    summed  flat sums of the first buckets of the first group, from an earlier attempt: they do not
+            travel again
     """
 
     def __init__(
         self,
         slices: Iterable[tuple[AbortableProcessGroup, Sequence[GradientSlice]]],
         bucket_bytes: int,
+        summed: Sequence[torch.Tensor] = (),
     ) -> None:
         self._queues = [deque(_buckets(group, some, bucket_bytes)) for group, some in slices]
         self._started: list[_Bucket] = []
+        self._versions = _GradientVersions()
+        for flat in summed:
+            self._started.append(self._queues[0].popleft())
+            self._started[-1].flat = flat
 
     @contextmanager
     def overlapped(
-        self, parameters: Collection[torch.nn.Parameter] | None = None
+        self,
+        parameters: Collection[torch.nn.Parameter] | None = None,
+        passes: Callable[[torch.nn.Parameter], int] = lambda _: 1,
     ) -> Iterator[None]:
-        """Start each bucket when the enclosed backward pass has completed its last gradient.
+        """Start each bucket when the enclosed backward passes have completed its last gradient.
 
-        parameters  those that the pass adds to; None: all
+        parameters  those that the passes add to; None: all
+        passes      number of times that they add to a parameter
         """
-        waited_for = set[torch.nn.Parameter]()
+        adds_to = {one.parameter for one in self._slices()}
+        if parameters is not None:
+            adds_to &= set(parameters)
         for bucket in (bucket for queue in self._queues for bucket in queue):
-            bucket.missing = {one.parameter for one in bucket.slices}
-            if parameters is not None:
-                bucket.missing &= set(parameters)
-            waited_for |= bucket.missing
-        hooks = [one.register_post_accumulate_grad_hook(self._completed) for one in waited_for]
+            added = {one.parameter for one in bucket.slices} & adds_to
+            bucket.missing = {parameter: passes(parameter) for parameter in added}
+        hooks = [one.register_post_accumulate_grad_hook(self._completed) for one in adds_to]
         try:
             yield
         finally:
@@ -136,23 +194,47 @@ class BucketedAllReduce:
         Raises `PeerLostError`, and `ContractError` for a gradient that changed after its exchange
         had started.
         """
+        if self._versions.have_changed:
+            raise ContractError(
+                "overlap",
+                "gradients changed after their exchange had started (several backward passes in a "
+                "microbatch, a pipeline without scale_grads=False, or something else than backward "
+                "that writes them): pass overlap=False if that is meant",
+            )
         for queue in self._queues:
             while queue:
                 self._start(queue)
         for bucket in self._started:
-            yield from bucket.wait()
+            bucket.wait()
+            yield from bucket.sums()
+
+    def summed(self) -> list[torch.Tensor]:
+        """Return the flat sums of the leading buckets that are whole by now, without waiting."""
+        done = takewhile(lambda bucket: bucket.is_summed, self._started)
+        return [bucket.flat for bucket in done if bucket.flat is not None]
+
+    def _slices(self) -> Iterator[GradientSlice]:
+        for bucket in (*self._started, *(bucket for queue in self._queues for bucket in queue)):
+            yield from bucket.slices
 
     def _completed(self, parameter: torch.nn.Parameter) -> None:
+        self._versions.added(parameter)
         for queue in self._queues:
             for bucket in queue:
-                bucket.missing.discard(parameter)
+                if parameter in bucket.missing:
+                    bucket.missing[parameter] -= 1
+                    if not bucket.missing[parameter]:
+                        del bucket.missing[parameter]
             while queue and not queue[0].missing:
-                self._start(queue)
+                bucket = self._start(queue)
+                for one in bucket.slices:
+                    self._versions.copied(one.parameter)
 
-    def _start(self, queue: deque[_Bucket]) -> None:
+    def _start(self, queue: deque[_Bucket]) -> _Bucket:
         bucket = queue.popleft()
         bucket.start()
         self._started.append(bucket)
+        return bucket
 
 
 def _buckets(
@@ -170,3 +252,8 @@ def _buckets(
         size += one.nbytes
     if taken:
         yield _Bucket(group, taken)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the part of a gradient that this rank holds."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

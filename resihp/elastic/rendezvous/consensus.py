@@ -66,6 +66,8 @@ class RecoveryDecision:
     kept             gradient sums of step `completed` that it continues with; microbatches in none
                      of them are computed again
     stateless        survivors that hold no state
+    buckets          for each of `survivors`: leading gradient buckets of step `completed` of which
+                     it holds the sum over all replicas
     """
 
     survivors: tuple[int, ...]
@@ -75,6 +77,7 @@ class RecoveryDecision:
     next_generation: int
     kept: tuple[SurvivingSum, ...] = ()
     stateless: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
 
 
 def decide(
@@ -105,14 +108,18 @@ def decide(
         if behind > 1 or (behind == 1 and not can_complete):
             raise StateLostError(f"rank {rank} cannot complete step {completed - 1}")
     seen = max(max(report.seen, report.generation) for report in alive.values())
-    present = [report for report in alive.values() if report.completed == completed]
-    held_now = [held for report in present if (held := report.holding(generation)) is not None]
-    kept = surviving_sums(held_now, microbatches)
+    held_now = {
+        rank: held
+        for rank, report in alive.items()
+        if report.completed == completed and (held := report.holding(generation)) is not None
+    }
+    kept = surviving_sums(held_now.values(), microbatches)
     joiners = {rank for report in alive.values() for rank in report.joiners} - set(reports)
     stateless = joiners | {rank for rank, report in alive.items() if report.idle}
     survivors = tuple(sorted({*alive, *joiners}))
+    buckets = tuple(held_now[rank].buckets if rank in held_now else 0 for rank in survivors)
     return RecoveryDecision(
-        survivors, generation, completed, norm, seen + 1, kept, stateless=tuple(sorted(stateless))
+        survivors, generation, completed, norm, seen + 1, kept, tuple(sorted(stateless)), buckets
     )
 
 
@@ -153,7 +160,7 @@ def past_decision(rendezvous: Rendezvous, recovery: int) -> RecoveryDecision:
     """Decision of a recovery that is over."""
     document = json.loads(rendezvous.stores.store.get(keys.decision(recovery)))
     kept = tuple(from_json(SurvivingSum, one) for one in document["kept"])
-    ranks = {name: tuple(document[name]) for name in ("survivors", "stateless")}
+    ranks = {name: tuple(document[name]) for name in ("survivors", "stateless", "buckets")}
     return RecoveryDecision(**{**document, **ranks, "kept": kept})
 
 
