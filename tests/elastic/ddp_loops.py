@@ -4,38 +4,59 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from resihp.contracts import Plan
+from resihp.contracts import Plan, ResiHPError
 from resihp.elastic.ddp.init import init_replica_group
 from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.ddp.step import Step
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.store import Timeouts
 from resihp.testing.local_ranks import LocalRanks
-from tests.elastic.ddp_faults import LoopFault, inject, inject_inside, is_stopped
+from tests.elastic.ddp_faults import (
+    LoopFault,
+    inject,
+    inject_in_exchange,
+    inject_in_passes,
+    inject_inside,
+    is_stopped,
+)
 from tests.elastic.engine_job import TIMEOUTS
 from tests.elastic.scripted import Scripted
 
-WIDTH = 12
+WIDTH, STAGES = 12, 2
 
 
 @dataclass(frozen=True)
 class Loop:
     """A loop over `replicas` replicas of `members` processes, FSDP2 or DDP among these.
 
+    inner    or "pipeline": stages of a process each; "pipeline of fsdp2", "pipeline of tensor
+             parallel": of two
     kills    (seconds after the first microbatch, rank): whatever it does then
     returns  (replica, step): it comes back, as soon as it is dead, and the others wait for it
              behind that step, the one in which it has died or a later one
@@ -54,6 +75,7 @@ class Loop:
     plans: tuple[Plan, ...] = ()
     by_work: bool = False
     deterministic: bool = False
+    bucket_bytes: int = 25 << 20
     timeouts: Timeouts = TIMEOUTS
     train: Callable[..., None] | None = None
 
@@ -65,6 +87,7 @@ class Trace:
     losses   by step; all processes agree
     taken    microbatches that were computed by (rank, step)
     summed   samples in the sum that each step was completed with, by step
+    sent     buckets that started to travel, by (rank, step): in each attempt
     alive    replicas that took part in a step
     models   final parameters by rank
     """
@@ -75,6 +98,7 @@ class Trace:
     taken: dict[tuple[int, int], list[int]]
     summed: dict[int, list[int]]
     alive: dict[int, list[int]]
+    sent: dict[tuple[int, int], dict[int, int]]
     models: dict[int, dict[str, torch.Tensor]]
 
 
@@ -83,7 +107,7 @@ def play(loop: Loop, folder: Path, *, timeout_s: float = 300.0) -> Trace:
     with LocalRanks("loops", folder) as processes:
         processes.start(range(loop.replicas * loop.members), run, loop, folder)
         _look_after(processes, loop, folder, timeout_s)
-        trace = Trace(dict(processes.exit_codes), processes.logs(), {}, {}, {}, {}, {})
+        trace = Trace(dict(processes.exit_codes), processes.logs(), {}, {}, {}, {}, {}, {})
     attempts: dict[int, dict[int, list[int]]] = {}
     for rank in trace.exit_codes:
         path = folder / f"steps-{rank}.jsonl"
@@ -96,6 +120,9 @@ def play(loop: Loop, folder: Path, *, timeout_s: float = 300.0) -> Trace:
             elif "samples" in told:
                 tries = attempts.setdefault(told["step"], {})
                 tries.setdefault(told["attempt"], []).extend(told["samples"])
+            elif "sent" in told:
+                sent = trace.sent.setdefault((rank, told["step"]), {})
+                sent[told["sent"]] = sent.get(told["sent"], 0) + 1
             else:
                 trace.taken.setdefault((rank, told["step"]), []).append(told["microbatch"])
         if trace.exit_codes[rank] == 0 and (folder / f"model-{rank}.pt").exists():
@@ -124,12 +151,11 @@ def _look_after(processes: LocalRanks, loop: Loop, folder: Path, timeout_s: floa
                 lives[replica] = lives.get(replica, 0) + 1
                 processes.start(ranks, run, loop, folder, lives[replica])
                 break
-        left = {rank // loop.members for rank in running}
         for fault in loop.faults:
             if not fault.resume_s or not is_stopped(folder / f"stops-{fault.rank}"):
                 continue
             since = stopped.setdefault(fault.rank, time.monotonic())
-            if time.monotonic() > since + fault.resume_s or left == {fault.rank // loop.members}:
+            if time.monotonic() > since + fault.resume_s or set(running) == {fault.rank}:
                 (folder / f"stops-{fault.rank}").unlink()
                 processes.kill(fault.rank, signal.SIGCONT)
         if time.monotonic() > deadline:
@@ -173,17 +199,92 @@ def train(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: An
         tell(step, None)
 
 
+def train_pipeline(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any) -> None:
+    """The user's loop around a schedule of torch; a replica of one process is the whole model."""
+    model.eval()  # no dropout: a schedule does not tell which microbatch it computes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stages = STAGES if loop.members > 1 else 1
+    place = int(os.environ["RANK"]) % loop.members * stages // loop.members
+    group = None
+    if stages < loop.members:
+        group = model_mesh(loop)["stage"].get_group()
+    stage = PipelineStage(model, place, stages, torch.device("cpu"), group=group)
+
+    @lru_cache(maxsize=1)  # a schedule prepares its stage for its number of microbatches
+    def schedule_of(microbatches: int) -> Schedule1F1B | ScheduleGPipe:
+        kind = Schedule1F1B if microbatches >= stages else ScheduleGPipe
+        return kind(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output, target) / loop.microbatches
+
+    replicas = begin(model, optimizer)
+    for step in replicas.steps(loop.steps):
+        for indices in step.batches():
+            x = torch.cat([batch(step.number, index) for index in indices])
+            target = torch.cat([batch(step.number, index).roll(1, dims=1) for index in indices])
+            losses: list[torch.Tensor] = []
+            schedule_of(len(indices)).step(
+                *([x] if stage.is_first else []),
+                **({"target": target, "losses": losses} if stage.is_last else {}),
+            )
+            if stage.is_last:
+                step.report(losses)
+            for index in indices:
+                tell(step, index)
+        optimizer.step()
+        tell(step, None)
+
+
+def split(model: nn.Module, loop: Loop) -> nn.Module:
+    """The model as `loop.inner` says."""
+    if loop.inner == "ddp":
+        return DistributedDataParallel(model)
+    mesh = None
+    if loop.inner.startswith("pipeline"):
+        place = int(os.environ["RANK"]) % loop.members * STAGES // loop.members
+        children = list(model.named_children())
+        half = len(children) // 2
+        model = nn.Sequential(OrderedDict(children[half:] if place else children[:half]))
+        if loop.inner == "pipeline":
+            return model
+        mesh = model_mesh(loop)["shard"]
+        if loop.inner == "pipeline of tensor parallel":
+            style = RowwiseParallel if place else ColwiseParallel
+            whole = {"input_layouts": Replicate()} if place else {"output_layouts": Replicate()}
+            return parallelize_module(model, mesh, {"4" if place else "0": style(**whole)})
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def model_mesh(loop: Loop) -> DeviceMesh:
+    """Processes of a replica: stages, and those that share one."""
+    shape = (STAGES, loop.members // STAGES)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("stage", "shard"))
+
+
 def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0) -> None:
-    """One process."""
+    """One process; it ends as one of the user's would."""
+    try:
+        _run(rank, host, port, loop, folder, life)
+    except (RuntimeError, ResiHPError) as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+
+
+def _run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int) -> None:
     torch.set_num_threads(1)
     size = loop.replicas * loop.members
     environment = Environment(rank, size, host, port, "loops", False, life > 0)
     model = build_model()
-    if loop.members > 1:
+    if loop.members > 1 or loop.train is train_pipeline:
         init_replica_group(
-            loop.members, "gloo", timeout=timedelta(seconds=30), environment=environment
+            loop.members, "gloo", timeout=timedelta(minutes=10), environment=environment
         )
-        model = DistributedDataParallel(model) if loop.inner == "ddp" else fully_shard(model)
+    if loop.members > 1:
+        model = split(model, loop)
     steps = (folder / f"steps-{rank}.jsonl").open("a", buffering=1)
     faults = [fault for fault in loop.faults if (fault.rank, fault.life) == (rank, life)]
     made: list[Replicas] = []
@@ -196,15 +297,22 @@ def run(rank: int, host: str, port: int, loop: Loop, folder: Path, life: int = 0
             members=loop.members,
             timeouts=loop.timeouts,
             deterministic=loop.deterministic,
+            bucket_bytes=loop.bucket_bytes,
             environment=environment,
             plans=Scripted(loop.plans, (), ()) if loop.plans else None,
             work=work_of if loop.by_work else None,
             **options,
         )
         inject_inside(replicas, faults, folder)
+        inject_in_passes(replicas, model, faults, folder)
+        inject_in_exchange(replicas, faults, folder, told_bucket)
         _record_votes(replicas, steps)
         made.append(replicas)
         return replicas
+
+    def told_bucket() -> None:
+        attempt = made[0]._rendezvous.recovery
+        steps.write(json.dumps({"step": made[0].completed, "sent": attempt}) + "\n")
 
     def tell(step: Step, index: int | None) -> None:
         replicas = made[0]
@@ -238,13 +346,13 @@ def _record_votes(replicas: Replicas, steps: Any) -> None:
         present[:] = [step]
         reduce_(step)
 
-    def voted(peers: Any) -> None:
+    def voted() -> list[float]:
         number = present[0].number
         if replicas.coordinates.index == 0:
             samples = [number * replicas._microbatches + index for index in present[0].done]
             told = {"step": number, "attempt": replicas._rendezvous.recovery, "samples": samples}
             steps.write(json.dumps(told) + "\n")
-        original(peers)
+        return original()
 
     replicas._reduce, replicas._vote = reduced, voted  # type: ignore[method-assign]
 

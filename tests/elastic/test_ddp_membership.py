@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from resihp.contracts import ContractError, FencedOutError, MiscountError, StateLostError
 from resihp.elastic.ddp.membership import ReplicaMembership
 from resihp.elastic.ddp.state_sync import empties, pack, unpack
-from resihp.elastic.ddp.step import ReplicaCoordinates
+from resihp.elastic.ddp.step import ReplicaCoordinates, Step
 from resihp.elastic.microbatches.counts import MicrobatchReport, count_rows, read_counts
 from resihp.elastic.microbatches.ledger import SurvivingSum, indices
 from resihp.elastic.rendezvous.consensus import RecoveryDecision
@@ -39,6 +40,17 @@ def test_a_process_whose_replica_is_left_out_ends() -> None:
     membership = ReplicaMembership(ReplicaCoordinates(1, 3, members=2), 6)
     with pytest.raises(FencedOutError, match="replica 1 has lost a member"):
         membership.apply(decision((0, 1, 2, 4, 5)))
+
+
+def test_buckets_that_travel_again_are_those_that_a_peer_has_not_summed() -> None:
+    """Peers are the processes with the same part of the model, in replicas that are whole."""
+    for index, buckets in ((0, 4), (1, 2)):
+        membership = ReplicaMembership(ReplicaCoordinates(0, 3, index, members=2), 6)
+        survivors = replace(decision((0, 1, 2, 4, 5)), buckets=(4, 3, 0, 5, 2))
+        membership.apply(survivors)
+        assert membership.summed_buckets == buckets
+        membership.apply(decision((0, 1, 4, 5)))
+        assert membership.summed_buckets == 0
 
 
 def test_a_newcomer_computes_nothing_before_it_has_the_state() -> None:
@@ -196,6 +208,40 @@ def test_losses_and_weights_of_all() -> None:
     account = read_counts(first + second)
     assert (account.losses, account.weight, account.loss) == ((2.0, 6.0, 4.0), 8.0, 1.5)
     assert account.reports()[1] == MicrobatchReport(6.0, 5.0)
+
+
+def test_who_has_a_loss_gives_it() -> None:
+    """Of a pipeline the last stage does; of sharded processes all do, each that of its part."""
+    pipeline = count_rows({0: MicrobatchReport()}, 2, members=2)
+    pipeline += count_rows({0: MicrobatchReport(3.0, 5.0)}, 2, members=2)
+    for part in (1.0, 2.0):
+        pipeline += count_rows({1: MicrobatchReport(part, 7.0)}, 2, members=2)
+    account = read_counts(pipeline)
+    assert (account.losses, account.weights) == ((3.0, 1.5), (5.0, 7.0))
+    silent = read_counts(count_rows({0: MicrobatchReport()}, 1, members=1))
+    assert (silent.loss, silent.weight) == (0.0, None)
+
+
+def test_batches_of_a_step() -> None:
+    step = Step(0, iter([(0, 1, 4), (2,)]))
+    taken = []
+    for batch in step.batches():
+        taken.append(batch)
+        if batch == (2,):
+            step.report(torch.tensor(3.0), weight=2)
+            continue
+        step.report([torch.tensor(1.0), 2.0, torch.tensor(4.0)], weight=[1, 2, 3])
+        with pytest.raises(ContractError, match="2 numbers for 3 microbatches"):
+            step.report(torch.ones(2))
+        with pytest.raises(ContractError, match="1 numbers for 3 microbatches"):
+            step.report(1.0)
+    assert taken == [(0, 1, 4), (2,)]
+    assert {index: report.weight for index, report in step.done.items()} == {0: 1, 1: 2, 4: 3, 2: 2}
+    assert list(step.batches_of((3, 5))) == [(3, 5)]
+    assert not list(step.batches_of(()))
+    assert list(Step(0, iter(())).batches_of((3, 5))) == [(3,), (5,)]
+    with pytest.raises(ContractError, match="no microbatch"):
+        step.report(1.0)
 
 
 def test_counts_that_cannot_be() -> None:

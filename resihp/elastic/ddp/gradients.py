@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from resihp.contracts import ContractError
 
@@ -22,7 +25,8 @@ from .groups import ReplicaGroups
 class LoopGradients:
     """Gradient accumulation of one rank; local sums do not change until `use`.
 
-    overlap     all-reduce buckets during the last backward pass
+    overlap     all-reduce buckets during the last backward passes; not with DDP inside a replica,
+                which sums a gradient when backward has added to it
     ordered     sum in the fixed order of `tree_sum`, in fp32
     parameters  trained in this step
     total       sums over all replicas; None until `sum_over`
@@ -30,36 +34,54 @@ class LoopGradients:
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        model: nn.Module,
         microbatches: int,
         *,
         bucket_bytes: int,
         overlap: bool,
         ordered: bool,
     ) -> None:
-        self._all = list(parameters)
-        self.parameters: list[torch.nn.Parameter] = []
+        self._all = list(model.parameters())
+        self.parameters: list[nn.Parameter] = []
+        modules = list(model.modules())
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        self._sharded = {one for module in sharded for one in _parameters(module)}
         if ordered and any(parameter.dtype == torch.float64 for parameter in self._all):
             raise ContractError("deterministic", "sums are made in fp32: too few bits for float64")
         self.total: list[torch.Tensor] | None = None
         self._microbatches, self._bucket_bytes = microbatches, bucket_bytes
-        self._overlap, self._ordered = overlap and not ordered, ordered
+        has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
+        self._overlap, self._ordered = overlap and not ordered and not has_ddp, ordered
         self._held: dict[Node, list[torch.Tensor]] = {}
         self._ahead: BucketedAllReduce | None = None
+        self._summed: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """Start a step without gradients."""
-        self.total, self._ahead, self._held = None, None, {}
+        self.total, self._ahead, self._held, self._summed = None, None, {}, []
         self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
         self._drop()
 
     @contextmanager
-    def adding(self, microbatch: int, groups: ReplicaGroups, *, is_last: bool) -> Iterator[None]:
-        """Enclose the passes of one microbatch; the sums of the last one are sent over `groups`."""
+    def adding(
+        self, microbatches: Sequence[int], groups: ReplicaGroups, *, is_last: bool
+    ) -> Iterator[None]:
+        """Enclose the passes of `microbatches`; the sums of the last ones are sent over `groups`.
+
+        Of several microbatches at once, FSDP2 in a pipeline adds to its gradients at the end.
+        """
+        if self._ordered and len(microbatches) > 1:
+            raise ContractError(
+                "deterministic",
+                "the schedule of a pipeline adds microbatches up in an order of its own: iterate "
+                "over the step itself, one microbatch at a time",
+            )
         before = [parameter.grad for parameter in self.parameters]
         if is_last and self._overlap and len(groups.data_parallel) > 1:
             self._ahead = self._all_reduce(groups)
-            with self._ahead.overlapped():
+            with self._ahead.overlapped(
+                passes=lambda one: 1 if one in self._sharded else len(microbatches)
+            ):
                 yield
         else:
             yield
@@ -67,18 +89,19 @@ class LoopGradients:
         if self._ordered:
             leaf = [gradient.float() for gradient in self._local()]
             self._drop()
-            put(self._held, (microbatch, microbatch + 1), leaf, self._microbatches, _added)
+            [index] = microbatches
+            put(self._held, (index, index + 1), leaf, self._microbatches, _added)
 
     def sum_over(self, groups: ReplicaGroups, shares: Sequence[Assignment], index: int) -> None:
         """Compute `total`; `shares` are the assignments of all replicas, `index` is this one's."""
         if self._ordered:
             self.total = self._sum_nodes(groups.data_parallel, shares, index)
             return
-        if len(groups.data_parallel) == 1:
+        if len(groups.data_parallel) == 1 and not self._summed:
             self.total = self._local()
             return
-        ahead = self._ahead or self._all_reduce(groups)
-        summed = dict(ahead.finish())
+        self._ahead = self._ahead or self._all_reduce(groups)
+        summed = dict(self._ahead.finish())
         self.total = [summed[one] for one in reversed(summed)]
 
     def use(self, weight: float | None) -> None:
@@ -89,9 +112,19 @@ class LoopGradients:
                 total.div_(weight)
         self._put_in_place(self.total)
 
-    def keep(self, share: Assignment) -> None:
-        """Bring the local sums to the state that was decided after a loss."""
-        self._ahead = None
+    def stop(self) -> int:
+        """Give up the exchange under way; return the number of buckets summed by then."""
+        if self._ahead is not None:
+            self._summed, self._ahead = self._ahead.summed(), None
+        return len(self._summed)
+
+    def keep(self, share: Assignment, buckets: int) -> None:
+        """Bring the local sums to the state that was decided after a loss.
+
+        buckets  that all survivors have summed: they hold all microbatches, those of the lost
+                 replica too, and do not travel again
+        """
+        self._summed = self._summed[:buckets]
         if not share.inherited:
             self._held.clear()
             for gradient in self._local():
@@ -118,7 +151,7 @@ class LoopGradients:
 
     def _all_reduce(self, groups: ReplicaGroups) -> BucketedAllReduce:
         slices = [GradientSlice(parameter) for parameter in reversed(self.parameters)]
-        return BucketedAllReduce([(groups.data_parallel, slices)], self._bucket_bytes)
+        return BucketedAllReduce([(groups.data_parallel, slices)], self._bucket_bytes, self._summed)
 
     def _local(self) -> list[torch.Tensor]:
         """Return the local part of each gradient; zeros where there is none."""
@@ -157,3 +190,8 @@ def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Te
     for total, gradient in zip(left, right, strict=True):
         total.add_(gradient)
     return left
+
+
+def _parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
+    assert isinstance(module, nn.Module)
+    return module.parameters()

@@ -58,6 +58,7 @@ class ReplicaMembership:
     without_state  those of them that have no state yet and compute nothing until they have
     plan           quotas of `alive`; its version is that of the plan that they come from, 0: even
     step           number of the step in progress
+    summed_buckets leading gradient buckets that need not travel again in the step in progress
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ReplicaMembership:
         self.alive = list(range(coordinates.replicas))
         self.without_state = self.alive[1:]
         self.plan = self._plan(self.alive, even_quotas(microbatches, len(self.alive)), 0)
-        self.step = 0
+        self.step = self.summed_buckets = 0
         self._speeds: Mapping[int, float] = {}
         self._learned: _Quotas | None = None  # in the vote of the present step
         self._pending: _Quotas | None = None  # in the vote before: all ranks alive have learned it
@@ -151,6 +152,8 @@ class ReplicaMembership:
         before, self.plan = self.plan, self._plan_for(self.alive)
         computing = [r for r in self.alive if r not in self.without_state]
         self.step = decision.completed
+        buckets = dict(zip(decision.survivors, decision.buckets, strict=False))
+        self.summed_buckets = min(buckets.get(rank, 0) for rank in self.data_parallel(self.alive))
         self._rest = _Rest(self._plan_for(computing, before), before.layout, decision.kept)
         self._shares = None
 
@@ -234,8 +237,8 @@ class ReplicaJoiner:
 
         Returns the plan of the replicas that were alive before, and the decision behind it.
         """
-        rank = self._coordinates.rank
-        invitation = self._joiners.await_invitation(rank, model, lambda: False)
+        rank, part = self._coordinates.rank, self._coordinates.index
+        invitation = self._joiners.await_invitation(rank, model, lambda: False, part=part)
         if invitation is None:
             return None
         self._rendezvous.enter(invitation.recovery, invitation.alive)

@@ -8,9 +8,11 @@ arXiv 2605.11215).
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ from ..rendezvous.store import Timeouts
 from .checks import check_model, check_optimizers, fingerprint
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
+from .member_agreement import MemberAgreement
+from .member_loss import MemberLossWatch
 from .membership import ReplicaJoiner, ReplicaMembership
 from .state_sync import StateBroadcast, Stateful, receive_state
 from .step import ReplicaCoordinates, Step
@@ -55,8 +59,8 @@ class Replicas:
                    from a step to the work of each of its microbatches, alike in every process
     monitor        takes over the version of a plan, so that the sidecar knows which plan later
                    records belong to
-    overlap        all-reduce gradients during the last backward pass; ignored where a replica has
-                   several members. Needs one backward pass per microbatch
+    overlap        all-reduce gradients during the last backward passes. Needs one backward pass per
+                   microbatch
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; holds about log2(quota) more gradients
     environment    rank and store of this process; default: the variables of the launcher
@@ -101,16 +105,18 @@ class Replicas:
         self._has_plans, self._monitor = plans is not None, monitor
         self._poller = QuotaPlanPoller(plans or NoPlans(), self.coordinates.rank, self._read)
         self._sums = LoopGradients(
-            model.parameters(),
+            model,
             microbatches,
             bucket_bytes=bucket_bytes,
-            overlap=overlap and members == 1,
+            overlap=overlap,
             ordered=deterministic,
         )
         self._server = environment.host_store(timeouts)
         ranks = range(self.coordinates.replicas * members)
         self._rendezvous = environment.rendezvous(ranks, timeouts, interface=interface)
         self._join = ReplicaJoiner(self._rendezvous, self.coordinates)
+        self._members = MemberAgreement(self._rendezvous, self.coordinates)
+        self._member_loss = MemberLossWatch(self._rendezvous, self.coordinates)
         self._groups: ReplicaGroups | None = None
         self._has_begun = False
         self._state_broadcast: StateBroadcast | None = None
@@ -132,7 +138,8 @@ class Replicas:
         if self._has_begun:
             raise ContractError("steps", "call it once, with the number of all steps")
         self._has_begun = True
-        self._rendezvous.start(self._description)
+        self._rendezvous.start(self._description, part=self.coordinates.index)
+        self._member_loss.start()
         try:
             if not self._enter_job():
                 return
@@ -145,12 +152,13 @@ class Replicas:
                     raise ContractError("step", "not all of its microbatches were taken")
             self._rendezvous.finish(len(self._rendezvous.alive))
         finally:
+            self._member_loss.close()
             self._poller.close()
             self._rendezvous.close()
 
     # One step.
 
-    def _work(self, step: Step) -> Iterator[int]:
+    def _work(self, step: Step) -> Iterator[tuple[int, ...]]:
         """Yield the microbatches of this replica, and those that it redoes after a loss."""
         self._is_in_step = True
         self._sums.begin()
@@ -161,23 +169,42 @@ class Replicas:
                     self._recover(broken, step)
                     broken = None
                 if self.completed == step.number:
-                    self._share_state()
+                    if self._membership.without_state:
+                        with self._members.together():
+                            self._share_state()
                     yield from self._compute(step)
                     self._reduce(step)
             except PeerLostError as error:
                 broken = str(error)
         self._is_in_step = False
 
-    def _compute(self, step: Step) -> Iterator[int]:
+    def _compute(self, step: Step) -> Iterator[tuple[int, ...]]:
         assert self._groups is not None
-        todo = [index for index in self._membership.share.todo if index not in step.done]
-        for index in todo:
-            with self._sums.adding(index, self._groups, is_last=index == todo[-1]):
-                yield index
-            step.done.setdefault(index, MicrobatchReport())
+        todo = tuple(index for index in self._membership.share.todo if index not in step.done)
+        for batch in step.batches_of(todo):
+            with self._sums.adding(batch, self._groups, is_last=batch[-1] == todo[-1]):
+                yield batch
+            for index in batch:
+                step.done.setdefault(index, MicrobatchReport())
 
     def _reduce(self, step: Step) -> None:
-        """Sum out of place; after the vote all ranks know that all hold the whole sums."""
+        """Sum out of place, and commit the step on all ranks: then all hold the whole sums."""
+        voted, reason = None, "another process of this replica has lost a peer"
+        try:
+            self._sum(step)
+            voted = self._vote()
+        except PeerLostError as error:
+            reason = str(error)
+            self._rendezvous.request_recovery(reason)
+        numbers = 2 * (self.coordinates.members + 1 + len(self.alive))  # in a ballot
+        voted = self._members.outcome(voted, numbers)
+        if voted is None:
+            raise PeerLostError(reason)
+        self._learn(voted)
+        self._complete(step)
+
+    def _sum(self, step: Step) -> None:
+        """Exchange counts and gradients."""
         groups, self._counts = self._groups, None
         assert groups is not None
         counted = count_rows(step.done, self._microbatches, members=self.coordinates.members).to(
@@ -189,19 +216,28 @@ class Replicas:
         self._counts = read_counts(counted)
         if self._state_broadcast is not None:
             self._state_broadcast.finish()
-        self._vote(groups)
-        self._complete(step)
 
-    def _vote(self, groups: ReplicaGroups) -> None:
-        """Commit the step on all ranks; compare optimizer settings, learn of joiners and quotas."""
+    def _vote(self) -> list[float]:
+        """Return the outcome of the vote, in which no rank takes part without the whole sums."""
+        assert self._groups is not None
+        everyone = self._groups.everyone
+        ballot = torch.tensor(self._ballot(), dtype=torch.float64, device=everyone.device)
+        voted: list[float] = everyone.all_reduce_max(ballot).tolist()
+        return voted
+
+    def _ballot(self) -> list[float]:
+        """Return what this rank adds to the vote: settings, joiners, and quotas of a plan."""
+        members, index = self.coordinates.members, self.coordinates.index
         alike, waiting = fingerprint(self._optimizers), self._join.waiting(self.alive)
-        vote = torch.tensor(
-            [alike, -alike, float(bool(waiting)), *self._proposal()],
-            dtype=torch.float64,
-            device=groups.everyone.device,
-        )
-        most, least, is_due, version, *told = groups.everyone.all_reduce_max(vote).tolist()
-        if most != -least:
+        settings = [-math.inf] * (2 * members)  # a stage may have other settings than the next one
+        settings[2 * index : 2 * index + 2] = [alike, -alike]
+        return [*settings, float(bool(waiting)), *self._proposal()]
+
+    def _learn(self, voted: Sequence[float]) -> None:
+        """Compare optimizer settings; take note of joiners and quotas."""
+        members = self.coordinates.members
+        settings, (is_due, version, *told) = voted[: 2 * members], voted[2 * members :]
+        if any(most != -least for most, least in zip(settings[::2], settings[1::2], strict=True)):
             raise ContractError(
                 "optimizer",
                 "its settings differ between replicas: set them alike, and give `state` the LR "
@@ -279,7 +315,8 @@ class Replicas:
         self._apply(decision)
         if self.completed == step.number:
             self._keep(step)
-        self._connect()
+        with self._members.together():
+            self._connect()
 
     def _report(self, step: Step) -> SurvivorReport:
         if self.coordinates.replica in self._membership.without_state:
@@ -288,7 +325,8 @@ class Replicas:
         if self.completed == step.number:
             # A sum is usable with its counts only: a peer may be lost between the two exchanges.
             summed = self._sums.total is not None and self._counts is not None
-            held = GradientHolding(0, held.replica, held.members, spans(step.done), summed)
+            buckets = self._sums.stop()
+            held = replace(held, finished=spans(step.done), summed=summed, buckets=buckets)
         return SurvivorReport(
             generation=0,
             completed=self.completed,
@@ -313,7 +351,7 @@ class Replicas:
         elif share.inherited[0].total:
             assert self._counts is not None
             step.done.update(self._counts.reports())
-        self._sums.keep(share)
+        self._sums.keep(share, self._membership.summed_buckets)
 
     # Groups and state.
 
@@ -322,21 +360,21 @@ class Replicas:
         invited = self._join.enter(self._description) if self.coordinates.joins else None
         if self.coordinates.joins and invited is None:
             return False
+        self._members.connect(is_starting=invited is None)
+        if invited is not None:
+            self._membership.plan, decision = invited
+            self._apply(decision)
+            if self._monitor is not None:
+                self._monitor.plan_version = self._membership.plan.version
         try:
-            if invited is not None:
-                self._membership.plan, decision = invited
-                self._apply(decision)
-                if self._monitor is not None:
-                    self._monitor.plan_version = self._membership.plan.version
-            self._connect(is_starting=invited is None)
+            with self._members.together():
+                self._connect(is_starting=invited is None)
         except PeerLostError as error:
             self._pending_recovery = str(error)
         return True
 
     def _share_state(self) -> None:
         """Send or receive the state where a replica lacks it."""
-        if not self._membership.without_state:
-            return
         assert self._groups is not None
         if self._groups.state is not None:
             source = self._membership.state_source

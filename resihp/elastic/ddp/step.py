@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,7 @@ class ReplicaCoordinates:
 class Step:
     """One step: iterate over it, and do forward and backward of each microbatch it yields.
 
+    For a pipeline iterate over `batches()`, and run its schedule on the microbatches of each.
     When the loop ends, the gradients are the sums over all microbatches of the step, on every
     replica alike, and `loss` is the sum of what was reported. Where weights were reported, both
     are divided by the sum of the weights, `weight`: with losses that are sums over tokens, and
@@ -61,24 +62,73 @@ class Step:
     """
 
     number: int
-    microbatches: Iterator[int]
+    microbatches: Iterator[tuple[int, ...]]
     loss: float = math.nan
     weight: float | None = None
     done: dict[int, MicrobatchReport] = field(default_factory=dict)
-    _present: int | None = None
+    _present: tuple[int, ...] = ()
+    _is_batched: bool = False
 
     def __iter__(self) -> Iterator[int]:
-        for index in self.microbatches:
-            self._present = index
+        for (index,) in self._taken():
             yield index
-        self._present = None
 
-    def report(self, loss: torch.Tensor | float, *, weight: float | None = None) -> None:
-        """Report the loss of the microbatch that was yielded last, without a device sync."""
-        if self._present is None:
+    def batches(self) -> Iterator[tuple[int, ...]]:
+        """Yield microbatches to compute at once, by a pipeline: first this replica's, then others.
+
+        After a loss it redoes some, as many as its quota at most, in another batch. A replica that
+        has just joined has none.
+        """
+        self._is_batched = True
+        return self._taken()
+
+    def batches_of(self, microbatches: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Divide `microbatches` as the loop takes them."""
+        if self._is_batched:
+            yield from [microbatches] if microbatches else []
+        else:
+            yield from ((index,) for index in microbatches)
+
+    def report(
+        self,
+        loss: torch.Tensor | float | Sequence[torch.Tensor | float],
+        *,
+        weight: float | Sequence[float] | None = None,
+    ) -> None:
+        """Report the loss of the microbatch that was yielded last, without a device sync.
+
+        Of a batch, the losses of all its microbatches, and their weights. Of the processes of a
+        replica one at least reports, such as those of the last pipeline stage.
+        """
+        if not self._present:
             raise ContractError("report", "no microbatch is being computed")
-        if isinstance(loss, torch.Tensor):
-            if loss.numel() != 1:
-                raise ContractError("report", f"a loss is one number, not {tuple(loss.shape)}")
-            loss = loss.detach()
-        self.done[self._present] = MicrobatchReport(loss, weight)
+        count = len(self._present)
+        losses = _one_each("loss", loss, count)
+        weights = [None] * count if weight is None else _one_each("weight", weight, count)
+        for index, one, each in zip(self._present, losses, weights, strict=True):
+            self.done[index] = MicrobatchReport(one, None if each is None else float(each))
+
+    def _taken(self) -> Iterator[tuple[int, ...]]:
+        for batch in self.microbatches:
+            self._present = batch
+            yield batch
+        self._present = ()
+
+
+Number = torch.Tensor | float
+
+
+def _one_each(name: str, given: Number | Sequence[Number], count: int) -> list[Number]:
+    """Return a number for each of `count` microbatches. Raises `ContractError`."""
+    if isinstance(given, int | float):
+        numbers: list[Number] = [given]
+    elif isinstance(given, torch.Tensor):
+        numbers = [given] if count == 1 else list(given.reshape(-1))
+    else:
+        numbers = list(given)
+    if len(numbers) != count:
+        raise ContractError("report", f"{len(numbers)} numbers for {count} microbatches ({name})")
+    for number in numbers:
+        if isinstance(number, torch.Tensor) and number.numel() != 1:
+            raise ContractError("report", f"a {name} is one number, not {tuple(number.shape)}")
+    return [one.detach() if isinstance(one, torch.Tensor) else one for one in numbers]

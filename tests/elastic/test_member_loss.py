@@ -1,0 +1,76 @@
+"""An error that a lost mate explains ends a process as fenced out; any other error stays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from resihp.contracts import ContractError, FencedOutError
+from resihp.elastic.ddp.member_loss import MemberLossWatch
+from resihp.elastic.ddp.step import ReplicaCoordinates
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, announce_death, connect, host_store
+
+TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=0.4), poll=timedelta(seconds=0.05))
+CLOSED = RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[Rendezvous]:
+    """Of the first of two replicas of two processes; the others do not run."""
+    server = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    port = server.port
+    one = Rendezvous(lambda: connect("127.0.0.1", port, "job", TIMEOUTS), 0, range(4), TIMEOUTS)
+    one.start()
+    yield one
+    one.close()
+    del server
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """Errors that the hook of before gets."""
+    errors: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: errors.append(error))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("dead", "error", "is_explained"),
+    [
+        ((1,), CLOSED, True),
+        ((), CLOSED, False),
+        ((2, 3), CLOSED, False),
+        ((1,), ValueError("a bug of the script"), False),
+        ((1,), ContractError("report", "no microbatch is being computed"), False),
+    ],
+)
+def test_errors(
+    dead: tuple[int, ...],
+    error: Exception,
+    is_explained: bool,
+    rendezvous: Rendezvous,
+    seen: list[BaseException],
+) -> None:
+    watch = MemberLossWatch(rendezvous, ReplicaCoordinates(0, 2, 0, members=2))
+    watch.start()
+    for rank in dead:
+        announce_death(rendezvous.stores.store, rank)
+    sys.excepthook(type(error), error, None)
+    watch.close()
+    if is_explained:
+        assert [str(one) for one in seen] == ["replica 0 has lost rank 1"]
+        assert isinstance(seen[0], FencedOutError)
+    else:
+        assert seen == [error]
+
+
+def test_a_process_that_is_a_replica_has_no_mates(
+    rendezvous: Rendezvous, seen: list[BaseException]
+) -> None:
+    before = sys.excepthook
+    MemberLossWatch(rendezvous, ReplicaCoordinates(0, 4)).start()
+    assert sys.excepthook is before
