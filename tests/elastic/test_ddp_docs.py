@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"step (\d+) loss ([\d.]+) replicas \(([\d, ]+)\)")
 
 
-def script(folder: Path, name: str = "recovery.md") -> Path:
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    code = re.search(r"```python\n(# train\.py\n.*?)```", page, re.DOTALL)
+def script(folder: Path, page: str = "recovery.md", name: str = "train") -> Path:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = re.search(rf"```python\n(# {name}\.py\n.*?)```", text, re.DOTALL)
     assert code is not None
-    path = folder / "train.py"
+    path = folder / f"{name}.py"
     path.write_text(code[1], encoding="utf-8")
     return path
 
@@ -70,6 +70,17 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
     path = script(tmp_path)
     undisturbed = launched(1, path)
     hurt = launched(2, path, doomed=1)
+    assert sorted(hurt) == list(range(100))
+    assert hurt == pytest.approx(undisturbed, abs=1e-3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["hsdp", "pipeline"])
+def test_the_scripts_with_several_processes_a_replica(name: str, tmp_path: Path) -> None:
+    """The mate of the process that is killed ends too, and is no failure of the script."""
+    path = script(tmp_path, "replicas.md", name)
+    undisturbed = launched(2, path)
+    hurt = launched(4, path, doomed=3)
     assert sorted(hurt) == list(range(100))
     assert hurt == pytest.approx(undisturbed, abs=1e-3)
 
