@@ -1,7 +1,7 @@
-"""In-step failure recovery for a training loop of the user: DDP, FSDP2 or HSDP.
+"""In-step failure recovery for a training loop of the user: DDP, FSDP2, HSDP or a pipeline.
 
-A replica computes gradients of the whole model by itself: one process, or several with FSDP2 or
-tensor parallelism among them. `Replicas` sums gradients over replicas and assigns microbatches: to
+A replica computes gradients of the whole model by itself: one process, or several with FSDP2,
+tensor parallelism or pipeline stages among them. `Replicas` sums gradients over replicas and assigns microbatches: to
 each replica its quota, and after a loss the lost microbatches to the survivors (ReCoVer,
 arXiv 2605.11215).
 """
@@ -46,8 +46,8 @@ class Replicas:
 
     Every process makes one with the same arguments before the first step. All replicas begin with
     the state of replica 0; a replica that joins later receives the state of a living one. The store
-    must outlive all replicas. A process whose replica loses another member gets `FencedOutError`
-    and must end; the other replicas continue.
+    must outlive all replicas. A process whose replica loses another member ends with
+    `FencedOutError`, in a collective of torch too; the other replicas continue.
 
     microbatches   per step, over all replicas; constant
     members        processes of a replica: consecutive ranks
