@@ -26,7 +26,8 @@ from benchmarks._checkpoint_worker import Loop
 from resihp.checkpoint.format.checksum import ROW_BYTES, checksum
 from resihp.checkpoint.format.index import CHUNK_BYTES
 from resihp.checkpoint.levels.direct_file import DirectFile
-from resihp.checkpoint.levels.local_disk import RUN_CHUNKS, WRITERS
+from resihp.checkpoint.levels.local_disk import RUN_CHUNKS
+from resihp.checkpoint.staging.zero_copy import WRITERS
 
 COLUMNS = (
     "during a step", "slow-down", "quartiles", "computes longer", "waits for a core", "sleeps",

@@ -26,6 +26,7 @@ from resihp.elastic.process_groups.abortable import (
 from resihp.elastic.process_groups.communicators import CPU
 from resihp.elastic.process_groups.selection import VARIABLE, select_communicators
 from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.liveness import ProcessHistory
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.held import held
@@ -89,7 +90,10 @@ class Rank:
         gc.collect()
 
     def await_death(self, rank: int) -> None:
-        self.store.wait([keys.dead(rank)], EXCHANGE)
+        deadline = time.monotonic() + EXCHANGE.total_seconds()
+        while rank not in ProcessHistory(self.store.get(keys.PROCESS_HISTORY)).dead:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def run_rank(rank: int, host: str, port: int, maker: str) -> None:

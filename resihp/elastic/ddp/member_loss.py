@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
@@ -19,17 +20,18 @@ from resihp.contracts import FencedOutError, ResiHPError
 
 from ..rendezvous import exit_status, keys
 from ..rendezvous.consensus import past_decision
-from ..rendezvous.membership import HeartbeatReader, Rendezvous
+from ..rendezvous.membership import Rendezvous
 from .step import ReplicaCoordinates
 
-_POLL_S = 0.02
+_SILENCES = 1.5
+"""Time-outs of heartbeats within which a silence is known for sure: two levels notice it."""
 
 
 class MemberLossWatch:
     """Ends this process with `exit_status.FENCED_OUT` once its replica has lost another member.
 
     - An unhandled error of torch that such a loss explains becomes a `FencedOutError`: the hook for
-      unhandled errors waits up to `Timeouts.heartbeat` for a death or a silence of a member.
+      unhandled errors waits `Timeouts.heartbeat` and a half for a death or a silence of a member.
     - A process that is blocked when the other replicas have decided to go on without it is ended
       `Timeouts.heartbeat` later, if it has not noticed by then.
     """
@@ -64,20 +66,16 @@ class MemberLossWatch:
 
     def _await_loss(self) -> str | None:
         """Wait for the loss of a member; None if there is none before long."""
-        rendezvous = self._rendezvous
-        store = rendezvous.stores.store
-        reader = HeartbeatReader(store, rendezvous.rank, rendezvous.timeouts)
-        deadline = time.monotonic() + self._timeout_s + 2 * reader.interval_s
-        try:
-            while time.monotonic() < deadline:
-                dead = [rank for rank in self._mates if store.check([keys.dead(rank)])]
-                lost = dead or reader.silent_if_due(self._mates, 0.0)
+        rendezvous, start = self._rendezvous, time.monotonic()
+        waited_s = 0.0
+        with suppress(dist.DistError):  # the store is gone with the job
+            while waited_s < _SILENCES * self._timeout_s:
+                lost = rendezvous.lost(self._mates, waited_s)
                 if lost or self._is_fenced_out():
                     said = f"rank {min(lost)}" if lost else "a member"
                     return f"replica {self._coordinates.replica} has lost {said}"
-                time.sleep(_POLL_S)
-        except dist.DistError:
-            return None  # the store is gone with the job
+                time.sleep(rendezvous.pause_s)
+                waited_s = time.monotonic() - start
         return None
 
     def _watch(self) -> None:

@@ -1,9 +1,9 @@
 """In-step failure recovery for a training loop of the user: DDP, FSDP2, HSDP or a pipeline.
 
 A replica computes gradients of the whole model by itself: one process, or several with FSDP2,
-tensor parallelism or pipeline stages among them. `Replicas` sums gradients over replicas and assigns microbatches: to
-each replica its quota, and after a loss the lost microbatches to the survivors (ReCoVer,
-arXiv 2605.11215).
+tensor parallelism or pipeline stages among them. `Replicas` sums gradients over replicas and
+assigns microbatches: to each replica its quota, and after a loss the lost microbatches to the
+survivors (ReCoVer, arXiv 2605.11215).
 """
 
 from __future__ import annotations
