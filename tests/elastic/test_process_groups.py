@@ -507,6 +507,21 @@ def test_a_device_without_index_is_refused() -> None:
     assert "has no index" in str(NcclCommunicators.refusal(torch.device("cuda")))
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_the_stand_ins_have_what_torch_has() -> None:
+    """Made on a machine without a device too; a communicator cannot be."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout, options.config.blocking = SHORT, 0
+    used = {"_group_start", "_group_end", "abort", "eager_connect_single_device", "rank"}
+    used |= {"allreduce", "allgather", "broadcast", "alltoall_base"}
+    assert used <= set(dir(StandInNccl)) & set(dir(dist.ProcessGroupNCCL))
+    if NO_RECONFIGURE is None:
+        options.enable_reconfigure = True
+        used -= {"_group_start", "_group_end"}
+        used |= {"get_reconfigure_handle", "reconfigure"}
+        assert used <= set(dir(StandInNccl2)) & set(dir(dist.ProcessGroupNCCL2))
+
+
 def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that cannot fail is none: each mistake, made on purpose."""
     monkeypatch.setattr(StandInNccl, "mistakes", [])
