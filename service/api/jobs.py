@@ -214,6 +214,19 @@ async def get_advice(job: str, ctx: Ctx, known: Known) -> Response:
     return await known.answer(tag, content)
 
 
+@router.get("/{job}/reactions", **CONDITIONAL)
+async def get_reactions(job: str, ctx: Ctx, known: Known) -> Response:
+    """The newest faults that plans account for, oldest first: step and time of onset, verdict, plan
+    and its application by all ranks, and the seconds between them."""
+    tag = await ctx.store.tag(job, "reactions")
+
+    async def content() -> bytes:
+        (reactions,) = await ctx.store.status(job, "reactions")
+        return joined(job=dumps(job), reactions=reactions or "[]")
+
+    return await known.answer(tag, content)
+
+
 @router.get("/{job}/steps", **CONDITIONAL)
 async def get_steps(
     job: str,

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..store.http_store import HttpStore
+from ..worker.reactions import latest_seconds
 from .lag import JobLags
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -39,6 +40,7 @@ _GAUGES = {
     "plan_version": "plan that the ranks work under",
 }
 
+_DOCUMENTS = ("devices", "link_counts", "last_step", "rollout", "reactions")
 _BY_STATUS = {
     "devices": "devices by verdict",
     "links": "links between ranks and groups of collectives by verdict",
@@ -83,7 +85,7 @@ async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> byte
     columns = (
         await lags.of(*names),
         await store.counts(*names),
-        await store.statuses(names, "devices", "link_counts", "last_step", "rollout"),
+        await store.statuses(names, *_DOCUMENTS),
     )
     jobs = {
         name: {
@@ -94,6 +96,7 @@ async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> byte
             "devices": json.loads(status["devices"] or "{}"),
             "links": json.loads(status["link_counts"] or "{}"),
             "last_step": json.loads(status["last_step"] or "-1"),
+            "reaction": latest_seconds(json.loads(status["reactions"] or "[]")),
             "plan_version": json.loads(status["rollout"] or "{}").get("active", 0),
         }
         for name, lag_s, counts, status in zip(names, *columns, strict=True)
@@ -122,5 +125,11 @@ class _Jobs(Collector):
                 for status, count in values[name].items():
                     gauge.add_metric([job, status], count)
             yield gauge
+        text = "seconds from the onset of the last fault to its verdict, plan and application"
+        gauge = GaugeMetricFamily("resihp_reaction_seconds", text, labels=["job", "part"])
+        for job, values in self._jobs.items():
+            for part, seconds in values["reaction"].items():
+                gauge.add_metric([job, part], seconds)
+        yield gauge
         text = "age of the oldest request that the slowest API process may not have stored"
         yield GaugeMetricFamily("resihp_api_delay_seconds", text, value=self._delay_s)

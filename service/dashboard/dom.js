@@ -47,3 +47,16 @@ export function ranges(numbers) {
 
 export const linkName = ({ rank, peer, group, more }) =>
   group.length ? `Group of ranks ${ranges(group)}${more ? ` and ${more} more` : ""}` : `Link of ranks ${rank} and ${peer}`;
+
+export const named = ({ ranks, more }) =>
+  `${ranks.length > 1 ? "Ranks" : "Rank"} ${ranges(ranks)}${more ? ` and ${more} more` : ""}`;
+
+const PARTS = { detect: "detected", plan: "planned", apply: "applied" };
+
+// Seconds from a fault to its verdict, to the plan, and to its application.
+export function reaction(document) {
+  if (!document) return "";
+  const known = Object.entries(PARTS).filter(([part]) => document.seconds[part] !== null);
+  const words = known.map(([part, word]) => `${word} in ${ms(1e3 * document.seconds[part])}`);
+  return `${named(document)}: ${words.join(", ")}`;
+}

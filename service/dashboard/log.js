@@ -1,10 +1,7 @@
 // Events: verdicts, plans and their acknowledgements, newest first.
-import { el, linkName, ms, ranges, WORDS } from "./dom.js";
+import { el, linkName, ms, named, ranges, reaction, WORDS } from "./dom.js";
 
 const MOST = 300;
-
-const named = ({ ranks, more }) =>
-  `${ranks.length > 1 ? "Ranks" : "Rank"} ${ranges(ranks)}${more ? ` and ${more} more` : ""}`;
 
 function words(event) {
   switch (event.kind) {
@@ -27,7 +24,7 @@ function words(event) {
       return ["plan", `plan ${version}`, `New plan from step ${from}${time}${bound}`, reason.join("; ")];
     }
     case "plan_applied":
-      return ["plan", `plan ${event.version}`, `The ranks work under plan ${event.version}`, ""];
+      return ["plan", `plan ${event.version}`, `The ranks work under plan ${event.version}`, reaction(event.reaction)];
     case "planning":
       if (event.state === "advised") return ["plan", "advice", event.advice.summary, event.detail];
       return event.state === "infeasible"

@@ -65,18 +65,19 @@ async function refresh() {
   const name = shown;
   const path = `/jobs/${encodeURIComponent(name)}`;
   const after = data?.steps.at(-1)?.step ?? -1;
-  const [job, { verdicts }, links, diagnosis, { steps }] = await Promise.all([
+  const [job, { verdicts }, links, diagnosis, { steps }, { reactions }] = await Promise.all([
     get(path),
     get(`${path}/verdicts`),
     get(`${path}/links`),
     get(`${path}/diagnosis`),
     get(`${path}/steps?after=${after}&limit=${KEEP_STEPS}`),
+    get(`${path}/reactions`),
   ]);
   if (name !== shown) return;
   const version = job.rollout?.active ?? job.plan.version;
   const active = job.plan.version === version ? job.plan : await get(`${path}/plan/${version}`);
   if (name !== shown) return;
-  data = { job, active, verdicts, links, diagnosis, steps: merged(data?.steps ?? [], steps) };
+  data = { job, active, verdicts, links, diagnosis, reactions, steps: merged(data?.steps ?? [], steps) };
   only("job");
   draw();
   tookMs = performance.now() - begunMs;

@@ -1,6 +1,6 @@
 // All panels of a job except the chart and the events.
 import { expectedMs } from "./chart.js";
-import { el, linkName, ms, ranges, WORDS } from "./dom.js";
+import { el, linkName, ms, ranges, reaction, WORDS } from "./dom.js";
 
 const CAUSES = {
   none: "nothing",
@@ -122,7 +122,7 @@ export function drawCause(host, diagnosis) {
   host.replaceChildren(...bars, ...words);
 }
 
-export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
+export function drawFacts(host, { job, verdicts, steps, diagnosis, reactions }) {
   const last = steps.at(-1);
   const healthy = verdicts.filter((v) => v.status === "healthy").length;
   const bad = verdicts.filter((v) => v.status === "fail_slow" || v.status === "fail_stop");
@@ -130,6 +130,7 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
   const { rollout, planning } = job;
   const waiting = rollout && rollout.newest > rollout.active;
   const known = waiting ? `plan ${rollout.newest} is not applied yet` : (planning.advice?.summary ?? "applied");
+  const answered = reactions.findLast((one) => one.applied !== null);
   const stuck = planning.state === "infeasible";
   const fact = (title, value, note, isBad = false, tone = isBad ? ".bad" : "") =>
     el(`div.card.fact${tone}`, {}, el("small", {}, title), el("strong", {}, value), el("span", {}, note));
@@ -148,6 +149,13 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis }) {
       `${rollout?.active ?? 0}`,
       stuck ? planning.detail : known,
       stuck || Boolean(planning.advice),
+    ),
+    fact(
+      "From fault to applied plan",
+      answered?.seconds.total == null ? "–" : ms(1e3 * answered.seconds.total),
+      answered ? reaction(answered) : "no plan for a fault yet",
+      false,
+      ".text",
     ),
     fact(
       "Main cause of lost time",

@@ -8,6 +8,7 @@ in between.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ from .forecast import Forecast, ForecastState
 from .listening import ListeningClock
 from .planning import Planner, PlanningState, PlanRequest
 from .probes import OpenProbes
+from .reactions import ReactionLog
 from .step_times import StepTime, StepTimes
 from .telemetry_runs import TelemetryPart, joined, runs
 
@@ -63,6 +65,7 @@ class SessionState:
     """State of a session apart from the detector and the step times: plain values, saved and
     restored as one.
 
+    reactions to faults: when each was seen, planned for and its plan applied
     departed  last verdict on each rank that left the layout
     links     verdicts on links and groups that are slow or suspected
     clock     time during which the service listened and had applied all messages
@@ -71,6 +74,7 @@ class SessionState:
     planning: PlanningState
     forecast: ForecastState = field(default_factory=ForecastState)
     probes: OpenProbes = field(default_factory=OpenProbes)
+    reactions: ReactionLog = field(default_factory=ReactionLog)
     departed: dict[int, Verdict] = field(default_factory=dict)
     links: tuple[LinkVerdict, ...] = ()
     clock: ListeningClock = field(default_factory=ListeningClock)
@@ -81,6 +85,7 @@ class JobSession:
 
     plan       plan 0, the layout that the job was registered with
     predictor  stored predictor of an earlier job of the same kind
+    unix_s     clock of the reactions
     """
 
     def __init__(
@@ -90,8 +95,10 @@ class JobSession:
         adapters: Adapters,
         planner: Planner,
         predictor: bytes | None = None,
+        *,
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
-        self.job = job
+        self.job, self._unix_s = job, unix_s
         self.changes = PendingChanges()
         self._adapters = adapters
         self._planner = planner
@@ -241,6 +248,7 @@ class JobSession:
         planning = self.planning
         for step in steps:
             self._forecast.learn(plan, step, healthy=not (planning.speeds or planning.links))
+            self._state.reactions.step(step.step, self._unix_s())
             told = self._detector.step_time(step.step, step.observed_ms)
             self._forecast.note_error(told)
             summary = {
@@ -300,9 +308,10 @@ class JobSession:
         if not self.planning.take_over(plan, lost):
             return
         changed = self._detector.report_failure(lost, step=document["step"], detail="")
+        self._note_faults(changed)
         self._announce(plan)
         self._switch(before)
-        self._report(changed)
+        self._tell(changed)
 
     def _switch(self, before: Plan) -> None:
         """Follow the job from the plan `before` to the active one."""
@@ -314,11 +323,28 @@ class JobSession:
         for rank in list(departed)[: max(len(departed) - _MOST_DEPARTED, 0)]:
             del departed[rank]
         self._detector.apply_plan(plan)
-        self._event("plan_applied", {"version": plan.version})
+        now = self.last_step, self._unix_s()
+        reaction = self._state.reactions.applied(plan.version, *now)
+        told = {} if reaction is None else {"reaction": reaction.document()}
+        self._event("plan_applied", {"version": plan.version, **told})
 
     # Verdicts and plans
 
     def _report(self, changed: Iterable[Verdict]) -> None:
+        verdicts = list(changed)
+        self._note_faults(verdicts)
+        self._tell(verdicts)
+
+    def _note_faults(self, changed: Iterable[Verdict]) -> None:
+        for verdict in changed:
+            if verdict.status is Status.HEALTHY:
+                self._state.reactions.recovered(verdict.rank)
+            elif verdict.status in (Status.FAIL_SLOW, Status.FAIL_STOP):
+                now = self.last_step, self._unix_s()
+                kind = verdict.status.value
+                self._state.reactions.fault(verdict.rank, kind, verdict.since_step, *now)
+
+    def _tell(self, changed: Iterable[Verdict]) -> None:
         for verdict in changed:
             self._event("verdict", {"verdict": to_json(verdict)})
             self.planning.fail_stops += verdict.status is Status.FAIL_STOP
@@ -338,8 +364,13 @@ class JobSession:
         slow = {ends for ends, link in known.items() if link.status is Status.FAIL_SLOW}
         was = {ends for ends, link in before.items() if link.status is Status.FAIL_SLOW}
         for ends in sorted(slow - was):
+            for rank in ends:
+                since_step, now = known[ends].since_step, (self.last_step, self._unix_s())
+                self._state.reactions.fault(rank, "link", since_step, *now)
             self._event("link", {"link": link_in_short(known[ends])})
         for ends in sorted(was - slow):
+            for rank in ends:
+                self._state.reactions.recovered(rank)
             over = replace(
                 before[ends], status=Status.HEALTHY, slowdown=1.0, confidence=1.0, evidence=(),
                 since_step=self.last_step, since_s=now_s,
@@ -406,6 +437,7 @@ class JobSession:
 
     def _announce(self, plan: Plan) -> None:
         self.changes.plans.append(plan)
+        self._state.reactions.planned(plan.version, self.last_step, self._unix_s())
         expected_ms = self._forecast.for_new_plan(plan)
         told = {name: value for name, value in plan_json(plan).items() if name != "layout"}
         self._event("plan", {"plan": told, "expected_ms": expected_ms})
@@ -433,6 +465,7 @@ class JobSession:
             "planning": self.planning.report(),
             "last_step": self.last_step,
             "rollout": self.planning.rollout(),
+            "reactions": self._state.reactions.documents(),
             "probes": self._state.probes.by_rank(),
             "stacks": list(self._detector.asked_stacks()),
         }

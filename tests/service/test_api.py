@@ -235,6 +235,11 @@ def test_acks_of_all_ranks_make_a_plan_active(http: Http):
         ack = {"rank": rank, "step": 3, "state": "applied", "detail": "", "pause_ms": 1.5}
         assert http("POST", "/v1/jobs/acks/plan/1/ack", ack).status == 202
     eventually(lambda: http.get("/v1/jobs/acks")["rollout"]["active"] == 1)
+    (reaction,) = http.get("/v1/jobs/acks/reactions")["reactions"]
+    assert (reaction["version"], reaction["ranks"]) == (1, [7])
+    seconds = reaction["seconds"]["apply"]
+    metric = f'resihp_reaction_seconds{{job="acks",part="apply"}} {seconds}'
+    assert metric in http("GET", "/metrics").data.decode().splitlines()
     problem_of(http("POST", "/v1/jobs/acks/plan/5/ack", ack), 404)
 
 

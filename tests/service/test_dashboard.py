@@ -68,6 +68,8 @@ def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
     eventually(lambda: told in text(browser, "#log"))
     http.send("live", batch_of(12, plan_version=1))
     eventually(lambda: "\napplied" in text(browser, "#facts"))
+    eventually(lambda: "Rank 3: planned in" in text(browser, "#facts"))
+    assert "applied in" in text(browser, "#log")
     for rank in (4, 5):
         refusal = {"rank": rank, "state": "refused", "detail": "too large"}
         http("POST", "/v1/jobs/live/plan/1/ack", refusal)
