@@ -60,6 +60,10 @@ class FencedOutError(ResiHPError):
     """The other ranks went on without this rank, which must not act for the job any more."""
 
 
+class PreemptedError(ResiHPError):
+    """A rank that ends before its node is taken away: there is no time for a hand-over."""
+
+
 class JoinRefusedError(ResiHPError):
     """A process that cannot join the job: it trains another model."""
 

@@ -207,6 +207,7 @@ class ReshardCoordinator:
             step=completed + (norm is not None),
             pause_ms=0.0,
             prepare_ms=generation.took_s * 1e3,
+            copy_ms=transfer.copied_s * 1e3,
             received_bytes=transfer.received_bytes,
             gradient_bytes=transfer.gradient_bytes,
             extra_bytes=transfer.extra_bytes,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 
 import torch
 
-from resihp.contracts import FencedOutError, PeerLostError, Plan
+from resihp.contracts import FencedOutError, PeerLostError, Plan, PreemptedError
 from resihp.layout import Param
 
 from .checkpointing.protocol import StateManager
@@ -24,6 +25,7 @@ from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
 from .reshard.build import ReshardContext
 from .reshard.warmup import warm_up
+from .state.departure import Departure, HandOverCost, HandOverMeter
 from .state.events import Callbacks, LayoutChange
 from .state.phases import Phase
 from .state.runtime_state import RuntimeState
@@ -60,7 +62,9 @@ class Trainer:
         self._callbacks = callbacks or Callbacks()
         self._state = RuntimeState(plan, self._callbacks.on_phase)
         self._steps = 0
-        self._is_joining = self._is_leaving = False
+        self._is_joining = False
+        self._departure: Departure | None = None
+        self._meter = HandOverMeter()
         self._checkpoints = StateManager()
         if checkpoints is not None:
             from .checkpointing.manager import CheckpointManager  # needs the extra `checkpoint`
@@ -136,15 +140,20 @@ class Trainer:
         else:
             self._rendezvous.close()
 
-    def leave(self) -> None:
+    def leave(self, until_s: float = inf) -> None:
         """Hand over and return from `run` as soon as a plan has no place for this rank.
 
-        For a warning of the platform; safe in a signal handler. If the process ends before, it
-        counts as lost. If all ranks leave, the job ends with the step in progress, which is saved
-        if it has checkpoints.
+        until_s  `time.monotonic` at which the process is killed; inf: not known
+
+        For a notice of the platform; safe in a signal handler. Where the time left is too short for
+        a hand-over, by what the last ones and the last steps took, the rank trains on, and `run`
+        raises `PreemptedError` between two steps before the time is over: it counts as lost then,
+        as it does if the process ends by itself. If all ranks leave, the job ends with the step in
+        progress, which is saved if it has checkpoints.
         """
-        self._is_leaving = True
-        self._publisher.leave()
+        if self._departure is None:
+            self._departure = Departure.at_notice(until_s, time.monotonic(), self._cost())
+            self._publisher.leave(hands_over=self._departure.hands_over)
 
     def _start(self) -> None:
         self._coordinator.start_job()
@@ -157,7 +166,9 @@ class Trainer:
         self._state.rejoin()
         self._rendezvous.change_members(())
         joiners = Joiners(self._rendezvous.stores.store)
-        invitation = joiners.await_invitation(self.rank, self._model, lambda: self._is_leaving)
+        invitation = joiners.await_invitation(
+            self.rank, self._model, lambda: self._departure is not None
+        )
         if invitation is None:
             return False
         self._rendezvous.enter(invitation.recovery, invitation.alive, is_joining=True)
@@ -215,6 +226,7 @@ class Trainer:
         if self.engine is None:
             self._idle()
             return
+        self._end_if_preempted()
         step, start, plan = self.completed, time.perf_counter(), self.plan
         reduced = self._sum_gradients(self.engine, step)
         is_resharding = coordinator.is_transferring
@@ -225,7 +237,9 @@ class Trainer:
         if reduced.is_due and not is_resharding and self.engine is not None:
             # Ranks that have just received a place do not know that it is due.
             self._checkpoints.save(step, self.engine.shard)
-        self._callbacks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
+        seconds = time.perf_counter() - start
+        self._meter.step(seconds)
+        self._callbacks.on_step(reduced, seconds * 1e3, plan)
         if coordinator.all_ready(reduced) and self.completed < self._steps:
             coordinator.start_reshard()
 
@@ -240,10 +254,42 @@ class Trainer:
         if not engine.is_accumulated:
             raise PeerLostError("a rank of another replica is lost")
         self._state.enter(Phase.REDUCING)
-        ready = self._coordinator.ready_generation(step + 1)
+        ready = self._ready_generation(step + 1)
         reduced = engine.reduce(step, ready, is_due=self._is_due(step))
         self._state.reduced(step, reduced.norm)
         return reduced
+
+    def _ready_generation(self, next_step: int) -> int:
+        """The generation that this rank could receive during `next_step`; 0 if there is none.
+
+        A rank that would be gone before the commit is not ready: no change begins.
+        """
+        ready, prepared = self._coordinator.ready_generation(next_step), self._state.prepared
+        departure, now_s = self._departure, time.monotonic()
+        if not ready or departure is None or prepared is None or prepared.keeps_layout:
+            return ready
+        self._departure = departure.at_vote(now_s, self._cost())
+        if departure.hands_over and not self._departure.hands_over:
+            self._publisher.leave(hands_over=False)
+        return ready if departure.may_commit(now_s, self._cost()) else 0
+
+    def _end_if_preempted(self) -> None:
+        """Raise `PreemptedError` if this process is killed in the next step.
+
+        Where the whole job ends, it ends with that step, if there is time.
+        """
+        departure, coordinator = self._departure, self._coordinator
+        if departure is None or coordinator.is_transferring or coordinator.is_ending:
+            return
+        left_s = departure.until_s - time.monotonic()
+        if departure.ends(time.monotonic(), self._cost()) and not self._rendezvous.is_stopping():
+            raise PreemptedError(f"taken away in {left_s:.1f} s, too soon for a hand-over")
+
+    def _cost(self) -> HandOverCost:
+        """Cost of handing over what this rank holds."""
+        tensors = self.engine.shard.tensors.values() if self.engine is not None else ()
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self._meter.cost(held * self.setup.optimizer.copies)
 
     def _is_due(self, step: int) -> bool:
         """Return whether this rank asks all others to save the state after `step`."""
@@ -268,5 +314,7 @@ class Trainer:
 
     def _changed(self, change: LayoutChange) -> None:
         self._is_joining = False
+        self._meter.prepared(change.prepare_ms / 1e3)
+        self._meter.changed(change.received_bytes, change.copy_ms / 1e3, change.pause_ms / 1e3)
         self._callbacks.on_layout_change(change)
         self._publisher.acknowledge(change)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from types import FrameType
 
+from resihp._preemption import PreemptionNotice
 from resihp.client import Client
 from resihp.contracts import ContractError, Job, Plan
 
@@ -47,10 +46,14 @@ def train(
     checkpoints  that the job writes, and restores where state is lost; default: none
     interface    address under which other hosts reach this one; default: the one towards the store
 
-    On SIGTERM this rank hands over and returns. Raises as `Trainer.run` does, and `ContractError`
-    if the environment does not fit the job.
+    On a notice that it is taken away this rank hands over and returns, or raises `PreemptedError`
+    where there is no time for that. A notice is SIGTERM, the file that `RESIHP_PREEMPTION_FILE`
+    names, or an answer of `RESIHP_PREEMPTION_URL`; one that names no time leaves
+    `RESIHP_PREEMPTION_SECONDS`, else as much time as is needed. A launcher sets these variables by
+    its options. Raises as `Trainer.run` does, and `ContractError` if the environment does not fit.
     """
     environment, timeouts = Environment.read(os.environ), timeouts or Timeouts()
+    notice = PreemptionNotice.of_environment(os.environ)
     working = set(job.layout.ranks)
     if not environment.joins and not working <= set(range(environment.world_size)):
         raise ContractError("WORLD_SIZE", f"the layout needs {len(working)} ranks")
@@ -69,8 +72,11 @@ def train(
         checkpoints=checkpoints,
         memory=memory,
     )
-    _leave_on_sigterm(trainer)
-    (trainer.join if environment.joins else trainer.run)(steps)
+    notice.start(trainer.leave, signals=(signal.SIGTERM,))
+    try:
+        (trainer.join if environment.joins else trainer.run)(steps)
+    finally:
+        notice.close()
     del server  # not before the last step
     return trainer
 
@@ -82,11 +88,3 @@ def _plans(job: Job, url: str | None, token: str | None, timeouts: Timeouts) -> 
         return LocalPlans(job)
     client = Client(url, token or os.environ.get("RESIHP_TOKEN"))
     return ServicePlans(client, job, patience=timeouts.plan)
-
-
-def _leave_on_sigterm(trainer: Trainer) -> None:
-    def leave(number: int, frame: FrameType | None) -> None:
-        trainer.leave()
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)

@@ -7,6 +7,7 @@ import secrets
 import time
 from dataclasses import replace
 
+from resihp._preemption import NOTICED_STATUS, PreemptionNotice
 from resihp.contracts import JobStoppedError, Plan
 from resihp.elastic.rendezvous import exit_status
 from resihp.formatting import plural
@@ -15,7 +16,6 @@ from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer, NodeRanks
 from .heartbeats import LauncherHeartbeats
 from .launcher_store import LauncherStore
 from .options import Options
-from .preemption import NOTICED_STATUS, PreemptionNotice
 from .restart_plans import RestartPlanPoller, as_renumbered, left_out, refusal
 from .restart_policy import Failure, decide
 

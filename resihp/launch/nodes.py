@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from resihp._preemption import PreemptionNotice
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.environment import store_prefix
@@ -29,7 +30,6 @@ from .coordinator import AttemptCoordinator
 from .heartbeats import LauncherHeartbeats
 from .launcher_store import LauncherStore
 from .options import Options
-from .preemption import PreemptionNotice
 from .restart_plans import RestartPlanPoller
 
 _log = logging.getLogger("resihp.launch")

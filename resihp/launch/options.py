@@ -100,6 +100,7 @@ class Options:
     reads_plans   the script takes layout and quotas from the file that RESIHP_PLAN names
     preemption_file, preemption_url
                   where a notice appears before this node is taken away
+    preemption_s  seconds that a notice leaves which names no time; None: not known
     """
 
     command: Command
@@ -119,6 +120,7 @@ class Options:
     reads_plans: bool = False
     preemption_file: Path | None = None
     preemption_url: str | None = None
+    preemption_s: float | None = None
     output: Output = Output()
 
     @property
@@ -210,7 +212,7 @@ def _options(given: argparse.Namespace) -> Options:
         raise ValueError("several nodes need the port of the store: --rdzv-endpoint HOST:PORT")
     least, processes = _range_of("--nproc-per-node", given.nproc_per_node, _processes)
     kind = "module" if given.module else "program" if given.no_python else "script"
-    restarts = given.max_restarts
+    restarts, window = given.max_restarts, given.preemption_seconds
     return Options(
         command=Command(given.script, kind, tuple(given.arguments)),
         nodes=nodes,
@@ -229,6 +231,7 @@ def _options(given: argparse.Namespace) -> Options:
         reads_plans=given.reads_plan,
         preemption_file=Path(given.preemption_file) if given.preemption_file else None,
         preemption_url=given.preemption_url,
+        preemption_s=window and _seconds("--preemption-seconds", window),
         output=_output(given),
     )
 
@@ -376,6 +379,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--reads-plan", action="store_true", help="the script reads the file RESIHP_PLAN")
     add("--preemption-file", metavar="PATH", help="a notice that this node is taken away")
     add("--preemption-url", metavar="URL", help="address that answers 200 with such a notice")
+    add(
+        "--preemption-seconds",
+        metavar="SECONDS",
+        help="time that a signal leaves, or another notice without a time; default: not known",
+    )
     add("--log-dir", help="folder of the ranks' output")
     add("--redirects", "-r", help="streams that go to files alone: 1, 2, 3, or RANK:STREAMS,...")
     add("--tee", "-t", help="streams that go to files too")

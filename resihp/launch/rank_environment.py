@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from resihp._preemption import FILE, SECONDS, URL
 from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
 
 from .attempts import Attempt
@@ -18,18 +19,21 @@ class RankEnvironment:
 
     launcher  name of this launcher among the nodes of an attempt
     memory    folder of the node's memory; None: there is none
+    notice    file in which the ranks look for a notice that this node is taken away
     """
 
     def __init__(self, options: Options, launcher: str, memory: Path | None) -> None:
         self._options, self._launcher, self._memory = options, launcher, memory
         self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
+        self.notice = Path(self._files.name) / "preemption"
 
     def of_all_ranks(self) -> dict[str, str]:
         """Return the variables that the ranks have in common, in every attempt."""
         # Processes that all compute on every core slow each other down many times.
         threads = {"OMP_NUM_THREADS": "1"} if self._options.processes > 1 else {}
         kept = {} if self._memory is None else {NODE_MEMORY: str(self._memory)}
-        return {**threads, **os.environ, **kept}
+        notices = {FILE: str(self.notice), URL: "", SECONDS: ""}
+        return {**threads, **os.environ, **kept, **notices}
 
     def of_one_rank(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
+from resihp._preemption import NOTICED_STATUS, PreemptionNotice
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
 from resihp.elastic.rendezvous.store import address_towards
@@ -21,7 +22,6 @@ from .fork_server import Ended, ForkServer
 from .node_memory_folder import NodeMemoryFolder
 from .nodes import Nodes
 from .options import Options
-from .preemption import NOTICED_STATUS, PreemptionNotice
 from .rank_environment import RankEnvironment
 from .rank_output import RankOutput
 from .restart_plans import poller_of
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = Options.parse(arguments)
-    notice = PreemptionNotice(options.preemption_file, options.preemption_url)
+    notice = PreemptionNotice(
+        options.preemption_file, options.preemption_url, window_s=options.preemption_s
+    )
     may_coordinate = (options.node == 0 or options.outlives_nodes) and not options.joins
     plans = poller_of(options.command, options.run) if may_coordinate else None
     try:
@@ -299,6 +301,7 @@ class Supervisor:
             elif self._nodes.is_coordinator:
                 self._nodes.stop()
         finally:
+            self._notice.forward(self._environment.notice)
             self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:

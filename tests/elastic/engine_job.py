@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class Case:
     torn_at             the checkpoint of this step is damaged as soon as it is there
     joiner_dies         they are killed when they are invited, before which the last steps wait
     warned              (rank, signal, step) that a rank gets when it has made a step
+    window_s            time that such a warning leaves
     source              of plans, made from the job's folder, instead of `plans` and `welcome`
     memory              for a change of layout; next to none, so that all of it goes to files
     step_s              each step lasts at least so long
@@ -141,6 +143,7 @@ class Case:
     hosts: tuple[frozenset[int], ...] | None = None
     exported: bool = False
     memory: ReshardBudget = field(default=ReshardBudget(limit_bytes=16384))
+    window_s: float = inf
     source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
     timeouts: Timeouts = TIMEOUTS
@@ -313,7 +316,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         checkpoints=kept_in(case.checkpoints, case.in_memory),
         memory=case.memory,
     )
-    signal.signal(signal.SIGTERM, lambda *_: trainer.leave())
+    signal.signal(signal.SIGTERM, lambda *_: trainer.leave(time.monotonic() + case.window_s))
     begin = trainer.join if rank in case.joiners else trainer.run
     begin(case.steps)
     save(trainer, folder / f"final-{rank}.pt")

@@ -73,13 +73,25 @@ def test_a_joiner_that_is_invited_while_others_recover_waits_for_the_next_world(
 
 
 def test_a_rank_that_is_told_to_leave_hands_over_and_ends(alone: Outcome, tmp_path: Path) -> None:
-    """After SIGTERM a rank ends by itself, and nobody is lost."""
-    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), awaited=100)
+    """After SIGTERM a rank ends by itself, and nobody is lost: two minutes are enough."""
+    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), window_s=120.0, awaited=100)
     outcome = run(case, tmp_path, timeout_s=300)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
     assert_same_losses(outcome, alone)
     assert {tuple(s["lost"]) for s in outcome.switches} == {()}, outcome.logs
     assert 5 not in outcome.shards
+
+
+def test_a_rank_without_time_for_a_hand_over_is_lost_between_two_steps(
+    alone: Outcome, tmp_path: Path
+) -> None:
+    """Half a second is not enough: it asks for no plan, and ends before the next step."""
+    case = Case(GRID, STEPS, warned=((5, signal.SIGTERM, 3),), window_s=0.5)
+    outcome = run(case, tmp_path, timeout_s=300)
+    assert {r for r, code in outcome.exit_codes.items() if code != 0} == {5}, outcome.logs
+    assert "too soon for a hand-over" in outcome.logs
+    assert_same_losses(outcome, alone)
+    assert {tuple(s["lost"]) for s in outcome.switches} == {(5,)}, outcome.logs
 
 
 def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from resihp._preemption import PreemptionNotice
 from resihp.contracts import Plan, from_json
 from resihp.elastic.rendezvous.store import host_store
 from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
@@ -18,7 +19,6 @@ from resihp.launch.coordinator import AttemptCoordinator
 from resihp.launch.heartbeats import LauncherHeartbeats
 from resihp.launch.launcher_store import LauncherStore
 from resihp.launch.options import Command, Options
-from resihp.launch.preemption import PreemptionNotice
 from resihp.launch.restart_plans import RestartPlanPoller
 from resihp.launch.restart_policy import Failure
 from tests.launch.test_restart_plans import plan_of

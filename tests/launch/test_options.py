@@ -60,12 +60,15 @@ def test_defaults_stand_in_variables_of_operators(monkeypatch: pytest.MonkeyPatc
 
 def test_notices_and_plans() -> None:
     options = parsed(
-        "--preemption-file n --preemption-url http://h/x --shutdown-timeout 5 --reads-plan t.py"
+        "--preemption-file n --preemption-url http://h/x --preemption-seconds 120 "
+        "--shutdown-timeout 5 --reads-plan t.py"
     )
     assert options.preemption_file == Path("n")
     assert options.preemption_url == "http://h/x"
+    assert options.preemption_s == 120.0
     assert (options.shutdown_s, options.reads_plans) == (5.0, True)
     assert parsed("t.py").preemption_file is None
+    assert parsed("t.py").preemption_s is None
 
 
 def test_streams_of_single_ranks() -> None:

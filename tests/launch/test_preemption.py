@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,14 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from math import inf
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
+from hypothesis import given as given_any
+from hypothesis import strategies as st
 
+from resihp._preemption import PreemptionNotice, end_of_window
 from resihp.checkpoint import Checkpointer, LocalDisk
-from resihp.launch.preemption import PreemptionNotice
+from resihp.contracts import ContractError
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,3 +150,59 @@ def test_the_first_of_several_notices_counts(tmp_path: Path) -> None:
     notice.handle_signal(signal.SIGTERM, None)
     notice.look()
     assert (notice.why, notice.status) == ("got SIGUSR1", 128 + signal.SIGUSR1)
+
+
+@given_any(st.floats(1.0, 1e5), st.floats(1e9, 2e9))
+def test_every_form_of_a_notice_gives_the_same_end(seconds: float, written_s: float) -> None:
+    end = datetime.fromtimestamp(written_s + seconds, UTC)
+    forms = [
+        str(seconds),
+        f"{seconds}\n",
+        json.dumps({"seconds": seconds}),
+        json.dumps({"action": "stop", "time": end.isoformat()}),
+        end.isoformat().replace("+00:00", "Z"),
+    ]
+    for text in forms:
+        assert end_of_window(text, written_s) == pytest.approx(written_s + seconds, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", "TRUE", "maintenance", "[1]", "{}", '{"time": 5e', "null"])
+def test_a_notice_without_a_time_leaves_what_is_known_of_it(text: str, tmp_path: Path) -> None:
+    assert end_of_window(text, 0.0) is None
+    (tmp_path / "notice").write_text(text)
+    for window_s in (None, 600.0):
+        notice = PreemptionNotice(tmp_path / "notice", window_s=window_s)
+        notice.look()
+        left_s = notice.until_s - time.monotonic()
+        assert left_s == inf if window_s is None else 0 < left_s <= 600.1
+
+
+def test_a_notice_reaches_the_processes_of_a_launcher_with_its_time(tmp_path: Path) -> None:
+    """The launcher got it as a signal; the rank's own signal finds the file."""
+    given = PreemptionNotice(window_s=600.0)
+    given.handle_signal(signal.SIGUSR1, None)
+    given.forward(tmp_path / "notice")
+    told = SimpleQueue[float]()
+    rank = PreemptionNotice.of_environment({"RESIHP_PREEMPTION_FILE": str(tmp_path / "notice")})
+    rank.handle_signal(signal.SIGTERM, None)
+    rank.start(told.put, signals=())
+    assert told.get(timeout=60) == pytest.approx(given.until_s, abs=0.1)
+    rank.close()
+    PreemptionNotice().forward(tmp_path / "unknown")
+    assert (tmp_path / "unknown").read_text() == ""
+
+
+def test_a_rank_learns_of_a_signal_at_once_and_once() -> None:
+    told = SimpleQueue[float]()
+    notice = PreemptionNotice(window_s=600.0, interval_s=60.0)
+    notice.start(told.put, signals=())
+    notice.handle_signal(signal.SIGTERM, None)
+    assert told.get(timeout=30) == notice.until_s
+    notice.handle_signal(signal.SIGTERM, None)
+    notice.close()
+    assert told.empty()
+
+
+def test_seconds_that_are_no_number_are_refused() -> None:
+    with pytest.raises(ContractError, match="RESIHP_PREEMPTION_SECONDS"):
+        PreemptionNotice.of_environment({"RESIHP_PREEMPTION_SECONDS": "soon"})

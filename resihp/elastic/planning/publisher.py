@@ -50,7 +50,7 @@ class PlanPublisher:
         self._failed_once: int | None = None  # version whose proposal was given up once
         self._refused = -1
         self._planned_for: set[tuple[int, int, int]] = set()
-        self._is_leaving = False
+        self._leaves: list[bool] = []  # announcements to be made
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-plans", daemon=True)
 
@@ -62,9 +62,9 @@ class PlanPublisher:
         """Stop; a pending request is abandoned."""
         self._closed.set()
 
-    def leave(self) -> None:
-        """Announce that this rank is to leave. Safe in a signal handler."""
-        self._is_leaving = True
+    def leave(self, *, hands_over: bool = True) -> None:
+        """Announce that this rank is to leave, by a hand-over or not. Safe in a signal handler."""
+        self._leaves.append(hands_over)
 
     def acknowledge(self, change: LayoutChange) -> None:
         """Report a committed plan to the source, without waiting for it."""
@@ -87,9 +87,8 @@ class PlanPublisher:
         published: tuple[int, int] | None = None
         proposal: Proposal | None = None
         while not self._closed.is_set():
-            if self._is_leaving:
-                self._joiners.leave(self._rendezvous.rank)
-                self._is_leaving = False
+            while self._leaves:
+                self._joiners.leave(self._rendezvous.rank, hands_over=self._leaves.pop(0))
             generation = self._settled_generation()
             is_first = self._rendezvous.alive[:1] == (self._rendezvous.rank,)
             if not is_first or generation in (None, published):
@@ -130,8 +129,8 @@ class PlanPublisher:
         """The next proposal, or None after a wait of at most `_PATIENCE_S`."""
         current, alive = self._state.plan, self._rendezvous.alive
         requested = self._joiners.leaving()
-        leaving = tuple(rank for rank in alive if rank in requested)
-        if leaving == alive or self._joiners.is_stopped():
+        leaving = tuple(rank for rank in alive if requested.get(rank, False))
+        if requested.keys() >= set(alive) or self._joiners.is_stopped():
             _log.warning("all ranks are to leave: the job ends")
             return Proposal(replace(current, version=current.version + 1), alive, alive)
         waiting = self._joiners.waiting()

@@ -14,6 +14,7 @@ from resihp.contracts import (
     FencedOutError,
     JobStoppedError,
     JoinRefusedError,
+    PreemptedError,
     ResiHPError,
     StateLostError,
 )
@@ -21,12 +22,14 @@ from resihp.contracts import (
 JOB_STOPPED = 69  # EX_UNAVAILABLE
 FENCED_OUT = 75  # EX_TEMPFAIL: the process may be started again as a joiner
 JOIN_REFUSED = 78  # EX_CONFIG
+PREEMPTED = 143  # as after SIGTERM
 
 _STATUS: dict[type[ResiHPError], int] = {
     JobStoppedError: JOB_STOPPED,
     StateLostError: JOB_STOPPED,
     FencedOutError: FENCED_OUT,
     JoinRefusedError: JOIN_REFUSED,
+    PreemptedError: PREEMPTED,
 }
 
 

@@ -114,17 +114,23 @@ class Joiners:
 
     # Ranks that leave.
 
-    def leave(self, rank: int) -> None:
-        """Announce that `rank` is to leave."""
-        self._append(keys.LEAVING, f"{rank},")
+    def leave(self, rank: int, *, hands_over: bool = True) -> None:
+        """Announce that `rank` is to leave; it is lost then, unless it `hands_over` before."""
+        number = self._history().invitations[rank]
+        self._append(keys.LEAVING, f"{rank}:{number}:{int(hands_over)},")
 
     def is_stopped(self) -> bool:
         """True once the launcher that hosts the store ends the job."""
         return bool(self._store.check([keys.STOPPED]))
 
-    def leaving(self) -> tuple[int, ...]:
-        """Ranks that are to leave."""
-        return tuple(sorted({int(entry) for entry in self._entries(keys.LEAVING)}))
+    def leaving(self) -> dict[int, bool]:
+        """Ranks whose present process is to leave, and whether it hands over before."""
+        invitations, leaving = self._history().invitations, dict[int, bool]()
+        for entry in self._entries(keys.LEAVING):
+            rank, number, hands_over = map(int, entry.split(":"))
+            if number == invitations[rank]:
+                leaving[rank] = bool(hands_over)
+        return leaving
 
     def _history(self) -> ProcessHistory:
         key = keys.PROCESS_HISTORY

@@ -263,6 +263,10 @@ class Rendezvous:
         if self._stopped is not None:
             raise JobStoppedError(self._stopped)
 
+    def is_stopping(self) -> bool:
+        """Return whether the launcher that hosts the store ends the job."""
+        return bool(self.stores.ask(lambda: self.stores.store.check([keys.STOPPED]), False))
+
     # The end of the job.
 
     def finish(self, ranks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -43,6 +44,7 @@ class StateTransfer:
     completed       steps completed in it; ranks without a place learn it in the transfer
     received_bytes  of parameters and moments
     gradient_bytes  received in the pause
+    copied_s        duration of the copy of parameters and moments
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StateTransfer:
     ) -> None:
         self.completed = completed
         self.received_bytes = self.gradient_bytes = 0
+        self.copied_s = 0.0
         self._context, self._setup = context, context.setup
         self._generation, self._engine, self._before = generation, engine, before
         self._old = engine.shard if engine is not None else None
@@ -149,7 +152,7 @@ class StateTransfer:
 
     def _copy_state(self) -> None:
         """Copy parameters, moments and the replicated state."""
-        old, new = self._old, self._new
+        start, old, new = time.perf_counter(), self._old, self._new
         assert self._generation.transit is not None
         self.completed = distribute_replicated_state(
             self._generation.transit,
@@ -170,6 +173,7 @@ class StateTransfer:
         self.received_bytes = self._exchange.run(
             self._generation.planned, copies, view_of(old), view_of(new)
         )
+        self.copied_s = time.perf_counter() - start
 
     def _move_total(self, total: Gradients | None) -> Gradients | None:
         """Give the new holders the summed gradients `total`; the old generation keeps its own.

@@ -19,6 +19,7 @@ class LayoutChange:
     step            the step in progress, or the next one between two steps
     pause_ms        from summed gradients (or a failure) until the commit
     prepare_ms      build of the new generation in the background
+    copy_ms         copy of parameters and optimizer state, beside a step where there was no failure
     received_bytes  of parameters and optimizer state
     gradient_bytes  received in the pause
     extra_bytes     buffers, and state held in memory for both generations until the commit; at most
@@ -33,6 +34,7 @@ class LayoutChange:
     step: int
     pause_ms: float
     prepare_ms: float = 0.0
+    copy_ms: float = 0.0
     received_bytes: int = 0
     gradient_bytes: int = 0
     extra_bytes: int = 0
