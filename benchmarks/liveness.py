@@ -34,6 +34,7 @@ _TIMEOUT_S = _TIMEOUTS.heartbeat.total_seconds()
 _POLL_S = _TIMEOUTS.poll.total_seconds()
 _WARM_S, _STEADY_S, _STEP_S = 3.0, 5.0, 0.05
 _SEEDS = 3
+_MOST_REPEATED = 1024  # ranks of jobs whose losses are repeated with other seeds
 _FLAT_READS = 10
 _COLUMNS = ("ranks", "a look: flat", "two levels", "a host's watcher", "the job's watcher",
             "all ranks, requests/s: flat", "two levels")  # fmt: skip
@@ -68,14 +69,14 @@ def _flat(ranks: int) -> tuple[int, float]:
     """
     store = CountedStore()
     reader, lost = _FlatReader(store), ranks - 1
-    interval_s, now_s, looks = _TIMEOUT_S / _FLAT_READS, 1.0, 0
+    interval_s, now_s, looks, calls = _TIMEOUT_S / _FLAT_READS, 1.0, 0, 0
     store.set(f"heartbeat/{lost}", "10")
     while True:
         for rank in range(ranks - 1):
             store.set(f"heartbeat/{rank}", str(10 + looks))
         before = store.calls
         found = reader.silent(range(1, ranks))
-        calls, looks = store.calls - before, looks + 1
+        calls, looks = calls or store.calls - before, looks + 1
         if found:
             return calls, now_s
         now_s += interval_s + _POLL_S / 4  # a wait looks between two slices of 50 ms
@@ -143,7 +144,7 @@ def _requests(ranks: int) -> dict[str, Any]:
 
 
 def _delays(ranks: int, seeds: int) -> list[dict[str, Any]]:
-    rows = []
+    rows, seeds = [], 1 if ranks > _MOST_REPEATED else seeds
     for lost, choose in _losses(ranks).items():
         delays = []
         for seed in range(seeds):
