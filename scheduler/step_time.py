@@ -41,6 +41,7 @@ class ReplicaTimes:
         self._job, self._replicas, self._schedule, self._speeds = job, replicas, schedule, speeds
         self._links = links
         self._times = [stage_times(job, replica, speeds, links) for replica in replicas]
+        self._transfers_ms = [boundaries_ms(job, r, links) for r in replicas] if links else None
         self._replayed: dict[tuple[int, int], float] = {}
 
     def makespans(self, quotas: Sequence[int]) -> list[float]:
@@ -68,13 +69,17 @@ class ReplicaTimes:
                 [self._times[pairs[row][0]][0] for row in rows],
                 [self._times[pairs[row][0]][1] for row in rows],
                 [pairs[row][1] for row in rows],
-                p2p=_transfers_ms(
-                    self._job, [self._replicas[pairs[row][0]] for row in rows], self._links
-                ),
+                p2p=self._p2p([pairs[row][0] for row in rows]),
                 max_in_flight=self._job.max_in_flight,
                 schedule=order,
             )
         return list(ends.tolist())
+
+    def _p2p(self, indices: Sequence[int]) -> ArrayLike:
+        """Time of transfers between stages: one for all, or [replica, boundary]."""
+        if self._transfers_ms is None:
+            return transfer_ms(self._job)
+        return np.array([self._transfers_ms[index] for index in indices])
 
     def step_ms(self, quotas: Sequence[int]) -> float:
         """Step time with these quotas."""
@@ -134,9 +139,11 @@ def expected_step_ms(
             np.repeat([times[row][0] for row in rows], _DRAWS, axis=0),
             np.repeat([times[row][1] for row in rows], _DRAWS, axis=0),
             np.repeat(counts, _DRAWS),
-            p2p=_transfers_ms(
-                job, [layout.replicas[row] for row in np.repeat(rows, _DRAWS)], links
-            ),
+            p2p=np.repeat(
+                [boundaries_ms(job, layout.replicas[r], links) for r in rows], _DRAWS, axis=0
+            )
+            if links
+            else transfer_ms(job),
             max_in_flight=job.max_in_flight,
             schedule=order,
             work=drawn,
@@ -154,13 +161,6 @@ def _vectorised(job: Job, replica: Replica, schedule: Schedule) -> Schedule | No
     stages, most = len(replica.stages), job.max_in_flight
     usual = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B)
     return next((s for s in usual if most_ahead(s, stages, most) == replica.in_flight), None)
-
-
-def _transfers_ms(job: Job, replicas: Sequence[Replica], links: LinkSlowdowns) -> ArrayLike:
-    """Time of transfers between stages: one for all, or [replica, boundary]."""
-    if not links:
-        return transfer_ms(job)
-    return np.array([boundaries_ms(job, replica, links) for replica in replicas])
 
 
 def relative_work(work: Sequence[float]) -> Floats:
