@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import ceil, inf
 
 from resihp.contracts import Job, Layout, Replica, Schedule
@@ -24,8 +24,8 @@ from .step_time import ReplicaTimes
 
 Counts = tuple[int, ...]
 
-_MOST_PASSES = 20_000  # of a replica, beyond which only the formula's order is timed
-_ROUNDS = 24  # changes of the number in flight at one boundary
+_MOST_PASSES = 300_000  # that are replayed for all replicas
+_STARTS = 4  # numbers in flight that fit and cover most, which are timed
 _LEAST_GAIN = 1e-3  # of the makespan, for which more is held in flight
 
 
@@ -82,22 +82,24 @@ class _Search:
     ) -> None:
         self._job, self._speeds, self._links, self._expired = job, speeds, links, expired
         self._footprint = MemoryFootprint.of(job, replicas)
+        self._passes = 0
 
     def best(self, replica: Replica, quota: int, usual: Counts) -> Replica:
         """Replica with the numbers in flight of the shortest makespan, of equal ones the fewest.
 
         Starts from the usual ones and from those that cover the transfers; then one boundary at a
-        time gets one more or one less.
+        time gets one more or one less, until that shortens nothing or enough has been replayed.
         """
         boundaries = pairwise(replica.stages)
         if quota < 2 or all(self._links.boundary(a.ranks, b.ranks) <= 1.0 for a, b in boundaries):
             return replace(replica, in_flight=usual)
         cost = cache(partial(self._cost, replica, quota))
-        counts = min([usual, *covering(self._job, replica, self._speeds, self._links)], key=cost)
-        rounds = _ROUNDS if 2 * quota * len(usual) <= _MOST_PASSES else 0
-        for _ in range(rounds):
+        options = covering(self._job, replica, quota, self._speeds, self._links)
+        fitting = (o for o in options if self.fits(replace(replica, in_flight=o), quota))
+        counts = min([usual, *islice(fitting, _STARTS)], key=cost)
+        while self._passes < _MOST_PASSES and not self._expired():
             nearest = min(_changed(counts, quota), key=cost, default=counts)
-            if self._expired() or cost(nearest) >= cost(counts):
+            if cost(nearest) >= cost(counts):
                 break
             counts = nearest
         return replace(replica, in_flight=counts)
@@ -114,17 +116,19 @@ class _Search:
         option = replace(replica, in_flight=counts)
         if not self.fits(option, quota):
             return inf, sum(counts)
+        self._passes += 2 * quota * len(counts)
         given = quota, self._speeds, Schedule.EAGER_1F1B, self._links
         return round(replica_makespan(self._job, option, *given), 9), sum(counts)
 
 
 def covering(
-    job: Job, replica: Replica, speeds: Mapping[int, float], links: LinkSlowdowns
+    job: Job, replica: Replica, quota: int, speeds: Mapping[int, float], links: LinkSlowdowns
 ) -> Iterator[Counts]:
     """Numbers in flight with which every stage has passes to run during each transfer and its
     answer, in units of the slowest stage; then fewer and fewer, down to those of 1F1B."""
     each = max(map(sum, zip(*stage_times(job, replica, speeds, links), strict=True)))
-    more = [ceil(2.0 * delay / each - 1e-9) for delay in boundaries_ms(job, replica, links)]
+    delays = boundaries_ms(job, replica, links)
+    more = [min(ceil(2.0 * delay / each - 1e-9), quota) for delay in delays]
     for fewer in range(max(more, default=0) + 1):
         ahead = [1 + max(0, number - fewer) for number in more]
         yield tuple(accumulate([1, *reversed(ahead)]))[::-1]

@@ -33,7 +33,8 @@ def adaptra(job: Job, speeds: Speeds, verdicts: Sequence[LinkVerdict]) -> Policy
     replicas = []
     for replica, quota in zip(job.layout.replicas, job.quotas, strict=True):
         options = (
-            replace(replica, in_flight=counts) for counts in covering(job, replica, speeds, links)
+            replace(replica, in_flight=counts)
+            for counts in covering(job, replica, quota, speeds, links)
         )
         fitting = (o for o in options if replica_fits(job, footprint, o, quota, schedule))
         replicas.append(next(fitting, replica) if replica.chunks == 1 else replica)
