@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
@@ -36,14 +37,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     print(machine())
-    found = {case: measure(case, options.steps) for case in options.cases}
-    for case, taken in found.items():
+    found = {}
+    for case in options.cases:
+        taken = found[case] = measure(case, options.steps)
         rows = [
             [name, f"{statistics.median(ms):.1f}", f"{ratio:.3f}x"]
             for (name, ms), ratio in zip(taken.items(), ratios(taken).values(), strict=True)
         ]
         title = f"{case}: step of 2 replicas, {CASES[case][0]} processes"
         print_table(title, ["", "step ms", f"over {next(iter(taken))}"], rows)
+        sys.stdout.flush()
     if options.json:
         write_json(
             options.json,
