@@ -73,7 +73,7 @@ import torch
 from resihp.checkpoint.staging.copier import Copier
 
 class Filling:
-    changed = threading.Condition()
+    changed, problem, is_safe = threading.Condition(), None, False
 
     def __getattr__(self, name):
         return lambda *_: in_torch()

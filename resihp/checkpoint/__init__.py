@@ -7,6 +7,7 @@ from .counters import Counters, LevelCounters
 from .dcp import LazyWriter
 from .levels import HostMemory, Level, LocalDisk, NodeMemory, PeerMemory, SharedStorage
 from .policy import Every, EveryStep, LeastLoss, SavePolicy, SaveTiming
+from .providers import LazyObject, LazyTensor, StateProvider
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored
 from .state_dict import ShardedTensorPiece
@@ -19,6 +20,8 @@ __all__ = [
     "FaultRate",
     "HostMemory",
     "IndependentRank",
+    "LazyObject",
+    "LazyTensor",
     "LazyWriter",
     "LeastLoss",
     "Level",
@@ -34,4 +37,5 @@ __all__ = [
     "SaveTiming",
     "ShardedTensorPiece",
     "SharedStorage",
+    "StateProvider",
 ]

@@ -20,6 +20,7 @@ from resihp.contracts import CheckpointError, ContractError
 from .history import Lineage, StoredCheckpoint, best_first
 from .levels.level import CheckpointReader, Level
 from .levels.local_disk import LocalDisk
+from .providers import LazyTensor, provider_of
 from .ranks import Ranks
 from .shard_reader import Located, missing_of, read_object, read_tensors
 from .state_dict import (
@@ -28,7 +29,6 @@ from .state_dict import (
     TensorEntry,
     collect,
     extra_entry,
-    is_stateful,
     opened,
 )
 
@@ -152,8 +152,11 @@ def _try(
 
 def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, object]:
     """Fill `into`, and return the extra of this rank."""
-    state = opened(into)
+    state, providers = opened(into)
     tensors, objects = collect(state)
+    lazy = [entry for entry in tensors if isinstance(entry.source, LazyTensor)]
+    made_of = {id(entry): entry.materialized() for entry in lazy}
+    tensors = [made_of.get(id(entry), entry) for entry in tensors]
     entries = [(index, entry) for index in reader.indexes.values() for entry in index.entries]
     created = _absent_tensors(into, entries, {entry.key for entry in tensors})
     wanted = [*tensors, *created]
@@ -166,13 +169,15 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     if missing:
         raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
     read_tensors(reader, wanted, entries)
-    for made in created:
+    for made in (*created, *made_of.values()):
         _set_at(state, made.path, made.tensor)
     paths |= _absent_objects(into, entries)
     for index, entry in entries:
         if entry.dtype is None and entry.key in paths:
             _set_at(state, paths[entry.key], read_object(reader, index, entry))
-    _load_into(into, state)
+    for path, provider in providers:
+        provider.load_state(_at(state, path))
+    _set_values(into, state)
     chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
     key = extra_entry({}, chosen.rank).key
     own = next((e for e in chosen.objects if e.key == key), None)
@@ -194,7 +199,7 @@ def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]
 def _absent_tensors(
     into: State, entries: Sequence[Located], known: AbstractSet[str]
 ) -> list[TensorEntry]:
-    """Create the global tensors that a `Stateful` value of `into` does not have yet.
+    """Create the global tensors that a provider of `into` does not have yet.
 
     For example the moments of an optimizer that has not stepped.
     """
@@ -210,7 +215,7 @@ def _absent_tensors(
 
 
 def _absent_objects(into: State, entries: Sequence[Located]) -> dict[str, Path]:
-    """Keys and paths of the objects that belong to a `Stateful` value of `into`."""
+    """Keys and paths of the objects that belong to a provider of `into`."""
     return {
         entry.key: entry.path
         for _, entry in entries
@@ -230,20 +235,25 @@ def _set_at(state: Mapping[str, object], path: Path, value: object) -> None:
     _put(at, path[-1], value)
 
 
-def _load_into(into: State, state: Mapping[str, object]) -> None:
-    """Load `Stateful` values of `into` from `state`, and set its other values."""
-    if not isinstance(into, Mapping):
+def _at(state: Mapping[str, object], path: Path) -> object:
+    """Return the value at the path of a provider."""
+    at: Any = state
+    for step in path:
+        at = at[step]
+    return at
+
+
+def _set_values(into: State, state: Mapping[str, object]) -> None:
+    """Set the values of `into` that no provider gave."""
+    if not isinstance(into, MutableMapping):
         return
     for key, value in into.items():
-        if is_stateful(value):
-            loaded: Any = state[key]
-            value.load_state_dict(loaded)
-        elif isinstance(into, MutableMapping):
+        if provider_of(value) is None:
             into[key] = state[key]
 
 
 def _is_owned(into: State, path: Path) -> bool:
-    return isinstance(into, Mapping) and is_stateful(into.get(str(path[0])))
+    return isinstance(into, Mapping) and provider_of(into.get(str(path[0]))) is not None
 
 
 def _get(container: Any, step: str | int | tuple[int]) -> Any:

@@ -7,16 +7,24 @@ lists are entered only if they hold tensors or mappings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeGuard
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from resihp.contracts import ContractError
+
+from .providers import (
+    LazyTensor,
+    StateProvider,
+    TensorSource,
+    check_shard,
+    is_provider,
+    provider_of,
+)
 
 Path: TypeAlias = tuple[str | int | tuple[int], ...]
 """Path to a value: text keys, list indexes, and (in a tuple of one) integer keys."""
@@ -43,15 +51,11 @@ class ShardedTensorPiece:
     tensor: Tensor
 
     def __post_init__(self) -> None:
-        if not len(self.global_shape) == len(self.offsets) == self.tensor.dim():
-            raise ContractError(self.key, "shape, offsets and tensor differ in dimensions")
-        spans = zip(self.offsets, self.tensor.shape, self.global_shape, strict=True)
-        if any(start < 0 or start + size > whole for start, size, whole in spans):
-            raise ContractError(self.key, f"shard lies outside {self.global_shape}")
+        check_shard(self.key, self.global_shape, self.offsets, self.tensor.shape)
 
 
 State: TypeAlias = Mapping[str, object] | Sequence[ShardedTensorPiece]
-"""A nested state dict (values may be `Stateful`: modules, optimizers), or a list of shards."""
+"""A nested state dict (values may be providers, modules, optimizers), or a list of shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +66,28 @@ class TensorEntry:
     path: Path
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    tensor: Tensor
+    source: TensorSource
+
+    @property
+    def tensor(self) -> Tensor:
+        """Memory of the shard, which must exist."""
+        assert isinstance(self.source, Tensor)
+        return self.source
 
     @property
     def box(self) -> Box:
         """Position in the global tensor."""
-        return self.offsets, tuple(self.tensor.shape)
+        return self.offsets, tuple(self.source.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its data without gaps."""
-        return self.tensor.numel() * self.tensor.dtype.itemsize
+        return torch.Size(self.source.shape).numel() * self.source.dtype.itemsize
+
+    def materialized(self) -> TensorEntry:
+        """Return the entry with new memory on the host in place of a lazy tensor."""
+        memory = torch.empty(tuple(self.source.shape), dtype=self.source.dtype)
+        return replace(self, source=memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +118,10 @@ def collect(state: State) -> CollectedState:
     """
     tensors: list[TensorEntry] = []
     objects: list[ObjectEntry] = []
-    for path, value in _leaves(opened(state)):
+    for path, value in _leaves(opened(state).values):
         found = _tensor_entries(path, value)
+        if found is None and is_provider(value):
+            raise ContractError(name(path), "providers are values of the state or of a provider")
         if found is None:
             objects.append(ObjectEntry(name(path), path, value))
         else:
@@ -118,21 +135,38 @@ def collect(state: State) -> CollectedState:
     return CollectedState(tensors, objects)
 
 
-def opened(state: State) -> Mapping[str, object]:
-    """Replace `Stateful` values of a state by their state dicts, and a list by a mapping."""
+class OpenedState(NamedTuple):
+    """A state with what its providers gave in their place.
+
+    providers  with their paths; those inside others first
+    """
+
+    values: Mapping[str, object]
+    providers: Sequence[tuple[Path, StateProvider]]
+
+
+def opened(state: State) -> OpenedState:
+    """Replace the providers of a state by what they give, and a list by a mapping."""
     if not isinstance(state, Mapping):
         _check_pieces(state)
-        return {f"{piece.key}{list(piece.offsets)}": piece for piece in state}
-    return {
-        key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
-    }
+        return OpenedState({f"{piece.key}{list(piece.offsets)}": piece for piece in state}, [])
+    providers: list[tuple[Path, StateProvider]] = []
+    return OpenedState(_opened(state, (), providers), providers)
 
 
-def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return True for objects with `state_dict` and `load_state_dict`, such as modules."""
-    if isinstance(value, Tensor | Mapping):
-        return False  # spares the check below, which takes 20 us
-    return isinstance(value, Stateful)
+def _opened(
+    values: Mapping[str, object], path: Path, providers: list[tuple[Path, StateProvider]]
+) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        provider, given = provider_of(value), value
+        if provider is not None:
+            given = provider.provide_state()
+            if isinstance(given, Mapping) and provider is value:
+                given = _opened(given, (*path, key), providers)
+            providers.append(((*path, key), provider))
+        found[key] = given
+    return found
 
 
 def name(path: Path) -> str:
@@ -182,19 +216,25 @@ def _is_open(value: Iterable[object]) -> bool:
 
 def _tensor_entries(path: Path, value: object) -> list[TensorEntry] | None:
     """Return the local shards of a tensor; None for other objects."""
-    if isinstance(value, ShardedTensorPiece):
-        if not value.tensor.numel() and 0 not in value.global_shape:
-            return []
-        tensor = value.tensor.detach()
-        shape, offsets = tuple(value.global_shape), tuple(value.offsets)
-        return [TensorEntry(value.key, (value.key,), shape, offsets, tensor)]
-    if isinstance(value, DTensor):
-        return _dtensor(path, value)
-    if isinstance(value, Tensor):
-        _check_plain(path, value)
-        shape = tuple(value.shape)
-        return [TensorEntry(name(path), path, shape, (0,) * len(shape), value.detach())]
-    return None
+    source: TensorSource
+    match value:
+        case ShardedTensorPiece(tensor=tensor):
+            shape, offsets, path = tuple(value.global_shape), tuple(value.offsets), (value.key,)
+            key, source, is_empty = value.key, tensor.detach(), not tensor.numel()
+        case LazyTensor():
+            shape, offsets, key = value.whole, value.start, name(path)
+            source, is_empty = value, not value.nbytes
+        case DTensor():
+            return _dtensor(path, value)
+        case Tensor():
+            _check_plain(path, value)
+            shape, key = tuple(value.shape), name(path)
+            offsets, source, is_empty = (0,) * len(shape), value.detach(), False
+        case _:
+            return None
+    if is_empty and 0 not in shape:
+        return []
+    return [TensorEntry(key, path, shape, offsets, source)]
 
 
 def _check_plain(path: Path, value: Tensor) -> None:

@@ -55,7 +55,7 @@ def large(step: int) -> dict[str, Tensor]:
     """Nine chunks: a tensor larger than the cache, one at an odd address, one with gaps, small."""
     odd, wide = torch.empty(1_500_001)[1:], torch.empty(600, 1200)[:, ::2]
     small = {f"small{i}": torch.empty(300 + i) for i in range(20)}
-    state = {**small, "odd": odd, "wide": wide, "huge": torch.empty(5 << 20)}
+    state = {**small, "odd": odd, "wide": wide, "huge": torch.empty(7 << 20)}
     stamp(state, step)
     return state
 

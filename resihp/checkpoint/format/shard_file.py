@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..providers import LazyTensor, TensorSource
 from ..state_dict import Path, TensorEntry
 from .archive import ALIGN, ArchiveFrame, frame
 from .checksum import ROW_BYTES
@@ -41,9 +42,10 @@ class ShardSpec:
     @classmethod
     def of(cls, entry: TensorEntry) -> ShardSpec:
         """Describe a tensor of the state."""
-        tensor = entry.tensor
-        shape, phase = (entry.shape, entry.offsets, tuple(tensor.shape)), tensor.data_ptr()
-        return cls(entry.key, entry.path, *shape, tensor.dtype, phase % ROW_BYTES)
+        source = entry.source
+        shape = (entry.shape, entry.offsets, tuple(source.shape))
+        phase = source.data_ptr() % ROW_BYTES if isinstance(source, Tensor) else 0
+        return cls(entry.key, entry.path, *shape, source.dtype, phase)
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +123,23 @@ class ShardFile:
                 for chunk in range(at // CHUNK_BYTES, (at + len(content) - 1) // CHUNK_BYTES + 1):
                     found[chunk].append((at, content))
         return [found[number] for number in range(len(self.chunks))]
+
+
+class SourceBytes:
+    """Bytes of the sources of a checkpoint; views the last tensor used, and makes lazy ones."""
+
+    def __init__(self, sources: Sequence[TensorSource]) -> None:
+        self._sources = sources
+        self._held, self._flat = -1, torch.empty(0)
+
+    def of(self, segment: ChunkSegment) -> Tensor:
+        """Return the bytes of a segment; a view of the tensor's memory if that has no gaps."""
+        source = self._sources[segment.tensor]
+        if isinstance(source, LazyTensor):
+            return source.read_bytes(segment.start, segment.stop)
+        if segment.tensor != self._held:
+            self._held, self._flat = segment.tensor, flat_bytes(source)
+        return self._flat[segment.start : segment.stop]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from resihp._shutdown import start_thread
 
-from ..format.shard_file import flat_bytes
+from ..format.shard_file import SourceBytes
+from ..providers import TensorSource, memory_of
 from .in_flight import ChunkState, InFlightCheckpoint
 
 IN_FLIGHT = 4
@@ -161,8 +162,7 @@ class _ChunkCopy:
     """Copies the frames and tensor segments of a chunk into its block."""
 
     def __init__(self, checkpoint: InFlightCheckpoint) -> None:
-        self._checkpoint, self._sources = checkpoint, checkpoint.sources
-        self._held, self._source = -1, torch.empty(0)
+        self._checkpoint, self._bytes = checkpoint, SourceBytes(checkpoint.sources)
 
     def __call__(self, number: int, then: ChunkState) -> None:
         """Copy a claimed chunk, which is in state `then` afterwards."""
@@ -172,14 +172,9 @@ class _ChunkCopy:
             checkpoint.file.put_frames(number, checkpoint.chunk(number), start)
             block = checkpoint.cache.tensor(checkpoint.blocks[number])
             for segment in checkpoint.file.segments[number]:
-                if segment.tensor != self._held:
-                    self._held, self._source = (
-                        segment.tensor,
-                        flat_bytes(self._sources[segment.tensor]),
-                    )
                 at = segment.at - start
                 goal = block[at : at + segment.stop - segment.start]
-                goal.copy_(self._source[segment.start : segment.stop], non_blocking=True)
+                goal.copy_(self._bytes.of(segment), non_blocking=True)
         except BaseException:
             checkpoint.move(number, ChunkState.OPEN)  # so that no block is held for it
             raise
@@ -194,10 +189,10 @@ def chunks_of(checkpoint: InFlightCheckpoint, tensors: Iterable[Tensor]) -> list
             return []  # every chunk is copied
         held = set()
         for number, source in enumerate(checkpoint.sources):
-            start, stop = _memory(source)
-            before = bisect_left(starts, stop)  # among spans that start before it ends
-            if before and stops[before - 1] > start:
-                held.add(number)
+            for start, stop in map(_memory, memory_of(source)):
+                before = bisect_left(starts, stop)  # among spans that start before it ends
+                if before and stops[before - 1] > start:
+                    held.add(number)
     segments = checkpoint.file.segments
     return [
         n for n in range(checkpoint.count) if any(segment.tensor in held for segment in segments[n])
@@ -218,16 +213,20 @@ def _merged(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def write_order(
-    tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    sources: Sequence[TensorSource], optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[int]:
-    """Sort positions of tensors by the order in which optimizers write them; others first."""
+    """Sort positions of sources by the order in which optimizers write them; others first."""
     turn: dict[int, int] = {}
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             moments = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter, *(m for m in moments if isinstance(m, Tensor))):
                 turn.setdefault(_local(tensor).data_ptr(), len(turn))
-    return sorted(range(len(tensors)), key=lambda i: turn.get(tensors[i].data_ptr(), -1))
+    turns = [
+        min((turn.get(_local(tensor).data_ptr(), -1) for tensor in memory_of(source)), default=-1)
+        for source in sources
+    ]
+    return sorted(range(len(sources)), key=turns.__getitem__)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from ..format.checksum import checksum
 from ..format.index import FileIndex, IndexEntry, spans
 from ..format.shard_file import ShardFile
 from ..history import Lineage
+from ..providers import TensorSource
 from .host_cache import HostCache
 
 EncodeObjects = Callable[[int], tuple[tuple[IndexEntry, ...], bytes]]
@@ -128,7 +129,7 @@ class InFlightCheckpoint:
     identity: ShardIdentity
     file: ShardFile
     cache: HostCache
-    sources: Sequence[Tensor]
+    sources: Sequence[TensorSource]
     objects: EncodeObjects
     changed: Condition
     begun_s: float = field(default_factory=time.monotonic)

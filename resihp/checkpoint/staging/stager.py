@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Condition
 
@@ -13,15 +12,17 @@ from torch import Tensor, nn
 
 from resihp.contracts import ContractError
 
-from ..format.shard_file import ShardFile, ShardSpec, encode_object, object_section
+from ..format.shard_file import ShardFile, ShardSpec
 from ..history import Lineage
+from ..providers import TensorSource, memory_of
 from ..ranks import Ranks, SaveItem, assign_writers
-from ..state_dict import CollectedState, ObjectEntry, State, collect, extra_entry
+from ..state_dict import CollectedState, State, collect, extra_entry
 from .copier import Copier, chunks_of, write_order
 from .fence import FenceWait
 from .host_buffer import begin, collapse, populate
 from .host_cache import BLOCK_BYTES, HostCache
 from .in_flight import EncodeObjects, InFlightCheckpoint, Pace, ShardIdentity
+from .objects import ObjectSnapshots
 from .zero_copy import SCRATCH_BLOCKS, WRITERS
 
 _OBJECT_OFFSETS = (-1,)
@@ -50,7 +51,7 @@ class WritePlan:
 def save_items_of(state: CollectedState) -> list[SaveItem]:
     """List what this rank holds and could write."""
     items = [
-        SaveItem(e.key, e.offsets, tuple(e.tensor.shape), e.shape, e.nbytes, str(e.tensor.dtype))
+        SaveItem(e.key, e.offsets, tuple(e.source.shape), e.shape, e.nbytes, str(e.source.dtype))
         for e in state.tensors
     ]
     return items + [SaveItem(entry.key, _OBJECT_OFFSETS, (), (), 0) for entry in state.objects]
@@ -83,18 +84,18 @@ def make_plan(
 
 @dataclass(frozen=True, eq=False)
 class CapturedState:
-    """References to the tensors of a state at a step, and copies of everything else."""
+    """References to the tensors of a state at a step, and everything else as it was then."""
 
     identity: ShardIdentity
     file: ShardFile
-    sources: Sequence[Tensor]
+    sources: Sequence[TensorSource]
     objects: EncodeObjects
     versions: Sequence[int]
 
     @property
     def is_unchanged(self) -> bool:
         """True if no tensor has been modified in place since, as far as torch has noticed."""
-        return [_version(source) for source in self.sources] == self.versions
+        return _versions(self.sources) == self.versions
 
 
 class Stager:
@@ -114,7 +115,7 @@ class Stager:
         self._cache_bytes, self.room_s = cache_bytes, 0.0
         self._cache: HostCache | None = None
         self._in_flight: list[InFlightCheckpoint] = []
-        self._changed = Condition()
+        self._changed, self._objects = Condition(), ObjectSnapshots()
         self._copier: Copier | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[nn.Module] = []
@@ -144,11 +145,13 @@ class Stager:
     def plan(self, state: CollectedState, everyones: Sequence[Sequence[SaveItem]]) -> None:
         """Plan for a state, given the items of all ranks."""
         self._plan = None
-        order = write_order([entry.tensor for entry in state.tensors], self._optimizers)
+        order = write_order([entry.source for entry in state.tensors], self._optimizers)
         plan = self._plan = make_plan(state, self._ranks, order, everyones)
-        self._unmoved = [state.tensors[pick].tensor for pick in plan.picks]
+        picked = [state.tensors[pick].source for pick in plan.picks]
+        self._unmoved = [source for source in picked if isinstance(source, Tensor)]
         if self._copier is None:
-            cuda = (e.tensor.device for e in state.tensors if e.tensor.is_cuda)
+            memory = (tensor for e in state.tensors for tensor in memory_of(e.source))
+            cuda = (tensor.device for tensor in memory if tensor.is_cuda)
             self._copier = Copier(next(cuda, torch.device("cpu")))
             weakref.finalize(self, self._copier.end)  # ends the thread of an unclosed stager
 
@@ -169,7 +172,7 @@ class Stager:
         state: State,
         extra: Mapping[str, object],
     ) -> CapturedState:
-        """Capture a state that the plan is for; copies objects and buffers of modules."""
+        """Capture a state that the plan is for, with objects and buffers of modules as they are."""
         assert self._plan is not None
         modules = [*self._modules, *(state.values() if isinstance(state, Mapping) else ())]
         volatile = {
@@ -178,19 +181,17 @@ class Stager:
             if isinstance(module, nn.Module)
             for buffer in module.buffers()  # running statistics, which the forward pass may change
         }
-        tensors = [collected.tensors[pick].tensor for pick in self._plan.picks]
-        sources = [t.clone() if volatile and t.data_ptr() in volatile else t for t in tensors]
+        sources = [collected.tensors[pick].source for pick in self._plan.picks]
+        if volatile:
+            sources = [_copied_if(source, volatile) for source in sources]
         entries = [entry for entry in collected.objects if entry.key in self._plan.objects]
         entries.append(extra_entry(extra, self._ranks.rank))
-        objects = [ObjectEntry(one.key, one.path, copy.deepcopy(one.value)) for one in entries]
         return CapturedState(
             ShardIdentity(step, self._ranks.rank, lineage, self._ranks.all),
             self._plan.file,
             sources,
-            lambda start: object_section(
-                ((e.key, e.path, encode_object(e.value)) for e in objects), start
-            ),
-            [_version(source) for source in sources],
+            self._objects.take(entries),
+            _versions(sources),
         )
 
     def lend(self, captured: CapturedState, window_s: float) -> InFlightCheckpoint | None:
@@ -285,5 +286,13 @@ def _needed(checkpoint: InFlightCheckpoint, tensors: Sequence[Tensor] | None) ->
     return range(numbers[-1] + 1) if numbers and is_ordered else numbers
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(sources: Sequence[TensorSource]) -> list[int]:
+    """Return torch's version counters of the memory of all sources."""
+    tensors = (tensor for source in sources for tensor in memory_of(source))
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _copied_if(source: TensorSource, addresses: Set[int]) -> TensorSource:
+    """Return a copy of a tensor at one of these addresses, other sources as they are."""
+    is_volatile = isinstance(source, Tensor) and source.data_ptr() in addresses
+    return source.clone() if is_volatile and isinstance(source, Tensor) else source

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 
-import torch
 from torch import Tensor
 
 from ..format.checksum import ROW_BYTES, checksum
 from ..format.index import CHUNK_BYTES
-from ..format.shard_file import ChunkSegment, flat_bytes
+from ..format.shard_file import ChunkSegment, SourceBytes
 from .host_buffer import HostBuffer
 from .in_flight import ChunkState, InFlightCheckpoint
 
@@ -35,7 +34,7 @@ class ZeroCopyChunks:
 
     def __init__(self, checkpoint: InFlightCheckpoint, is_over: Event) -> None:
         self._checkpoint, self._is_over = checkpoint, is_over
-        self._held, self._source = -1, torch.empty(0)
+        self._bytes = SourceBytes(checkpoint.sources)
         self._scratch = HostBuffer(SCRATCH_BLOCKS * CHUNK_BYTES, huge=False)
         self._used = 0
 
@@ -142,7 +141,7 @@ class ZeroCopyChunks:
         file = self._checkpoint.file
         at, stop = file.chunks[number]
         for segment in file.segments[number]:
-            source = self._bytes(segment.tensor)[segment.start : segment.stop]
+            source = self._bytes.of(segment)
             low, high = self._in_place(segment, source)
             self._put_edge(source[: low - segment.at], segment.at - at)
             if low < high:
@@ -172,8 +171,3 @@ class ZeroCopyChunks:
         if is_apart or low >= high:
             return end, end
         return low, high
-
-    def _bytes(self, tensor: int) -> Tensor:
-        if tensor != self._held:
-            self._held, self._source = tensor, flat_bytes(self._checkpoint.sources[tensor])
-        return self._source

@@ -1,0 +1,250 @@
+"""States that providers give: composites, tensors and values that are made while they are saved."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from resihp.checkpoint import (
+    Checkpointer,
+    IndependentRank,
+    LazyObject,
+    LazyTensor,
+    LocalDisk,
+    ShardedTensorPiece,
+)
+from resihp.checkpoint.format import shard_file
+from resihp.checkpoint.format.index import CHUNK_BYTES
+from resihp.checkpoint.restore import restore
+from resihp.checkpoint.staging import objects
+from resihp.checkpoint.staging.stager import LEAST_CACHE_BYTES
+from resihp.contracts import ContractError
+from tests.checkpoint.helpers import GatedDisk
+
+PATIENCE_S = 100
+
+
+class Engine:
+    """A composite with a tensor, a converted one, a value, and a part that is a provider too."""
+
+    def __init__(self, step: float, log: list[str], part: Engine | None = None) -> None:
+        self.master, self.step, self.log, self.part = torch.full((700, 900), step), step, log, part
+        self.weights: Tensor | None = None
+
+    def provide_state(self) -> dict[str, object]:
+        """Give references alone."""
+        state: dict[str, object] = {
+            "weights": LazyTensor.converted(self.master, torch.bfloat16),
+            "master": self.master,
+            "step": self.step,
+            "layer": torch.nn.Linear(3, 2),
+        }
+        return state | ({"part": self.part} if self.part is not None else {})
+
+    def load_state(self, state: Any) -> None:
+        """Take what has been restored."""
+        self.log.append(f"load with {sorted(state)}")
+        self.step, self.weights = state["step"], state["weights"]
+
+
+def test_a_composite_is_saved_and_restored_with_what_is_inside(tmp_path: Path) -> None:
+    log: list[str] = []
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(7, {"engine": Engine(3.0, log, Engine(4.0, log)), "lr": 0.5})
+        assert saver.wait(PATIENCE_S)
+        assert not saver.counters.failures
+        engine = Engine(0.0, log, Engine(0.0, log))
+        into: dict[str, object] = {"engine": engine, "lr": 0.0}
+        saver.restore(into)
+    assert into == {"engine": engine, "lr": 0.5}
+    inner, outer = ["layer", "master", "step", "weights"], ["layer", "master", "part", "step"]
+    assert log == [f"load with {inner}", f"load with {[*outer, 'weights']}"], "inside first"
+    for found, value in ((engine, 3.0), (engine.part, 4.0)):
+        assert found is not None
+        assert found.step == value
+        assert torch.equal(found.master, torch.full((700, 900), value))
+        assert found.weights is not None
+        assert torch.equal(found.weights, found.master.bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_a_converted_tensor(tmp_path: Path) -> None:
+    master = torch.randn(1000, 1001).t()  # with gaps
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"w": LazyTensor.converted(master, torch.float16)})
+    into = {"w": torch.zeros(1001, 1000, dtype=torch.float16)}
+    dcp.load(into, checkpoint_id=tmp_path / "step-000000000", no_dist=True)
+    assert torch.equal(into["w"], master.half())
+
+
+def counting(pieces: list[int]) -> Callable[[int, int], Tensor]:
+    def read(start: int, stop: int) -> Tensor:
+        pieces.append(stop - start)
+        return torch.arange(start, stop, dtype=torch.int64)
+
+    return read
+
+
+@pytest.mark.parametrize("cache", [None, LEAST_CACHE_BYTES])
+def test_a_lazy_tensor_never_exists_as_a_whole(tmp_path: Path, cache: int | None) -> None:
+    pieces: list[int] = []
+    count = 5 << 20  # 40 MiB, more than the smallest cache
+    lazy = LazyTensor((count,), torch.int64, counting(pieces))
+    with Checkpointer([LocalDisk(tmp_path)], host_cache_bytes=cache) as saver:
+        saver.save(0, {"a": torch.ones(5), "lazy": lazy})
+        saver.fence()
+        assert saver.wait(PATIENCE_S)
+        assert max(pieces) * 8 <= CHUNK_BYTES
+        into: dict[str, Any] = {"a": torch.zeros(5), "lazy": lazy}
+        saver.restore(into)
+    assert torch.equal(into["lazy"], torch.arange(count))
+
+
+def test_lazy_shards_are_ranges_of_a_global_tensor(tmp_path: Path) -> None:
+    whole = torch.randn(6, 4)
+    for rank, (start, stop) in enumerate([(0, 1), (1, 6)]):
+        rows = whole[start:stop]
+        lazy = LazyTensor(
+            (stop - start, 4), torch.float32, lambda a, b, rows=rows: rows.reshape(-1)[a:b],
+            (rows,), (6, 4), (start, 0),
+        )  # fmt: skip
+        ranks = IndependentRank(rank, (0, 1), run="one")
+        with Checkpointer([LocalDisk(tmp_path)], ranks=ranks, clock=lambda: 1) as saver:
+            assert saver.save(0, {"w": lazy})
+    into = torch.zeros(3, 4)
+    piece = ShardedTensorPiece("w", (6, 4), (2, 0), into)
+    restore([LocalDisk(tmp_path)], [piece], IndependentRank())
+    assert torch.equal(into, whole[2:5])
+    with pytest.raises(ContractError, match="lies outside"):
+        LazyTensor((2,), torch.float32, counting([]), (), (6,), (5,))
+
+
+def test_what_a_lazy_tensor_reads_may_change_after_its_fence(tmp_path: Path) -> None:
+    disk, master = GatedDisk(tmp_path), torch.full((3 << 20,), 5.0)
+    with Checkpointer([disk]) as saver:
+        saver.save(0, {"w": LazyTensor.converted(master, torch.bfloat16), "b": torch.ones(9)})
+        saver.fence([master])
+        master.fill_(6.0)
+        disk.gate.set()
+        assert saver.wait(PATIENCE_S)
+        into = {"w": torch.zeros(3 << 20, dtype=torch.bfloat16), "b": torch.zeros(9)}
+        saver.restore(into)
+    assert torch.equal(into["w"], torch.full_like(into["w"], 5.0))
+
+
+def test_a_lazy_tensor_that_makes_something_else_costs_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = LazyTensor((9,), torch.int64, lambda a, b: torch.zeros(b - a))
+    disk = LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        saver.save(0, {"w": wrong})
+        assert saver.wait(PATIENCE_S)
+        saver.fence()
+        assert saver.counters.levels[disk.name].failed == 1
+        saver.save(1, {"w": torch.zeros(9)})
+    assert disk.steps() == [1]
+    assert "LazyTensor.read: made 9 of torch.float32: 9 elements of torch.int64" in caplog.text
+
+
+def test_a_lazy_object_is_made_behind_the_training_thread(tmp_path: Path) -> None:
+    made: list[threading.Thread] = []
+
+    def make() -> list[int]:
+        made.append(threading.current_thread())
+        return [1, 2]
+
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"index": LazyObject(make), "w": torch.ones(2)})
+        assert saver.wait(PATIENCE_S)
+        into: dict[str, Any] = {"index": None, "w": torch.zeros(2)}
+        saver.restore(into)
+    assert into["index"] == [1, 2]
+    assert len(made) == 1
+    assert made[0] is not threading.current_thread()
+
+
+def test_a_provider_where_none_is_looked_for_is_refused_by_name(tmp_path: Path) -> None:
+    problem = r"a\.b: providers are values of the state"
+    with Checkpointer([LocalDisk(tmp_path)]) as saver, pytest.raises(ContractError, match=problem):
+        saver.prepare({"a": {"b": Engine(1.0, [])}})
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(states=st.lists(st.tuples(values, values), min_size=1, max_size=4))
+def test_objects_are_those_of_their_save(
+    tmp_path_factory: pytest.TempPathFactory, states: list[tuple[Any, Any]]
+) -> None:
+    box: list[Any] = [None]
+    disk = LocalDisk(tmp_path_factory.mktemp("objects"), keep=9)
+    with Checkpointer([disk]) as saver:
+        for step, (first, second) in enumerate([*states, states[-1]]):
+            box[0] = first
+            saver.save(step, {"box": box, "value": second, "w": torch.ones(2)}, {"box": box})
+            box[0] = "changed right after"
+            saver.fence()
+            assert saver.wait(PATIENCE_S)
+        for step, (first, second) in enumerate([*states, states[-1]]):
+            into: dict[str, Any] = {"box": None, "value": None, "w": torch.zeros(2)}
+            restored = saver.restore(into, step=step)
+            assert repr((into["box"], into["value"])) == repr(([first], second))
+            assert repr(restored.extra) == repr({"box": [first]})
+
+
+class Uncopied:
+    """A value that refuses a deep copy."""
+
+    number = 0
+
+    def __deepcopy__(self, memo: object) -> Uncopied:
+        raise AssertionError("copied")
+
+
+def test_objects_that_did_not_change_are_neither_copied_nor_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[object] = []
+
+    def encode(value: object) -> memoryview:
+        encoded.append(copy.copy(value))
+        return shard_file.encode_object(value)
+
+    monkeypatch.setattr(objects, "encode_object", encode)
+    table, uncopied, rng = {"rows": [*range(9)]}, Uncopied(), torch.zeros(3, dtype=torch.uint8)
+    disk = LocalDisk(tmp_path, keep=9)
+    with Checkpointer([disk]) as saver:
+        for step in range(3):
+            state = {"options": [table], "uncopied": uncopied, "name": "run", "w": torch.ones(2)}
+            saver.save(step, state, extra={"rng": rng})
+            rng += 1
+            assert saver.wait(PATIENCE_S)
+            saver.fence()
+        assert not saver.counters.failures
+        assert len([one for one in encoded if isinstance(one, Uncopied)]) == 1
+        assert sum(one == [*range(9)] for one in encoded) == 1, "the rows"
+        uncopied.number = 5
+        saver.save(3, state)
+        assert saver.wait(PATIENCE_S)
+        for step, number in ((2, 0), (3, 5)):
+            into: dict[str, Any] = {**state, "uncopied": None}
+            restored = saver.restore(into, step=step)
+            assert into["uncopied"].number == number
+            if step == 2:
+                assert torch.equal(restored.extra["rng"], torch.full_like(rng, 2))
