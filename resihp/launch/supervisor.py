@@ -7,6 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -301,7 +302,8 @@ class Supervisor:
             elif self._nodes.is_coordinator:
                 self._nodes.stop()
         finally:
-            self._notice.forward(self._environment.notice)
+            with suppress(OSError):  # without its time they learn of the notice by the signal
+                self._notice.forward(self._environment.notice)
             self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:

@@ -103,6 +103,46 @@ def test_a_notice_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path:
     assert state["weight"].eq(1).all()
 
 
+TELLING = """
+import os, signal, sys, time
+from pathlib import Path
+
+def told(number, frame):
+    Path(sys.argv[1], "told").write_text(Path(os.environ["RESIHP_PREEMPTION_FILE"]).read_text())
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, told)
+Path(sys.argv[1], "running").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_launcher_tells_its_ranks_how_much_time_is_left(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TELLING)
+    options = ["--preemption-seconds", "600", str(tmp_path / "script.py"), str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "resihp.launch", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RESIHP_PREEMPTION_URL": "http://ranks"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "running").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        sent_s = time.time()
+        _, said = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGUSR1, said
+    end_s = end_of_window((tmp_path / "told").read_text(), 0.0)
+    assert end_s is not None
+    assert sent_s - 1 < end_s - 600 < time.time() + 1
+
+
 @pytest.fixture
 def metadata() -> Iterator[Metadata]:
     with Metadata(("127.0.0.1", 0), Answer) as server:

@@ -306,38 +306,46 @@ class Rendezvous:
         except dist.DistError as error:
             self.stores.cut_off(error)
 
-    def _beat(self, store: dist.Store) -> None:
-        """Beat as a member, and take part in the watch of the others."""
-        beats = self._heartbeats
+    def _beat(self, store: dist.Store) -> float:
+        """Beat as a member, and take part in the watch of the others.
+
+        Returns seconds until it is to be called again.
+        """
+        beats, poll_s = self._heartbeats, self.timeouts.poll.total_seconds()
         if self.rank not in self.alive:
             self._is_entering = True
-            return
+            return poll_s
         if self._is_entering:
             self._is_entering = False
             beats.enter(store)
         beats.beat()
         if beats.due_s() <= 0.0:
             beats.watch(store)
+        return min(poll_s, max(beats.due_s(), 0.0))
 
     def _watch_store(self, store: dist.Store) -> None:
-        seen, next_s = (0, 0), 0.0
-        poll_s, beats = self.timeouts.poll.total_seconds(), self._heartbeats
-        while not self._closed.wait(min(poll_s, max(beats.due_s(), 0.0))):
-            self._beat(store)
-            if time.monotonic() < next_s:
-                continue
-            next_s = time.monotonic() + max(poll_s, len(self.alive) / REQUESTS_PER_S)
-            # A failure of the next generation may have been reported before this rank's recovery.
-            now = (store.add(keys.SIGNAL, 0), self.recovery)
-            if now == seen and not (self._broken and self._scope):
-                continue
-            seen = now
-            self._read_stopped(store)
-            with self._changed:
-                key = keys.broken(self.recovery)
-                if self._broken is None and store.check([key]):
-                    self._broken = store.get(key).decode()
-                scope = self._scope
-                if scope is not None and store.check([keys.abandoned(self.recovery, scope.work)]):
-                    self._broken_in_scope = self._broken
-                self._changed.notify_all()
+        seen, next_s, pause_s = (0, 0), time.monotonic(), self.timeouts.poll.total_seconds()
+        while not self._closed.wait(pause_s):
+            pause_s, now_s = self._beat(store), time.monotonic()
+            if now_s >= next_s:
+                poll_s = self.timeouts.poll.total_seconds()
+                next_s = now_s + max(poll_s, len(self.alive) / REQUESTS_PER_S)
+                seen = self._read_changes(store, seen)
+            pause_s = min(pause_s, max(next_s - time.monotonic(), 0.0))
+
+    def _read_changes(self, store: dist.Store, seen: tuple[int, int]) -> tuple[int, int]:
+        """Read the store if its signal is not the one `seen`; returns the present one."""
+        # A failure of the next generation may have been reported before this rank's recovery.
+        now = (store.add(keys.SIGNAL, 0), self.recovery)
+        if now == seen and not (self._broken and self._scope):
+            return seen
+        self._read_stopped(store)
+        with self._changed:
+            key = keys.broken(self.recovery)
+            if self._broken is None and store.check([key]):
+                self._broken = store.get(key).decode()
+            scope = self._scope
+            if scope is not None and store.check([keys.abandoned(self.recovery, scope.work)]):
+                self._broken_in_scope = self._broken
+            self._changed.notify_all()
+        return now
