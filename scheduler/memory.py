@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Layout, Op, Plan, Replica, Schedule, Stage
+from resihp.contracts import Job, Layout, Op, Plan, RankAmount, Replica, Schedule, Stage
 from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight
 
 _UNLIMITED = 1 << 30
@@ -18,41 +18,64 @@ _UNLIMITED = 1 << 30
 class MemoryFootprint:
     """Bytes of one layer, of its activations for one microbatch, and of embedding and head.
 
-    A rank with share q of a stage holds the fraction q of each: weights, gradients and optimizer
-    state are split like the layers.
+    A rank with share q of a stage holds the fraction q of weights, gradients and optimizer state,
+    and of activations, apart from what every rank of the stage holds.
+
+    layer, first, last  weights, gradients and optimizer state
+    tied_bytes          of what first and last have in common, if one stage holds both
+    activations         of a layer for one microbatch; `first_activations` those of the embedding
+    layer_pass, head_pass  most that one pass needs on top, once
+    boundary_bytes      output of a stage, kept for each microbatch in flight
+    reduce_share        of the state, again, for gradients summed over replicas: of all layers but
+                        one while the last backward pass runs through that one
+    update              most that the optimizer needs, when no activations are held
     """
 
-    layer_bytes: float
-    activation_bytes: float
-    first_bytes: float
-    last_bytes: float
+    layer: RankAmount
+    first: RankAmount
+    last: RankAmount
+    tied_bytes: float
+    activations: RankAmount
     budget_bytes: float | None
+    first_activations: RankAmount
+    layer_pass: RankAmount
+    head_pass: RankAmount
+    boundary_bytes: float
+    reduce_share: float
+    update: RankAmount
 
     @classmethod
     def of(cls, job: Job, replicas: int) -> MemoryFootprint:
         """Footprint of a job with `replicas` replicas, which may share optimizer state.
 
-        Activations in bf16 with selective recomputation take 34 bytes per token and hidden unit,
-        with full recomputation 2 (Korthikanti et al., 2022, eq. 2).
+        Without measured figures activations in bf16 with selective recomputation take 34 bytes per
+        token and hidden unit, with full recomputation 2 (Korthikanti et al., 2022, eq. 2).
         """
         memory, model = job.memory, job.model
         owners = replicas if memory.sharded_optimizer else 1
         per_param = memory.bytes_per_param + memory.optimizer_bytes_per_param / owners
-        activation = memory.activation_bytes_per_layer
-        if activation is None:
-            tokens = job.tokens_per_microbatch or 0
-            activation = (2 if job.recompute else 34) * tokens * (model.hidden if model else 0)
-        if model is None:
-            return cls(0.0, float(activation), 0.0, 0.0, memory.budget_bytes)
-        ends = model.embedding_params * per_param
+        layer, table = (model.layer_params, model.embedding_params) if model else (0, 0)
+        reduced = memory.reduce_bytes_per_param if replicas > 1 else 0.0
+        activations = memory.layer_activations or RankAmount(split=_derived_activations(job))
         return cls(
-            model.layer_params * per_param, float(activation), ends, ends, memory.budget_bytes
+            layer=_scaled(memory.layer_params or RankAmount(split=layer), per_param),
+            first=_scaled(memory.first_params or RankAmount(split=table), per_param),
+            last=_scaled(memory.last_params or RankAmount(split=table), per_param),
+            tied_bytes=table * per_param if model and model.tied_embeddings else 0.0,
+            activations=activations,
+            budget_bytes=memory.budget_bytes,
+            first_activations=memory.first_activations,
+            layer_pass=memory.layer_pass,
+            head_pass=memory.head_pass,
+            boundary_bytes=memory.boundary_bytes,
+            reduce_share=reduced / per_param if per_param else 0.0,
+            update=memory.update,
         )
 
     @property
     def is_known(self) -> bool:
         """True if the budget and the size of activations are known."""
-        return self.budget_bytes is not None and self.activation_bytes > 0.0
+        return self.budget_bytes is not None and self.activations.of_share(1.0) > 0.0
 
     def most_layers(
         self, widest: NDArray[np.float64], in_flight: NDArray[np.int64]
@@ -64,20 +87,64 @@ class MemoryFootprint:
         """
         if self.budget_bytes is None:
             return np.full(widest.shape, _UNLIMITED)
-        room = np.full(widest.shape, self.budget_bytes) / widest
-        room[:, 0] -= self.first_bytes
-        room[:, -1] -= self.last_bytes
-        each = self.layer_bytes + self.activation_bytes * in_flight
-        fits = np.floor(room / np.maximum(each, 1e-9) + 1e-9)
-        return np.asarray(np.clip(fits, 0, _UNLIMITED), np.int64)
+        state = np.zeros(widest.shape)
+        state[:, 0] += _of_shares(self.first, widest[:, 0])
+        state[:, -1] += _of_shares(self.last, widest[:, -1])
+        if widest.shape[1] == 1:
+            state[:, 0] -= widest[:, 0] * self.tied_bytes
+        passes = _of_shares(self.layer_pass, widest)
+        passes[:, -1] = np.maximum(passes[:, -1], _of_shares(self.head_pass, widest[:, -1]))
+        passes[:, :-1] += self.boundary_bytes * in_flight[:, :-1]
+        passes[:, 0] += in_flight[:, 0] * _of_shares(self.first_activations, widest[:, 0])
+        held = _of_shares(self.layer, widest)
+        each = held + in_flight * _of_shares(self.activations, widest)
+        fits = (self.budget_bytes - state - passes) / np.maximum(each, 1e-9)
+        working = _of_shares(self.layer_pass, widest) - held * self.reduce_share
+        working = working if self.reduce_share else np.zeros(widest.shape)
+        room = self.budget_bytes - np.maximum(_of_shares(self.update, widest), working)
+        reducing = room / (1.0 + self.reduce_share) - state
+        fits = np.minimum(fits, reducing / np.maximum(held, 1e-9))
+        return np.asarray(np.clip(np.floor(fits + 1e-9), 0, _UNLIMITED), np.int64)
 
     def stage_bytes(self, stage: Stage, *, first: bool, last: bool, in_flight: int) -> list[float]:
         """Peak bytes of every rank of a stage."""
         units = sum(stage.shares)
-        layers = stage.layer_count
-        whole = layers * (self.layer_bytes + self.activation_bytes * in_flight)
-        whole += first * self.first_bytes + last * self.last_bytes
-        return [whole * share / units for share in stage.shares]
+        return [
+            self._rank_bytes(share / units, stage.layer_count, first, last, in_flight)
+            for share in stage.shares
+        ]
+
+    def _rank_bytes(
+        self, share: float, layers: int, first: bool, last: bool, in_flight: int
+    ) -> float:
+        state = layers * self.layer.of_share(share)
+        state += first * self.first.of_share(share) + last * self.last.of_share(share)
+        state -= (first and last) * self.tied_bytes * share
+        held = in_flight * layers * self.activations.of_share(share)
+        held += first * in_flight * self.first_activations.of_share(share)
+        held += (not last) * self.boundary_bytes * in_flight
+        layer = self.layer_pass.of_share(share) if layers else 0.0
+        passes = max(layer, self.head_pass.of_share(share) if last else 0.0)
+        working = layer - self.layer.of_share(share) * self.reduce_share
+        working = max(self.update.of_share(share), working if self.reduce_share else 0.0)
+        reducing = state * self.reduce_share + working
+        return state + max(held + passes, reducing)
+
+
+def _scaled(amount: RankAmount, factor: float) -> RankAmount:
+    return RankAmount(split=amount.split * factor, whole=amount.whole * factor)
+
+
+def _of_shares(amount: RankAmount, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    return shares * amount.split + amount.whole
+
+
+def _derived_activations(job: Job) -> float:
+    """Bytes of one layer's activations where they have not been measured."""
+    if job.memory.activation_bytes_per_layer is not None:
+        return float(job.memory.activation_bytes_per_layer)
+    tokens, hidden = job.tokens_per_microbatch or 0, job.model.hidden if job.model else 0
+    return float((2 if job.recompute else 34) * tokens * hidden)
 
 
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:

@@ -20,7 +20,7 @@ from .errors import (
 )
 from .faults import FaultRate, Protection
 from .heartbeat import Heartbeat, TrainingPosition
-from .job import Action, Job, LayerCost, Links, Memory, ModelShape, even_quotas
+from .job import Action, Job, LayerCost, Links, Memory, ModelShape, RankAmount, even_quotas
 from .layout import Layout, Place, Replica, Schedule, Stage
 from .plan import Plan
 from .sensors import SensorSample
@@ -56,6 +56,7 @@ __all__ = [
     "Plan",
     "PreemptedError",
     "Protection",
+    "RankAmount",
     "Replica",
     "ResiHPError",
     "Schedule",

@@ -100,6 +100,21 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankAmount:
+    """Amount on a rank with share q of a stage: q * `split` + `whole`."""
+
+    split: float = 0.0
+    whole: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "split", "whole")
+
+    def of_share(self, share: float) -> float:
+        """Amount on a rank with this share."""
+        return share * self.split + self.whole
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory budget of a device and what a parameter and a microbatch cost.
 
@@ -107,6 +122,19 @@ class Memory:
     `optimizer_bytes_per_param` of optimizer state, the latter divided by the number of replicas
     where `sharded_optimizer`. Activations: `activation_bytes_per_layer` for one microbatch of
     one whole layer; None derives it from the model shape and the tokens.
+
+    Measured figures are finer, e.g. those of `resihp.elastic.measure_memory`:
+    layer_params, first_params, last_params  parameters of a layer, of embedding and of head; in
+                       place of those of the model shape
+    layer_activations  what a layer keeps of a microbatch between its forward and backward pass, its
+                       input included; takes the place of `activation_bytes_per_layer`
+    first_activations  what the embedding keeps in addition to its output
+    layer_pass         most that a pass through one layer needs on top of that, once; with
+                       recomputation the layer's activations are part of it
+    head_pass          the same for head and loss, with all that they keep
+    boundary_bytes     output of a stage for one microbatch
+    reduce_bytes_per_param  of gradients summed over replicas, when no activations are held
+    update             most that the optimizer needs then
     """
 
     budget_bytes: int | None = None
@@ -114,8 +142,19 @@ class Memory:
     optimizer_bytes_per_param: float = 12.0
     sharded_optimizer: bool = False
     activation_bytes_per_layer: int | None = None
+    layer_params: RankAmount | None = None
+    first_params: RankAmount | None = None
+    last_params: RankAmount | None = None
+    layer_activations: RankAmount | None = None
+    first_activations: RankAmount = field(default_factory=RankAmount)
+    layer_pass: RankAmount = field(default_factory=RankAmount)
+    head_pass: RankAmount = field(default_factory=RankAmount)
+    boundary_bytes: float = 0.0
+    reduce_bytes_per_param: float = 0.0
+    update: RankAmount = field(default_factory=RankAmount)
 
     def __post_init__(self) -> None:
+        _require_not_negative(self, "boundary_bytes", "reduce_bytes_per_param")
         if self.budget_bytes is not None:
             _require_positive(self, "budget_bytes")
         _require_not_negative(self, "bytes_per_param", "optimizer_bytes_per_param")

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .step.data import DataSource as DataSource
     from .step.data import IteratorData as IteratorData
     from .step.engine import ReducedStep as ReducedStep
+    from .step.memory import measure_memory as measure_memory
     from .step.pacing import Pacer as Pacer
     from .step.setup import Setup as Setup
     from .trainer import Trainer as Trainer
@@ -80,6 +81,7 @@ _HOMES = {
     "constant": ".optim.rates",
     "from_pretrained": ".models.pretrained.folder",
     "init_replica_group": ".ddp.init",
+    "measure_memory": ".step.memory",
     "microbatch_flops": ".microbatches.balancing",
     "no_decay_on_vectors": ".optim.optimizer",
     "preset": ".models.pretrained.presets",

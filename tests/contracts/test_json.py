@@ -89,7 +89,7 @@ MISTAKES = [
     (("schedule",), "2f2b", "schedule"),
     (("schedule",), [], "schedule"),
     (("model", "kv_heads"), 3, "model.kv_heads"),
-    (("model", "hidden"), 65, "model.heads"),
+    (("model", "head_dim"), -1, "model.head_dim"),
     (("model", "hidden"), None, "model.hidden"),
     (("model", "layers"), 9, "layout"),
     (("model",), [], "model"),

@@ -108,6 +108,23 @@ def test_a_split_backward_pass_changes_no_bit(model: Model) -> None:
             assert torch.equal(one, other), param.key
 
 
+@pytest.mark.parametrize("name", ["llama with options", "gpt2", "mixture"])
+def test_recomputation_changes_no_bit(name: str) -> None:
+    """Under autocast, with dropout, with whole and with split backward passes."""
+    plan = Plan(version=0, layout=LAYOUTS["uneven"], quotas=(3, 2))
+    split = dataclasses.replace(plan, schedule=Schedule.ZERO_BUBBLE)
+    setup = Setup(MODELS[name], OPTIMIZER, batch, compute_dtype=torch.bfloat16)
+    kept = train(setup, plan, 2)
+    layers = dataclasses.replace(setup, recompute="layers")
+    attention = dataclasses.replace(setup, recompute="attention")
+    for again, under in ((layers, plan), (layers, split), (attention, split)):
+        found = train(again, under, 2)
+        assert found.losses == kept.losses
+        for param, tensors in kept.state().items():
+            for one, other in zip(tensors, found.state()[param], strict=True):
+                assert torch.equal(one, other), param.key
+
+
 def test_bf16_operators_keep_float32_state_and_sums(alone: Run, model: Model) -> None:
     plan = Plan(version=0, layout=LAYOUTS["uneven"], quotas=(3, 2))
     low = train(Setup(model, OPTIMIZER, batch, compute_dtype=torch.bfloat16), plan, STEPS)

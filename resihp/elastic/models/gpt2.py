@@ -19,6 +19,7 @@ from ..process_groups.abortable import AbortableProcessGroup
 from .base import Packed, Part
 from .decoder import Decoder, attend, empty, positions, width
 from .randomness import Dropout
+from .recomputation import attention_core
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 
@@ -141,9 +142,9 @@ class Block(nn.Module):
             for weight, bias in ((self.wq, self.bq), (self.wk, self.bk), (self.wv, self.bv))
         )
         if self.drop_weights.rate:
-            out_TNH = self._attend_dropping(q_TNH, k_TNH, v_TNH, packed)
+            out_TNH = attention_core(self._attend_dropping, q_TNH, k_TNH, v_TNH, packed)
         else:
-            out_TNH = attend(q_TNH, k_TNH, v_TNH, packed.seq_lens)
+            out_TNH = attention_core(attend, q_TNH, k_TNH, v_TNH, packed.seq_lens)
         out_TD = functional.linear(out_TNH.flatten(1), self.wo)
         return reduce_from_tp_region(out_TD, self.group, in_place=True) + self.bo
 

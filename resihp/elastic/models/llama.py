@@ -21,6 +21,7 @@ from resihp.layout import Param, Parameters, Range
 from ..process_groups.abortable import AbortableProcessGroup
 from .base import Packed, Part
 from .decoder import Decoder, Entry, attend, attended_pairs, empty, width
+from .recomputation import attention_core
 from .rope import Rope, rotary, rotate
 from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
@@ -173,8 +174,7 @@ class DecoderLayer(nn.Module):
             for weight, bias in ((self.wq, self.bq), (self.wk, self.bk), (self.wv, self.bv))
         )
         q_TNH, k_TKH = self._normed(q_TNH, self.q_norm), self._normed(k_TKH, self.k_norm)
-        q_TNH, k_TKH = rotate(q_TNH, cos, sin), rotate(k_TKH, cos, sin)
-        out_TNH = attend(q_TNH, k_TKH, v_TKH, packed.seq_lens, window=self.window)
+        out_TNH = attention_core(self._core, q_TNH, k_TKH, v_TKH, cos, sin, packed.seq_lens)
         out_TD = functional.linear(out_TNH.flatten(1), self.wo)
         out_TD = reduce_from_tp_region(out_TD, self.group, in_place=True)
         return out_TD if self.bo is None else out_TD + self.bo
@@ -188,11 +188,24 @@ class DecoderLayer(nn.Module):
             functional.linear(h_TF, self.w_down), self.group, in_place=True
         )
 
+    def _core(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        seq_lens: tuple[int, ...],
+    ) -> torch.Tensor:
+        q_TNH, k_TKH = rotate(q_TNH, cos, sin), rotate(k_TKH, cos, sin)
+        return attend(q_TNH, k_TKH, v_TKH, seq_lens, window=self.window)
+
     def _normed(self, x_TNH: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Normalise each head; the weight is shared by heads on other ranks."""
         if weight is None:
             return x_TNH
-        return rms_norm(x_TNH, copy_to_tp_region(weight, self.group), self.norm_eps)
+        weight = copy_to_tp_region(weight, self.group)
+        return rms_norm(x_TNH.float(), weight, self.norm_eps).to(x_TNH.dtype)
 
 
 class LlamaHead(VocabularyHead):

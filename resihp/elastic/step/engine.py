@@ -84,6 +84,7 @@ class Engine:
             shard,
             split=plan.schedule is Schedule.ZERO_BUBBLE,
             compute_dtype=setup.compute_dtype,
+            recompute=setup.recompute,
             record_transfer=setup.record_transfer,
         )
         kind = DeterministicGradientSum if setup.deterministic else GradientSum

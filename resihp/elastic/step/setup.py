@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from resihp.contracts import Op
+from resihp.contracts import ContractError, Op
 
 from ..models import Model
 from ..optim import Optimizer
@@ -51,6 +51,10 @@ class TransferRecorder(Protocol):
     ) -> None: ...
 
 
+Recompute = Literal["layers", "attention"]
+"""What backward passes compute again: whole layers, or the cores of attention alone."""
+
+
 def record_nothing(**fields: Any) -> None:
     """Discard a record."""
 
@@ -61,6 +65,9 @@ class Setup:
 
     compute_dtype  precision of the operators under torch's autocast, e.g. `torch.bfloat16`;
                    parameters, gradients and sums between ranks stay float32. None: all float32
+    recompute      what backward passes compute again instead of keeping it: "layers" keeps the
+                   inputs of layers alone; "attention" keeps all but what attention makes of
+                   queries, keys and values; None: everything is kept. Changes no bit
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`)
     bucket_bytes   size of a gradient all-reduce that overlaps with backward
@@ -75,7 +82,13 @@ class Setup:
     record: Recorder = record_nothing
     pacer: Pacer | None = None
     compute_dtype: torch.dtype | None = None
+    recompute: Recompute | None = None
     deterministic: bool = False
     bucket_bytes: int = 25 << 20
     device: torch.device = CPU
     record_transfer: TransferRecorder | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute not in (None, *get_args(Recompute)):
+            known = " or ".join(map(repr, get_args(Recompute)))
+            raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")

@@ -14,9 +14,10 @@ from resihp.layout import Param
 from resihp.pipeline.orders import Part, Pass
 
 from ..models import Model, Packed
+from ..models.recomputation import recomputed, recomputing_attention
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.layout_groups import LayoutGroups, P2PLink, StageBoundary
-from .setup import TransferRecorder
+from .setup import Recompute, TransferRecorder
 from .shard import Shard, part_ranges
 from .split_backward import SplitBackward
 from .telemetry import TransferStamps
@@ -42,7 +43,8 @@ class StageRunner:
 
     `run` a pass, then `send` what it returned; `drain` when all passes of a step have run.
     With `split`, backward passes come in halves. `compute_dtype` is the precision of torch's
-    autocast for the forward pass; None: none. `record_transfer` takes the records of transfers.
+    autocast for the forward pass; None: none. `recompute` says what a backward pass computes again.
+    `record_transfer` takes the records of transfers.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class StageRunner:
         *,
         split: bool = False,
         compute_dtype: torch.dtype | None = None,
+        recompute: Recompute | None = None,
         record_transfer: TransferRecorder | None = None,
     ) -> None:
-        self._record_transfer = record_transfer
+        self._record_transfer, self._recompute = record_transfer, recompute
         self._model, self._groups, self._parts = model, groups, shard.parts
         replica, index = groups.layout.replicas[groups.place.dp], groups.place.pp
         self._chunks = [
@@ -116,11 +119,20 @@ class StageRunner:
         self._box.drain()
 
     def flops(self, item: Pass, packed: Packed) -> float:
-        """Return the floating-point operations of a pass; backward takes twice those of forward."""
-        forward = sum(
-            self._model.flops(part, self._ranges[part], packed) for part in self._chunks[item.chunk]
-        )
-        return forward * (2.0 if item.op is Op.BACKWARD and item.part is Part.WHOLE else 1.0)
+        """Return the floating-point operations of a pass; backward takes twice those of forward.
+
+        Recomputed layers are added to the backward pass, or to its first half.
+        """
+        forward = {
+            part: self._model.flops(part, self._ranges[part], packed)
+            for part in self._chunks[item.chunk]
+        }
+        total = sum(forward.values())
+        if item.op is Op.BACKWARD and item.part is not Part.WEIGHT and self._recompute == "layers":
+            again = sum(flops for part, flops in forward.items() if part.startswith("layers."))
+        else:
+            again = 0.0
+        return again + total * (2.0 if item.op is Op.BACKWARD and item.part is Part.WHOLE else 1.0)
 
     def params(self, item: Pass) -> set[Param]:
         """Return the parameters to whose gradients a backward pass adds."""
@@ -134,18 +146,22 @@ class StageRunner:
             entry = receive(Op.FORWARD, source, self._groups.tp, tokens, self._model.width, stamps)
             entry.requires_grad_()
         hidden = entry
-        with torch.autocast(
-            entry.device.type, self._compute_dtype, enabled=self._compute_dtype is not None
+        dtype, is_selective = self._compute_dtype, self._recompute == "attention"
+        with (
+            torch.autocast(entry.device.type, dtype, enabled=dtype is not None),
+            recomputing_attention(is_selective),
         ):
             for name in self._chunks[chunk]:
                 module = self._parts[name]
-                if name != "first":
+                if name.startswith("layers.") and self._recompute == "layers":
+                    hidden = recomputed(module, hidden, packed)
+                elif name != "first":
                     hidden = module(hidden, packed)
-                    continue
-                hidden = module(packed)
-                if self._split:
-                    embedded, entry = hidden, hidden.detach().requires_grad_()
-                    hidden = entry
+                else:
+                    hidden = module(packed)
+                    if self._split:
+                        embedded, entry = hidden, hidden.detach().requires_grad_()
+                        hidden = entry
         return _Running(embedded, entry, hidden.float())
 
     def _gradient(

@@ -1,0 +1,185 @@
+"""Memory of a step's tensors: counted while it runs, and measured on single parts of a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from resihp.contracts import Memory, RankAmount
+from resihp.layout import Param
+
+from ..models import Packed
+from ..models.recomputation import recomputed, recomputing_attention
+from ..process_groups.abortable import AbortableProcessGroup
+from .setup import Setup
+from .shard import name_in_part, part_ranges
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators have made inside it and that are alive.
+
+    live_bytes  now; memory that several tensors share counts once
+    peak_bytes  most since the beginning, or since `reset_peak`
+
+    What an operator needs while it runs, and gives back before it ends, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and count what it has made."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def forget(_: object) -> None:
+            del self._alive[key]
+            self.live_bytes -= size
+
+        self._alive[key] = weakref.ref(storage, forget)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+@dataclass(frozen=True)
+class _PartBytes:
+    """Bytes that a forward pass leaves behind, and most that passes and updates need besides."""
+
+    kept: int
+    working: int
+    update: int = 0
+
+
+def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = None) -> Memory:
+    """Return what training takes of a device, for a `Job`, by running one layer and the head.
+
+    packed        a microbatch of the usual size
+    budget_bytes  of a device; None: unlimited
+
+    Forward and backward passes of the whole and of half of each are measured: what halves is split
+    by tensor parallelism, the rest is held by every rank of a stage. Parameters take 8 bytes with
+    their gradients and what the optimizer keeps of them.
+    """
+    parameters, tokens = setup.model.parameters, len(packed.tokens)
+    first, layer, last = (
+        [_measure(setup, packed, part, params, half=half) for half in (False, True)]
+        for part, params in (
+            ("first", parameters.first),
+            ("layers.0", parameters.layers[0]),
+            ("last", parameters.last),
+        )
+    )
+    return Memory(
+        budget_bytes=budget_bytes,
+        bytes_per_param=8.0,
+        optimizer_bytes_per_param=4.0 * (setup.optimizer.copies - 1),
+        reduce_bytes_per_param=4.0,
+        layer_params=_params(parameters.layers[0]),
+        first_params=_params(parameters.first),
+        last_params=_params(parameters.last),
+        layer_activations=_split(layer[0].kept, layer[1].kept),
+        first_activations=_split(first[0].kept, first[1].kept),
+        layer_pass=_split(layer[0].working, layer[1].working),
+        head_pass=_split(last[0].working, last[1].working),
+        update=max(
+            (_split(whole.update, half.update) for whole, half in (first, layer, last)),
+            key=lambda amount: amount.of_share(1.0),
+        ),
+        boundary_bytes=4 * tokens * setup.model.width,
+    )
+
+
+def _params(params: tuple[Param, ...]) -> RankAmount:
+    """Return the elements of parameters that are split, and of those that every rank holds."""
+    sizes = {True: 0, False: 0}
+    for param in params:
+        sizes[param.dim is not None] += param.size * param.row_numel
+    return RankAmount(split=sizes[True], whole=sizes[False])
+
+
+def _split(whole: int, half: int) -> RankAmount:
+    """Return the bytes that halve with the share, and those that do not."""
+    split = max(0, min(whole, 2 * (whole - half)))
+    return RankAmount(split=split, whole=whole - split)
+
+
+def _measure(
+    setup: Setup, packed: Packed, part: str, params: tuple[Param, ...], *, half: bool
+) -> _PartBytes:
+    """Run a part twice, and measure the second pass, in which gradients exist."""
+    shares = (1, 1) if half else (1,)
+    ranges = {param: param.ranges(shares)[0] for param in params}
+    group = AbortableProcessGroup(SimpleNamespace(device=setup.device, rank=0), (0,), None)  # type: ignore[arg-type]
+    zeros = torch.zeros_like(packed.tokens, device=setup.device)  # every rank has this row
+    packed = replace(packed, tokens=zeros, targets=zeros)
+    with LiveTensors() as tensors:
+        with setup.device:
+            module = setup.model.build(part, part_ranges(params, ranges), group)
+        for parameter in module.parameters():
+            nn.init.zeros_(parameter)
+        _run(setup, packed, part, module, tensors)
+        found = _run(setup, packed, part, module, tensors)
+        own = {param: module.get_parameter(name_in_part(param)) for param in params}
+        return replace(found, update=_update(setup, own, tensors))
+
+
+def _update(setup: Setup, own: dict[Param, nn.Parameter], tensors: LiveTensors) -> int:
+    """Return the most that the second update of these parameters needs."""
+    optimizer = setup.optimizer.build(setup.model.parameters, own)
+    optimizer.step()
+    before = tensors.live_bytes
+    tensors.reset_peak()
+    optimizer.step()
+    return tensors.peak_bytes - before
+
+
+def _run(
+    setup: Setup, packed: Packed, part: str, module: nn.Module, tensors: LiveTensors
+) -> _PartBytes:
+    before, dtype = tensors.live_bytes, setup.compute_dtype
+    tensors.reset_peak()
+    entry = torch.zeros(len(packed.tokens), setup.model.width, device=setup.device)
+    entry.requires_grad_()
+    with (
+        torch.autocast(setup.device.type, dtype, enabled=dtype is not None),
+        recomputing_attention(setup.recompute == "attention"),
+    ):
+        if part == "first":
+            del entry
+            output = module(packed)
+        elif part.startswith("layers.") and setup.recompute == "layers":
+            output = recomputed(module, entry, packed)
+        else:
+            output = module(entry, packed)
+    kept = tensors.live_bytes - before - output.nbytes
+    output.backward(torch.ones_like(output))
+    peak = tensors.peak_bytes - before
+    return _PartBytes(kept, peak - (kept if part != "last" else 0))

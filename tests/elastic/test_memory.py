@@ -1,0 +1,136 @@
+"""The peak of a step's memory is the predicted one, with and without recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from resihp.contracts import ContractError, InfeasibleError, Job, Layout, ModelShape, Plan
+from resihp.elastic import Gpt2, Llama, Mixture, Optimizer, Packed, Setup, measure_memory
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
+from resihp.elastic.step import Engine
+from resihp.elastic.step.memory import LiveTensors
+from resihp.elastic.step.setup import Recompute
+from resihp.elastic.step.shard import initial_shard
+from scheduler import make_plan, simulate
+from tests.elastic.threads import on_ranks
+
+TOKENS, QUOTA = 256, 3
+SHAPE = ModelShape(layers=4, hidden=96, heads=8, kv_heads=4, ffn=256, vocab=500)
+PLAIN = replace(SHAPE, kv_heads=8, gated=False, tied_embeddings=True)
+MODELS = {
+    "llama": Llama(SHAPE),
+    "tied": Llama(replace(SHAPE, tied_embeddings=True)),
+    "gpt2": Gpt2(PLAIN, context=TOKENS, dropout=0.1),
+    "mixture": Mixture(SHAPE, experts=4, top_k=2),
+}
+LAYOUTS = {
+    "alone": Layout.grid(dp=1, pp=1, tp=1, layers=4, units=4),
+    "tp": Layout.grid(dp=1, pp=2, tp=2, layers=4, units=4),
+    "dp": Layout.grid(dp=2, pp=2, tp=1, layers=4, units=4),
+}
+MODES: tuple[Recompute | None, ...] = (None, "attention", "layers")
+
+
+def batch(step: int, index: int) -> Packed:
+    chosen = torch.Generator().manual_seed(1000 * step + index)
+    ids = torch.randint(SHAPE.vocab, (TOKENS + 1,), generator=chosen)
+    return Packed(ids[:-1], ids[1:], (TOKENS // 2, TOKENS - TOKENS // 2))
+
+
+def setup_of(model: str, recompute: Recompute | None = None) -> Setup:
+    adamw = Optimizer(torch.optim.AdamW, lr=1e-3)
+    return Setup(MODELS[model], adamw, batch, recompute=recompute)
+
+
+def job_of(setup: Setup, layout: Layout, budget_bytes: int | None = None) -> Job:
+    assert isinstance(setup.model, Llama | Gpt2)
+    shape = setup.model.shape
+    return Job(
+        name="memory",
+        layout=layout,
+        microbatches=QUOTA * layout.dp,
+        model=shape,
+        tokens_per_microbatch=TOKENS,
+        recompute=setup.recompute == "layers",
+        memory=measure_memory(setup, batch(0, 0), budget_bytes=budget_bytes),
+    )
+
+
+def measured(setup: Setup, layout: Layout) -> dict[int, int]:
+    """Peak bytes of each rank's tensors in the second step, in which all state exists."""
+    plan = Plan(version=0, layout=layout, quotas=(QUOTA,) * layout.dp)
+
+    def run_rank(factory: ProcessGroupFactory) -> int:
+        groups = build_layout_groups(factory, layout, setup.model.parameters, name="generation")
+        with LiveTensors() as tensors:
+            shard = initial_shard(setup.model, setup.optimizer, groups)
+            engine = Engine(setup, groups, shard, plan, factory.waited)
+            for step in range(2):
+                tensors.reset_peak()
+                engine.accumulate(step)
+                engine.update(engine.reduce(step, 0).norm, step)
+            return tensors.peak_bytes
+
+    return on_ranks(layout.ranks, run_rank)
+
+
+CASES = [
+    ("llama", "alone"), ("llama", "tp"), ("llama", "dp"), ("tied", "alone"), ("gpt2", "dp"),
+    ("mixture", "tp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_the_predicted_peak_is_within_five_percent(model: str, name: str) -> None:
+    layout = LAYOUTS[name]
+    peaks = []
+    for recompute in MODES:
+        setup = setup_of(model, recompute)
+        job = job_of(setup, layout)
+        predicted = simulate(job, layout, job.quotas).peak_bytes
+        found = measured(setup, layout)
+        assert predicted == pytest.approx(found, rel=0.05), f"recompute {recompute}"
+        peaks.append(max(found.values()))
+    assert peaks[0] > peaks[1] > peaks[2], "what is recomputed is not kept"
+
+
+def test_recomputation_lets_a_job_fit() -> None:
+    layout = LAYOUTS["dp"]
+    least = {
+        mode: max(simulate(job, layout, job.quotas).peak_bytes.values())
+        for mode in MODES
+        for job in [job_of(setup_of("llama", mode), layout)]
+    }
+    budget = int(least["layers"] * 1.1)
+    assert budget < least["attention"] < least[None]
+    speeds = dict.fromkeys(layout.ranks, 1.0)
+    make_plan(job_of(setup_of("llama", "layers"), layout, budget), speeds)
+    for mode in (None, "attention"):
+        with pytest.raises(InfeasibleError) as caught:
+            make_plan(job_of(setup_of("llama", mode), layout, budget), speeds)
+        assert caught.value.constraint == "memory"
+
+
+def test_live_tensors_count_shared_memory_once_and_forget_what_is_gone() -> None:
+    outside = torch.zeros(1000)
+    with LiveTensors() as tensors:
+        first = torch.ones(256)
+        view = first.view(16, 16)
+        second = first + 1.0
+        assert tensors.live_bytes == tensors.peak_bytes == 2048
+        del first
+        assert tensors.live_bytes == 2048, "the view keeps it"
+        del view, second
+        assert (tensors.live_bytes, tensors.peak_bytes) == (0, 2048)
+        tensors.reset_peak()
+        assert tensors.peak_bytes == 0
+    assert len(outside) == 1000
+
+
+def test_an_unknown_kind_of_recomputation_is_refused() -> None:
+    with pytest.raises(ContractError, match="recompute: must be 'layers' or 'attention' or None"):
+        setup_of("llama", "everything")  # type: ignore[arg-type]
