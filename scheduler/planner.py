@@ -27,6 +27,7 @@ from .memory import fits
 from .migration import PlanOption
 from .reasons import reasons
 from .search import Arrangement, FoundPlan, interleaved, search, search_front
+from .search.front import LIMITS
 from .search.plan_bounds import layout_bound
 from .simulator import Speeds, speed_map
 from .step_time import expected_step_ms
@@ -126,6 +127,7 @@ def plan_front(
     found = [_with_forwards_ahead(job, option, known, slow, expired) for option in found]
     plans = [_plan(job, current, known, slow, option, version, from_step) for option in found]
     options = [PlanOption.of(job, current, plan) for plan in plans]
+    options = _front_of(options) if slow else options
     return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
 
 
@@ -315,6 +317,21 @@ def _with_forwards_ahead(
 def _found_plan(found: Arrangement) -> FoundPlan:
     schedule = found.evaluator.setting.schedule
     return FoundPlan(found.layout, found.quotas, schedule, found.makespan_ms, found.bound_ms)
+
+
+def _front_of(options: Sequence[PlanOption]) -> list[PlanOption]:
+    """Those of the options that move less than all quicker ones, for a step that is little longer.
+
+    Another order of passes may have made one much quicker than the others.
+    """
+    quickest, *others = sorted(options, key=lambda option: option.plan.step_ms)
+    kept = [quickest]
+    for option in others:
+        is_close = option.plan.step_ms <= quickest.plan.step_ms * (1 + LIMITS[-1])
+        is_less = option.total_bytes < kept[-1].total_bytes
+        if is_close and is_less and option.most_bytes <= quickest.most_bytes:
+            kept.append(option)
+    return kept
 
 
 def _with_price(option: PlanOption, quickest: PlanOption) -> PlanOption:

@@ -22,7 +22,7 @@ from .received_state import NearbyShares, ReceivedState
 from .replica_options import ReplicaOptions
 from .tp_groups import GroupTable
 
-_LIMITS = (0.0, 0.004, 0.01)  # of the step given up
+LIMITS = (0.0, 0.004, 0.01)  # of the step given up
 _SLOWER = (1.0, 1.05, 1.12, 1.25, 1.5)  # times of a layer with shares closer to the present ones
 _CELLS = 20_000  # chains x stages^2 up to which a front is searched
 _FEWER_CELLS = 4_000  # up to which nearby shares and swaps of groups are tried
@@ -58,13 +58,13 @@ def search_front(
     quickest = _point(found, ReceivedState(current, groups, sizes))
     points, fixed_ms = [quickest], layer_cost(job).step_ms
     step_ms = found.makespan_ms + fixed_ms
-    if transfer_ms(job, quickest.most_bytes) < _LIMITS[-1] * step_ms:
+    if transfer_ms(job, quickest.most_bytes) < LIMITS[-1] * step_ms:
         return [found]
     nearby = NearbyShares(job, current, speeds, links)
     for placed in _placements(job, current, speeds, found, expired, links):
         slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
         options = ReplicaOptions(placed, current, sizes, nearby, slower, quickest.most_bytes)
-        for limit in _LIMITS:
+        for limit in LIMITS:
             if not expired():
                 limit_ms = step_ms * (1.0 + limit) - fixed_ms
                 arranged = options.within(limit_ms)

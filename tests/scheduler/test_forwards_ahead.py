@@ -111,7 +111,11 @@ def test_plans_between_two_hosts_are_no_slower_than_in_the_plain_order(
     assert played.step_ms == pytest.approx(plan.step_ms)
     assert max(played.peak_bytes.values()) <= one.memory.budget_bytes
     assert from_json(Plan, to_json(plan)) == plan
-    quickest = plan_front(one, {}, links=links)[0].plan
+    front = plan_front(one, {}, links=links)
+    steps, moved = zip(*((o.plan.step_ms, o.total_bytes) for o in front), strict=True)
+    assert list(steps) == sorted(steps)
+    assert list(moved) == sorted(moved, reverse=True)
+    quickest = front[0].plan
     assert plan.step_ms <= quickest.step_ms * (1 + 1e-9)
     assert simulate(one, quickest, links=links).step_ms == pytest.approx(quickest.step_ms)
 
