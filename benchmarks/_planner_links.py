@@ -96,15 +96,20 @@ class Found:
 
     healthy  the plan made without the slow link, without it
     initial  the initial layout with the slow link: nothing is done
+    greyhound, adaptra  what these policies make of the initial layout
     unaware  the plan made without the slow link, with it
     aware    the plan made for it
+    ordered  that of a job that permits eager 1F1B too, as Adaptra's rule does by itself
     best     the best of all places, layers and quotas with it
     """
 
     healthy: list[float] = field(default_factory=list)
     initial: list[float] = field(default_factory=list)
+    greyhound: list[float] = field(default_factory=list)
+    adaptra: list[float] = field(default_factory=list)
     unaware: list[float] = field(default_factory=list)
     aware: list[float] = field(default_factory=list)
+    ordered: list[float] = field(default_factory=list)
     best: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
 
@@ -127,7 +132,7 @@ class Found:
 def print_links(seeds: int) -> dict[str, Any]:
     """Print the table of slow links and return its figures."""
     found = {(case, factor): _found(case, factor, seeds) for case in CASES for factor in FACTORS}
-    shown = ("initial", "unaware", "aware", "best")
+    shown = ("initial", "greyhound", "adaptra", "unaware", "aware", "best", "ordered")
     print_table(
         "Slow links: step time over that of the unaware plan without the slow link "
         f"(simulated, {seeds} seeds)",
@@ -160,8 +165,12 @@ def _found(case: Case, factor: float, seeds: int) -> Found:
         row.cpu_ms.append(1e3 * (time.process_time() - begin))
         row.healthy.append(before.step_ms)
         row.initial.append(simulate(job, job.layout, speeds=speeds, links=links).step_ms)
+        for name in ("greyhound", "adaptra"):
+            getattr(row, name).append(policy_outcome(name, job, speeds, links).step_ms)
         row.unaware.append(simulate(job, before, speeds=speeds, links=links).step_ms)
         row.aware.append(plan.step_ms)
+        both = replace(job, schedules=(Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B))
+        row.ordered.append(make_plan(both, speeds, before.layout, links=links).step_ms)
         row.best.append(_best_ms(job, case, speeds, links))
     return row
 
