@@ -320,7 +320,7 @@ def _found_plan(found: Arrangement) -> FoundPlan:
 
 
 def _front_of(options: Sequence[PlanOption]) -> list[PlanOption]:
-    """Those of the options that move less than all quicker ones, for a step that is little longer.
+    """Options that move less than all quicker ones, for a step that is little longer.
 
     Another order of passes may have made one much quicker than the others.
     """
