@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from resihp.contracts import ModelShape
 from resihp.elastic.models import Packed
@@ -97,6 +98,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.degree, rows = degree, shape.vocab // degree
         self.first_row, self.rows, self.head_dim = rank * rows, rows, shape.head_dim
+        self.recomputes = False
         self.table = nn.Embedding(rows, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape, degree) for _ in range(shape.layers))
         self.norm = _norm(shape.hidden)
@@ -107,7 +109,10 @@ class Decoder(nn.Module):
         cos, sin = rotary(packed.seq_lens, self.head_dim)
         x = self.embed(packed.tokens)
         for layer in self.layers:
-            x = layer(x, packed.seq_lens, cos, sin)
+            if self.recomputes:
+                x = checkpoint(layer, x, packed.seq_lens, cos, sin, use_reentrant=False)
+            else:
+                x = layer(x, packed.seq_lens, cos, sin)
         logits = self.head(enter(self.norm(x), self.degree))
         if self.degree == 1:
             return functional.cross_entropy(logits, packed.targets, reduction="sum")

@@ -36,6 +36,7 @@ from resihp.elastic.models.pretrained.tensor_files import (
     write,
 )
 from resihp.elastic.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from resihp.elastic.step.memory import LiveTensors
 from resihp.layout import Param, holdings
 from scheduler import MODEL_PRESETS
 from tests.elastic.test_models import LAYOUTS, MODELS, SHAPE, TIED
@@ -118,8 +119,10 @@ def test_a_rank_reads_its_ranges_and_no_other_byte(
         folder = own.pretrained
         assert isinstance(folder, PretrainedFolder)
         assert folder.files.bytes_read == 0
-        for param, span in held.items():
-            own.initial(param, span)
+        for param, (start, stop) in held.items():
+            with LiveTensors() as tensors:
+                values = own.initial(param, (start, stop))
+            assert tensors.peak_bytes <= 3 * values.nbytes, "besides, no more than the range"
         due = sum((stop - start) * param.row_numel for param, (start, stop) in held.items())
         assert folder.files.bytes_read == 2 * due, f"rank {rank}"
 

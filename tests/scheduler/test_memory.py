@@ -1,0 +1,96 @@
+"""Layers that fit are those whose peak is within the budget."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resihp.contracts import Job, Layout, Memory, ModelShape, RankAmount, Stage
+from scheduler import simulate
+from scheduler.memory import MemoryFootprint
+
+SHAPE = ModelShape(layers=4, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=100)
+BYTES = st.integers(0, 1000)
+AMOUNT = st.builds(RankAmount, split=BYTES, whole=BYTES)
+MEMORY = st.builds(
+    Memory,
+    budget_bytes=st.integers(1, 60_000),
+    bytes_per_param=st.just(2.0),
+    optimizer_bytes_per_param=st.just(3.0),
+    layer_params=st.builds(RankAmount, split=st.integers(1, 300), whole=BYTES),
+    first_params=AMOUNT,
+    last_params=AMOUNT,
+    layer_activations=AMOUNT,
+    first_activations=AMOUNT,
+    layer_pass=AMOUNT,
+    head_pass=AMOUNT,
+    boundary_bytes=BYTES,
+    reduce_bytes_per_param=st.floats(0.0, 4.0),
+    update=AMOUNT,
+)
+
+
+def job_of(memory: Memory, *, recompute: bool = False) -> Job:
+    return Job(
+        name="memory",
+        layout=Layout.grid(dp=2, pp=2, tp=2, layers=4, units=4),
+        microbatches=8,
+        model=SHAPE,
+        tokens_per_microbatch=32,
+        memory=memory,
+        recompute=recompute,
+    )
+
+
+@given(
+    MEMORY,
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4),
+    st.integers(1, 2),
+)
+def test_one_layer_more_would_not_fit(
+    memory: Memory, stages: list[tuple[int, int]], replicas: int
+) -> None:
+    """Of every stage: (units of its widest share out of 4, microbatches in flight)."""
+    footprint = MemoryFootprint.of(job_of(memory), replicas)
+    widest = np.array([[units / 4 for units, _ in stages]])
+    most = footprint.most_layers(widest, np.array([[held for _, held in stages]]))[0]
+    for index, ((units, in_flight), layers) in enumerate(zip(stages, most.tolist(), strict=True)):
+        ends = {"first": index == 0, "last": index + 1 == len(stages)}
+        shares = (units, 4 - units) if units < 4 else (4,)
+        fitting, beyond = (
+            footprint.stage_bytes(
+                Stage(tuple(range(len(shares))), (0, count), shares), **ends, in_flight=in_flight
+            )[0]
+            for count in (layers, layers + 1)
+        )
+        assert memory.budget_bytes is not None
+        tiny = 1e-6 * memory.budget_bytes
+        assert not layers or fitting <= memory.budget_bytes + tiny
+        assert beyond > memory.budget_bytes - tiny
+
+
+def test_recomputation_is_an_input() -> None:
+    """Where nothing is measured, 2 bytes per token and hidden unit are kept in place of 34."""
+    kept, again = (
+        simulate(job, job.layout, job.quotas).peak_bytes
+        for job in (job_of(Memory()), job_of(Memory(), recompute=True))
+    )
+    layout = job_of(Memory()).layout
+    for rank, bytes_kept in kept.items():
+        place = layout.place_of(rank)
+        assert place is not None
+        layers, in_flight, share = 2, 2 - place.pp, 1 / 2
+        saved = (34 - 2) * 32 * SHAPE.hidden * layers * in_flight * share
+        assert bytes_kept - again[rank] == saved
+
+
+def test_a_tied_table_counts_once_where_one_stage_holds_both_ends() -> None:
+    shape = ModelShape(
+        layers=4, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=100, tied_embeddings=True
+    )
+    for stages, due in ((1, 1), (2, 2)):
+        layout = Layout.grid(dp=1, pp=stages, tp=1, layers=4, units=4)
+        job = Job(name="tied", layout=layout, microbatches=1, model=shape, memory=Memory())
+        total = sum(simulate(job, layout, job.quotas).peak_bytes.values())
+        assert total == 16 * (4 * shape.layer_params + due * shape.embedding_params)
