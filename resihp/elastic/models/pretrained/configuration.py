@@ -142,8 +142,8 @@ def _mistral(keys: _Keys, context: int | None, seed: int) -> Llama:
 def _qwen(keys: _Keys, shape: ModelShape, context: int | None) -> dict[str, Any]:
     """Interpret what Qwen2 and Qwen3 have in common: windows in some layers."""
     options = _common(keys, context, eps=1e-6, theta=10000.0)
-    window = keys.number("sliding_window", 4096)
-    is_used = keys.take("use_sliding_window", False)
+    window = keys.number("sliding_window", None if keys.has("sliding_window") else 4096)
+    is_used = keys.take("use_sliding_window", False) and window is not None
     first = keys.number("max_window_layers", 28)
     full, sliding = "full_attention", "sliding_attention"
     usual = [sliding if is_used and i >= first else full for i in range(shape.layers)]
