@@ -9,6 +9,7 @@ memory, into a new file and over an existing one), and the cost of these writes 
 checkpoint, to the same loop.
 
 `--breakdown` breaks the slow-down by ResiHP down instead; see `_checkpoint_breakdown`.
+`--ranks 4` measures jobs of several ranks instead, beside peers; see `_checkpoint_ranks`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _checkpoint_breakdown as parts
+from benchmarks import _checkpoint_ranks
 from benchmarks._checkpoint_disk import limit_s
 from benchmarks._checkpoint_modes import MODES
 from benchmarks._report import machine, print_table, write_json
@@ -70,6 +72,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="without, then with checkpoints")
     parser.add_argument("--mode", choices=sorted(set(MODES) - {"none"}), action="append")
     parser.add_argument("--breakdown", action="store_true", help="parts of the slow-down")
+    parser.add_argument("--ranks", type=int, help="measure jobs of so many ranks; an even number")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="with --ranks")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
@@ -83,6 +87,10 @@ def main() -> None:
         if options.breakdown:
             for gib, loop in product(options.gib or [1.0], (MAIN, OTHERS[0])):
                 document |= break_down(gib, loop, options.rounds, root)
+            options.gib = []
+        if options.ranks:
+            for gib in options.gib or [1.0]:
+                document |= several_ranks(gib, options, root)
             options.gib = []
         for number, gib in enumerate([1.0, 2.0] if options.gib is None else options.gib):
             loops = (MAIN, *OTHERS) if number == 0 else (MAIN,)
@@ -106,6 +114,20 @@ def break_down(gib: float, loop: Loop, rounds: int, root: Path) -> Run:
     print_table(title, parts.COLUMNS, found["rows"])
     cells = [dict(zip(parts.COLUMNS, row, strict=True)) for row in found["rows"]]
     return {f"parts of the slow-down, {size}": {"rows": cells, "step_s": found["step_s"]}}
+
+
+def several_ranks(gib: float, options: argparse.Namespace, root: Path) -> Run:
+    """Measure, print and return the jobs of several ranks."""
+    jobs, notes = _checkpoint_ranks.measure_ranks(
+        options.ranks, gib, options.steps, options.rounds, root, with_peers=options.peers
+    )
+    for kind, found in jobs.items():
+        base = statistics.median(r["base_s"] for r in found["modes"].values() if "base_s" in r)
+        title = f"{kind}, {options.ranks} ranks, state of {found['state_bytes'] / 2**30:.2f} GiB, "
+        title += f"a checkpoint at each step; a step without {base:.2f} s"
+        print_table(title, _checkpoint_ranks.COLUMNS, _checkpoint_ranks.rows(found))
+    print("Peers: " + "; ".join(notes))
+    return {f"{options.ranks} ranks, {kind}, {gib:g} GiB": found for kind, found in jobs.items()}
 
 
 def measure(
