@@ -13,6 +13,7 @@ import torch
 from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
 from resihp.checkpoint.format.archive import ALIGN
 from resihp.checkpoint.format.checksum import ROW_BYTES
+from resihp.checkpoint.format.shard_file import ChunkSegment, SourceBytes
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.staging.host_buffer import collapse, populate
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
@@ -111,13 +112,14 @@ def test_large_tensors_lie_in_the_file_as_in_memory(tmp_path: Path) -> None:
 def test_a_copy_that_fails_costs_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*arguments: object) -> None:
-        raise RuntimeError("no memory")
+    class Failing(SourceBytes):
+        def of(self, segment: ChunkSegment) -> torch.Tensor:
+            raise RuntimeError("no memory")
 
     state, disk = stamped(-1), LocalDisk(tmp_path)
     with Checkpointer([disk]) as saver:
         warmed_up(saver, state)
-        monkeypatch.setattr("resihp.checkpoint.staging.copier.flat_bytes", fails)
+        monkeypatch.setattr("resihp.checkpoint.staging.copier.SourceBytes", Failing)
         hook = Hook(monkeypatch, lambda: time.sleep(0.05))
         hook.is_armed = True
         for step in range(WARM, WARM + 3):
