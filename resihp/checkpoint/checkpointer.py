@@ -112,8 +112,8 @@ class Checkpointer:
     def save(self, step: int, state: State, extra: Mapping[str, object] | None = None) -> bool:
         """Begin a checkpoint, right after the optimizer's step.
 
-        state  nested mapping of tensors, modules, optimizers and other values; tensors must not
-               change before `fence`. Other values are copied here.
+        state  nested mapping of tensors, modules, optimizers, providers and other values; tensors
+               must not change before `fence`. Other values may change once this returns.
         extra  further values of this rank: RNG state, data cursor, plan version, layout
 
         Returns True if a checkpoint was begun. False: the policy did not ask for one, the host
@@ -171,7 +171,7 @@ class Checkpointer:
     def restore(self, into: State, *, step: int | None = None) -> Restored:
         """Fill `into` from the newest complete checkpoint at the nearest level; a collective call.
 
-        into  as for `save`, in the layout that is needed now; `Stateful` values (modules,
+        into  as for `save`, in the layout that is needed now; providers (modules,
               optimizers) load their state, optimizers also moments that they do not have yet
         step  only this one; None: the newest
 
