@@ -1,6 +1,6 @@
 """Loops of `benchmarks.recovery_overhead`: plain ones of torch, and the same with `Replicas`.
 
-Each is an iterator that makes one step and yields its milliseconds.
+Each is an iterator that makes one step and yields its cost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,15 @@ WIDTH, LAYERS, ROWS, REPLICAS = 768, 12, 96, 2
 SHARE = {"DDP": 2, "HSDP": 2, "pipeline": 4}
 """Microbatches of each replica."""
 
-Loops = dict[str, Iterator[float]]
+
+class StepCost(NamedTuple):
+    """Milliseconds of a step in one process, and of its processor time, all threads together."""
+
+    ms: float
+    processor_ms: float
+
+
+Loops = dict[str, Iterator[StepCost]]
 Passes = Callable[[int, Sequence[int]], object]
 """Forward and backward of the given microbatches of a step; all that a replica has at once."""
 
@@ -90,7 +98,7 @@ def _resilient(
     *,
     is_batched: bool = False,
     **options: Any,
-) -> Iterator[float]:
+) -> Iterator[StepCost]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     replicas = Replicas(
         model,
@@ -106,14 +114,14 @@ def _resilient(
                 if losses is not None:
                     step.report(losses)  # type: ignore[arg-type]
             optimizer.step()
-        yield timer.ms
+        yield timer.cost
 
 
 def _taken(step: Step, *, is_batched: bool) -> Iterator[Sequence[int]]:
     yield from step.batches() if is_batched else ((index,) for index in step)
 
 
-def _plain_ddp(rank: int, steps: int) -> Iterator[float]:
+def _plain_ddp(rank: int, steps: int) -> Iterator[StepCost]:
     """DDP as its documentation shows it for gradient accumulation."""
     model = DistributedDataParallel(build_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -125,10 +133,10 @@ def _plain_ddp(rank: int, steps: int) -> Iterator[float]:
                     _loss(model, step, rank * share + done, "DDP").backward()
             optimizer.step()
             optimizer.zero_grad()
-        yield timer.ms
+        yield timer.cost
 
 
-def _plain_hsdp(mesh: DeviceMesh, steps: int, *, is_deferred: bool) -> Iterator[float]:
+def _plain_hsdp(mesh: DeviceMesh, steps: int, *, is_deferred: bool) -> Iterator[StepCost]:
     """HSDP that all-reduces once a step; deferred: it also reduce-scatters once."""
     model = _sharded(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -143,10 +151,10 @@ def _plain_hsdp(mesh: DeviceMesh, steps: int, *, is_deferred: bool) -> Iterator[
                 _loss(model, step, replica * share + done, "HSDP", mesh).backward()
             optimizer.step()
             optimizer.zero_grad()
-        yield timer.ms
+        yield timer.cost
 
 
-def _plain_pipeline(mesh: DeviceMesh, steps: int) -> Iterator[float]:
+def _plain_pipeline(mesh: DeviceMesh, steps: int) -> Iterator[StepCost]:
     """1F1B, and DDP over the processes that hold the same stage."""
     module = DistributedDataParallel(_stage_of(mesh), process_group=mesh["replicate"].get_group())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -157,7 +165,7 @@ def _plain_pipeline(mesh: DeviceMesh, steps: int) -> Iterator[float]:
             compute(step, range(replica * share, (replica + 1) * share))
             optimizer.step()
             optimizer.zero_grad()
-        yield timer.ms
+        yield timer.cost
 
 
 def build_model() -> nn.Sequential:
@@ -250,13 +258,16 @@ def _loss(
 
 
 class _Timer:
-    """Milliseconds of a block."""
+    """Cost of a block."""
 
-    ms = 0.0
+    cost = StepCost(0.0, 0.0)
 
     def __enter__(self) -> _Timer:
-        self._begun = time.perf_counter()
+        self._begun = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ms = (time.perf_counter() - self._begun) * 1e3
+        ended = time.perf_counter(), time.process_time()
+        self.cost = StepCost(
+            *(1e3 * (end - begun) for end, begun in zip(ended, self._begun, strict=True))
+        )

@@ -4,7 +4,8 @@ Two replicas train: of one process (beside torch's DDP), of two that shard the p
 HSDP of FSDP2), and of two pipeline stages (beside a pipeline with DDP in its stages). In turn the
 processes make one step of the plain loop and one with `Replicas`, in each of its ways, so that
 whatever else the machine does hits all of them. The plain loops sum gradients over the replicas
-once a step, too. Figures are medians of the ratios within a turn.
+once a step, too. Figures are medians of the ratios within a turn: of the time of a step, and of the
+processor time of all processes in it, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks._overhead_loops import CASES
+from benchmarks._overhead_loops import CASES, StepCost
 from benchmarks._report import machine, print_table, write_json
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.testing.local_ranks import LocalRanks
@@ -41,11 +42,15 @@ def main() -> None:
     for case in options.cases:
         taken = found[case] = measure(case, options.steps)
         rows = [
-            [name, f"{statistics.median(ms):.1f}", f"{ratio:.3f}x"]
-            for (name, ms), ratio in zip(taken.items(), ratios(taken).values(), strict=True)
+            [
+                name,
+                f"{statistics.median(step.ms for step in steps):.1f}",
+                *(f"{ratio:.3f}x" for ratio in ratios(taken)[name]),
+            ]
+            for name, steps in taken.items()
         ]
         title = f"{case}: step of 2 replicas, {CASES[case][0]} processes"
-        print_table(title, ["", "step ms", f"over {next(iter(taken))}"], rows)
+        print_table(title, ["", "step ms", f"over {next(iter(taken))}", "processor"], rows)
         sys.stdout.flush()
     if options.json:
         write_json(
@@ -57,24 +62,35 @@ def main() -> None:
         )
 
 
-def ratios(taken: dict[str, list[float]]) -> dict[str, float]:
-    """Median over the turns of the ratio with the first loop, by loop."""
+def ratios(taken: dict[str, list[StepCost]]) -> dict[str, StepCost]:
+    """Median over the turns of the ratios with the first loop, by loop."""
     plain = next(iter(taken.values()))
+    pairs = {name: list(zip(steps, plain, strict=True)) for name, steps in taken.items()}
     return {
-        name: statistics.median(a / b for a, b in zip(ms, plain, strict=True))
-        for name, ms in taken.items()
+        name: StepCost(
+            statistics.median(step.ms / base.ms for step, base in both),
+            statistics.median(step.processor_ms / base.processor_ms for step, base in both),
+        )
+        for name, both in pairs.items()
     }
 
 
-def measure(case: str, steps: int) -> dict[str, list[float]]:
-    """Milliseconds of the first process's steps, by the way they were made."""
+def measure(case: str, steps: int) -> dict[str, list[StepCost]]:
+    """Cost of the steps by the way they were made: time of the first process, work of all."""
     with tempfile.TemporaryDirectory(prefix="resihp-overhead-") as name:
         folder = Path(name)
         with LocalRanks("overhead", folder) as processes:
             processes.start(range(CASES[case][0]), run_rank, folder, steps, case)
             assert set(processes.wait(600).values()) == {0}, processes.logs()
-        told: dict[str, list[float]] = json.loads((folder / "steps-0.json").read_text())
-    return told
+        ranks = range(CASES[case][0])
+        told = [json.loads((folder / f"steps-{rank}.json").read_text()) for rank in ranks]
+    return {
+        name: [
+            StepCost(of_ranks[0][0], sum(processor_ms for _, processor_ms in of_ranks))
+            for of_ranks in zip(*(of_rank[name] for of_rank in told), strict=True)
+        ]
+        for name in told[0]
+    }
 
 
 def run_rank(rank: int, host: str, port: int, folder: Path, steps: int, case: str) -> None:
@@ -94,11 +110,11 @@ def run_rank(rank: int, host: str, port: int, folder: Path, steps: int, case: st
             yield Environment(rank, world, host, port, f"loop{number}", False, False)
 
     loops = loops_of(rank, steps + SKIPPED, environments())
-    taken: dict[str, list[float]] = {name: [] for name in loops}
+    taken: dict[str, list[StepCost]] = {name: [] for name in loops}
     for turn in zip(*loops.values(), strict=True):
-        for name, ms in zip(loops, turn, strict=True):
-            taken[name].append(ms)
-    told = {name: ms[SKIPPED:] for name, ms in taken.items()}
+        for name, step in zip(loops, turn, strict=True):
+            taken[name].append(step)
+    told = {name: steps[SKIPPED:] for name, steps in taken.items()}
     (folder / f"steps-{rank}.json").write_text(json.dumps(told))
 
 
