@@ -20,6 +20,7 @@ from .planning.sources import PlanSource
 from .process_groups.abortable import WaitClock
 from .process_groups.selection import select_communicators
 from .recovery import Recovery, passes
+from .rendezvous.claims import StoreClaims
 from .rendezvous.joiners import Joiners, describe_model
 from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
@@ -84,6 +85,7 @@ class Trainer:
             self._coordinator,
             can_restore=checkpoints is not None,
         )
+        self._claims = StoreClaims(rendezvous) if setup.steal_ahead is not None else None
         self._publisher = PlanPublisher(plans, rendezvous, self._state, self._coordinator.refusal)
 
     @property
@@ -209,6 +211,8 @@ class Trainer:
             self._state.enter(Phase.STOPPED)
             self._publisher.close()
             self._checkpoints.close(is_done=is_done)
+            if self._claims is not None:
+                self._claims.close()
             self._coordinator.abort_groups()  # those of devices would wait for peers at exit
             self._rendezvous.close()
 
@@ -249,15 +253,25 @@ class Trainer:
         self._checkpoints.prepare(self.plan, self.generation, engine.shard)
         replica = self.plan.layout.replicas[engine.groups.place.dp]
         name = passes(self.generation, engine.groups, step)
+        claims = self._step_claims(engine, step)
         with self._rendezvous.failure_scope(name, replica.ranks):
-            engine.accumulate(step, lambda: self._rendezvous.is_broken)
+            engine.accumulate(step, lambda: self._rendezvous.is_broken, claims)
         if not engine.is_accumulated:
             raise PeerLostError("a rank of another replica is lost")
         self._state.enter(Phase.REDUCING)
         ready = self._ready_generation(step + 1)
-        reduced = engine.reduce(step, ready, is_due=self._is_due(step))
+        can_claim = self._claims is not None and self._claims.is_answering
+        reduced = engine.reduce(step, ready, is_due=self._is_due(step), can_claim=can_claim)
         self._state.reduced(step, reduced.norm)
         return reduced
+
+    def _step_claims(self, engine: Engine, step: int) -> StoreClaims | None:
+        """Return the claims of a step; None if microbatches stay with their replicas."""
+        if self._claims is None or not engine.can_claim or self.plan.layout.dp == 1:
+            return None
+        place = engine.groups.place
+        self._claims.begin(self.generation, step, place.dp if place.tp == 0 else None)
+        return self._claims
 
     def _ready_generation(self, next_step: int) -> int:
         """The generation that this rank could receive during `next_step`; 0 if there is none.

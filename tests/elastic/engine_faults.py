@@ -19,7 +19,9 @@ import torch
 
 from resihp.contracts import Layout, Op, Plan, even_quotas
 from resihp.elastic.microbatches.ledger import indices
+from resihp.elastic.microbatches.stealing import THIEF
 from resihp.elastic.models import Llama, Packed
+from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import connect
 from resihp.elastic.reshard.buffers import ReshardBudget
@@ -50,7 +52,7 @@ class EngineFault:
 
     Points: `data` (before the first pass), `forward` and `backward` (behind such a pass), those of
     `ENTERED`, `after` (behind the update), and the names of phases; with step 0 `beside a joiner`
-    (behind a backward pass, as soon as the joiners work).
+    (behind a backward pass, as soon as the joiners work); `robbed`: see `Job.robbed`.
     """
 
     rank: int
@@ -68,6 +70,8 @@ class Job:
     joiners processes that come when a rank has been lost; each gets a replica of its own
     wary    ranks that wait behind each backward pass of the step of the first fault until they
             have heard of a loss
+    robbed  ranks that, in the step of the first fault, load no microbatch before another replica
+            has taken one of theirs; a replica takes pending microbatches of another one
     """
 
     layout: Layout
@@ -79,6 +83,7 @@ class Job:
     spares: tuple[int, ...] = ()
     joiners: tuple[int, ...] = ()
     wary: tuple[int, ...] = ()
+    robbed: tuple[int, ...] = ()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -210,7 +215,16 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
 
     def data(step: int, index: int) -> Packed:
         come_to("data", step)
+        if rank in job.robbed and step == job.faults[0].step and not trainer.plan.version:
+            _await(lambda: is_robbed(step))
+            come_to("robbed", step)
         return batch(step, index)
+
+    def is_robbed(step: int) -> bool:
+        place = trainer.plan.layout.place_of(rank)
+        assert place is not None
+        key = keys.claims(rendezvous.recovery, trainer.generation, step, place.dp)
+        return rendezvous.stores.store.add(key, 0) >= THIEF
 
     def on_record(**seen: Any) -> None:
         if seen["op"] is Op.BACKWARD:
@@ -253,6 +267,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
             on_record,
             deterministic=job.deterministic,
             bucket_bytes=4096,
+            steal_ahead=0.5 if job.robbed else None,
         ),
         Plan(version=0, layout=job.layout, quotas=quotas),
         rendezvous,

@@ -123,6 +123,35 @@ def test_whole_replicas_do_not_let_the_rest_of_a_hurt_one_wait(
     assert record.redone(AT) == {0}
 
 
+STOLEN = {
+    "the thief, within what it took": EngineFault(1, "forward", AT, 3),
+    "the victim, before it has computed anything": EngineFault(3, "robbed", AT),
+}
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The undisturbed run of two tensor-parallel groups, summed in the fixed order."""
+    return play(Job(GROUPS, deterministic=True), tmp_path_factory.mktemp("grouped"))
+
+
+@pytest.mark.parametrize("who", STOLEN)
+def test_a_loss_while_microbatches_are_stolen(who: str, grouped: Record, tmp_path: Path) -> None:
+    """Replica 0 takes microbatches of replica 1, whose ranks wait before their first one."""
+    fault = STOLEN[who]
+    job = Job(GROUPS, faults=(fault,), deterministic=True, quotas=(2, 4), robbed=(2, 3))
+    record = play(job, tmp_path)
+    assert_same_training(record, grouped, {fault.rank})
+    assert_bit_equal(record, grouped)
+    for ran in record.passes.values():
+        assert all(by <= {0, 1} or by <= {2, 3} for by in ran.values()), "computed twice"
+    kept = record.kept[AT, record.generations(AT)[-1]]
+    if fault.rank == 1:
+        assert kept <= {2, 3, 4}, "the last one was taken from it and lost with the thief"
+    else:
+        assert kept == {0, 1, 3, 4, 5}, "its first is its own; all others were taken and survive"
+
+
 def test_two_at_once(alone: Record, tmp_path: Path) -> None:
     record = play(
         Job(THREE, faults=(EngineFault(3, "bucket", AT), EngineFault(1, "bucket", AT))), tmp_path

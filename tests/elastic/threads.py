@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from resihp.contracts import Plan
+from resihp.elastic.microbatches.stealing import Claims
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory, WaitClock
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.reshard.exchange import TensorExchange, pairs_of
 from resihp.elastic.reshard.shared_memory import probe_peer_memory
-from resihp.elastic.step import Engine, Setup
+from resihp.elastic.step import Engine, ReducedStep, Setup
 from resihp.elastic.step.shard import Shard, initial_shard
 from resihp.layout import Move, Param
 
@@ -31,40 +32,52 @@ State = dict[Param, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Run:
-    """Loss and gradient norm of each step, and what each rank holds in the end."""
+    """Loss and gradient norm of each step, how many microbatches were stolen, and what each rank
+    holds in the end."""
 
     losses: list[float]
     norms: list[float]
     shards: dict[int, Shard]
+    stolen: list[int] = field(default_factory=list)
 
     def state(self) -> State:
         """The whole state; ranks that hold the same must agree to the last bit."""
         return gathered(self.shards)
 
 
-def train(setup: Setup, plan: Plan, steps: int) -> Run:
-    """Train `steps` steps, a thread for each rank of the plan."""
+def train(
+    setup: Setup, plan: Plan, steps: int, claims: Callable[[int, int], Claims] | None = None
+) -> Run:
+    """Train `steps` steps, a thread for each rank of the plan.
 
-    def run_rank(factory: ProcessGroupFactory) -> tuple[Shard, list[float], list[float]]:
+    `claims`, by rank and step, as far as the engine may use them.
+    """
+
+    def run_rank(factory: ProcessGroupFactory) -> tuple[Shard, list[ReducedStep]]:
         groups = build_layout_groups(
             factory, plan.layout, setup.model.parameters, name="generation"
         )
         shard = initial_shard(setup.model, setup.optimizer, groups)
         engine = Engine(setup, groups, shard, plan, factory.waited)
-        losses, norms = [], []
+        done = []
         for step in range(steps):
-            engine.accumulate(step)
-            reduced = engine.reduce(step, 0)
-            engine.update(reduced.norm, step)
-            losses.append(reduced.loss)
-            norms.append(reduced.norm)
-        return engine.shard, losses, norms
+            may_claim = claims is not None and engine.can_claim
+            engine.accumulate(
+                step, claims=claims(factory.rank, step) if claims and may_claim else None
+            )
+            done.append(engine.reduce(step, 0, can_claim=may_claim))
+            engine.update(done[-1].norm, step)
+        return engine.shard, done
 
     found = on_ranks(plan.layout.ranks, run_rank)
-    told = {(tuple(losses), tuple(norms)) for _, losses, norms in found.values()}
-    assert len(told) == 1, "ranks disagree on the losses"
-    losses, norms = told.pop()
-    return Run([*losses], [*norms], {rank: shard for rank, (shard, *_) in found.items()})
+    done, *others = (steps_of_rank for _, steps_of_rank in found.values())
+    assert all(other == done for other in others), "ranks disagree on the losses"
+    return Run(
+        [one.loss for one in done],
+        [one.norm for one in done],
+        {rank: shard for rank, (shard, _) in found.items()},
+        [one.stolen for one in done],
+    )
 
 
 def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -> dict[int, T]:

@@ -19,14 +19,8 @@ from resihp.contracts import (
     even_quotas,
 )
 
-from ..microbatches.assignment import Assignment, remaining_assignments
-from ..microbatches.balancing import (
-    StepWork,
-    assign_by_work,
-    quotas_by_speed,
-    speeds_of_quotas,
-    work_of_step,
-)
+from ..microbatches.assignment import Assignment, assignments_by_work, remaining_assignments
+from ..microbatches.balancing import StepWork, quotas_by_speed, work_of_step
 from ..microbatches.ledger import SurvivingSum
 from ..rendezvous.consensus import RecoveryDecision, past_decision
 from ..rendezvous.joiners import Invitation, Joiners
@@ -179,23 +173,12 @@ class ReplicaMembership:
         counted = remaining_assignments(*rest)
         if self._work is None:
             return counted
-        work = work_of_step(self._work, self.step, self._microbatches)
-        left = [index for share in counted for index in share.todo]
-        taking = [place for place, quota in enumerate(rest.plan.quotas) if quota]
-        speeds = speeds_of_quotas([rest.plan.quotas[place] for place in taking])
-        known = tuple(self._speeds.get(self.alive[place], 0.0) for place in taking)
-        if all(known):
-            speeds = known
-        found = assign_by_work(
-            [work[index] for index in left],
-            speeds,
-            [len(counted[place].todo) for place in taking],
+        return assignments_by_work(
+            counted,
+            rest.plan.quotas,
+            work_of_step(self._work, self.step, self._microbatches),
+            speeds=[self._speeds.get(replica, 0.0) for replica in self.alive],
             may_idle=bool(rest.kept),
-        )
-        todo = dict(zip(taking, found, strict=True))
-        return tuple(
-            replace(share, todo=tuple(left[index] for index in todo.get(place, ())))
-            for place, share in enumerate(counted)
         )
 
     def _plan_for(self, computing: Sequence[int], before: Plan | None = None) -> Plan:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from resihp.contracts import Layout, Plan
 
+from .balancing import assign_by_work, speeds_of_quotas
 from .ledger import Spans, SurvivingSum, indices, spans
 
 
@@ -58,6 +59,42 @@ def remaining_assignments(
     return tuple(
         Assignment(tuple(inherited), tuple(left[start:stop]))
         for inherited, (start, stop) in zip(successors, pairwise(edges), strict=True)
+    )
+
+
+def assignments_by_work(
+    counted: Sequence[Assignment],
+    quotas: Sequence[int],
+    work: Sequence[float],
+    *,
+    speeds: Sequence[float] = (),
+    may_idle: bool = True,
+) -> tuple[Assignment, ...]:
+    """Return the assignments of the same microbatches by their work; kept sums stay where they are.
+
+    counted   assignments by count
+    quotas    of a whole step; a replica without quota gets nothing
+    work      of each microbatch of the step
+    speeds    of each replica, 0.0 where it is not known; then the quotas are the measure
+    may_idle  replicas may have nothing to compute; else each with a quota has a microbatch
+
+    >>> counted = (Assignment(todo=(0, 1)), Assignment(todo=(2, 3)))
+    >>> [share.todo for share in assignments_by_work(counted, (2, 2), (3.0, 3.0, 1.0, 1.0))]
+    [(0, 2), (1, 3)]
+    """
+    left = [index for share in counted for index in share.todo]
+    taking = [place for place, quota in enumerate(quotas) if quota]
+    known = [speeds[place] for place in taking] if speeds else []
+    found = assign_by_work(
+        [work[index] for index in left],
+        known if known and all(known) else speeds_of_quotas([quotas[place] for place in taking]),
+        [len(counted[place].todo) for place in taking],
+        may_idle=may_idle,
+    )
+    todo = dict(zip(taking, found, strict=True))
+    return tuple(
+        replace(share, todo=tuple(left[index] for index in todo.get(place, ())))
+        for place, share in enumerate(counted)
     )
 
 

@@ -21,10 +21,11 @@ class MicrobatchReport:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Losses by microbatch index, and weights where the loop gives them."""
+    """Losses by microbatch index, weights where the loop gives them, and the computing replicas."""
 
     losses: tuple[float, ...]
     weights: tuple[float, ...] | None = None
+    replicas: tuple[int, ...] = ()
 
     @property
     def weight(self) -> float | None:
@@ -49,21 +50,29 @@ def count_rows(
     microbatches: int,
     *,
     members: int,
+    replica: int = 0,
 ) -> torch.Tensor:
-    """Return the rows of one rank, [5, microbatches]: count, loss, has loss, weight, has weight.
+    """Return the rows of one rank, [6, microbatches]: count, loss, has loss, weight, has weight,
+    replica.
 
     The sum of the rows over all ranks is the argument of `read_counts`. Those ranks of a replica
     that have a loss or a weight, such as its last pipeline stage, give it.
 
     members  ranks of the replica, each of which counts 1 / members
+    replica  index of the replica, the same on all of its members
     """
-    rows = torch.zeros(5, microbatches, dtype=torch.float64)
+    rows = torch.zeros(6, microbatches, dtype=torch.float64)
     for index, report in reports.items():
-        rows[0, index] = 1.0 / members
+        rows[0, index], rows[5, index] = 1.0 / members, replica / members
         for row, value in ((1, report.loss), (3, report.weight)):
             if value is not None:
                 rows[row, index], rows[row + 1, index] = float(value), 1.0
     return rows
+
+
+def missing_microbatches(summed: torch.Tensor) -> tuple[int, ...]:
+    """Return the microbatches that no rank has counted in the rows summed over all ranks."""
+    return tuple((summed[0] < 1e-6).nonzero().flatten().tolist())
 
 
 def read_counts(summed: torch.Tensor) -> StepCounts:
@@ -73,7 +82,7 @@ def read_counts(summed: torch.Tensor) -> StepCounts:
     `MiscountError` unless each microbatch counts once, and `ContractError` if some but not all have
     a weight, or if the weights do not sum to a positive number.
     """
-    counts, losses, with_loss, weights, with_weight = summed
+    counts, losses, with_loss, weights, with_weight, replicas = summed
     wrong = ((counts - 1.0).abs() > 1e-6).nonzero().flatten()
     if len(wrong):
         shown = {int(index): round(float(counts[index]), 3) for index in wrong[:6]}
@@ -83,7 +92,9 @@ def read_counts(summed: torch.Tensor) -> StepCounts:
         raise ContractError("report", "give a weight with every microbatch of a step, or with none")
     means = (losses / with_loss.clamp(min=1.0), weights / with_weight.clamp(min=1.0))
     read = StepCounts(
-        tuple(means[0].tolist()), tuple(means[1].tolist()) if has_weight.any() else None
+        losses=tuple(means[0].tolist()),
+        weights=tuple(means[1].tolist()) if has_weight.any() else None,
+        replicas=tuple(map(round, replicas.tolist())),
     )
     if read.weight is not None and not read.weight > 0.0:
         raise ContractError("report", f"the weights of a step sum to {read.weight}")

@@ -188,6 +188,12 @@ class BucketedAllReduce:
             for hook in hooks:  # the next generation may share the parameters
                 hook.remove()
 
+    def start(self) -> None:
+        """Start what has not been started."""
+        for queue in self._queues:
+            while queue:
+                self._start(queue)
+
     def finish(self) -> Iterator[tuple[GradientSlice, torch.Tensor]]:
         """Start what has not been started, wait for all, and yield each slice with its sum.
 
@@ -201,9 +207,7 @@ class BucketedAllReduce:
                 "microbatch, a pipeline without scale_grads=False, or something else than backward "
                 "that writes them): pass overlap=False if that is meant",
             )
-        for queue in self._queues:
-            while queue:
-                self._start(queue)
+        self.start()
         for bucket in self._started:
             bucket.wait()
             yield from bucket.sums()

@@ -84,6 +84,11 @@ def arrivals(barrier: str) -> str:
     return f"arrivals/{barrier}"
 
 
+def claims(recovery: int, generation: int, step: int, replica: int) -> str:
+    """Counter of claims on the microbatches of `replica` in a step (`MicrobatchQueue`)."""
+    return f"claims/{recovery}.{generation}/{step}/{replica}"
+
+
 # Recoveries.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -13,8 +13,15 @@ from resihp.contracts import ContractError, Op, Plan, Schedule
 from resihp.pipeline.orders import Part, Pass
 
 from ..microbatches.assignment import full_assignments
-from ..microbatches.counts import MicrobatchReport, count_rows, read_counts
-from ..microbatches.ledger import GradientHolding, SurvivingSum, indices
+from ..microbatches.counts import (
+    MicrobatchReport,
+    StepCounts,
+    count_rows,
+    missing_microbatches,
+    read_counts,
+)
+from ..microbatches.ledger import GradientHolding, SurvivingSum, indices, spans
+from ..microbatches.stealing import Claims
 from ..models import Packed
 from ..process_groups.abortable import WaitClock
 from ..process_groups.layout_groups import LayoutGroups
@@ -37,6 +44,7 @@ from .schedule import check_schedule, order_of
 from .setup import Setup
 from .shard import Shard
 from .stage_runner import StageRunner
+from .step_microbatches import StepMicrobatches
 from .telemetry import PassRecorder
 
 
@@ -48,6 +56,7 @@ class ReducedStep:
     norm   of the whole gradient
     ready  number of ranks ready for the next generation, and the sum of their generation numbers
     is_due the state after this step must be saved
+    stolen microbatches that another replica has computed than the one they were assigned to
     """
 
     step: int
@@ -55,6 +64,7 @@ class ReducedStep:
     norm: float
     ready: tuple[int, int]
     is_due: bool = False
+    stolen: int = 0
 
 
 class Engine:
@@ -64,6 +74,10 @@ class Engine:
     a failure before it loses no other replica's work. `total` holds the whole gradients before
     `update`, summed here or transferred from the previous generation. `rest` is the remainder of a
     step that the previous generation began; None: the next step is a whole one.
+
+    is_accumulated  all passes of this rank in the current step are done
+    can_claim       all ranks could reach the store in the last step, so that replicas may claim
+                    microbatches in the next one; equal on all ranks
     """
 
     def __init__(
@@ -90,13 +104,10 @@ class Engine:
         kind = DeterministicGradientSum if setup.deterministic else GradientSum
         self._sums = kind(shard.tensors, plan.microbatches)
         self.total: Gradients | None = None
+        self.can_claim = True
+        self._overlapped: GradientAllReduce | None = None
         self._losses: dict[int, float] = {}
         self._start(rest or StepRemainder(full_assignments(plan)))
-
-    @property
-    def is_accumulated(self) -> bool:
-        """True when all passes of this rank in the current step are done."""
-        return self._sums.finished == self._share.whole
 
     def holding(self, generation: int) -> GradientHolding:
         """Describe the gradients that this rank holds now."""
@@ -117,67 +128,57 @@ class Engine:
         is_mine = self.groups.place.dp == kept.replica and self.groups.after is None
         return self._sums.losses if is_mine else {}
 
-    def accumulate(self, step: int, is_broken: Callable[[], bool] = lambda: False) -> None:
+    def accumulate(
+        self,
+        step: int,
+        is_broken: Callable[[], bool] = lambda: False,
+        claims: Claims | None = None,
+    ) -> None:
         """Run all passes of this rank's microbatches; no other replica takes part.
 
-        A replica of one stage stops between two microbatches once the generation `is_broken`, if
-        survivors of another replica could take over part of the remaining ones.
+        With `claims`, replicas of one stage take pending microbatches from each other. A replica of
+        one stage stops between two microbatches once the generation `is_broken`, if survivors of
+        another replica could take over part of the remaining ones.
         """
-        batches = self._load(step)
-        order = order_of(self.plan, self.groups, len(batches))
-        last_of = {item.microbatch: item for item in order}
-        first_halves: dict[int, tuple[float, float]] = {}
-        for item in order:
-            packed, index = batches[item.microbatch], self._share.todo[item.microbatch]
-            timing = self._telemetry.start()
-            # Weight of a token: all microbatches have the same number of tokens.
-            loss_weight = 1.0 / (len(packed.tokens) * self.plan.microbatches)
-            with self._adding(item, index, is_last=item is order[-1]):
-                outgoing = self._passes.run(item, packed, loss_weight)
-            if item.op is Op.FORWARD and self.groups.target(item.chunk) is None:
-                self._losses[index] = outgoing.item() * loss_weight
-            if item is last_of[item.microbatch]:
-                self._sums.finish(index, self._losses.pop(index, 0.0))
-            if self.setup.pacer is not None:
-                flops = self._passes.flops(item, packed)
-                self.setup.pacer.hold(flops, step, timing.compute_s)
-            self._passes.send(item, outgoing, packed)
-            if item.part is Part.INPUT:
-                first_halves[index] = timing.stop_ms()
-                continue
-            timing.earlier = first_halves.pop(index, (0.0, 0.0))
-            self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
-            if self._may_stop_early() and item is not order[-1]:
-                told = torch.tensor([float(is_broken())], device=self.groups.device)
-                if self.groups.tp.all_reduce_max(told).item():
-                    break
+        mine = self._microbatches
+        mine.begin(step, claims)
+        loaded = {packed.index: packed for packed in self._load(step, mine.own)}
+        if not mine.is_one_by_one and loaded:
+            self._run(list(loaded.values()), lambda: True)
+        while mine.following is not None and not mine.is_stopped:
+            packed = loaded.pop(mine.following, None)
+            packed = packed or self._load(step, [mine.following])[0]
+            self._run([packed], lambda: mine.advance(is_broken))
         self._passes.drain()
+        self.is_accumulated = not mine.is_stopped
 
-    def reduce(self, step: int, ready_generation: int, *, is_due: bool = False) -> ReducedStep:
+    def reduce(
+        self, step: int, ready_generation: int, *, is_due: bool = False, can_claim: bool = False
+    ) -> ReducedStep:
         """Sum the gradients and vote that they are whole; update nothing.
 
         The last all-reduce commits the step: a rank that leaves it knows that all ranks hold whole
         gradients, so that the update can be completed after any later loss.
         `ready_generation` is the next generation that this rank has prepared, or 0; `is_due` asks
-        all ranks to save the state after this step.
+        all ranks to save the state after this step; `can_claim`: this rank reaches the store.
         """
         timing, everyone = self._telemetry.start(), self.groups.everyone
-        counted = self._counts()
-        counting = everyone.start_all_reduce(counted)  # on its way while the buckets are
-        total = self._reduction.finish()
+        counts = self._count(step)
+        total = (self._overlapped or self._ordered_sum(counts)).finish()
         squares = squared_norms(total, self.groups, self.setup.model.parameters)
-        everyone.wait(counting)
-        self._losses, self.total = dict(enumerate(read_counts(counted).losses)), total
+        self._losses, self.total = dict(enumerate(counts.losses)), total
         votes = torch.tensor(
-            [ready_generation > 0, ready_generation, is_due],
+            [ready_generation > 0, ready_generation, is_due, can_claim],
             dtype=torch.float64,
             device=self.groups.device,
         )
         summed = everyone.all_reduce(torch.cat((votes, squares)))
         self._telemetry.record(Op.COLLECTIVE, step, timing)
         ready = (round(float(summed[0])), round(float(summed[1])))
-        loss, norm = math.fsum(self._losses.values()), norm_of(summed[3:])
-        return ReducedStep(step, loss, norm, ready, bool(summed[2] > 0))
+        self.can_claim = round(float(summed[3])) == len(everyone)
+        loss, norm = math.fsum(self._losses.values()), norm_of(summed[4:])
+        stolen = self._microbatches.stolen(counts.replicas)
+        return ReducedStep(step, loss, norm, ready, bool(summed[2] > 0), stolen)
 
     def update(self, norm: float, step: int) -> None:
         """Clip the summed gradients and update, without communication."""
@@ -204,18 +205,73 @@ class Engine:
         self.shard.optimizer.state.clear()
         self.shard.optimizer.param_groups.clear()
 
+    # Passes.
+
+    def _run(self, batches: Sequence[Packed], is_last: Callable[[], bool]) -> None:
+        """Run the passes of some microbatches; `is_last` before the last one: no other follows."""
+        order = order_of(self.plan, self.groups, len(batches))
+        last_of = {item.microbatch: item for item in order}
+        first_halves: dict[int, tuple[float, float]] = {}
+        for item in order:
+            packed = batches[item.microbatch]
+            sends_ahead = item is order[-1] and is_last()
+            timing = self._telemetry.start()
+            # Weight of a token: all microbatches have the same number of tokens.
+            loss_weight = 1.0 / (len(packed.tokens) * self.plan.microbatches)
+            with self._adding(item, packed.index, is_last=sends_ahead):
+                outgoing = self._passes.run(item, packed, loss_weight)
+            if item.op is Op.FORWARD and self.groups.target(item.chunk) is None:
+                self._losses[packed.index] = outgoing.item() * loss_weight
+            if item is last_of[item.microbatch]:
+                self._sums.finish(packed.index, self._losses.pop(packed.index, 0.0))
+            if self.setup.pacer is not None:
+                flops = self._passes.flops(item, packed)
+                self.setup.pacer.hold(flops, packed.step, timing.compute_s)
+            self._passes.send(item, outgoing, packed)
+            if item.part is Part.INPUT:
+                first_halves[packed.index] = timing.stop_ms()
+                continue
+            timing.earlier = first_halves.pop(packed.index, (0.0, 0.0))
+            self._telemetry.record_pass(item.op, packed, timing, chunk=item.chunk)
+
     @contextmanager
     def _adding(self, item: Pass, microbatch: int, *, is_last: bool) -> Iterator[None]:
         """Enclose a pass, which may add to the gradients."""
         # A split pass may come back to a parameter, so nothing of it is sent before its end.
-        sends_ahead = is_last and item.part is Part.WHOLE
+        overlapped = self._overlapped if is_last and item.part is Part.WHOLE else None
         with (
             self._sums.adding(microbatch) if item.op is Op.BACKWARD else nullcontext(),
-            self._reduction.during_last_pass(self._passes.params(item))
-            if sends_ahead
+            overlapped.during_last_pass(self._passes.params(item))
+            if overlapped is not None
             else nullcontext(),
         ):
             yield
+
+    # Counts and sums.
+
+    def _count(self, step: int) -> StepCounts:
+        """Count all microbatches of the step, each once.
+
+        One that no replica has claimed, because the store did not answer, is computed now by the
+        replica that it was assigned to; all ranks know of it from the count.
+        """
+        everyone = self.groups.everyone
+        while True:
+            counted = self._counts()
+            counting = everyone.start_all_reduce(counted)  # on its way while the buckets are
+            if self._overlapped is not None:
+                self._overlapped.start()
+            everyone.wait(counting)
+            missing = missing_microbatches(counted) if self._microbatches.is_claimed else ()
+            if not missing:
+                return read_counts(counted)
+            self._microbatches.is_claimed = False
+            if self._overlapped is not None:
+                self._overlapped.discard()
+                self._overlapped = self._new_all_reduce()
+            for index in self._microbatches.own:
+                if index in missing:
+                    self._run(self._load(step, [index]), lambda: False)
 
     def _counts(self) -> torch.Tensor:
         """Rows of this rank in the counts of the step; one rank of the last stage gives losses."""
@@ -225,40 +281,44 @@ class Engine:
             index: MicrobatchReport(losses[index] if gives_loss else None)
             for index in indices(self._sums.finished)
         }
-        members = len(groups.layout.replicas[groups.place.dp].ranks)
-        rows = count_rows(reports, self.plan.microbatches, members=members)
+        rows = count_rows(
+            reports,
+            self.plan.microbatches,
+            members=len(groups.layout.replicas[groups.place.dp].ranks),
+            replica=groups.place.dp,
+        )
         return rows.to(groups.device)
 
-    def _may_stop_early(self) -> bool:
-        """Return whether to check for a failure between two microbatches.
+    def _new_all_reduce(self) -> GradientAllReduce | None:
+        """Return the sum that overlaps with backward; None: the order of summation is fixed."""
+        if self.setup.deterministic:
+            return None
+        return GradientAllReduce(self.shard, self.groups, self._sums, self.setup.bucket_bytes)
 
-        True for a replica of one stage only, as a pipeline would have to drain, and only if
-        another replica has several ranks: a failed replica of one rank has no survivors.
-        """
-        layout, dp = self.groups.layout, self.groups.place.dp
-        others = (len(r.ranks) for i, r in enumerate(layout.replicas) if i != dp)
-        is_alone = self.groups.before is None and self.groups.after is None
-        return is_alone and not self._passes.in_flight and any(ranks > 1 for ranks in others)
+    def _ordered_sum(self, counts: StepCounts) -> GradientAllReduce:
+        """Return the sum in the fixed order, over what each replica has computed."""
+        held = [
+            spans(index for index, computed_by in enumerate(counts.replicas) if computed_by == dp)
+            for dp in range(self.groups.layout.dp)
+        ]
+        return DeterministicAllReduce(
+            self.shard, self.groups, self._sums, held, self.plan.microbatches
+        )
+
+    # Assignments and data.
 
     def _start(self, rest: StepRemainder) -> None:
         """Begin a step, or the remainder of one."""
-        self._share = rest.shares[self.groups.place.dp]
-        self._sums.start(rest.parts, {i: rest.losses[i] for i in indices(self._share.begun)})
+        self._microbatches = StepMicrobatches(self.setup, self.groups, self.plan, rest.shares)
+        begun = indices(rest.shares[self.groups.place.dp].begun)
+        self._sums.start(rest.parts, {index: rest.losses[index] for index in begun})
         self.total, self._losses = None, {}
-        self._reduction: GradientAllReduce
-        if self.setup.deterministic:
-            held = [share.whole for share in rest.shares]
-            self._reduction = DeterministicAllReduce(
-                self.shard, self.groups, self._sums, held, self.plan.microbatches
-            )
-        else:
-            self._reduction = GradientAllReduce(
-                self.shard, self.groups, self._sums, self.setup.bucket_bytes
-            )
+        self.is_accumulated = False
+        self._overlapped = self._new_all_reduce()
 
-    def _load(self, step: int) -> list[Packed]:
+    def _load(self, step: int, microbatches: Sequence[int]) -> list[Packed]:
         timing = self._telemetry.start()
-        batches = [self._microbatch(step, index) for index in self._share.todo]
+        batches = [self._microbatch(step, index) for index in microbatches]
         self._telemetry.record(Op.DATA, step, timing)
         return batches
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -46,6 +46,15 @@ class GradientAllReduce:
         It adds to `params`; all other gradients are complete.
         """
         return self._buckets.overlapped([self._shard.tensors[param] for param in params])
+
+    def start(self) -> None:
+        """Start what has not been started, without waiting."""
+        self._buckets.start()
+
+    def discard(self) -> None:
+        """Wait for what was started, as all ranks do, and use none of it."""
+        for _ in self._buckets.finish():
+            pass
 
     def finish(self) -> Gradients:
         """Return the whole gradients. Raises `PeerLostError`; the local sums stay as they were."""
@@ -104,7 +113,7 @@ class GradientAllReduce:
 
 
 class DeterministicAllReduce(GradientAllReduce):
-    """Sum in the fixed order of `tree_sum`, started when backward has ended.
+    """Sum in the fixed order of `tree_sum`, made when all know who has summed what.
 
     finished  by replica: the microbatches in its sums
     """
@@ -119,10 +128,6 @@ class DeterministicAllReduce(GradientAllReduce):
     ) -> None:
         self._shard, self._groups, self._sums, self._leaves = shard, groups, sums, microbatches
         self._nodes = [nodes(indices(some), microbatches) for some in finished]
-
-    def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
-        """Overlap nothing: a node is complete only when its last microbatch is."""
-        return nullcontext()
 
     def _exchange(self) -> Iterator[tuple[Sequence[Piece], torch.Tensor]]:
         for reduction, group in self._groups.sums:

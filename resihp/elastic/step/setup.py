@@ -9,6 +9,7 @@ import torch
 
 from resihp.contracts import ContractError, Op
 
+from ..microbatches.balancing import StepWork
 from ..models import Model
 from ..optim import Optimizer
 from ..process_groups.communicators import CPU
@@ -74,6 +75,12 @@ class Setup:
     device         of parameters, gradients and microbatches; today the CPU alone
     record_transfer
                    takes the records of transfers between stages, of both ends; None: not recorded
+    work           assigns microbatches by their work, not by their number alone: a function from a
+                   step to the work of each of its microbatches (`microbatch_flops`), alike on every
+                   rank; None: all count alike, and consecutive ones go to the same replica
+    steal_ahead    a replica of one stage that has no microbatch left takes pending ones of the
+                   slowest such replica, if it is then ahead by more than so many mean microbatches;
+                   None: none does
     """
 
     model: Model
@@ -87,8 +94,12 @@ class Setup:
     bucket_bytes: int = 25 << 20
     device: torch.device = CPU
     record_transfer: TransferRecorder | None = None
+    work: StepWork | None = None
+    steal_ahead: float | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
+        if self.steal_ahead is not None and not self.steal_ahead >= 0.0:
+            raise ContractError("steal_ahead", f"must be 0 or more, not {self.steal_ahead}")

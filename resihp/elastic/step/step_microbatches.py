@@ -1,0 +1,216 @@
+"""Microbatches that a replica computes in a step: assigned to it, or claimed from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from resihp.contracts import Plan
+
+from ..microbatches.assignment import Assignment, assignments_by_work
+from ..microbatches.balancing import work_of_step
+from ..microbatches.stealing import (
+    OWNER,
+    THIEF,
+    Claims,
+    MicrobatchQueue,
+    Progress,
+    choose_victim,
+)
+from ..process_groups.layout_groups import LayoutGroups
+from .setup import Setup
+
+_MOST_READ = 16
+"""Replicas from which one takes, so that a step costs as little in a large job."""
+
+
+class StepMicrobatches:
+    """Microbatches of this rank in one step, or in the remainder of one.
+
+    `begin`, then compute `first` and what `advance` finds, as `following`, while `is_one_by_one`;
+    a pipeline computes all of `own` at once. All ranks of a replica get the same.
+
+    shares      assignment of each replica
+    is_claimed  replicas of one stage take microbatches from each other
+    following   after the present one; None: no more
+    is_stopped  `following` is not to be begun, after a failure elsewhere
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        groups: LayoutGroups,
+        plan: Plan,
+        shares: tuple[Assignment, ...],
+    ) -> None:
+        self._setup, self._groups, self._plan = setup, groups, plan
+        self.shares = shares
+        self.is_claimed = self.is_stopped = False
+        self.following: int | None = None
+        self._source = MicrobatchSource()
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Microbatches assigned to this rank's replica, ascending."""
+        return self.shares[self._groups.place.dp].todo
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """True for a replica of one stage: each microbatch is done before the next one begins."""
+        groups = self._groups
+        return groups.before is None and groups.after is None and groups.chunks == 1
+
+    def begin(self, step: int, claims: Claims | None) -> None:
+        """Assign by work where the setup has it; claim microbatches where there are `claims`."""
+        work = [1.0] * self._plan.microbatches
+        if self._setup.work is not None:
+            work = work_of_step(self._setup.work, step, self._plan.microbatches)
+            self.shares = assignments_by_work(self.shares, self._plan.quotas, work)
+        self.is_claimed = claims is not None
+        if not (self.is_one_by_one and self.own):
+            return
+        place, queues = self._groups.place, self._queues(work)
+        order = queues[place.dp].order
+        self.following = order[0]
+        if claims is None:
+            self._source = AssignedMicrobatches(order[1:])
+        elif place.tp == 0:
+            ahead = self._setup.steal_ahead or 0.0
+            self._source = ClaimedMicrobatches(claims, place.dp, queues, work, ahead=ahead)
+
+    def advance(self, is_broken: Callable[[], bool]) -> bool:
+        """Find the microbatch after the present one; True if the step has no more for this rank.
+
+        Collective over the stage if there is something to agree on.
+        """
+        found, may_stop, tp = self._source.next(), self._may_stop_early, self._groups.tp
+        stops = may_stop and is_broken()
+        is_known = found is None and not self.is_claimed
+        if not is_known and len(tp) > 1 and (self.is_claimed or may_stop):
+            told = torch.tensor([-1 if found is None else found, stops], dtype=torch.int64)
+            index, stopped = tp.all_reduce_max(told.to(self._groups.device)).tolist()
+            found, stops = None if index < 0 else index, bool(stopped)
+        self.following, self.is_stopped = found, stops and found is not None
+        return found is None
+
+    def stolen(self, computed_by: Sequence[int]) -> int:
+        """Return the number of microbatches that another replica computed than was assigned."""
+        return sum(
+            computed_by[index] != replica
+            for replica, share in enumerate(self.shares)
+            for index in share.todo
+        )
+
+    @property
+    def _may_stop_early(self) -> bool:
+        """Return whether to check for a failure between two microbatches.
+
+        Only if another replica has several ranks: a failed replica of one rank has no survivors.
+        """
+        layout, dp = self._groups.layout, self._groups.place.dp
+        return any(len(other.ranks) > 1 for i, other in enumerate(layout.replicas) if i != dp)
+
+    def _queues(self, work: Sequence[float]) -> dict[int, MicrobatchQueue]:
+        """Return the microbatches of each replica of one stage in the order of computation.
+
+        The longest come first if others may take the last ones.
+        """
+        queues = {}
+        for replica, share in enumerate(self.shares):
+            held = self._groups.layout.replicas[replica]
+            if share.todo and len(held.stages) == held.chunks == 1:
+                order = share.todo
+                if self.is_claimed:
+                    order = tuple(sorted(order, key=lambda index: (-work[index], index)))
+                queues[replica] = MicrobatchQueue(order)
+        return queues
+
+
+class MicrobatchSource:
+    """Microbatches of a replica after its first one; none on a rank that follows another one."""
+
+    def next(self) -> int | None:
+        """Return the next microbatch before the backward pass of the present one; None: no more."""
+        return None
+
+
+class AssignedMicrobatches(MicrobatchSource):
+    """Microbatches that were assigned before the step."""
+
+    def __init__(self, rest: Iterable[int]) -> None:
+        self._rest = iter(rest)
+
+    def next(self) -> int | None:
+        """Return the next one."""
+        return next(self._rest, None)
+
+
+class ClaimedMicrobatches(MicrobatchSource):
+    """Microbatches from the front of the replica's own queue, then from the back of others'.
+
+    It ends for good once the replica is to take none, or an answer about its own queue is missing:
+    a microbatch of unknown state may have been claimed by another replica.
+
+    replica  of this rank, which is the only one of its stage to claim
+    queues   of the replicas that take part, by index
+    work     of each microbatch of the step
+    ahead    threshold of `choose_victim`
+    """
+
+    def __init__(
+        self,
+        claims: Claims,
+        replica: int,
+        queues: Mapping[int, MicrobatchQueue],
+        work: Sequence[float],
+        *,
+        ahead: float,
+    ) -> None:
+        self._claims, self._replica, self._work, self._ahead = claims, replica, work, ahead
+        self._own = queues[replica]
+        # Those behind this one, in a circle. A queue of one microbatch is never claimed from.
+        behind = sorted(queues, key=lambda other: (other <= replica, other))
+        others = [other for other in behind if other != replica and len(queues[other].order) > 1]
+        self._others = {other: queues[other] for other in others[:_MOST_READ]}
+        self._begun = [self._own.order[0]]
+        self._is_own_empty = len(self._own.order) == 1
+
+    def next(self) -> int | None:
+        """Claim the next microbatch."""
+        found = None if self._is_own_empty else self._take(self._replica, OWNER)
+        if found is None:
+            found = self._steal()
+        if found is not None:
+            self._begun.append(found)
+        return found
+
+    def _take(self, replica: int, amount: int) -> int | None:
+        """Claim from a queue; None if it is empty, and from then on."""
+        queue = self._own if replica == self._replica else self._others[replica]
+        counter = self._claims.add(replica, amount)
+        found = None if counter is None else queue.claimed(counter, amount)
+        if counter is None:
+            self._others.clear()
+        elif found is None:
+            self._others.pop(replica, None)
+        if replica == self._replica:
+            self._is_own_empty = counter is None or not queue.pending(counter)
+        return found
+
+    def _steal(self) -> int | None:
+        own = Progress.before_backward(self._begun, self._work)
+        while self._others:
+            counters = self._claims.read(list(self._others))
+            self._others = {
+                replica: queue
+                for replica, queue in self._others.items()
+                if replica in counters and queue.pending(counters[replica])
+            }
+            victim = choose_victim(own, self._others, counters, self._work, ahead=self._ahead)
+            if victim is None:
+                return None
+            found = self._take(victim, THIEF)
+            if found is not None:
+                return found
+        return None
