@@ -123,33 +123,30 @@ def test_whole_replicas_do_not_let_the_rest_of_a_hurt_one_wait(
     assert record.redone(AT) == {0}
 
 
-STOLEN = {
-    "the thief, within what it took": EngineFault(1, "forward", AT, 3),
-    "the victim, before it has computed anything": EngineFault(3, "robbed", AT),
-}
+PAIR = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
 
 
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """The undisturbed run of two tensor-parallel groups, summed in the fixed order."""
-    return play(Job(GROUPS, deterministic=True), tmp_path_factory.mktemp("grouped"))
-
-
-@pytest.mark.parametrize("who", STOLEN)
-def test_a_loss_while_microbatches_are_stolen(who: str, grouped: Record, tmp_path: Path) -> None:
-    """Replica 0 takes microbatches of replica 1, whose ranks wait before their first one."""
-    fault = STOLEN[who]
+def test_what_a_lost_thief_took_is_redone(tmp_path: Path) -> None:
+    """Replica 0 takes the last microbatch of replica 1, which waits before its first one."""
+    fault = EngineFault(1, "forward", AT, 3)
     job = Job(GROUPS, faults=(fault,), deterministic=True, quotas=(2, 4), robbed=(2, 3))
     record = play(job, tmp_path)
-    assert_same_training(record, grouped, {fault.rank})
-    assert_bit_equal(record, grouped)
+    undisturbed = play(Job(GROUPS, deterministic=True), tmp_path / "undisturbed")
+    assert_same_training(record, undisturbed, {fault.rank})
+    assert_bit_equal(record, undisturbed)
     for ran in record.passes.values():
         assert all(by <= {0, 1} or by <= {2, 3} for by in ran.values()), "computed twice"
-    kept = record.kept[AT, record.generations(AT)[-1]]
-    if fault.rank == 1:
-        assert kept <= {2, 3, 4}, "the last one was taken from it and lost with the thief"
-    else:
-        assert kept == {0, 1, 3, 4, 5}, "its first is its own; all others were taken and survive"
+    assert record.kept[AT, record.generations(AT)[-1]] <= {2, 3, 4}, record.logs
+
+
+def test_what_was_taken_from_a_lost_replica_is_kept(exact: Record, tmp_path: Path) -> None:
+    """The other one takes all that the lost replica has not begun, also after the loss."""
+    fault = EngineFault(1, "robbed", AT)
+    job = Job(PAIR, faults=(fault,), deterministic=True, quotas=(2, 4), robbed=(1,))
+    record = play(job, tmp_path)
+    assert_same_training(record, exact, {fault.rank})
+    assert_bit_equal(record, exact)
+    assert record.kept[AT, record.generations(AT)[-1]] == {0, 1, 3, 4, 5}, record.logs
 
 
 def test_two_at_once(alone: Record, tmp_path: Path) -> None:

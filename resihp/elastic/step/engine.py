@@ -149,6 +149,7 @@ class Engine:
             packed = loaded.pop(mine.following, None)
             packed = packed or self._load(step, [mine.following])[0]
             self._run([packed], lambda: mine.advance(is_broken))
+            mine.check(is_broken)
         self._passes.drain()
         self.is_accumulated = not mine.is_stopped
 

@@ -28,8 +28,9 @@ _MOST_READ = 16
 class StepMicrobatches:
     """Microbatches of this rank in one step, or in the remainder of one.
 
-    `begin`, then compute `first` and what `advance` finds, as `following`, while `is_one_by_one`;
-    a pipeline computes all of `own` at once. All ranks of a replica get the same.
+    `begin`, then compute one `following` after the other, with `advance` before its last pass and
+    `check` after it; unless `is_one_by_one`, compute all of `own` at once. All ranks of a replica
+    get the same.
 
     shares      assignment of each replica
     is_claimed  replicas of one stage take microbatches from each other
@@ -80,19 +81,26 @@ class StepMicrobatches:
             self._source = ClaimedMicrobatches(claims, place.dp, queues, work, ahead=ahead)
 
     def advance(self, is_broken: Callable[[], bool]) -> bool:
-        """Find the microbatch after the present one; True if the step has no more for this rank.
+        """Find the microbatch after the present one, before its last pass; True if there is none.
 
-        Collective over the stage if there is something to agree on.
+        Collective over the stage if microbatches are claimed.
         """
-        found, may_stop, tp = self._source.next(), self._may_stop_early, self._groups.tp
-        stops = may_stop and is_broken()
-        is_known = found is None and not self.is_claimed
-        if not is_known and len(tp) > 1 and (self.is_claimed or may_stop):
-            told = torch.tensor([-1 if found is None else found, stops], dtype=torch.int64)
-            index, stopped = tp.all_reduce_max(told.to(self._groups.device)).tolist()
-            found, stops = None if index < 0 else index, bool(stopped)
-        self.following, self.is_stopped = found, stops and found is not None
+        found = self._source.next()
+        if self.is_claimed:
+            stops = self._may_stop_early and is_broken()
+            index, stopped = self._largest(-1 if found is None else found, int(stops))
+            found = None if index < 0 else index
+            self.is_stopped = bool(stopped) and found is not None
+        self.following = found
         return found is None
+
+    def check(self, is_broken: Callable[[], bool]) -> None:
+        """Stop before `following` if another replica has failed; collective over the stage.
+
+        Where microbatches are claimed, `advance` has checked.
+        """
+        if self.following is not None and self._may_stop_early and not self.is_claimed:
+            self.is_stopped = self._largest(int(is_broken())) == [1]
 
     def stolen(self, computed_by: Sequence[int]) -> int:
         """Return the number of microbatches that another replica computed than was assigned."""
@@ -110,6 +118,12 @@ class StepMicrobatches:
         """
         layout, dp = self._groups.layout, self._groups.place.dp
         return any(len(other.ranks) > 1 for i, other in enumerate(layout.replicas) if i != dp)
+
+    def _largest(self, *values: int) -> list[int]:
+        """Return the largest of each value over the ranks of the stage."""
+        told = torch.tensor(values, device=self._groups.device)
+        largest: list[int] = self._groups.tp.all_reduce_max(told).tolist()
+        return largest
 
     def _queues(self, work: Sequence[float]) -> dict[int, MicrobatchQueue]:
         """Return the microbatches of each replica of one stage in the order of computation.
@@ -149,8 +163,8 @@ class AssignedMicrobatches(MicrobatchSource):
 class ClaimedMicrobatches(MicrobatchSource):
     """Microbatches from the front of the replica's own queue, then from the back of others'.
 
-    It ends for good once the replica is to take none, or an answer about its own queue is missing:
-    a microbatch of unknown state may have been claimed by another replica.
+    It ends once the replica is to take none. A claim without an answer is none: the microbatch may
+    have been claimed by another replica. Those of its own queue are then left to the count.
 
     replica  of this rank, which is the only one of its stage to claim
     queues   of the replicas that take part, by index
@@ -190,9 +204,7 @@ class ClaimedMicrobatches(MicrobatchSource):
         queue = self._own if replica == self._replica else self._others[replica]
         counter = self._claims.add(replica, amount)
         found = None if counter is None else queue.claimed(counter, amount)
-        if counter is None:
-            self._others.clear()
-        elif found is None:
+        if found is None:
             self._others.pop(replica, None)
         if replica == self._replica:
             self._is_own_empty = counter is None or not queue.pending(counter)
