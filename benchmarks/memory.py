@@ -126,7 +126,8 @@ def measure(rank: int, setup: Setup, plan: Plan, store: dist.Store) -> int:
 
     factory = ProcessGroupFactory(store, rank, broken=broken, timeout=TIMEOUT, waited=WaitClock())
     groups = build_layout_groups(factory, plan.layout, setup.model.parameters, name="memory")
-    with LiveTensors() as tensors:
+    tensors = LiveTensors()
+    with tensors:
         shard = initial_shard(setup.model, setup.optimizer, groups)
         engine = Engine(setup, groups, shard, plan, factory.waited)
         for step in range(2):
