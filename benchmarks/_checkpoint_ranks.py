@@ -2,9 +2,10 @@
 
 Two jobs. FSDP2: a stack of layers, sharded over all ranks. Ranges: layers of two pipeline stages,
 each split by columns over tensor-parallel ranks, given as lists of shards; its ranks meet in a
-barrier at each step, in place of the communication of a model. All modes run one after the other in
-the same processes, in rounds of steps without and with a checkpoint at each step. TorchSnapshot and
-DeepSpeed get a temporary virtual environment that borrows this one's torch.
+barrier at each step, in place of the communication of a model. Modes run one after the other in the
+same processes, in rounds of steps without and with a checkpoint at each step; peers in processes of
+their own, as they may fail or hang. TorchSnapshot and DeepSpeed get a temporary virtual environment
+that borrows this one's torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from resihp.checkpoint import IndependentRank, ProcessGroupRanks, ShardedTensorP
 
 LAYERS, STAGES, BATCH, WARM_UP = 8, 2, 32, 2
 PEER_VERSIONS = {"torchsnapshot": "0.1.0", "deepspeed": "0.19.8"}
+_PEER_TIMEOUT_S = 240
 COLUMNS = (
     "mode", "blocks ms", "slow-down", "of the steps", "durable s", "extra memory", "waits for room"
 )  # fmt: skip
@@ -123,8 +126,8 @@ class RangesJob(RanksJob):
 JOBS: Mapping[str, type[Fsdp2Job] | type[RangesJob]] = {"FSDP2": Fsdp2Job, "ranges": RangesJob}
 
 
-def run_rank(kind: str, folder: Path, gib: float, steps: int, rounds: int) -> None:
-    """Measure all modes on this rank; rank 0 prints JSON."""
+def run_rank(kind: str, mode: str, folder: Path, gib: float, steps: int, rounds: int) -> None:
+    """Measure one peer, or all modes without a peer (""), on this rank; rank 0 prints JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
@@ -139,7 +142,10 @@ def run_rank(kind: str, folder: Path, gib: float, steps: int, rounds: int) -> No
         return IndependentRank(dist.get_rank(), range(world), run=run)
 
     found: dict[str, Any] = {}
-    for name, make in ranks_modes(ranks, nbytes).items():
+    modes = ranks_modes(ranks, nbytes)
+    chosen = [mode] if mode else [name for name in modes if name not in PEERS]
+    for name in chosen:
+        make = modes[name]
         fresh_folder(folder / "run")
         try:
             found[name] = _measure(job, make(folder / "run"), steps, rounds, folder)
@@ -259,21 +265,28 @@ def measure_ranks(
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure both jobs; returns the results of each, and a line on each peer."""
     if not with_peers:
-        jobs = {k: _launch(sys.executable, k, world, gib, steps, rounds, folder) for k in JOBS}
+        jobs = {k: _launch(sys.executable, k, "", world, gib, steps, rounds, folder) for k in JOBS}
         return jobs, ["peers left out (--no-peers)"]
     with peer_python() as (python, notes):
-        jobs = {k: _launch(python, k, world, gib, steps, rounds, folder) for k in JOBS}
+        jobs = {k: _launch(python, k, "", world, gib, steps, rounds, folder) for k in JOBS}
+        for kind, peer in product(JOBS, PEERS):
+            try:
+                run = _launch(python, kind, peer, world, gib, steps, rounds, folder)
+                jobs[kind]["modes"] |= run["modes"]
+            except (RuntimeError, subprocess.TimeoutExpired) as problem:
+                last = str(problem).strip().splitlines()[-1]
+                jobs[kind]["modes"][peer] = {"problem": f"does not run here: {last}"}
     return jobs, notes
 
 
 def _launch(
-    python: str, kind: str, world: int, gib: float, steps: int, rounds: int, folder: Path
+    python: str, kind: str, mode: str, world: int, gib: float, steps: int, rounds: int, folder: Path
 ) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [python, "-W", "ignore", "-m", "benchmarks._checkpoint_ranks", kind, str(folder)]
-    command += [str(gib), str(steps), str(rounds)]
+    command = [python, "-W", "ignore", "-m", "benchmarks._checkpoint_ranks", kind, mode]
+    command += [str(folder), str(gib), str(steps), str(rounds)]
     processes, logs = [], [folder / f"{kind}.{rank}.log" for rank in range(world)]
     shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world)}
@@ -283,7 +296,7 @@ def _launch(
             processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
     try:
         for process in processes:
-            process.wait(900)
+            process.wait(_PEER_TIMEOUT_S if mode else 900)
     finally:
         for process in processes:
             process.kill()
@@ -316,5 +329,5 @@ def _row(name: str, run: Mapping[str, Any], state_bytes: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    job_name, path, size, *counts = sys.argv[1:]
-    run_rank(job_name, Path(path), float(size), *map(int, counts))
+    job_name, mode_name, path, size, *counts = sys.argv[1:]
+    run_rank(job_name, mode_name, Path(path), float(size), *map(int, counts))
