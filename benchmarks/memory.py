@@ -134,7 +134,7 @@ def measure(rank: int, setup: Setup, plan: Plan, store: dist.Store) -> int:
             tensors.reset_peak()
             engine.accumulate(step)
             engine.update(engine.reduce(step, 0).norm, step)
-        return tensors.peak_bytes
+        return int(tensors.peak_bytes)
 
 
 def batch(step: int, index: int) -> Packed:

@@ -34,7 +34,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes, self.peak_bytes = 0, 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def reset_peak(self) -> None:
