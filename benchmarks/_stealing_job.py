@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -17,7 +19,9 @@ import torch
 from resihp.contracts import Layout, ModelShape, Plan, even_quotas
 from resihp.demo.training.dataset import documents
 from resihp.elastic import Callbacks, Llama, NoPlans, Optimizer, Pacer, Packed, Setup, Timeouts
-from resihp.elastic.microbatches.balancing import microbatch_flops
+from resihp.elastic.microbatches.assignment import assignments_by_work, full_assignments
+from resihp.elastic.microbatches.balancing import assign_by_work, last_end, microbatch_flops
+from resihp.elastic.microbatches.stealing import MicrobatchQueue
 from resihp.elastic.process_groups.abortable import WaitClock
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.rendezvous.claims import StoreClaims
@@ -25,6 +29,11 @@ from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import connect
 from resihp.elastic.step import Engine, ReducedStep
 from resihp.elastic.step.shard import initial_shard
+from resihp.elastic.step.step_microbatches import (
+    AssignedMicrobatches,
+    ClaimedMicrobatches,
+    MicrobatchSource,
+)
 from resihp.elastic.trainer import Trainer
 
 SHAPE = ModelShape(layers=1, hidden=32, heads=2, kv_heads=2, ffn=64, vocab=256)
@@ -32,6 +41,7 @@ REPLICAS, QUOTA = 4, 16
 LAYOUT = Layout.grid(dp=REPLICAS, pp=1, tp=1, layers=1)
 MICROBATCHES = REPLICAS * QUOTA
 TOKENS, SHORTEST, LONGEST = 192, 48, 512
+AHEAD = 0.5
 STALL_S, PASSES_PER_STALL = 1.0, 200
 PATIENT = timedelta(minutes=5)
 TIMEOUTS = Timeouts(heartbeat=PATIENT, connect=PATIENT, exchange=PATIENT)
@@ -80,6 +90,7 @@ def batch(case: Case, step: int, index: int) -> Packed:
     return Packed(ids[:-1], ids[1:], (len(ids) - 1,))
 
 
+@lru_cache(maxsize=1024)
 def work_ms(case: Case, step: int) -> list[float]:
     """Time of each microbatch of a step on a device that does not stall."""
     if not case.uneven:
@@ -129,6 +140,11 @@ class TimedLlama(Llama):
         return self._steps[packed.step][packed.index] / 3.0 if part == "last" else 0.0
 
 
+def plan_of_quotas() -> Plan:
+    """Return the plan of equal quotas."""
+    return Plan(version=0, layout=LAYOUT, quotas=even_quotas(MICROBATCHES, REPLICAS))
+
+
 def setup_of(case: Case, rank: int) -> Setup:
     """Return what one rank trains."""
     work = [work_ms(case, step) for step in range(case.steps)]
@@ -143,7 +159,7 @@ def setup_of(case: Case, rank: int) -> Setup:
         pacer=StallingDevice(1.0, case=case, replica=rank),
         deterministic=case.deterministic,
         work=work.__getitem__ if case.by_work else None,
-        steal_ahead=0.5 if case.steals else None,
+        steal_ahead=AHEAD if case.steals else None,
     )
 
 
@@ -157,7 +173,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
 
     trainer = Trainer(
         setup_of(case, rank),
-        Plan(version=0, layout=LAYOUT, quotas=even_quotas(MICROBATCHES, REPLICAS)),
+        plan_of_quotas(),
         Rendezvous(lambda: connect(host, port, "stealing", TIMEOUTS), rank, range(4), TIMEOUTS),
         NoPlans(),
         callbacks=Callbacks(on_step=on_step),
@@ -195,7 +211,7 @@ def run_turns(rank: int, host: str, port: int, case: Case, folder: Path) -> None
     )
     rendezvous.start()
     setup = setup_of(case, rank)
-    plan = Plan(version=0, layout=LAYOUT, quotas=even_quotas(MICROBATCHES, REPLICAS))
+    plan = plan_of_quotas()
     with rendezvous.group_factory(WaitClock()) as factory:
         groups = build_layout_groups(factory, LAYOUT, setup.model.parameters, name="stealing")
     shard = initial_shard(setup.model, setup.optimizer, groups)
@@ -216,15 +232,69 @@ def run_turns(rank: int, host: str, port: int, case: Case, folder: Path) -> None
     rendezvous.close()
 
 
+class VirtualClaims:
+    """Counters of claims in this process."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[int] = Counter()
+
+    def add(self, replica: int, amount: int) -> int:
+        """Add and return the new value."""
+        self.counters[replica] += amount
+        return self.counters[replica]
+
+    def read(self, replicas: Sequence[int]) -> dict[int, int]:
+        """Return the counters of `replicas`."""
+        return {replica: self.counters[replica] for replica in replicas}
+
+
+def simulated_ms(case: Case, step: int) -> float:
+    """End of a step on devices that cost no more than their passes, with the product's own claims.
+
+    Replicas go on in the order of their clocks; each claims before its backward pass.
+    """
+    work = work_ms(case, step)
+    shares = full_assignments(plan_of_quotas())
+    if case.by_work:
+        shares = assignments_by_work(shares, plan_of_quotas().quotas, work)
+    known = work if case.by_work else [1.0] * MICROBATCHES  # what the runtime is told
+    queues = {
+        replica: MicrobatchQueue(tuple(sorted(share.todo, key=lambda i: (-known[i], i))))
+        for replica, share in enumerate(shares)
+    }
+    claims, ends = VirtualClaims(), [0.0] * REPLICAS
+    sources: dict[int, MicrobatchSource] = {}
+    for replica, queue in queues.items():
+        sources[replica] = AssignedMicrobatches(queue.order[1:])
+        if case.steals:
+            sources[replica] = ClaimedMicrobatches(claims, replica, queues, known, ahead=AHEAD)
+    stalls = [stalled_passes(case, step, replica) for replica in range(REPLICAS)]
+    events = [(0.0, replica, 0, queue.order[0]) for replica, queue in queues.items()]
+    while events:  # (clock, replica, number of its next pass, microbatch)
+        heapq.heapify(events)
+        now, replica, number, index = heapq.heappop(events)
+        following = sources[replica].next() if number % 2 else index
+        now += work[index] * (2.0 if number % 2 else 1.0) / 3.0
+        now += 1e3 * STALL_S * (number in stalls[replica])
+        ends[replica] = now
+        if following is not None:
+            events.append((now, replica, number + 1, following))
+    return max(ends)
+
+
 def clairvoyant_ms(case: Case, step: int) -> float:
     """Least end of a step found by an assignment that knows all work and all stalls before.
 
     Longest first, each to the replica that would end it first, for each choice of the replicas that
-    end before their first stall.
+    end before their first stall; without stalls also by the product's assignment by work.
     """
     work = sorted(work_ms(case, step), reverse=True)
     stalls = [sorted(stalled_passes(case, step, replica)) for replica in range(REPLICAS)]
-    return min(_longest_first(work, stalls, evading) for evading in _subsets(stalls))
+    found = min(_longest_first(work, stalls, evading) for evading in _subsets(stalls))
+    if any(stalls):
+        return found
+    speeds, quotas = [1.0] * REPLICAS, even_quotas(MICROBATCHES, REPLICAS)
+    return min(found, last_end(assign_by_work(work, speeds, quotas), work, speeds))
 
 
 def _subsets(stalls: list[list[int]]) -> Iterator[set[int]]:

@@ -6,8 +6,9 @@ Four replicas of one process train a small model on real text in ResiHP's engine
 emulated: each pass lasts as long as its microbatch's work would take. Devices stall for a second in
 one of 200 passes, at the same passes in all runs. Times are over those of an assignment that knows
 all work and all stalls before the step ("clairvoyant"), and over the least of one that learns of a
-stall when it begins ("no foresight"). All runs sum in the fixed order, so that their losses can be
-compared to the bit.
+stall when it begins ("no foresight", for replicas that begin with their longest microbatches). All
+runs sum in the fixed order, so that their losses can be compared to the bit. "simulated": the same
+steps in virtual time with the product's own claims, where nothing but passes costs anything.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks._report import machine, print_table, write_json
 from benchmarks._stealing_job import (
@@ -26,13 +28,20 @@ from benchmarks._stealing_job import (
     clairvoyant_ms,
     run_rank,
     run_turns,
+    simulated_ms,
     unforeseen_ms,
 )
 from resihp.testing.local_ranks import LocalRanks
 
 _SKIPPED = 2
-_COLUMNS = ("", "mean step ms", "of clairvoyant", "of no foresight", "stolen a step", "same bits")
-_HOWS = {
+_RATIOS = ("of clairvoyant", "of no foresight")
+_COLUMNS = ("", "mean step ms", "simulated ms", *_RATIOS, "stolen a step", "same bits")
+_PARTS: dict[str, dict[str, Any]] = {
+    "uneven": {"stalls": False},
+    "stalls": {"uneven": False},
+    "uneven and stalls": {},
+}
+_HOWS: dict[str, dict[str, Any]] = {
     "fixed quotas": {},
     "assigned by work": {"by_work": True},
     "fixed quotas, stealing": {"steals": True},
@@ -46,6 +55,7 @@ class Outcome:
 
     name: str
     step_ms: float
+    simulated_ms: float
     of_clairvoyant: float
     of_unforeseen: float
     stolen: float
@@ -58,18 +68,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=20, help="of a job with stalls")
     parser.add_argument("--turns", type=int, default=80, help="steps for the cost")
-    parser.add_argument("--only", choices=("uneven", "stalls", "uneven and stalls", "cost"))
+    parser.add_argument("--simulated", type=int, default=200, help="steps in virtual time")
+    parser.add_argument("--only", choices=(*_PARTS, "cost", "simulated"))
     options = parser.parse_args()
     figures: dict[str, object] = {}
-    stalled, calm = Case("", options.steps), Case("", max(6, options.steps // 2), stalls=False)
-    parts = {
-        "uneven": calm,
-        "stalls": replace(stalled, uneven=False),
-        "uneven and stalls": stalled,
-    }
-    for name, case in parts.items():
+    for name, more in _PARTS.items():
         if options.only in (None, name):
-            figures[name] = _table(name, case)
+            figures[name] = _table(name, Case("", options.steps, **more))
+    if options.only in (None, "simulated"):
+        figures["simulated"] = _simulate(options.simulated)
     if options.only in (None, "cost"):
         figures["cost"] = _cost(options.turns)
     print(f"\n{machine()}")
@@ -78,8 +85,7 @@ def main() -> None:
 
 
 def _table(name: str, case: Case) -> list[dict[str, object]]:
-    hows = {how: more for how, more in _HOWS.items() if case.uneven or not more.get("by_work")}
-    found = [_measured(replace(case, name=how, **more)) for how, more in hows.items()]
+    found = [_measured(replace(case, name=how, **more)) for how, more in _hows(case).items()]
     if case.stalls and case.uneven:
         last = replace(case, name="the same, sums in any order", by_work=True, steals=True)
         found.append(_measured(replace(last, deterministic=False)))
@@ -87,6 +93,7 @@ def _table(name: str, case: Case) -> list[dict[str, object]]:
         [
             one.name,
             f"{one.step_ms:.0f}",
+            f"{one.simulated_ms:.0f}",
             f"{one.of_clairvoyant:.3f}",
             f"{one.of_unforeseen:.3f}",
             f"{one.stolen:.1f}",
@@ -96,6 +103,24 @@ def _table(name: str, case: Case) -> list[dict[str, object]]:
     ]
     print_table(f"Four replicas, 16 microbatches of about 100 ms each: {name}", _COLUMNS, rows)
     return [asdict(one) for one in found]
+
+
+def _hows(case: Case) -> dict[str, dict[str, Any]]:
+    return {how: more for how, more in _HOWS.items() if case.uneven or not more.get("by_work")}
+
+
+def _simulate(steps: int) -> list[list[str]]:
+    rows = []
+    for name, part in _PARTS.items():
+        case = Case("", steps, **part)
+        known = sum(clairvoyant_ms(case, step) for step in range(steps))
+        unforeseen = sum(unforeseen_ms(case, step) for step in range(steps))
+        for how, more in _hows(case).items():
+            total = sum(simulated_ms(replace(case, **more), step) for step in range(steps))
+            ratios = (f"{total / known:.3f}", f"{total / unforeseen:.3f}")
+            rows.append([f"{name}: {how}", f"{total / steps:.0f}", *ratios])
+    print_table(f"Simulated, {steps} steps each", ("", "mean step ms", *_RATIOS), rows)
+    return rows
 
 
 def _measured(case: Case) -> Outcome:
@@ -111,6 +136,7 @@ def _measured(case: Case) -> Outcome:
     return Outcome(
         case.name,
         total / len(counted),
+        statistics.mean(simulated_ms(case, step) for step in counted),
         total / sum(clairvoyant_ms(case, step) for step in counted),
         total / sum(unforeseen_ms(case, step) for step in counted),
         statistics.mean(steps[step]["stolen"] for step in counted),
