@@ -6,7 +6,7 @@ ARGS ?=
 # Tests and demo start Python hundreds of times: its modules are compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint types imports tests integrations test-torch-next soak serve clean
+.PHONY: help setup demo test lint types imports tests integrations test-torch-next soak gpu serve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -63,6 +63,9 @@ test-torch-next: .venv-torch-next/.installed  ## the elastic runtime on a newer 
 
 soak: setup  ## the long campaigns
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+gpu:  ## what needs a CUDA device, half an hour, in a Python with its torch (PYTHON=... ARGS="--part 1")
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-integrations .venv-torch-next .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -2,7 +2,7 @@
 
 Run as a module, because the peer's interpreter has packages of its own:
 `python -m benchmarks._instrument_worker TOOLS ADDRESS SECONDS` prints one JSON object. TOOLS are
-names of `_TOOLS`, joined by commas.
+names of `TOOLS`, joined by commas.
 
 All code of DDP and FSDP2 runs, and no other process adds to the spread of the times: DDP is the
 only rank of gloo, FSDP2, which would leave out its collectives then, is one of two ranks of torch's
@@ -34,9 +34,9 @@ Timing = tuple[float, float]
 class Blocks(nn.Module):
     """Blocks one after the other; under FSDP2 each is a unit."""
 
-    def __init__(self, units: int, width: int, repeats: int) -> None:
+    def __init__(self, units: int, width: int, repeats: int, device: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Repeated(width, repeats, "cpu") for _ in range(units))
+        self.blocks = nn.ModuleList(Repeated(width, repeats, device) for _ in range(units))
 
     def forward(self, x: torch.Tensor, seq_lens: list[int] | None = None) -> torch.Tensor:
         """Return `x` after all blocks."""
@@ -53,10 +53,17 @@ class Loop:
     """
 
     def __init__(
-        self, kind: str, microbatches: int, *, units: int = 1, width: int = 8, repeats: int = 1
+        self,
+        kind: str,
+        microbatches: int,
+        *,
+        units: int = 1,
+        width: int = 8,
+        repeats: int = 1,
+        device: str = "cpu",
     ) -> None:
         torch.manual_seed(0)
-        self.model: Any = Blocks(units, width, repeats)
+        self.model: Any = Blocks(units, width, repeats, device)
         if kind == "ddp":
             self.model = DistributedDataParallel(self.model)
         elif kind == "fsdp2":
@@ -67,7 +74,7 @@ class Loop:
             fully_shard(self.model)
         self.kind, self.microbatches = kind, microbatches
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        self.inputs = torch.randn(width, width)
+        self.inputs = torch.randn(width, width, device=device)
 
     def synchronized(self, index: int) -> Any:
         """Return the block for a microbatch: gradients are reduced in the last one of a step."""
@@ -224,7 +231,7 @@ class TraceML(NoTool):
         return step
 
 
-_TOOLS: dict[str, type[NoTool]] = {
+TOOLS: dict[str, type[NoTool]] = {
     "none": NoTool, "again": NoTool, "hooks": HooksByHand, "instrument": Instrument,
     "callbacks": EmptyCallbacks, "traceml": TraceML,
 }  # fmt: skip
@@ -318,7 +325,7 @@ def _cases(repeats: int) -> dict[str, tuple[Callable[[], Loop], int]]:
     }  # fmt: skip
 
 
-def _join(backend: str, ranks: int) -> None:
+def join(backend: str, ranks: int) -> None:
     if backend == "fake":  # its module registers it
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=ranks)
@@ -329,10 +336,10 @@ def main(arguments: Sequence[str]) -> None:
     names, address, seconds = arguments
     torch.set_num_threads(1)
     repeats = calibrated("cpu").model.repeats
-    tools = {name: _TOOLS[name](address) for name in names.split(",")}
+    tools = {name: TOOLS[name](address) for name in names.split(",")}
     result: dict[str, Any] = {"cases": {}}
     for backend, kinds, ranks in (("gloo", ("plain", "ddp"), 1), ("fake", ("fsdp2",), 2)):
-        _join(backend, ranks)
+        join(backend, ranks)
         for name, (make, burst) in _cases(repeats).items():
             if not name.startswith(kinds):
                 continue

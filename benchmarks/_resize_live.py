@@ -69,15 +69,18 @@ CHANGES = (
 )
 
 
-def live(size: str, change: Change, *, attach: bool) -> dict[str, float]:
+def live(
+    shape: ModelShape, change: Change, *, attach: bool, device: str = "cpu"
+) -> dict[str, float]:
     """Cost of one change: longest pause and build of a rank, bytes, duration of steps.
 
-    Without `attach` ranks exchange through sockets, as those of several hosts do.
+    Without `attach` ranks exchange through sockets, as those of several hosts do. On "cuda" all of
+    them are on the first device.
     """
     folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
     try:
         with LocalRanks("resize", folder) as ranks:
-            ranks.start(range(4), run_rank, size, change, attach, folder)
+            ranks.start(range(4), run_rank, shape, change, attach, device, folder)
             codes = ranks.wait(600)
             assert set(codes.values()) == {0}, ranks.logs()
         switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
@@ -109,7 +112,14 @@ def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
 
 
 def run_rank(
-    rank: int, host: str, port: int, size: str, change: Change, attach: bool, folder: Path
+    rank: int,
+    host: str,
+    port: int,
+    shape: ModelShape,
+    change: Change,
+    attach: bool,
+    device: str,
+    folder: Path,
 ) -> None:
     """One rank: a few steps in the old layout, the change, a few in the new one."""
     torch.set_num_threads(1)
@@ -132,7 +142,7 @@ def run_rank(
         _await_switch(trainer)
 
     trainer = Trainer(
-        Setup(Llama(SHAPES[size]), OPTIMIZER, batch),
+        Setup(Llama(shape), OPTIMIZER, batch, device=first_device(device)),
         _plan(0, change.old),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         OnePlan(_plan(1, change.new, change.quotas), lambda: trainer.completed > 2),
@@ -205,6 +215,11 @@ def batch(step: int, index: int) -> Packed:
     chosen = torch.Generator().manual_seed(100 * step + index)
     ids = torch.randint(0, 4096, (TOKENS + 1,), generator=chosen)
     return Packed(ids[:-1], ids[1:], (TOKENS,))
+
+
+def first_device(kind: str) -> torch.device:
+    """The first device of a kind; that of CUDA with its index, which process groups need."""
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
 def _plan(version: int, layout: Layout, quotas: tuple[int, ...] = ()) -> Plan:

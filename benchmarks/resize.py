@@ -105,7 +105,7 @@ def seen_once(size: str, changes: list[Change], *, attach: bool) -> dict[str, Se
     seen: dict[str, Seen] = {"restart": {"ms": restart_ms(_numel(size))}}
     os.sync()
     for change in changes:
-        seen[change.name] = live(size, change, attach=attach)
+        seen[change.name] = live(SHAPES[size], change, attach=attach)
         paused, restart = seen[change.name]["pause_ms"], seen["restart"]["ms"]
         print(size, change.name, f"{paused:.1f} ms, restart {restart:.0f} ms", flush=True)
     return seen

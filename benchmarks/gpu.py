@@ -1,0 +1,199 @@
+"""What only a CUDA device can show, in three parts of at most nine minutes: `make gpu`.
+
+1  hooks and `instrument` on a device, CUDA graphs, and checkpoints through pinned memory
+2  the elastic engine, four ranks on one device
+3  NCCL, one to three ranks on one device, and hand-over by CUDA IPC
+
+Each part ends with one table. Every row runs in processes of its own with a deadline, so that a row
+that fails or hangs costs no other; a row for which no time is left says so. Where there is no
+device, no part runs. `--rehearse` runs tiny sizes on the CPU instead: it shows that rows run, and
+its figures mean nothing. Needs torch 2.11, numpy, msgpack and urllib3, and nothing of a service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks._gpu_rows import COLUMNS, Row
+from benchmarks._gpu_runner import Measurement, measure
+from benchmarks._report import machine, print_table, write_json
+
+MINUTES = 9.0
+OLDEST_TORCH = (2, 11)
+CHANGES = (
+    "TP2 x PP2 -> TP1, layers 5 + 3",
+    "DP2 -> DP1, shares 5 + 3",
+    "4 -> 3 ranks",
+    "3 -> 4 ranks",
+    "quotas only",
+)
+_HOOKS, _CHECKPOINT, _ENGINE, _NCCL, _IPC = (
+    f"benchmarks._gpu_{name}" for name in ("hooks", "checkpoint", "engine", "nccl", "ipc")
+)
+MODES = (
+    "ResiHP",
+    "dcp.async_save, thread",
+    "dcp.async_save, async stager",
+    "torch's experimental checkpointer",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts, print their tables, and write JSON where asked."""
+    options = _options(arguments)
+    why = None if options.rehearse else refusal()
+    if why is not None:
+        print(f"{why}\n0 parts run")
+    device = "cpu" if options.rehearse else "cuda"
+    document: dict[str, Any] = {"device": device, "why": why, "parts": {}}
+    for number in () if why else sorted(set(options.part or PARTS)):
+        title, measurements = PARTS[number]
+        title = f"Part {number}: {title}" + (" (rehearsal, CPU)" if options.rehearse else "")
+        print(f"{title}, at most {options.minutes:g} minutes", flush=True)
+        chosen = [one for one in measurements(device, options.rehearse) if options.only in one.name]
+        rows = measure(chosen, options.minutes * 60, _tell)
+        print(f"\n{machine()}")
+        print_table(title, COLUMNS, [row.cells() for row in rows])
+        document["parts"][number] = {"title": title, "rows": [row.to_json() for row in rows]}
+        _write(options.json, document)
+    _write(options.json, document)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--part", type=int, choices=sorted(PARTS), action="append")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for each part (default 9)")
+    parser.add_argument("--only", default="", metavar="WORDS", help="rows with them in their name")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
+    return parser.parse_args(arguments)
+
+
+def refusal() -> str | None:
+    """Reason for which no part can run in this Python, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return "This Python has no torch: make gpu PYTHON=... takes one that has."
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        return f"torch {torch.__version__} is too old: 2.11 is needed."
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device."
+    return None
+
+
+def _hooks_and_checkpoints(device: str, small: bool) -> list[Measurement]:
+    common = {"device": device, "small": small}
+    sizes = (0.01,) if small else (1.0, 4.0, 16.0)
+    return [
+        Measurement("hooks", f"{_HOOKS}:hooks", common, 90),
+        Measurement("instrument", f"{_HOOKS}:instrument", common, 90),
+        Measurement("steps without a synchronize", f"{_HOOKS}:synchronizing", common, 60),
+        Measurement("CUDA graphs", f"{_HOOKS}:graphs", common, 60),
+        Measurement("DDP's backward: waits", f"{_HOOKS}:ddp_waits", common, 100),
+        *(
+            Measurement(
+                f"checkpoint of {gib:g} GiB: copy to the host",
+                f"{_CHECKPOINT}:copies",
+                {**common, "gib": gib},
+                _checkpoint_s(gib),
+            )
+            for gib in sizes
+        ),
+        *(
+            Measurement(
+                f"checkpoint of {gib:g} GiB, {mode}",
+                f"{_CHECKPOINT}:slowdown",
+                {**common, "gib": gib, "mode": mode},
+                _checkpoint_s(gib),
+            )
+            for mode in MODES
+            for gib in sizes
+        ),
+    ]
+
+
+def _checkpoint_s(gib: float) -> float:
+    """Deadline of one mode: peers write a GiB in a second or two, four times."""
+    return 40 + 6 * gib
+
+
+def _engine(device: str, small: bool) -> list[Measurement]:
+    common = {"device": device, "small": small}
+    sizes = {"31M": 60.0} if small else {"31M": 60.0, "1B": 120.0}
+    times = 6 if small else 50
+    return [
+        Measurement("loss of 5 steps, from the CPU's", f"{_ENGINE}:losses", common, 120),
+        *(
+            Measurement(
+                f"SIGKILL in {point}", f"{_ENGINE}:kill", {**common, "point": point}, 90
+            )
+            for point in ("forward", "backward", "the pause")
+        ),
+        *(
+            Measurement(
+                f"{size}, {name}: pause",
+                f"{_ENGINE}:change",
+                {**common, "size": size, "name": name},
+                seconds,
+            )
+            for size, seconds in sizes.items()
+            for name in CHANGES
+        ),
+        Measurement(
+            f"{times} changes of layout", f"{_ENGINE}:changes_in_a_row",
+            {**common, "count": times}, 110,
+        ),
+    ]  # fmt: skip
+
+
+def _groups(device: str, small: bool) -> list[Measurement]:
+    common, times = {"device": device, "small": small}, 6 if small else 50
+    makers = ("gloo",) if small else ("nccl", "reconfigure")
+    return [
+        Measurement("hand-over by CUDA IPC", f"{_IPC}:hand_over", common, 60),
+        *(one for maker in makers for one in _groups_of(maker, common, times)),
+    ]
+
+
+def _groups_of(maker: str, common: dict[str, Any], times: int) -> list[Measurement]:
+    common = {**common, "maker": maker, "times": times}
+    return [
+        *(
+            Measurement(
+                f"{maker}, {world} ranks", f"{_NCCL}:cycles", {**common, "world": world}, 100
+            )
+            for world in (1, 2, 3)
+        ),
+        Measurement(f"{maker}, 1 of 3 killed", f"{_NCCL}:kills", common, 60 + 3 * times),
+    ]
+
+
+PARTS: dict[int, tuple[str, Callable[[str, bool], list[Measurement]]]] = {
+    1: ("hooks, instrument and checkpoints on a device", _hooks_and_checkpoints),
+    2: ("the elastic engine, four ranks on one device over staged gloo", _engine),
+    3: ("NCCL with several ranks on one device, and CUDA IPC", _groups),
+}
+
+
+def _tell(row: Row) -> None:
+    name, *cells = row.cells()
+    print(f"{name}: {' | '.join(cells)}", flush=True)
+
+
+def _write(path: Path | None, document: dict[str, Any]) -> None:
+    if path is not None:
+        write_json(path, document)
+
+
+if __name__ == "__main__":
+    main()
