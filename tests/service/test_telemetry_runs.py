@@ -32,7 +32,8 @@ def message(number: int, body: bytes) -> JobMessage:
 def session_of(job: Job, adapters: Adapters | None = None) -> JobSession:
     adapters = adapters or fake_adapters()
     plan = Plan(version=0, layout=job.layout, quotas=job.quotas)
-    return JobSession(job, plan, adapters, Planner(adapters, time_limit_s=5.0))
+    planner = Planner(adapters, time_limit_s=5.0)
+    return JobSession(job, plan, adapters, planner, unix_s=lambda: 1_000.0)
 
 
 def real_session() -> JobSession:

@@ -56,8 +56,9 @@ class HostTable:
 
     def read(self) -> dict[int, tuple[int, int]]:
         """(number, beat) of each process by rank."""
-        ranks = np.flatnonzero(self._words)
-        words = zip(ranks.tolist(), self._words[ranks].tolist(), strict=True)
+        copied = self._words.copy()  # numpy raises where others write while it searches
+        ranks = np.flatnonzero(copied)
+        words = zip(ranks.tolist(), copied[ranks].tolist(), strict=True)
         return {rank: (word >> 32, word & 0xFFFFFFFF) for rank, word in words}
 
     def close(self) -> None:
