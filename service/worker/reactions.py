@@ -35,7 +35,7 @@ class OpenFault:
 
 @dataclass(frozen=True)
 class Reaction:
-    """OpenFault of `ranks`, and what followed.
+    """Fault of `ranks`, and what followed.
 
     version  of the plan; None before it is published
     onset    first step that shows the fault
