@@ -3,7 +3,7 @@
 `restart_script.py FOLDER STEPS EVENT...`: an event `ATTEMPT:RANK:STEP:KIND` ends a rank in the
 middle of a step, by "kill", by "device" (the words of a broken one), or by "bug" (in each attempt).
 With "wait" the rank waits for a signal, with "deaf" for one that it cannot ignore, and with "hold"
-for a file "go".
+for a file "go". Before an event every rank has put its newest checkpoint where it belongs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from resihp.checkpoint import Checkpointer, NodeMemory
 SAMPLES = 12  # of a step, over all ranks
 
 
-def end(events: list[str], rank: int, attempt: int, step: int) -> None:
+def end(events: list[str], rank: int, attempt: int, step: int, saver: Checkpointer) -> None:
     """End this rank if that is its event."""
     for event in events:
         number, doomed, when, kind = event.split(":")
-        if (int(doomed), int(when)) != (rank, step):
+        if int(when) != step:
+            continue
+        saver.wait(120)
+        dist.barrier()
+        if int(doomed) != rank:
             continue
         if kind == "bug":
             raise ValueError(f"no sample of step {step}")
@@ -67,7 +71,7 @@ def main() -> None:
             drawn = torch.Generator().manual_seed(step)
             x = torch.randn(SAMPLES, 8, generator=drawn)[rank::ranks]
             loss = parallel(x).sub(x.sum(1, keepdim=True)).square().mean()
-            end(events, rank, attempt, step)
+            end(events, rank, attempt, step, saver)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

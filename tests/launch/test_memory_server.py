@@ -142,6 +142,21 @@ def test_a_step_that_one_node_has_not_reached_is_passed_over(
         saver.close()
 
 
+def test_a_part_of_a_checkpoint_is_none(
+    nodes: list[MemoryNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is lost before any copy of its file: what the others hold is not the state."""
+    pair = [MemoryNode(rank, tmp_path / f"first-{rank}") for rank in range(2)]
+    save(0, pair[:1], [saver_of(pair[0], pair, monkeypatch)])
+    pair[1].lose()
+    left = pair[0].level(monkeypatch, pair[:1])
+    assert (pair[0].folder / "step-000000000").is_dir()
+    assert Checkpointer([left]).newest_step() is None
+    with pytest.raises(CheckpointError, match="nothing there"):
+        Checkpointer([left]).restore(empty())
+    pair[0].server.close()
+
+
 def test_a_next_node_that_is_gone_costs_the_copy_alone(
     nodes: list[MemoryNode], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,6 +52,7 @@ class FileIndex:
 
     lineage       of the state, as known to this rank
     ranks         all ranks that write to this checkpoint
+    beside        those with files in the same folder, where each node has its own; empty: all
     tensors       tensor shards, the same at each step; `tensor_bytes` is their section's length
     objects       other values; their section follows the tensors
     file_bytes    a multiple of 4096
@@ -67,6 +68,12 @@ class FileIndex:
     objects: tuple[IndexEntry, ...] = ()
     file_bytes: int = 0
     checksums: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
+
+    @property
+    def in_folder(self) -> tuple[int, ...]:
+        """Ranks whose files are in the folder of this one."""
+        return self.beside or self.ranks
 
     @property
     def run(self) -> str:
@@ -98,6 +105,7 @@ class FileIndex:
             "things": [asdict(entry) for entry in self.objects],
             "file_bytes": self.file_bytes,
             "checksums": [f"{value:016x}" for value in self.checksums],
+            "beside": self.beside,
             "sums": CRC32,
         }
         text = f'{{"tensors": {_tensors_json(self.tensors)}, "rest": {json.dumps(rest)}, "crc": '
@@ -128,6 +136,7 @@ def read_index(text: str, where: str) -> FileIndex:
     if (kind := rest.pop("sums", None)) != CRC32:
         raise CheckpointError(f"{where}: unknown kind of checksums: {kind}")
     rest["ranks"], rest["lineage"] = tuple(rest["ranks"]), Lineage(**rest["lineage"])
+    rest["beside"] = tuple(rest.get("beside", ()))
     rest["checksums"] = tuple(int(value, 16) for value in rest["checksums"])
     objects = tuple(map(_entry, rest.pop("things")))
     return FileIndex(tensors=tuple(map(_entry, obj["tensors"])), objects=objects, **rest)

@@ -43,12 +43,12 @@ def index_name(rank: int) -> str:
 
 
 def by_rank(indexes: Iterable[FileIndex], where: object) -> dict[int, FileIndex]:
-    """Map the indexes of a checkpoint by rank.
+    """Map the indexes of a checkpoint, or of a node's part of one, by rank.
 
     Raises `CheckpointError` if one is missing, or if they are of different runs.
     """
     found = {index.rank: index for index in indexes}
-    missing = sorted({rank for index in found.values() for rank in index.ranks} - set(found))
+    missing = sorted({rank for index in found.values() for rank in index.in_folder} - set(found))
     if missing or not found:
         names = ", ".join(map(index_name, missing)) or "every index"
         raise CheckpointError(f"{where}: {names} missing")

@@ -97,14 +97,14 @@ class CheckpointFolder(Level):
     def _publish(self, part: Path, own: FileIndex) -> None:
         """Write this rank's index; if it is the last one, publish and retire old checkpoints."""
         write_index(part, own)
-        if not all((part / index_name(rank)).exists() for rank in own.ranks):
+        if not all((part / index_name(rank)).exists() for rank in own.in_folder):
             return
         claimed = part.with_suffix(".ready.part")
         try:
             os.rename(part, claimed)
         except FileNotFoundError:
             return  # another rank is publishing
-        indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.ranks]
+        indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.in_folder]
         lineage = merged_lineage(index.lineage for index in indexes)
         final = self.folder / step_name(own.step)
         if _lineage(final).born > lineage.born:

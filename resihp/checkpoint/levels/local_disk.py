@@ -43,15 +43,14 @@ class LocalDisk(CheckpointFolder):
         super().__init__(folder, keep)
         if ranks is not None and not ranks:
             raise ContractError("ranks", "at least one writes into the folder; None: all do")
-        self._ranks = None if ranks is None else tuple(sorted(ranks))
+        self._ranks = () if ranks is None else tuple(sorted(ranks))
         self._swept_for = ""
         self._fits, self._enough_bytes = 0, 0
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Write this rank's file and index; the last rank to finish publishes the folder."""
         me = checkpoint.identity
-        ranks = self._ranks or me.ranks
-        if me.rank == min(ranks) and self._swept_for != me.lineage.run:
+        if me.rank == min(self._ranks or me.ranks) and self._swept_for != me.lineage.run:
             self._sweep(me.lineage.run)
         self._swept_for = me.lineage.run
         self._make_room()
@@ -63,7 +62,7 @@ class LocalDisk(CheckpointFolder):
             write_file(checkpoint, target, self.name)
             if checkpoint.uploads:
                 checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-            self._publish(part, replace(checkpoint.index(), ranks=ranks))
+            self._publish(part, replace(checkpoint.index(), beside=self._ranks))
         except BaseException as problem:
             _discard(target)
             if isinstance(problem, OSError) and problem.errno in _FULL:
