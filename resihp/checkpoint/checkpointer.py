@@ -80,7 +80,9 @@ class Checkpointer:
         )
         self._votes: VoteQueue | None = None
         if not isinstance(self.ranks, IndependentRank):
-            self._votes = VoteQueue(self.ranks, self._problems, self._abandon)
+            self._votes = VoteQueue(
+                self.ranks, [level.name for level in levels], self._problems, self._abandon
+            )
         self._version, self._is_closed = 0, False
         self._last: CapturedState | None = None
         self._current: InFlightCheckpoint | None = None
@@ -293,6 +295,8 @@ class Checkpointer:
             self.counters.no_buffer += 1
             return None
         self._pipeline.expect(checkpoint, able)
+        if self._votes is None:
+            checkpoint.settle(checkpoint.receivers)
         self._stager.start(checkpoint, self._pipeline.pace(able, self._window_s))
         self._pipeline.offer(checkpoint, able)
         if self._begun_s is not None:
@@ -314,6 +318,7 @@ class Checkpointer:
         if checkpoint is None:
             raise CheckpointError(f"step {step} is not on {names}: no room within the timeout")
         self._pipeline.expect(checkpoint, lacking)
+        checkpoint.settle(checkpoint.receivers)
         self._stager.start(checkpoint)
         for worker in lacking:
             worker.offer(checkpoint)

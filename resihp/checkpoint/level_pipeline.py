@@ -204,6 +204,7 @@ class LevelPipeline:
         direct = sum(worker in self._after_disk for worker in receivers)
         checkpoint.uploads = len(self._after_disk) if has_disk else direct
         checkpoint.taken = {worker.level.name: 0 for worker in receivers}
+        checkpoint.receivers = frozenset(checkpoint.taken)
 
     def offer(self, checkpoint: InFlightCheckpoint, receivers: Sequence[LevelWorker]) -> None:
         """Give a checkpoint to the receivers; the other first levels skip it."""

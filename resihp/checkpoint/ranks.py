@@ -42,10 +42,13 @@ class Ranks(Protocol):
         """Return the value of every rank, in the order of `all`; a collective call."""
 
     def gather_in_background(self, value: T) -> list[T]:
-        """Like `gather`, in the thread that calls `all_ready`, concurrent with `gather`."""
+        """Like `gather`, in the thread that calls `common_bits`, concurrent with `gather`."""
 
-    def all_ready(self, is_ready: bool) -> bool:
-        """Return True if every rank is ready; a collective call, in the background per save."""
+    def common_bits(self, bits: int) -> int:
+        """Return the bits that every rank has set; a collective call, in the background per save.
+
+        bits  from 0 to 2**63 - 1
+        """
 
 
 class IndependentRank:
@@ -65,8 +68,8 @@ class IndependentRank:
 
     gather_in_background = gather
 
-    def all_ready(self, is_ready: bool) -> bool:
-        return is_ready
+    def common_bits(self, bits: int) -> int:
+        return bits
 
 
 class ProcessGroupRanks:
@@ -96,10 +99,10 @@ class ProcessGroupRanks:
     def gather_in_background(self, value: T) -> list[T]:
         return self._gathered(value, self._background)
 
-    def all_ready(self, is_ready: bool) -> bool:
-        flag = torch.tensor([int(is_ready)], dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._background)
-        return bool(flag.item())
+    def common_bits(self, bits: int) -> int:
+        common = torch.tensor([bits], dtype=torch.int64)
+        dist.all_reduce(common, dist.ReduceOp.BAND, group=self._background)
+        return int(common.item())
 
     def _gathered(self, value: T, group: dist.ProcessGroup) -> list[T]:
         values: list[T] = [value] * len(self.all)

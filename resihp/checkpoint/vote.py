@@ -1,8 +1,9 @@
 """Votes of the ranks on each save, in the background and in the order of the saves.
 
-A checkpoint that not every rank takes part in is abandoned by all. If the state of any rank has new
-shapes, all ranks exchange their save items in the vote on that save, and plan anew at their next
-save; until then their checkpoints are abandoned.
+A checkpoint that not every rank takes part in is abandoned by all, and a level that not every rank
+puts it into does without. If the state of any rank has new shapes, all ranks exchange their save
+items in the vote on that save, and plan anew at their next save; until then their checkpoints are
+abandoned.
 """
 
 from __future__ import annotations
@@ -49,14 +50,20 @@ class Vote:
 class VoteQueue:
     """Holds the votes one after the other, in a thread of its own.
 
+    levels   names of the levels, the same number on all ranks
     abandon  called with this rank's checkpoint if another rank does not take part
     newest   the latest exchange of items
     """
 
     def __init__(
-        self, ranks: Ranks, problems: ProblemLog, abandon: Callable[[InFlightCheckpoint], None]
+        self,
+        ranks: Ranks,
+        levels: Sequence[str],
+        problems: ProblemLog,
+        abandon: Callable[[InFlightCheckpoint], None],
     ) -> None:
-        self._ranks, self._problems, self._abandon = ranks, problems, abandon
+        self._ranks, self._levels = ranks, tuple(levels)
+        self._problems, self._abandon = problems, abandon
         self._thread = ThreadPoolExecutor(1, "resihp-checkpoint-vote")
         self.newest = GatheredItems(0, ())
 
@@ -82,23 +89,28 @@ class VoteQueue:
         self._thread.shutdown(wait=False)
 
     def _hold(self, vote: Vote) -> None:
+        is_held, agreed = True, 0
         try:
-            is_agreed = self._all_ready(vote)
+            agreed = self._agreed(vote)
         except RuntimeError as problem:
+            is_held = False
             self._problems.report("vote of the ranks", problem)
             if not vote.gathered.done():
                 vote.gathered.set_exception(problem)
-            return
         checkpoint = vote.begun.result()
-        if checkpoint is not None and not is_agreed:
+        if checkpoint is None:
+            return
+        if is_held and not agreed:
             self._abandon(checkpoint)
+        checkpoint.settle(name for bit, name in enumerate(self._levels) if agreed >> bit & 1)
 
-    def _all_ready(self, vote: Vote) -> bool:
+    def _agreed(self, vote: Vote) -> int:
+        """Bits of the levels into which every rank puts its checkpoint."""
         ranks, has_plan = self._ranks, vote.version is not None
-        if ranks.all_ready(has_plan and self._is_ready(vote)):
-            return True
-        if ranks.all_ready(has_plan):
-            return False
+        if agreed := ranks.common_bits(self._receivers(vote) if has_plan else 0):
+            return agreed
+        if ranks.common_bits(has_plan):
+            return 0
         held = ranks.gather_in_background(vote.items())
         try:
             items = [each for each in held if each is not None]
@@ -107,12 +119,14 @@ class VoteQueue:
             assign_writers(items)
         except ContractError as problem:  # the same on all ranks
             vote.gathered.set_exception(problem)
-            return False
+            return 0
         self.newest = GatheredItems(self.newest.version + 1, items)
         vote.gathered.set_result(self.newest)
-        return ranks.all_ready(not has_plan and self._is_ready(vote))
+        return ranks.common_bits(0 if has_plan else self._receivers(vote))
 
-    def _is_ready(self, vote: Vote) -> bool:
-        """Return True if a checkpoint has begun, by the newest plan."""
-        has_begun = vote.begun.result() is not None
-        return has_begun and vote.version in (None, self.newest.version)
+    def _receivers(self, vote: Vote) -> int:
+        """Bits of the levels that receive this rank's checkpoint; 0 without one by this plan."""
+        checkpoint = vote.begun.result()
+        if checkpoint is None or vote.version not in (None, self.newest.version):
+            return 0
+        return sum(1 << i for i, name in enumerate(self._levels) if name in checkpoint.receivers)

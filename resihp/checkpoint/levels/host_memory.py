@@ -123,6 +123,7 @@ class HostMemory(Level):
     def put(self, checkpoint: InFlightCheckpoint) -> None:
         """Wait for the copy and keep its blocks until newer checkpoints are complete."""
         checkpoint.take(checkpoint.count - 1)
+        checkpoint.await_agreement(self.name)
         index, chunks = checkpoint.index(), [*map(checkpoint.chunk, range(checkpoint.count))]
         checkpoint.kept.add(self.name)
         release = partial(checkpoint.done_with, self.name)

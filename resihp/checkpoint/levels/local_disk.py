@@ -34,7 +34,8 @@ class LocalDisk(CheckpointFolder):
     keep   number of complete checkpoints that stay; one more exists while it is being written. A
            disk without room for that keeps fewer, and at least one.
     ranks  the ranks that write into this folder; None: all of the job. A folder that only the
-           ranks of one node see holds the files of that node.
+           ranks of one node see holds the files of that node; with a `keep` of 2 all nodes have one
+           checkpoint in common at any time.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class LocalDisk(CheckpointFolder):
         if ranks is not None and not ranks:
             raise ContractError("ranks", "at least one writes into the folder; None: all do")
         self._ranks = () if ranks is None else tuple(sorted(ranks))
+        if self._ranks:
+            self.patience = 0  # nodes are at most one checkpoint apart
         self._swept_for = ""
         self._fits, self._enough_bytes = 0, 0
 
@@ -62,6 +65,8 @@ class LocalDisk(CheckpointFolder):
             write_file(checkpoint, target, self.name)
             if checkpoint.uploads:
                 checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+            if self._ranks:
+                checkpoint.await_agreement(self.name)
             self._publish(part, replace(checkpoint.index(), beside=self._ranks))
         except BaseException as problem:
             _discard(target)

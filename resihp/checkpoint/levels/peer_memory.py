@@ -169,6 +169,7 @@ class PeerMemory(Level):
             connection.send_bytes(checkpoint.chunk(number))
             checkpoint.checksum(number)
             checkpoint.done_with(self.name, number + 1)
+        checkpoint.await_agreement(self.name)
         connection.send(index=checkpoint.index().to_json())
         connection.send_bytes(memoryview(checkpoint.section))
         connection.receive()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -118,6 +118,8 @@ class InFlightCheckpoint:
     objects    encodes the objects, as they were at `save`
     pace       forecast for the one level that writes from the tensors' own memory; None: copy all
     hurry      set while training waits at the fence
+    receivers  names of the levels that receive it as it is copied
+    agreed     those into which every rank puts it; None: not known yet
     taken      for each level, the length of the prefix of chunks that it no longer needs
     uploads    number of levels that read the disk level's file
     stored     descriptor of that file, open while one of them needs it
@@ -136,6 +138,8 @@ class InFlightCheckpoint:
     pace: Pace | None = None
     hurry: Event = field(default_factory=Event)
     problem: BaseException | None = None
+    receivers: frozenset[str] = frozenset()
+    agreed: frozenset[str] | None = None
     taken: dict[str, int] = field(default_factory=dict)
     uploads: int = 0
     stored: int | None = None
@@ -222,6 +226,25 @@ class InFlightCheckpoint:
         with self.changed:
             self.problem = self.problem or problem
             self.changed.notify_all()
+
+    def settle(self, levels: Iterable[str]) -> None:
+        """Record the levels into which every rank puts this checkpoint."""
+        with self.changed:
+            self.agreed = frozenset(levels)
+            self.changed.notify_all()
+
+    def await_agreement(self, level: str) -> None:
+        """Wait until all ranks are known to put this checkpoint into a level.
+
+        For a level that stores each rank's file by itself: before it drops an older one for this
+        one. Raises the problem that ended the checkpoint, or `CheckpointAbandoned`.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.agreed is not None or self.problem is not None)
+            if self.problem is not None:
+                raise self.problem
+            if self.agreed is None or level not in self.agreed:
+                raise CheckpointAbandoned("not every rank puts it there")
 
     def take(self, chunk: int) -> None:
         """Wait until a chunk is copied. Raises the problem that ended the checkpoint."""

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import and_
 from typing import TypeVar, cast
 
 import torch
@@ -121,9 +123,9 @@ class RestoreGroup:
 
     gather_in_background = gather
 
-    def all_ready(self, is_ready: bool) -> bool:
-        """Return whether all ranks are ready."""
-        return all(self.gather(is_ready))
+    def common_bits(self, bits: int) -> int:
+        """Return the bits that every rank has set."""
+        return reduce(and_, self.gather(bits))
 
 
 _log = logging.getLogger("resihp.elastic")
