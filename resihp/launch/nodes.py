@@ -164,8 +164,9 @@ class Nodes:
             ):
                 self._recovering.add(number)
         except dist.DistError:
-            if not self._options.outlives_nodes:
+            if self._of_ranks is self._of_launchers:
                 raise
+            # Its host is gone, or has begun the next attempt already.
         return number in self._recovering
 
     def stop(self) -> None:

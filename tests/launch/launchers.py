@@ -14,7 +14,7 @@ LIMIT_S = 400.0
 HEARTBEAT_S = 10
 """All launchers of a job start, and each one beats, within less than it on a busy machine too."""
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -23,6 +23,15 @@ folder = Path(sys.argv[1])
 dist.init_process_group("gloo")
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
 told = folder / f"{attempt}-{rank}-of-{dist.get_world_size()}"
+
+def end_late(number, frame):
+    while not list(folder.glob(f"{int(attempt) + 1}-*")):
+        time.sleep(0.05)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+if (folder / f"late-{attempt}-{rank}").exists():
+    signal.signal(signal.SIGTERM, end_late)
 while True:
     flag = torch.tensor(float((folder / "finish").exists()))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -36,7 +45,10 @@ dist.destroy_process_group()
 
 
 class Launchers:
-    """Launchers by name, each in a process group of its own, with their output in files."""
+    """Launchers by name, each in a process group of its own, with their output in files.
+
+    A rank with a file `late-ATTEMPT-RANK` that is told to end does so within the next attempt.
+    """
 
     def __init__(self, folder: Path, *command: str, redis: str = "") -> None:
         self.folder, self.store, self._hosts_store = folder, redis or "127.0.0.1:0", not redis

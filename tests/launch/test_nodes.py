@@ -14,12 +14,17 @@ from tests.launch.launchers import launchers
 
 
 def test_nodes_are_lost_leave_and_are_replaced(tmp_path: Path) -> None:
-    """Two nodes of 2 and 1 ranks and two spares: a spare dies, a node is lost, one leaves."""
+    """Two nodes of 2 and 1 ranks and two spares: a spare dies, a node is lost, one leaves.
+
+    Its rank ends when the others have begun the next attempt.
+    """
+    (tmp_path / "late-1-2").touch()
     with launchers(tmp_path) as job:
         job.start(0, "--nproc-per-node", "2")
         job.start(1)
         pids = job.runs(0, 3)
-        job.start(2, "--preemption-file", str(tmp_path / "notice"))
+        file = str(tmp_path / "notice")
+        job.start(2, "--preemption-file", file, "--shutdown-timeout", "300")
         job.until(lambda: "waits as a standby" in job.log(2))
         job.start(3)
         job.until(lambda: "waits as a standby" in job.log(3))
