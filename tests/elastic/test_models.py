@@ -114,11 +114,11 @@ def test_recomputation_changes_no_bit(name: str) -> None:
     plan = Plan(version=0, layout=LAYOUTS["uneven"], quotas=(3, 2))
     split = dataclasses.replace(plan, schedule=Schedule.ZERO_BUBBLE)
     setup = Setup(MODELS[name], OPTIMIZER, batch, compute_dtype=torch.bfloat16)
-    kept = train(setup, plan, 2)
+    kept = train(setup, plan, 1)
     layers = dataclasses.replace(setup, recompute="layers")
     attention = dataclasses.replace(setup, recompute="attention")
     for again, under in ((layers, plan), (layers, split), (attention, split)):
-        found = train(again, under, 2)
+        found = train(again, under, 1)
         assert found.losses == kept.losses
         for param, tensors in kept.state().items():
             for one, other in zip(tensors, found.state()[param], strict=True):

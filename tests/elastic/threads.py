@@ -1,13 +1,16 @@
 """Ranks as threads of the test's own process, over the runtime's real communication.
 
 Much faster to start than processes; for what concerns the arithmetic and not the loss of ranks.
+They hold one interpreter lock by turns, and hand it over with a third less work on one core.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -100,7 +103,7 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -
             failed.set()
             raise
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
+    with _one_core(), ThreadPoolExecutor(len(ranks)) as pool:
         futures = {rank: pool.submit(run_rank, rank) for rank in ranks}
     errors = [e for f in futures.values() if (e := f.exception()) is not None]
     if errors:
@@ -108,6 +111,17 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(_close, networks.values()))
     return {rank: future.result() for rank, future in futures.items()}
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Threads that are started meanwhile run on one core, not the same one in each process."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _close(factory: ProcessGroupFactory) -> None:
