@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, settings
 # where an answer is lost. No test needs a name server: those that tests start do not ask one.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
+# Many processes share few cores: a second thread of each would spin while it waits for its turn.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The speed of the machine decides nothing, and every run draws the same examples.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

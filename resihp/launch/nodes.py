@@ -322,10 +322,16 @@ class Nodes:
             self._publish(number, decided.first() if after is None else decided.next(*after))
 
     def _joined(self) -> Attempt | JobEnd:
-        """The attempt that joiners of the elastic runtime take part in."""
-        found = self._store.attempt(self._store.newest())
-        if not isinstance(found, Attempt):
-            raise JobStoppedError("the job has ended or has not started yet")
+        """The attempt that joiners of the elastic runtime take part in, once there is one."""
+        deadline = time.monotonic() + self._options.arrival_s
+        while (found := self._store.attempt(self._store.newest())) is None:
+            if self._notice.why is not None:
+                return self._left()
+            if time.monotonic() >= deadline:
+                raise JobStoppedError("the job has not started")
+            time.sleep(self._options.poll_s)
+        if isinstance(found, JobEnd):
+            raise JobStoppedError("the job has ended")
         self._meet(found)
         return found
 

@@ -33,18 +33,20 @@ from tests.elastic.engine_job import GRID, MICROBATCHES, OPTIMIZER, SHAPE, UNEVE
 from tests.elastic.threads import on_ranks
 
 PASS_S, TRANSFER_S = 0.02, 0.02
+SLOW, BUSY = 4.0, 2.0
+"""Slow-down of what is slow, and what a busy machine does not add to a pass or a transfer."""
 ONSET, STEPS = 10, 22
 SQUARE = Layout.grid(dp=2, pp=2, tp=1, layers=4)
 
 
 @dataclass
 class FixedPace(Pacer):
-    """Every pass takes as long, and twice as long on a slow device from a step on."""
+    """Every pass takes as long, and longer on a slow device from a step on."""
 
     slow: bool = False
 
     def hold(self, flops: float, step: int, spent_s: float) -> None:
-        due_s = PASS_S * (2.0 if self.slow and step >= ONSET else 1.0)
+        due_s = PASS_S * (SLOW if self.slow and step >= ONSET else 1.0)
         time.sleep(max(due_s - spent_s, 0.0))
 
 
@@ -102,7 +104,7 @@ def test_every_transfer_is_stamped_by_its_sender_and_its_receiver(
 
 
 def paced_links(monkeypatch: pytest.MonkeyPatch, slow: frozenset[int]) -> None:
-    """Links between stages take their time, `slow` four times as long from a step on."""
+    """Links between stages take their time, `slow` longer from a step on."""
     broadcast = AbortableProcessGroup.broadcast
     received: dict[int, int] = {}
     per_step = MICROBATCHES // SQUARE.dp
@@ -112,7 +114,7 @@ def paced_links(monkeypatch: pytest.MonkeyPatch, slow: frozenset[int]) -> None:
         number = received[group.rank] = received.get(group.rank, -1) + 1
         is_slow = frozenset(group.ranks) == slow and number >= ONSET * per_step
         with group._factory.waited.blocked():
-            time.sleep(TRANSFER_S * (4.0 if is_slow else 1.0))
+            time.sleep(TRANSFER_S * (SLOW if is_slow else 1.0))
         return result
 
     monkeypatch.setattr(AbortableProcessGroup, "broadcast", hold)
@@ -129,14 +131,14 @@ def judged(found: TelemetryBatch) -> Detector:
 def slow_devices(detector: Detector) -> set[int]:
     """Ranks named for more than a busy machine adds to a pass."""
     verdicts = detector.verdicts()
-    return {v.rank for v in verdicts if v.status is Status.FAIL_SLOW and v.slowdown > 1.4}
+    return {v.rank for v in verdicts if v.status is Status.FAIL_SLOW and v.slowdown > BUSY}
 
 
 def slow_links(detector: Detector) -> list[LinkVerdict]:
     """Links between two ranks named for more than a busy machine adds to a transfer; the
     collectives of groups have no pace here."""
     found = [link for link in detector.links() if link.status is Status.FAIL_SLOW]
-    return [link for link in found if link.peer >= 0 and link.slowdown > 1.5]
+    return [link for link in found if link.peer >= 0 and link.slowdown > BUSY]
 
 
 def test_a_slow_link_is_named_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 
+import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.contracts import from_json, to_json
-from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, NodeOffer, place
+from resihp._preemption import PreemptionNotice
+from resihp.contracts import JobStoppedError, from_json, to_json
+from resihp.elastic.rendezvous.store import connect_store, host_store
+from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer, place
+from resihp.launch.launcher_store import LauncherStore
+from resihp.launch.nodes import Nodes
+from resihp.launch.options import Options
 from resihp.launch.restart_policy import Failure
 
 OFFERS = st.lists(st.integers(0, 4), min_size=1, max_size=6).map(
@@ -58,3 +67,25 @@ def test_documents_survive_the_store() -> None:
     assert from_json(Attempt, to_json(attempt)) == attempt
     end = AttemptEnd(EndKind.FAILURE, "node 1 was lost", Failure(3, 2, -9, node=1))
     assert from_json(AttemptEnd, to_json(end)) == end
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_joiner_waits_for_the_first_attempt(has_ended: bool) -> None:
+    """The launcher that hosts the store is not ready yet."""
+    limit, host = timedelta(minutes=1), "127.0.0.1"
+    server = host_store(host, 0, limit)
+    store = f"{host}:{server.port}"
+    options = Options.parse(["--join", "2", "--rdzv-endpoint", store, "script.py"])
+    nodes = Nodes(options, PreemptionNotice())
+    others = LauncherStore(dist.PrefixStore("resihp-run", connect_store(host, server.port, limit)))
+    attempt = Attempt(0, server.port, place([NodeOffer("a", 0, (0, 1))], most=1))
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(nodes.begin, NodeOffer("b", 1, (0,)), bool)
+        with pytest.raises(TimeoutError):
+            begun.result(0.5)
+        others.publish(0, JobEnd(0, "completed") if has_ended else attempt)
+        if not has_ended:
+            assert begun.result(60) == attempt
+        else:
+            with pytest.raises(JobStoppedError, match="the job has ended"):
+                begun.result(60)
