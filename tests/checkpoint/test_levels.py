@@ -413,3 +413,25 @@ def test_node_memory_is_the_launchers(tmp_path: Path, monkeypatch: pytest.Monkey
         train(saver, range(3))
     assert LocalDisk(tmp_path).steps() == [2]
     assert_stamped(back_from(NodeMemory())[1], 2)
+
+
+def test_a_folder_that_a_rank_which_gives_up_deletes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so whenever the folder is empty, twice here."""
+    made: list[Path] = []
+
+    def mkdir(self: Path, *arguments: object, **options: bool) -> None:
+        os.makedirs(self, exist_ok=True)
+        made.append(self)
+        if len(made) <= 2:
+            self.rmdir()
+
+    disk = LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        saver.save(0, stamped(0))
+        assert saver.wait(60)
+        monkeypatch.undo()
+    assert disk.steps() == [0], saver.counters.failures
+    assert len(made) == 3

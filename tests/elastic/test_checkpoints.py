@@ -199,7 +199,7 @@ def test_pieces_of_one_layout_fill_any_other(
     where = level_at(f"{scheme}://{tmp_path}" if scheme else tmp_path)
     setup = Setup(MODELS["tied"], optimizer, batch)
     before, after = LAYOUTS["uneven"], LAYOUTS["grid"]
-    checkpoints = Checkpoints(lambda: [where], EveryStep())
+    checkpoints = Checkpoints(lambda: [where], EveryStep(), host_cache_bytes=1 << 25)
     store = HashStore()
 
     def keeper(rank: int) -> CheckpointManager:

@@ -62,6 +62,7 @@ class LocalDisk(CheckpointFolder):
         try:
             part.mkdir(parents=True, exist_ok=True)
             self._reuse(target)
+            _create(target)
             write_file(checkpoint, target, self.name)
             if checkpoint.uploads:
                 checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
@@ -171,6 +172,14 @@ class _FileWrite:
 def _free_bytes(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+def _create(target: Path) -> None:
+    """Create a file unless it exists, again if a rank that gives up deletes the empty folder."""
+    while True:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return target.touch()
 
 
 def _discard(target: Path) -> None:

@@ -167,6 +167,7 @@ class CheckpointManager(StateManager):
             EveryStep(),
             ranks=IndependentRank(self._rank, plan.layout.ranks, f"{self._job}.{generation}"),
             clock=lambda: self._started + generation,
+            host_cache_bytes=self._checkpoints.host_cache_bytes,
         )
         spans = writers(plan.layout, self._setup.model.parameters)[self._rank]
         policy = self._checkpoints.policy

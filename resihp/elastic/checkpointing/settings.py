@@ -22,6 +22,8 @@ class Checkpoints:
     in_memory  checkpoints of each rank kept in its own memory and in a peer's, on another host
             where there is one; 0: none. With 2, the previous one is whole when a rank is lost
             during the transfer of the newest
+    host_cache_bytes  host memory of each rank for copies on their way to the levels, at least
+            32 MiB; see `resihp.checkpoint.Checkpointer`
 
     A job that finds checkpoints at its start continues from the newest usable one. Needs
     `resihp[checkpoint]`.
@@ -30,3 +32,4 @@ class Checkpoints:
     levels: Callable[[], Sequence[Level]]
     policy: SavePolicy
     in_memory: int = 0
+    host_cache_bytes: int | None = None
