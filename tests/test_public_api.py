@@ -27,12 +27,13 @@ PACKAGES = (
     "resihp.integrations.lightning",
     "resihp.integrations.megatron",
     "resihp.integrations.ray",
+    "resihp.integrations.ray_launch",
     "resihp.integrations.torchtitan",
     "resihp.integrations.deepspeed",
     "resihp.testing",
 )
 ON_PURPOSE = (
-    "If that is on purpose, run `python tests/test_public_api.py`, which rewrites "
+    "If that is on purpose, run `python -m tests.test_public_api`, which rewrites "
     "tests/public_api.json, and say so in the commit message."
 )
 _OURS = re.compile(r"(resihp|detector|scheduler|service)\b")

@@ -49,6 +49,7 @@ class AttemptCoordinator:
         self._failures = store.failures()
         self._token = token or secrets.token_hex(16)
         self._pause = _RestartPause()
+        self._begun_s = time.monotonic()  # of the newest attempt, as far as it is known here
 
     def first(self) -> Attempt | JobEnd:
         """Wait for the launchers, and return the first attempt, whose port is not known yet.
@@ -95,7 +96,7 @@ class AttemptCoordinator:
         why = end.why if end is not None else "ranks ended without having completed"
         failure = end.failure if end is not None else None
         if lost and (failure is None or failure.node is None):
-            failure = _loss_of(lost[0], attempt, step)
+            failure = self._loss_of(lost[0], attempt, step)
         if failure is not None:
             self._failures.append(failure)
             self._store.keep_failures(self._failures)
@@ -147,6 +148,7 @@ class AttemptCoordinator:
         self, attempt: Attempt, plan: Plan | None, step: int, *, same_ranks: bool = False
     ) -> Attempt:
         """The attempt, after noting that it begins."""
+        self._begun_s = time.monotonic()
         self._pause.restarted(plan, step)
         memories = tuple(offer.memory for offer in self._offers() if offer.memory is not None)
         attempt = replace(attempt, token=self._token, memories=memories)
@@ -177,8 +179,12 @@ class AttemptCoordinator:
         """True if a node is about to be taken away: nobody waits for its ranks."""
         return self._heartbeats is not None and self._store.is_marked(node.id, "leaves")
 
+    def _loss_of(self, node: NodeRanks, attempt: Attempt, step: int) -> Failure:
+        lasted_s = time.monotonic() - self._begun_s
+        return Failure(attempt.number, node.first, -9, "", step, node.node, lasted_s)
+
     def _end_by_loss(self, node: NodeRanks, attempt: Attempt, step: int) -> None:
-        failure = _loss_of(node, attempt, step)
+        failure = self._loss_of(node, attempt, step)
         self._store.end(attempt.number, AttemptEnd(EndKind.FAILURE, str(failure), failure))
 
     def _lost(self, attempt: Attempt) -> list[NodeRanks]:
@@ -261,10 +267,6 @@ class _RestartPause:
             return None
         plan, self._plan = self._plan, None
         return plan
-
-
-def _loss_of(node: NodeRanks, attempt: Attempt, step: int) -> Failure:
-    return Failure(attempt.number, node.first, -9, step=step, node=node.node)
 
 
 def _exit_status(status: int) -> int:

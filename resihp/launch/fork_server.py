@@ -217,7 +217,7 @@ class _Server:
     def _leave(self, server: int) -> None:
         """Turn this forked child into a process of its own that ends with the server."""
         os.setsid()
-        _end_with(server)
+        end_with(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._signals, self._wakeup):
@@ -271,7 +271,7 @@ def _folder_of(command: Command) -> str:
     return str(Path(command.target).resolve().parent) if is_script else os.getcwd()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have this process killed when its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -326,7 +326,7 @@ def _run_script(path: str) -> None:
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    _end_with(int(sys.argv[2]))
+    end_with(int(sys.argv[2]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
     for name in _PRELOADED:
         importlib.import_module(name)

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
+SHORT_ATTEMPT_S = 600.0
+"""An attempt that ran for longer is taken for progress where no step is known."""
+_NO_LATER = 1.5
+_START_S = 30.0
 _DEVICE_WORDS = (
     "cuda error",
     "uncorrectable ecc",
@@ -33,8 +37,9 @@ class Failure:
     attempt  number of the attempt, from 0
     status   exit status, or minus the signal that killed the process
     message  `error_line` of its stderr
-    step     last step whose state is kept, -1 if there is none
+    step     last step whose state is kept, -1 if there is none, or none that the launcher knows of
     node     index of a node that was lost with its launcher; None: a rank failed
+    lasted_s seconds for which the ranks of the attempt had run
     """
 
     attempt: int
@@ -43,6 +48,7 @@ class Failure:
     message: str = ""
     step: int = -1
     node: int | None = None
+    lasted_s: float = 0.0
 
     @property
     def is_of_device(self) -> bool:
@@ -95,6 +101,10 @@ def decide(failures: Sequence[Failure], *, max_restarts: int | None = None) -> D
     `ATTEMPTS_WITHOUT_PROGRESS` failures of any kind in a row at the same step, the next attempt is
     not expected to get further.
 
+    A script that keeps its checkpoints elsewhere does not tell its step. An error is the same one
+    then if it came no later in its attempt, up to the time of a start, and attempts are without
+    progress if they were short and the user has set no limit.
+
     >>> decide([Failure(0, 2, -9)]).restarts
     True
     >>> bug = Failure(0, 1, 1, "ValueError: no such sample", step=6)
@@ -108,11 +118,22 @@ def decide(failures: Sequence[Failure], *, max_restarts: int | None = None) -> D
     if before is not None and last.is_of_script and _is_repeated(before, last):
         return Decision(False, f"{last} in the same way as before: {last.message}")
     recent = failures[-ATTEMPTS_WITHOUT_PROGRESS:]
-    if len(recent) == ATTEMPTS_WITHOUT_PROGRESS and len({one.step for one in recent}) == 1:
+    if len(recent) == ATTEMPTS_WITHOUT_PROGRESS and _are_stuck(recent, max_restarts):
         return Decision(False, f"{last}, for the third time without progress")
     return Decision(True, str(last))
 
 
 def _is_repeated(before: Failure, last: Failure) -> bool:
     """True if two failures are one: of the same step, with the same words."""
+    if last.step < 0 and last.lasted_s > _NO_LATER * before.lasted_s + _START_S:
+        return False
     return (before.status, before.message, before.step) == (last.status, last.message, last.step)
+
+
+def _are_stuck(failures: Sequence[Failure], max_restarts: int | None) -> bool:
+    """True if the last of these attempts has got no further than the first."""
+    if len({failure.step for failure in failures}) > 1:
+        return False
+    is_known = failures[-1].step >= 0
+    is_short = all(failure.lasted_s < SHORT_ATTEMPT_S for failure in failures)
+    return is_known or (is_short and max_restarts is None)

@@ -113,6 +113,7 @@ class Supervisor:
         self._consequence: _Consequence | None = None
         self._end: AttemptEnd | None = None
         self._kill_at_s = inf
+        self._begun_s = time.monotonic()
         self._has_left = False
 
     def run(self) -> int:
@@ -145,7 +146,7 @@ class Supervisor:
             self._server.close()
             self._server = ForkServer(self._environment.of_all_ranks())
         self._ranks, self._failed, self._end, self._kill_at_s = {}, None, None, inf
-        self._consequence = None
+        self._consequence, self._begun_s = None, time.monotonic()
         if self._memory_server is not None:
             self._memory_server.token = attempt.token
         index = attempt.index_of(self._nodes.id)
@@ -247,7 +248,8 @@ class Supervisor:
         """
         message = error_line(rank.output.last_lines())
         step = self._memory.newest_step()
-        failure = Failure(attempt.number, rank.rank, status, message, step)
+        lasted_s = time.monotonic() - self._begun_s
+        failure = Failure(attempt.number, rank.rank, status, message, step, lasted_s=lasted_s)
         if not failure.is_of_lost_peer:
             self._report(attempt, rank, failure)
         elif self._consequence is None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from resihp.launch.restart_policy import (
     ATTEMPTS_WITHOUT_PROGRESS,
+    SHORT_ATTEMPT_S,
     Failure,
     decide,
     error_line,
@@ -16,8 +17,8 @@ from resihp.launch.restart_policy import (
 ERROR = "ValueError: no such sample"
 
 
-def failed(status: int, message: str = "", step: int = -1) -> Failure:
-    return Failure(0, 0, status, message, step)
+def failed(status: int, message: str = "", step: int = -1, lasted_s: float = 0.0) -> Failure:
+    return Failure(0, 0, status, message, step, lasted_s=lasted_s)
 
 
 def test_an_error_of_the_script_gets_one_more_try() -> None:
@@ -75,7 +76,24 @@ def test_kills_go_on_as_long_as_steps_are_kept(steps: list[int]) -> None:
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 8))
 def test_the_limit_of_the_user_holds(steps: list[int], limit: int) -> None:
     failures = [failed(-9, step=step) for step in steps]
+    limited = decide(failures, max_restarts=limit)
     if len(failures) > limit:
-        assert not decide(failures, max_restarts=limit).restarts
+        assert not limited.restarts
+    elif steps[-1] < 0:
+        assert limited.restarts, "no step is known, and the user has said how often"
     else:
-        assert decide(failures, max_restarts=limit) == decide(failures)
+        assert limited == decide(failures)
+
+
+def test_attempts_of_an_unknown_step_are_without_progress_if_they_are_short() -> None:
+    short, long = failed(-9, lasted_s=60.0), failed(-9, lasted_s=SHORT_ATTEMPT_S)
+    assert not decide([short] * ATTEMPTS_WITHOUT_PROGRESS).restarts
+    assert decide([short, long, short]).restarts
+    assert decide([short] * ATTEMPTS_WITHOUT_PROGRESS, max_restarts=5).restarts
+
+
+def test_an_error_of_an_unknown_step_that_comes_later_is_another_one() -> None:
+    first = failed(1, ERROR, lasted_s=3600.0)
+    assert not decide([first, failed(1, ERROR, lasted_s=400.0)]).restarts
+    assert not decide([first, failed(1, ERROR, lasted_s=3700.0)]).restarts
+    assert decide([first, failed(1, ERROR, lasted_s=7200.0)]).restarts
