@@ -41,7 +41,7 @@ tests: setup
 	$(BIN)/python -m pytest --numprocesses 6 --dist worksteal $(ARGS)
 
 integrations: .venv-integrations/.installed  ## the trainers that people use, in an environment of their own
-	.venv-integrations/bin/python -m pytest -m integrations tests/integrations $(ARGS)
+	.venv-integrations/bin/python -m pytest -m "integrations and not soak" tests/integrations $(ARGS)
 
 .venv-integrations/.installed: pyproject.toml constraints-integrations.txt
 	$(PYTHON) -m venv .venv-integrations
@@ -61,8 +61,9 @@ test-torch-next: .venv-torch-next/.installed  ## the elastic runtime on a newer 
 	$(TORCH_NEXT) -m pip install --quiet --disable-pip-version-check -c constraints-torch-next.txt -e '.[dev]'
 	@touch $@
 
-soak: setup  ## the long campaigns
-	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+soak: setup .venv-integrations/.installed  ## the long campaigns
+	$(BIN)/python -m pytest -m "soak and not integrations" --timeout 3600 $(ARGS)
+	.venv-integrations/bin/python -m pytest -m "integrations and soak" --timeout 3600 tests/integrations $(ARGS)
 
 gpu:  ## what needs a CUDA device, half an hour, in a Python with its torch (PYTHON=... ARGS="--part 1")
 	$(PYTHON) -m benchmarks.gpu $(ARGS)

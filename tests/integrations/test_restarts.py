@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RANKS, TIMEOUT_S = 3, 600.0
 
-pytestmark = pytest.mark.integrations
+pytestmark = [pytest.mark.integrations, pytest.mark.soak]
 
 
 def launched(script: str, folder: Path, *events: str) -> subprocess.CompletedProcess[str]:
