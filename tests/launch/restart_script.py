@@ -43,7 +43,7 @@ def end(events: list[str], rank: int, attempt: int, step: int, saver: Checkpoint
                 Path(f"{kind}-{attempt}").touch()
                 while kind != "hold" or not Path("go").exists():
                     time.sleep(0.02)
-                return
+                continue
             if kind == "device":
                 raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
             os.kill(os.getpid(), signal.SIGKILL)
