@@ -3,7 +3,7 @@
 A checkpoint that not every rank takes part in is abandoned by all, and a level that not every rank
 puts it into does without. If the state of any rank has new shapes, all ranks exchange their save
 items in the vote on that save, and plan anew at their next save; until then their checkpoints are
-abandoned.
+abandoned. Without an answer, because a rank is lost or too late, every rank keeps its own.
 """
 
 from __future__ import annotations
@@ -89,18 +89,20 @@ class VoteQueue:
         self._thread.shutdown(wait=False)
 
     def _hold(self, vote: Vote) -> None:
-        is_held, agreed = True, 0
+        agreed: int | None = None
         try:
             agreed = self._agreed(vote)
         except RuntimeError as problem:
-            is_held = False
             self._problems.report("vote of the ranks", problem)
             if not vote.gathered.done():
                 vote.gathered.set_exception(problem)
         checkpoint = vote.begun.result()
         if checkpoint is None:
             return
-        if is_held and not agreed:
+        if agreed is None:
+            checkpoint.settle(checkpoint.receivers)
+            return
+        if not agreed:
             self._abandon(checkpoint)
         checkpoint.settle(name for bit, name in enumerate(self._levels) if agreed >> bit & 1)
 

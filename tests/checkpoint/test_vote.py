@@ -126,6 +126,23 @@ def test_a_node_whose_disk_is_behind_finds_its_step_on_the_others(
     assert [saver.counters.vetoed for saver in pair.savers] == [4, 0]
 
 
+def test_without_a_vote_every_rank_keeps_its_own(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection of the votes is broken for good by a rank that came too late once."""
+    disks = [Disk(tmp_path, rank) for rank in RANKS]
+    pair = Pair(lambda rank: [disks[rank]], stack)
+    pair.save(0)
+
+    def broken(self: RankOfThread, bits: int) -> int:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(RankOfThread, "common_bits", broken)
+    pair.save(1)
+    pair.save(2)
+    assert [disk.steps() for disk in disks] == [[1, 2], [1, 2]]
+
+
 def test_a_level_that_one_rank_is_behind_with_goes_without(
     tmp_path: Path, stack: ExitStack
 ) -> None:
