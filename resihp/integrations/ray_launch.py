@@ -37,9 +37,9 @@ def run(
     group      a placement group that is ready; a bundle has what the ranks of one node use
     variables  environment of the launchers and ranks, in addition to that of Ray's workers
 
-    A launcher whose node or actor is lost is started again once Ray has replaced the bundle, and
-    waits there as a standby; None: it was lost last. That of bundle 0 hosts the store unless
-    `--rdzv-endpoint` names one in Redis: without either the job ends.
+    A launcher whose node or actor is lost is started again once Ray has replaced the bundle; None:
+    it was lost last. That of bundle 0 hosts the store, and its loss ends the job, unless
+    `--rdzv-endpoint` names a Redis.
 
     Raises `ContractError` for arguments that place a node.
     """

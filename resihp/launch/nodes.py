@@ -164,9 +164,7 @@ class Nodes:
             ):
                 self._recovering.add(number)
         except dist.DistError:
-            if self._of_ranks is self._of_launchers:
-                raise
-            # Its host is gone, or has begun the next attempt already.
+            _log.debug("the host of the ranks' store is gone, or has begun the next attempt")
         return number in self._recovering
 
     def stop(self) -> None:
