@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from resihp.contracts import ContractError
+from resihp.launch.options import Options
 
 __all__ = ["run"]
 
@@ -43,7 +44,7 @@ def run(
 
     Raises `ContractError` for arguments that place a node.
     """
-    placing = [one for one in arguments if one.split("=")[0] in _PLACE]
+    placing = [one for one in _options_of(arguments) if one.split("=")[0] in _PLACE]
     if placing:
         raise ContractError("arguments", f"{placing[0]}: the placement group says so")
     return _Job(import_module("ray"), arguments, group, variables or {}).run()
@@ -76,9 +77,10 @@ class _Job:
         self._count = len(group.bundle_specs)
         self._actors = [self._placed(bundle) for bundle in range(self._count)]
         self._common = ["--rdzv-id", f"ray-{group.id.hex()}"]
-        if not _names(arguments, "--nnodes"):
+        given = _options_of(arguments)
+        if not _names(given, "--nnodes"):
             self._common += ["--nnodes", str(self._count)]
-        self._is_host_needed = not _names(arguments, "--rdzv-endpoint")
+        self._is_host_needed = not _names(given, "--rdzv-endpoint")
         if self._is_host_needed:
             self._common += ["--rdzv-endpoint", ray.get(self._actors[0].address.remote())]
 
@@ -130,6 +132,12 @@ class _Job:
             cause = str(error).splitlines()[0]
             _log.warning("the launcher of bundle %d is lost: %s", bundle, cause)
             return None
+
+
+def _options_of(arguments: Sequence[str]) -> Sequence[str]:
+    """The launcher's part of a command line, without that of the script."""
+    placed = ["--nnodes", "65536", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:1", *arguments]
+    return arguments[: len(arguments) - len(Options.parse(placed).command.arguments)]
 
 
 def _names(arguments: Sequence[str], option: str) -> bool:

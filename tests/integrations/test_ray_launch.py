@@ -96,3 +96,8 @@ def test_a_lost_actor_is_replaced_and_its_bundle_takes_part_again(ray: Any, tmp_
 def test_the_place_of_a_node_is_the_groups() -> None:
     with pytest.raises(ContractError, match="--node-rank=1: the placement group says so"):
         ray_launch.run(["--node-rank=1", "train.py"], SimpleNamespace())
+
+
+def test_options_of_the_script_are_its_own() -> None:
+    command = ["--nnodes", "2", "train.py", "--node-rank=1", "--rdzv-endpoint", "here"]
+    assert ray_launch._options_of(command) == command[:3]
