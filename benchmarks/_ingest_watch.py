@@ -28,13 +28,10 @@ def spent_s(pid: int) -> float:
     return sum(map(int, times)) * _TICK_S + sum(map(spent_s, children(pid)))
 
 
-def peak_mb(pid: int) -> float:
-    """Largest resident memory of a process so far."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return 0.0
-    return next(int(s.split()[1]) / 1e3 for s in status.splitlines() if s.startswith("VmHWM"))
+def memory_mb(pid: int, which: str = "VmRSS") -> float:
+    """Resident memory of a process; with "VmHWM" the largest so far."""
+    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
+    return next((int(s.split()[1]) / 1e3 for s in lines if s.startswith(which)), 0.0)
 
 
 def children(pid: int) -> list[int]:

@@ -11,8 +11,8 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from .errors import ContractError
@@ -42,116 +42,171 @@ def to_json(value: Any) -> Any:
 
 def from_json(cls: type[T], value: Any, path: str = "") -> T:
     """The instance of `cls` that `value` describes. Raises `ContractError` naming the field."""
-    return typing.cast(T, _convert(cls, value, path))
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        return _convert_optional(kind, value, path)
-    if origin is tuple:
-        return _convert_tuple(typing.get_args(kind), value, path)
-    if origin is not None and issubclass(origin, Mapping):
-        return _convert_mapping(typing.get_args(kind), value, path)
-    if dataclasses.is_dataclass(kind):
-        return _convert_dataclass(kind, value, path)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _convert_enum(kind, value, path)
-    return _convert_scalar(kind, value, path)
-
-
-def _convert_optional(kind: Any, value: Any, path: str) -> Any:
-    options = [option for option in typing.get_args(kind) if option is not type(None)]
-    if value is None and len(options) < len(typing.get_args(kind)):
-        return None
-    if len(options) != 1:
-        raise AssertionError(f"{kind} is not a plain optional")
-    return _convert(options[0], value, path)
-
-
-def _convert_tuple(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ContractError(path, f"must be a list, not {_name(value)}")
-    if len(args) == 2 and args[1] is Ellipsis:
-        args = (args[0],) * len(value)
-    if len(args) != len(value):
-        raise ContractError(path, f"must hold {len(args)} values, not {len(value)}")
-    pairs = zip(args, value, strict=True)
-    return tuple(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(pairs))
-
-
-def _convert_mapping(args: tuple[Any, ...], value: Any, path: str) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ContractError(path, f"must be an object, not {_name(value)}")
-    return {
-        _key(args[0], key, path): _convert(args[1], item, _join(path, str(key)))
-        for key, item in value.items()
-    }
-
-
-def _key(kind: Any, key: Any, path: str) -> Any:
-    """JSON keys are strings; integer keys are written in decimal."""
-    if kind is int and isinstance(key, str):
-        try:
-            return int(key)
-        except ValueError:
-            raise ContractError(_join(path, key), "the key must be a whole number") from None
-    return _convert(kind, key, _join(path, str(key)))
-
-
-def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ContractError(path, f"must be an object, not {_name(value)}")
-    hints = _hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    for key in value:
-        if key not in fields:
-            known = ", ".join(fields)
-            raise ContractError(_join(path, str(key)), f"unknown field; known are {known}")
-    arguments = {}
-    for name, field in fields.items():
-        if name in value:
-            arguments[name] = _convert(hints[name], value[name], _join(path, name))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ContractError(_join(path, name), "is missing")
     try:
-        return cls(**arguments)
+        return typing.cast(T, _converter(typing.cast(Hashable, cls))(value))
     except ContractError as error:
         raise ContractError(_join(path, error.field), error.problem) from None
 
 
-def _convert_enum(kind: type[enum.Enum], value: Any, path: str) -> enum.Enum:
+_Convert = Callable[[Any], Any]
+"""Converts a JSON value. Raises `ContractError` with the path of the field within the value."""
+
+
+@cache
+def _converter(kind: Any) -> _Convert:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _optional(kind, args)
+    if origin is tuple:
+        return _tuple(args)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(*args)
+    if dataclasses.is_dataclass(kind):
+        return _DataclassConverter(kind)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _enum(kind)
+    scalars: dict[Any, _Convert] = {int: _whole_number, float: _number, Any: _any}
+    return scalars.get(kind) or _instance(kind)
+
+
+def _optional(kind: Any, args: tuple[Any, ...]) -> _Convert:
+    options = [option for option in args if option is not type(None)]
+    if len(options) != 1 or len(args) != 2:
+        raise AssertionError(f"{kind} is not a plain optional")
+    convert = _converter(options[0])
+    return lambda value: None if value is None else convert(value)
+
+
+def _within(place: str, convert: _Convert, value: Any) -> Any:
+    """The converted value at a place of another one."""
     try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(str(member.value) for member in kind)
-        raise ContractError(path, f"must be one of {known}, not {value!r}") from None
+        return convert(value)
+    except ContractError as error:
+        raise ContractError(_join(place, error.field), error.problem) from None
 
 
-def _convert_scalar(kind: Any, value: Any, path: str) -> Any:
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+def _tuple(args: tuple[Any, ...]) -> _Convert:
+    is_open = len(args) == 2 and args[1] is Ellipsis
+    converters = [_converter(kind) for kind in (args[:1] if is_open else args)]
+
+    def convert(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ContractError("", f"must be a list, not {_name(value)}")
+        by_place = converters * len(value) if is_open else converters
+        if len(by_place) != len(value):
+            raise ContractError("", f"must hold {len(by_place)} values, not {len(value)}")
         try:
-            number = float(value)
-        except OverflowError:  # a whole number beyond all floats
-            number = math.inf
-        if not math.isfinite(number):
-            raise ContractError(path, "must be finite")
-        return number
-    if kind is int and _is_int(value) and not -_MOST <= value <= _MOST:
-        raise ContractError(path, f"must be at most {_MOST}")
-    if kind is Any or (_is_int(value) if kind is int else isinstance(value, kind)):
+            return tuple(one(item) for one, item in zip(by_place, value, strict=True))
+        except ContractError:  # of which place
+            for i, (one, item) in enumerate(zip(by_place, value, strict=True)):
+                _within(f"[{i}]", one, item)
+            raise
+
+    return convert
+
+
+def _mapping(key_kind: Any, kind: Any) -> _Convert:
+    convert_key, convert_item = _converter(key_kind), _converter(kind)
+
+    def key_of(key: Any) -> Any:
+        """JSON keys are strings; integer keys are written in decimal."""
+        if key_kind is not int or not isinstance(key, str):
+            return convert_key(key)
+        try:
+            return int(key)
+        except ValueError:
+            raise ContractError("", "the key must be a whole number") from None
+
+    def convert(value: Any) -> dict[Any, Any]:
+        if not isinstance(value, Mapping):
+            raise ContractError("", f"must be an object, not {_name(value)}")
+        return {
+            _within(str(key), key_of, key): _within(str(key), convert_item, item)
+            for key, item in value.items()
+        }
+
+    return convert
+
+
+class _DataclassConverter:
+    """Converts objects to instances of a dataclass, whose fields are looked at once it is used: it
+    may hold others of its kind."""
+
+    def __init__(self, cls: Any) -> None:
+        self._cls = cls
+
+    @cached_property
+    def _fields(self) -> dict[str, _Convert]:
+        hints = typing.get_type_hints(self._cls)
+        return {f.name: _converter(hints[f.name]) for f in dataclasses.fields(self._cls) if f.init}
+
+    @cached_property
+    def _required(self) -> list[str]:
+        unset = dataclasses.MISSING
+        return [
+            f.name
+            for f in dataclasses.fields(self._cls)
+            if f.init and f.default is unset and f.default_factory is unset
+        ]
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ContractError("", f"must be an object, not {_name(value)}")
+        fields = self._fields
+        for key in value:
+            if key not in fields:
+                known = ", ".join(fields)
+                raise ContractError(str(key), f"unknown field; known are {known}")
+        for name in self._required:
+            if name not in value:
+                raise ContractError(name, "is missing")
+        return self._cls(**{key: _within(key, fields[key], value[key]) for key in value})
+
+
+def _enum(kind: type[enum.Enum]) -> _Convert:
+    def convert(value: Any) -> enum.Enum:
+        try:
+            return kind(value)
+        except ValueError:
+            known = ", ".join(str(member.value) for member in kind)
+            raise ContractError("", f"must be one of {known}, not {value!r}") from None
+
+    return convert
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ContractError("", f"must be a number, not {_name(value)}")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise ContractError("", "must be finite")
+    return number
+
+
+def _whole_number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ContractError("", f"must be a whole number, not {_name(value)}")
+    if not -_MOST <= value <= _MOST:
+        raise ContractError("", f"must be at most {_MOST}")
+    return value
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+def _instance(kind: Any) -> _Convert:
+    words = {str: "a string", bool: "true or false"}.get(kind, kind)
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ContractError("", f"must be {words}, not {_name(value)}")
         return value
-    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    raise ContractError(path, f"must be {words.get(kind, kind)}, not {_name(value)}")
 
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return convert
 
 
 def _join(path: str, name: str) -> str:

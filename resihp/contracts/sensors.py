@@ -75,8 +75,8 @@ class SensorSample:
 
     def readings(self) -> dict[str, float]:
         """The readings by the names of their sensors, without those that were not measured."""
-        found = ((name, getattr(self, name)) for name in SENSOR_NAMES)
-        return {name: value for name, value in found if value is not None}
+        held = self.__dict__.items()  # in the order of the fields, of which the first is `seconds`
+        return {name: value for name, value in held if value is not None and name != "seconds"}
 
 
 SENSOR_NAMES = tuple(field.name for field in fields(SensorSample) if field.name != "seconds")

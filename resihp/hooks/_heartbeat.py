@@ -21,6 +21,12 @@ from ._stats import FailureLog
 
 _UNCONDITIONAL = 10
 """A heartbeat is sent once in so many intervals even while telemetry shows that the rank lives."""
+_SENSORS_EVERY = 5
+"""Sensors are told once in so many intervals at most."""
+_SLOWEST = 2.5
+"""Longest interval under a sidecar that is behind, in usual ones; a rank counts as dead after many
+more."""
+_MARGIN = 1.25  # of the interval of messages, which are signs of life too
 _EXCHANGES = (Op.P2P, Op.COLLECTIVE)
 
 
@@ -33,7 +39,8 @@ class HeartbeatReceiver(Protocol):
 
 
 class HeartbeatSender:
-    """Sends a heartbeat every `interval_s` in which no telemetry was accepted; 0: never.
+    """Sends a heartbeat every `interval_s` in which no telemetry was accepted; 0: never. While the
+    sidecar asks for fewer messages, the interval is longer.
 
     All methods are called by the sender's thread, and the position is what this thread sees of the
     training thread, which therefore pays nothing. A heartbeat that is lost is not repeated.
@@ -64,7 +71,8 @@ class HeartbeatSender:
         """Start as the process `process` that has not sent anything."""
         self._process, self._sequence = process, 0
         self._is_known = False
-        self._last_sign_s = self._last_beat_s = float("-inf")
+        self._last_sign_s = self._last_beat_s = self._sensors_s = float("-inf")
+        self._message_interval_s = 0.0
         self._seen: tuple[int, Span | None, bool, int] | None = None
         self._since_s = monotonic()
         self._step, self._passes = -1, 0
@@ -83,14 +91,15 @@ class HeartbeatSender:
         passes = (batch.step == step) & (batch.op <= Op.BACKWARD)
         self._passes += int(np.count_nonzero(passes))
 
-    def telemetry_accepted(self) -> None:
-        """Note that a message of records has shown that this rank lives.
+    def telemetry_accepted(self, interval_s: float) -> None:
+        """Note that a message of records has shown that this rank lives; the next one follows after
+        `interval_s`.
 
         A heartbeat follows the first one at once: those before were of an unknown job.
         """
         if not self._is_known:
             self._is_known, self._last_beat_s = True, float("-inf")
-        self._last_sign_s = monotonic()
+        self._last_sign_s, self._message_interval_s = monotonic(), interval_s
 
     def observe(self, entries: int) -> None:
         """Look where the training thread is; `entries` counts the records that it has made."""
@@ -108,7 +117,8 @@ class HeartbeatSender:
         if self._sampler is not None:
             self._sampler.tick()
         since_beat_s = now_s - self._last_beat_s
-        is_silent = now_s - max(self._last_sign_s, self._last_beat_s) >= interval_s
+        silence_s = min(max(interval_s, _MARGIN * self._message_interval_s), _SLOWEST * interval_s)
+        is_silent = now_s - max(self._last_sign_s, self._last_beat_s) >= silence_s
         if is_silent or since_beat_s >= _UNCONDITIONAL * interval_s:
             self._last_beat_s = now_s
             self._send(left=False, error="")
@@ -120,14 +130,16 @@ class HeartbeatSender:
 
     def _send(self, *, left: bool, error: str) -> None:
         self._sequence += 1
-        position = self._position()
+        position, now_s = self._position(), monotonic()
+        is_old = now_s - self._sensors_s >= (_SENSORS_EVERY - 0.5) * self.interval_s
+        sampler = self._sampler if is_old and not left else None
         heartbeat = Heartbeat(
             ranks=(self._rank,),
             process=self._process,
             sequence=self._sequence,
             step=position.step,
             position=position,
-            sensors=self._sampler.sample() if self._sampler is not None and not left else None,
+            sensors=sampler.sample() if sampler is not None else None,
             left=left,
             error=error[:1_000],
         )
@@ -142,8 +154,9 @@ class HeartbeatSender:
             if refused and lost.status not in (UNKNOWN_JOB, 429):
                 self._failures.warn_once("heartbeat", f"the sidecar refuses heartbeats: {lost}")
         else:
-            if heartbeat.sensors is not None and self._sampler is not None:
-                self._sampler.keep()
+            if heartbeat.sensors is not None and sampler is not None:
+                sampler.keep()
+                self._sensors_s = now_s
             if self._is_asked:
                 self._told_since_s = self._since_s
             is_told = self._told_since_s == self._since_s

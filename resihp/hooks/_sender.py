@@ -267,7 +267,7 @@ class Sender:
             else:
                 self._pace.accepted(answer)
                 self._registration.known()
-                self._heartbeat.telemetry_accepted()
+                self._heartbeat.telemetry_accepted(self._pace.interval_s)
                 self._probes.add(answer, self._rank)
                 return True
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..store.documents import MessageKind
 from ..store.http_store import HttpStore
@@ -17,9 +16,11 @@ _MOST = 4_096
 
 @dataclass
 class _Batch:
-    """`asked` is set when they are `done`: the outcome for each request that has part in it."""
+    """Heartbeats as JSON. `asked` is set when they are `done`: the outcome for each request with a
+    part in it."""
 
-    heartbeats: list[dict[str, Any]] = field(default_factory=list)
+    heartbeats: list[bytes] = field(default_factory=list)
+    number: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     asked: frozenset[int] | Exception = frozenset()
 
@@ -32,18 +33,20 @@ class HeartbeatBatches:
         self._open: dict[str, _Batch] = {}
         self._tasks = set[asyncio.Task[None]]()
 
-    async def add(self, job: str, heartbeats: list[dict[str, Any]]) -> frozenset[int]:
-        """Store heartbeats; return the ranks of the job whose stacks are asked for.
+    async def add(self, job: str, heartbeats: bytes, number: int) -> frozenset[int]:
+        """Store so many heartbeats, as JSON between commas; return the ranks of the job whose
+        stacks are asked for.
 
         Raises the errors of `HttpStore.put`.
         """
         batch = self._open.get(job)
-        if batch is None or len(batch.heartbeats) >= _MOST:
+        if batch is None or batch.number >= _MOST:
             batch = self._open[job] = _Batch()
             task = asyncio.create_task(self._store_later(job, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        batch.heartbeats += heartbeats
+        batch.heartbeats.append(heartbeats)
+        batch.number += number
         await batch.done.wait()
         if isinstance(batch.asked, Exception):
             raise batch.asked
@@ -53,7 +56,7 @@ class HeartbeatBatches:
         await asyncio.sleep(_WINDOW_S)
         if self._open.get(job) is batch:
             del self._open[job]
-        body = json.dumps({"heartbeats": batch.heartbeats}, separators=(",", ":")).encode()
+        body = b'{"heartbeats":[%s]}' % b",".join(batch.heartbeats)
         try:
             stored = await self._store.put(job, MessageKind.HEARTBEAT, body, status="stacks")
             batch.asked = frozenset(json.loads(stored.status or b"[]"))

@@ -73,14 +73,13 @@ async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]
     async with ctx.turns:
         body = await bodies.read_heartbeats(request)
         await asyncio.sleep(0)  # else all that wait would have their turns at once
-    heartbeats = body.root if isinstance(body, bodies.HeartbeatList) else [body]
-    documents = [heartbeat.model_dump(exclude_defaults=True) for heartbeat in heartbeats]
-    ranks = {rank for heartbeat in heartbeats for rank in heartbeat.ranks}
-    asked = await ctx.heartbeats.add(job, documents) & ranks
-    answer: dict[str, Any] = {"accepted": len(ranks)}
-    if isinstance(body, bodies.HeartbeatList):
-        return {**answer, "stacks": sorted(asked)} if asked else answer
-    return {**answer, "stack": True} if asked else answer
+    document = (await request.body()).strip()
+    if isinstance(body, bodies.HeartbeatBody):
+        asked = await ctx.heartbeats.add(job, document, 1) & set(body.ranks)
+        return {"accepted": len(set(body.ranks))} | ({"stack": True} if asked else {})
+    ranks = {rank for heartbeat in body.root for rank in heartbeat.ranks}
+    asked = await ctx.heartbeats.add(job, document[1:-1], len(body.root)) & ranks
+    return {"accepted": len(ranks)} | ({"stacks": sorted(asked)} if asked else {})
 
 
 def retry_key(request: Request) -> str | None:

@@ -26,6 +26,26 @@ _Place = tuple[float, int, str]
 """Load, number of jobs and name of a worker; the least comes first."""
 
 
+class TimeShare:
+    """Keeps one kind of work of a worker within a share of its time.
+
+    What was not used in the last `slack_s` may be made up for. After a piece of work that takes
+    more than its share, the next one waits.
+    """
+
+    def __init__(self, share: float, slack_s: float = 1.0) -> None:
+        self._share, self._slack_s = share, slack_s
+        self._free_s = float("-inf")
+
+    def has_time(self, now_s: float) -> bool:
+        """Whether a piece of the work may begin, by the monotonic clock."""
+        return now_s >= self._free_s
+
+    def spend(self, seconds: float, now_s: float) -> None:
+        """Count a piece of the work that took so long."""
+        self._free_s = max(self._free_s, now_s - self._slack_s) + seconds / self._share
+
+
 class LoadMeter:
     """Smoothed loads of a worker's jobs. Time that is not the work of one job counts for all."""
 

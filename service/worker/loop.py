@@ -21,7 +21,7 @@ from ..store.documents import JobMessage
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
-from .load import LoadMeter, WorkerLoads
+from .load import LoadMeter, TimeShare, WorkerLoads
 from .owned_job import OwnedJob
 from .planning import Planner
 from .session import JobSession
@@ -63,6 +63,7 @@ class Worker:
         )
         self._owned: dict[str, OwnedJob] = {}
         self._meter = LoadMeter()
+        self._saving, self._diagnosing = TimeShare(_SAVE_SHARE), TimeShare(_DIAGNOSE_SHARE)
         self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()  # last progress
@@ -106,24 +107,19 @@ class Worker:
             self._api_delay_s, self._measured_s = self._store.api_delay_s(), now_s
         behind = self._read()
         self._spent(None)
-        active = [owned for owned in self._owned.values() if owned.session.changes.applied]
-        saves_s = sum(owned.save_cost_s for owned in active)
-        diagnoses_s = sum(owned.diagnosis_cost_s for owned in active)
-        save_every_s = max(self._settings.commit_every_s, saves_s / _SAVE_SHARE)
-        diagnose_every_s = max(_DIAGNOSE_EVERY_S, diagnoses_s / _DIAGNOSE_SHARE)
         for job, owned in list(self._owned.items()):
             if stop.is_set():
                 return
             owned.session.take_plan()
             owned.tick(drained=job not in behind, delay_s=self._delay_s())
-            diagnose = owned.diagnosis_is_due(diagnose_every_s)
             if owned.is_urgent():
                 self._commit(job)
-            elif owned.commit_is_due(save_every_s, diagnose=diagnose):
-                self._commit(job, diagnose=diagnose)
-            elif owned.session.changes.steps:
-                self._publish(job, owned)
             self._spent(job)
+        self._commit_due()
+        for job, owned in list(self._owned.items()):
+            if owned.session.changes.steps:
+                self._publish(job, owned)
+                self._spent(job)
         if not behind and not self._is_planning():
             stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
 
@@ -168,10 +164,32 @@ class Worker:
             if not self._store.renew(owned.lease, ttl_s=self._settings.lease_s):
                 del self._owned[job]
 
+    def _commit_due(self) -> None:
+        """Diagnose jobs and save their states, those first for which it was done longest ago, as
+        long as that keeps within its share of the time."""
+        every_s = self._settings.commit_every_s
+        for job in self._longest_ago(lambda owned: owned.diagnosed_s):
+            if not self._diagnosing.has_time(time.monotonic()):
+                break
+            owned = self._owned[job]
+            if owned.diagnosis_is_due(_DIAGNOSE_EVERY_S, commit_every_s=every_s):
+                self._commit(job, diagnose=True)
+                self._saving.spend(owned.save_cost_s, time.monotonic())
+        for job in self._longest_ago(lambda owned: owned.committed_s):
+            if not self._saving.has_time(time.monotonic()):
+                break
+            owned = self._owned[job]
+            if owned.commit_is_due(every_s):
+                self._commit(job)
+                self._saving.spend(owned.save_cost_s, time.monotonic())
+
+    def _longest_ago(self, when: Callable[[OwnedJob], float]) -> list[str]:
+        return sorted(self._owned, key=lambda job: when(self._owned[job]))
+
     def _commit(self, job: str, *, diagnose: bool = False) -> None:
-        owned = self._owned[job]
+        owned, begun_s = self._owned[job], time.monotonic()
         diagnosis = owned.diagnose() if diagnose else None
-        begun_s = time.monotonic()
+        diagnosed_s = time.monotonic()
         commit = owned.commit()
         if diagnosis is not None:
             commit = replace(commit, status={**commit.status, "diagnosis": diagnosis})
@@ -183,8 +201,10 @@ class Worker:
             return
         if (fitted := owned.session.new_predictor()) is not None:
             self._store.keep_predictor(owned.session.job, fitted)
-        owned.committed_s = owned.published_s = time.monotonic()
-        owned.save_cost_s = owned.committed_s - begun_s
+        owned.committed_s = owned.published_s = now_s = time.monotonic()
+        owned.save_cost_s = now_s - diagnosed_s
+        self._diagnosing.spend(diagnosed_s - begun_s, now_s)
+        self._spent(job)
 
     def _publish(self, job: str, owned: OwnedJob) -> None:
         """Show the steps and the status of a job whose state is too large to be saved often."""

@@ -40,23 +40,26 @@ class OwnedJob:
     ticked_s: float = field(default_factory=time.monotonic)
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
-    diagnosis_cost_s: float = 0.0
 
-    def diagnosis_is_due(self, every_s: float) -> bool:
-        """True if the last diagnosis is old and there are newer steps."""
+    def diagnosis_is_due(self, every_s: float, *, commit_every_s: float) -> bool:
+        """True if the last diagnosis and the saved state are old and there are newer steps."""
         is_old = time.monotonic() - self.diagnosed_s > every_s
-        return is_old and self.session.last_step > self.diagnosed_step
+        has_steps = self.session.last_step > self.diagnosed_step
+        return is_old and has_steps and self._is_old(commit_every_s)
 
     def is_urgent(self) -> bool:
         """True if there are changes that jobs act on."""
         changes = self.session.changes
         return bool(changes.plans) or any(_is_urgent(*event) for event in changes.events)
 
-    def commit_is_due(self, every_s: float, *, diagnose: bool) -> bool:
-        """True if the changes are old enough; with `diagnose` also without changes."""
-        changes, since_s = self.session.changes, time.monotonic() - self.committed_s
+    def commit_is_due(self, every_s: float) -> bool:
+        """True if there are changes and the saved state is old."""
+        changes = self.session.changes
+        return bool(changes.applied or changes.events) and self._is_old(every_s)
+
+    def _is_old(self, every_s: float) -> bool:
         least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
-        return since_s >= least_s and bool(changes.applied or changes.events or diagnose)
+        return time.monotonic() - self.committed_s >= least_s
 
     def tick(self, *, drained: bool, delay_s: float) -> None:
         """Advance the session's clock if all its messages are applied: what ranks sent until
@@ -78,10 +81,8 @@ class OwnedJob:
 
     def diagnose(self) -> dict[str, Any] | None:
         """The diagnosis as of the last message; None before there is enough data."""
-        begun_s = time.monotonic()
         diagnosis = self.session.diagnosis()
         self.diagnosed_s, self.diagnosed_step = time.monotonic(), self.session.last_step
-        self.diagnosis_cost_s = self.diagnosed_s - begun_s
         return diagnosis
 
     def commit(self) -> Commit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ def batch(step: int, index: int) -> Packed:
     return Packed(ids[:-1], targets, (cut, TOKENS - cut))
 
 
+@cache
 def run(model: Model, layout: Layout, schedule: Schedule = Schedule.ONE_F_ONE_B) -> Run:
+    """What training in this layout gives; made once for all tests."""
     quotas = even_quotas(MICROBATCHES, layout.dp)
     plan = Plan(version=0, layout=layout, quotas=quotas, schedule=schedule)
     return train(Setup(model, OPTIMIZER, batch), plan, STEPS)

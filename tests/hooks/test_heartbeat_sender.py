@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 
-from resihp.contracts import Heartbeat, Op, ServiceError
+from resihp.contracts import Heartbeat, Op, SensorSample, ServiceError
 from resihp.hooks import Monitor
 from resihp.hooks._heartbeat import HeartbeatSender
 from resihp.hooks._pace import heartbeat_interval_s, message_interval_s
@@ -159,21 +160,45 @@ def test_a_sidecar_that_refuses_stacks_still_gets_heartbeats(beating, sidecar, w
         wait_until(lambda: sum(not beat.stack for beat in sidecar.heartbeats) > 5)
 
 
+class Clocked:
+    """A heartbeat's sender on a clock of its own."""
+
+    def __init__(self, sidecar, monkeypatch, sampler=None):
+        self.now_s, self._sent = 100.0, sidecar.heartbeats
+        monkeypatch.setattr("resihp.hooks._heartbeat.monotonic", lambda: self.now_s)
+        recording = Recording(FailureLog(), lambda: 0, None, look_for_cuda=False)
+        self._sender = HeartbeatSender(
+            sidecar, "j", 0, recording, recording.failures, interval_s=1.0, sampler=sampler
+        )
+
+    def beats(self, seconds, *, message_every_s=None):
+        """The heartbeats sent in that time, with a message of telemetry every so many seconds."""
+        before, next_s = len(self._sent), self.now_s
+        for _ in range(round(seconds * 10)):
+            self._sender.beat_if_due()
+            if message_every_s is not None and self.now_s > next_s - 0.05:
+                self._sender.telemetry_accepted(message_every_s)
+                next_s += message_every_s
+            self.now_s += 0.1
+        return self._sent[before:]
+
+
 def test_while_telemetry_is_accepted_few_heartbeats_are_sent(sidecar, monkeypatch):
-    now_s = 100.0
-    monkeypatch.setattr("resihp.hooks._heartbeat.monotonic", lambda: now_s)
-    recording = Recording(FailureLog(), lambda: 0, None, look_for_cuda=False)
-    sender = HeartbeatSender(sidecar, "j", 0, recording, recording.failures, interval_s=1.0)
-    for _ in range(300):  # half a minute of a message every 0.5 s
-        sender.beat_if_due()
-        if round(now_s * 10) % 5 == 0:
-            sender.telemetry_accepted()
-        now_s += 0.1
-    assert len(sidecar.heartbeats) == 4  # one at once, as the job is known now
-    for _ in range(100):  # ten seconds without
-        sender.beat_if_due()
-        now_s += 0.1
-    assert len(sidecar.heartbeats) in (13, 14)
+    sender = Clocked(sidecar, monkeypatch)
+    assert len(sender.beats(30, message_every_s=0.5)) == 4  # one at once: the job is known now
+    assert len(sender.beats(10)) in (9, 10)
+
+
+def test_heartbeats_are_fewer_while_the_sidecar_asks_for_fewer_messages(sidecar, monkeypatch):
+    assert len(Clocked(sidecar, monkeypatch).beats(30, message_every_s=1.8)) == 4
+    assert len(Clocked(sidecar, monkeypatch).beats(60, message_every_s=30)) in range(23, 28)
+
+
+def test_sensors_are_told_in_every_fifth_heartbeat(sidecar, monkeypatch):
+    sampler = Mock(sample=lambda: SensorSample(seconds=5.0, busy=0.5))
+    beats = Clocked(sidecar, monkeypatch, sampler).beats(20)
+    told = [number for number, beat in enumerate(beats) if beat.sensors is not None]
+    assert told == list(range(0, len(beats), 5))
 
 
 def test_no_heartbeats_where_they_are_forbidden(make_monitor, sidecar):

@@ -16,11 +16,25 @@ from hypothesis import strategies as st
 from service import Settings
 from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
-from service.worker.load import MOST_LOAD, LoadMeter, WorkerLoads
+from service.worker.load import MOST_LOAD, LoadMeter, TimeShare, WorkerLoads
 from service.worker.loop import Worker, unique_name
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 LOADS = st.lists(st.floats(0, 1.2), max_size=40)
+
+
+@given(st.lists(st.floats(0.001, 0.3), min_size=50, max_size=50))
+def test_work_keeps_within_its_share_of_the_time_and_uses_it(costs_s: list[float]):
+    """Rounds of 0.1 s, in each of which as many pieces of work are done as there is time for."""
+    share, now_s, spent_s, left = TimeShare(0.1), 0.0, 0.0, list(costs_s)
+    while left:
+        while left and share.has_time(now_s):
+            spent_s += left[0]
+            now_s += left[0]
+            share.spend(left.pop(0), now_s)
+        assert spent_s <= 0.1 * (now_s + 1.0) + max(costs_s)
+        now_s += 0.1
+    assert spent_s >= 0.1 * (now_s - 0.1) - max(costs_s)
 
 
 def table(
