@@ -219,19 +219,20 @@ class LoadSender:
         found: list[tuple[float, _Host, int, int | None]] = []
         for place, host in enumerate(self._hosts):
             phase_s = load.interval_s * (place * _GOLDEN % 1.0)
+            phase_s += load.step_s * host.job / load.jobs  # jobs have nothing to do with each other
             for step, part in itertools.product(range(self._steps), range(load.parts)):
                 due_s = step * load.step_s + part * load.interval_s + phase_s
                 if len(self._template(host, step, part)):
                     found.append((due_s, host, step, part))
-            times = np.arange(phase_s, self._steps * load.step_s, load.beat_s)
-            found += [(due_s, host, int(due_s // load.step_s), None) for due_s in times.tolist()]
+            times = np.arange(0.0, self._steps * load.step_s, load.beat_s)
+            found += [(phase_s + s, host, int(s // load.step_s), None) for s in times.tolist()]
         return sorted(found, key=lambda each: (each[0], each[3] is None))
 
     def _beat(self, host: _Host, step: int) -> None:
         """Send heartbeats where they are due: neither they nor records were sent for an interval,
         or no heartbeats for ten."""
         now_s, beat_s = time.monotonic(), self._load.beat_s
-        silence_s = min(max(beat_s, 1.25 * host.pace.interval_s), 2.5 * beat_s)
+        silence_s = min(max(beat_s, 1.25 * host.pace.interval_s), 4.0 * beat_s)
         is_silent = now_s - max(host.accepted_s, host.beaten_s) >= silence_s
         if host.beats.request is None and (
             is_silent or now_s - host.beaten_s >= _UNCONDITIONAL * beat_s

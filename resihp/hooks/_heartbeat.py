@@ -23,7 +23,7 @@ _UNCONDITIONAL = 10
 """A heartbeat is sent once in so many intervals even while telemetry shows that the rank lives."""
 _SENSORS_EVERY = 5
 """Sensors are told once in so many intervals at most."""
-_SLOWEST = 2.5
+_SLOWEST = 4.0
 """Longest interval under a sidecar that is behind, in usual ones; a rank counts as dead after many
 more."""
 _MARGIN = 1.25  # of the interval of messages, which are signs of life too

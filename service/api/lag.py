@@ -9,10 +9,9 @@ from ..store.http_store import HttpStore
 from .delay import REPORT_EVERY_S
 
 _REMEMBER_S = 1.0
-_LONGEST_INTERVAL_S = 30.0
+_SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 0.5, 30.0  # the former by default, unasked
 _SLOW_DOWN_DELAY_S = 1.0  # senders wait for an answer for a few seconds only
-_MOST_BUSY, _LEAST_BUSY = 0.6, 0.4  # share of a core of an API process
-_SHORTEST_INTERVAL_S = 0.5  # between messages by default; no shorter one is asked for
+_MOST_MESSAGES, _FEW_MESSAGES = 400, 300  # per second, of an API process
 
 
 class JobLags:
@@ -21,12 +20,14 @@ class JobLags:
 
     The lag of a job is the age of its oldest message that no worker has read, and the delay of the
     API that of the oldest request that may not have been stored, by the worst API process.
+
+    rate  of the messages to this process
     """
 
     def __init__(self, store: HttpStore, slow_down_lag_s: float) -> None:
         self._store, self._slow_down_lag_s = store, slow_down_lag_s
+        self.rate = MessageRate()
         self._measuring = asyncio.Lock()
-        self._load = ProcessLoad()
         self._since_s = float("-inf")
         self._delay_s = 0.0
         self._lags_s = dict[str, float]()
@@ -62,42 +63,9 @@ class JobLags:
         asked_s = (
             sending_interval_s(lag_s, self._slow_down_lag_s),
             sending_interval_s(self._delay_s, _SLOW_DOWN_DELAY_S),
-            self._load.sending_interval_s,
+            self.rate.sending_interval_s,
         )
         return max(filter(None, asked_s), default=None)
-
-
-class ProcessLoad:
-    """Share of a core that this process takes, and the interval between messages that keeps it in
-    bounds. Messages wait for nothing yet where they are asked to be fewer for its sake; each has a
-    cost apart from that of its records."""
-
-    def __init__(self) -> None:
-        self._since_s, self._spent_s = time.monotonic(), time.process_time()
-        self._interval_s: float | None = None
-
-    @property
-    def sending_interval_s(self) -> float | None:
-        """Seconds that each sender should leave between two messages; None while it has time."""
-        now_s, spent_s = time.monotonic(), time.process_time()
-        if (elapsed_s := now_s - self._since_s) >= _REMEMBER_S:
-            share = (spent_s - self._spent_s) / elapsed_s
-            self._interval_s = next_interval_s(self._interval_s, share)
-            self._since_s, self._spent_s = now_s, spent_s
-        return self._interval_s
-
-
-def next_interval_s(interval_s: float | None, share: float) -> float | None:
-    """The interval to ask senders for, by the one asked for so far and the share of a core that
-    their messages took. It grows with the share, doubling at most; shrinks slowly, as not all
-    follow at once; and stays while the share is within bounds."""
-    if share > _MOST_BUSY:
-        grown_s = (interval_s or _SHORTEST_INTERVAL_S) * min(2.0, 2.0 * share)
-        return min(grown_s, _LONGEST_INTERVAL_S)
-    if share < _LEAST_BUSY and interval_s is not None:
-        shrunk_s = 0.9 * interval_s
-        return shrunk_s if shrunk_s > _SHORTEST_INTERVAL_S else None
-    return interval_s
 
 
 def sending_interval_s(lag_s: float, slow_down_lag_s: float) -> float | None:
@@ -108,3 +76,41 @@ def sending_interval_s(lag_s: float, slow_down_lag_s: float) -> float | None:
     if lag_s < slow_down_lag_s:
         return None
     return min(lag_s / slow_down_lag_s, _LONGEST_INTERVAL_S)
+
+
+class MessageRate:
+    """Messages per second to this process, and the interval between those of each sender that keeps
+    them within bounds: each has a cost apart from that of its records. So senders are asked for
+    fewer before any has to wait."""
+
+    def __init__(self) -> None:
+        self._since_s, self._count = time.monotonic(), 0
+        self._interval_s: float | None = None
+
+    def count(self) -> None:
+        """Count a message."""
+        self._count += 1
+
+    @property
+    def sending_interval_s(self) -> float | None:
+        """Seconds that each sender should leave between two messages; None for as few as it likes.
+        It changes when all have had the time to follow."""
+        now_s = time.monotonic()
+        if (elapsed_s := now_s - self._since_s) >= max(_REMEMBER_S, self._interval_s or 0.0):
+            self._interval_s = next_interval_s(self._interval_s, self._count / elapsed_s)
+            self._since_s, self._count = now_s, 0
+        return self._interval_s
+
+
+def next_interval_s(interval_s: float | None, messages_per_s: float) -> float | None:
+    """The interval to ask senders for, by the one asked for so far and the messages that came.
+
+    It grows with their rate, doubling at most, stays while that is within bounds, and else shrinks.
+    """
+    if messages_per_s > _MOST_MESSAGES:
+        grown_s = (interval_s or _SHORTEST_INTERVAL_S) * min(2.0, messages_per_s / _FEW_MESSAGES)
+        return min(grown_s, _LONGEST_INTERVAL_S)
+    if messages_per_s < _FEW_MESSAGES and interval_s is not None:
+        shrunk_s = 0.8 * interval_s
+        return shrunk_s if shrunk_s > _SHORTEST_INTERVAL_S else None
+    return interval_s
