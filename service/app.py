@@ -115,7 +115,7 @@ async def _open(
     log.info("ready", redis=url)
     store, watched = HttpStore(client, settings), HttpStore(watching, settings)
     _run_task(stack, _expire_jobs(store, settings.keep_jobs_days))
-    lags = JobLags(store, settings.slow_down_lag_s)
+    lags = JobLags(store, settings)
     return AppContext(settings, store, watched, notifier, metrics, HeartbeatBatches(store), lags)
 
 

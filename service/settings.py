@@ -55,6 +55,12 @@ class Settings(BaseSettings):
         gt=0,
         description="lag of a job from which on its senders are asked to send less often",
     )
+    slow_down_busy: float = Field(
+        0.65,
+        gt=0,
+        description="share of the time in which an API process has work to do, from which on "
+        "senders are asked to send less often",
+    )
     max_watchers: int = Field(2048, gt=0, description="most long polls and event streams at a time")
     max_wait_s: float = Field(60.0, gt=0, description="longest long poll")
     keep_events: int = Field(2_000, gt=0, description="events kept per job")

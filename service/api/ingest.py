@@ -32,7 +32,6 @@ class IngestRoute(APIRoute):
             return
         request, context = Request(scope, receive, send), scope["app"].state.context
         await request.body()  # from now on it waits for the service
-        context.lags.rate.count()
         document = await self.endpoint(scope["path_params"]["job"], request, context)
         body = json.dumps(document, separators=(",", ":")).encode()
         await Response(body, 202, media_type="application/json")(scope, receive, send)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
+from ..settings import Settings
 from ..store.http_store import HttpStore
 from .delay import REPORT_EVERY_S
 
 _REMEMBER_S = 1.0
 _SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 0.5, 30.0  # the former by default, unasked
 _SLOW_DOWN_DELAY_S = 1.0  # senders wait for an answer for a few seconds only
-_MOST_MESSAGES, _FEW_MESSAGES = 400, 300  # per second, of an API process
+_SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 class JobLags:
@@ -20,13 +22,11 @@ class JobLags:
 
     The lag of a job is the age of its oldest message that no worker has read, and the delay of the
     API that of the oldest request that may not have been stored, by the worst API process.
-
-    rate  of the messages to this process
     """
 
-    def __init__(self, store: HttpStore, slow_down_lag_s: float) -> None:
-        self._store, self._slow_down_lag_s = store, slow_down_lag_s
-        self.rate = MessageRate()
+    def __init__(self, store: HttpStore, settings: Settings) -> None:
+        self._store, self._slow_down_lag_s = store, settings.slow_down_lag_s
+        self._busy = BusyTime(settings.slow_down_busy)
         self._measuring = asyncio.Lock()
         self._since_s = float("-inf")
         self._delay_s = 0.0
@@ -63,7 +63,7 @@ class JobLags:
         asked_s = (
             sending_interval_s(lag_s, self._slow_down_lag_s),
             sending_interval_s(self._delay_s, _SLOW_DOWN_DELAY_S),
-            self.rate.sending_interval_s,
+            self._busy.sending_interval_s,
         )
         return max(filter(None, asked_s), default=None)
 
@@ -78,18 +78,16 @@ def sending_interval_s(lag_s: float, slow_down_lag_s: float) -> float | None:
     return min(lag_s / slow_down_lag_s, _LONGEST_INTERVAL_S)
 
 
-class MessageRate:
-    """Messages per second to this process, and the interval between those of each sender that keeps
-    them within bounds: each has a cost apart from that of its records. So senders are asked for
-    fewer before any has to wait."""
+class BusyTime:
+    """Share of the time in which this thread, that of the event loop, had work to do, with a core
+    or waiting for one, and the interval between the messages of each sender that keeps it within
+    bounds: each message has a cost apart from that of its records. So senders are asked for fewer
+    before any has to wait."""
 
-    def __init__(self) -> None:
-        self._since_s, self._count = time.monotonic(), 0
+    def __init__(self, slow_down_busy: float) -> None:
+        self._most_busy = slow_down_busy
+        self._since_s, self._busy_s = time.monotonic(), _busy_s()
         self._interval_s: float | None = None
-
-    def count(self) -> None:
-        """Count a message."""
-        self._count += 1
 
     @property
     def sending_interval_s(self) -> float | None:
@@ -97,20 +95,31 @@ class MessageRate:
         It changes when all have had the time to follow."""
         now_s = time.monotonic()
         if (elapsed_s := now_s - self._since_s) >= max(_REMEMBER_S, self._interval_s or 0.0):
-            self._interval_s = next_interval_s(self._interval_s, self._count / elapsed_s)
-            self._since_s, self._count = now_s, 0
+            busy_s = _busy_s()
+            share = max(0.0, busy_s - self._busy_s) / elapsed_s
+            self._interval_s = next_interval_s(self._interval_s, share, self._most_busy)
+            self._since_s, self._busy_s = now_s, busy_s
         return self._interval_s
 
 
-def next_interval_s(interval_s: float | None, messages_per_s: float) -> float | None:
-    """The interval to ask senders for, by the one asked for so far and the messages that came.
+def _busy_s() -> float:
+    """Seconds for which this thread ran or waited for a core; only the former where the kernel does
+    not tell."""
+    try:
+        ran_ns, waited_ns, _ = _SCHEDULER.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(ran_ns) + int(waited_ns)) / 1e9
 
-    It grows with their rate, doubling at most, stays while that is within bounds, and else shrinks.
-    """
-    if messages_per_s > _MOST_MESSAGES:
-        grown_s = (interval_s or _SHORTEST_INTERVAL_S) * min(2.0, messages_per_s / _FEW_MESSAGES)
+
+def next_interval_s(interval_s: float | None, busy: float, most_busy: float) -> float | None:
+    """The interval to ask senders for, by the one asked for so far and the share of the time that
+    their messages took. It grows with that above `most_busy`, doubling at most, and shrinks slowly
+    below two thirds of it."""
+    if busy > most_busy:
+        grown_s = (interval_s or _SHORTEST_INTERVAL_S) * min(2.0, 1.3 * busy / most_busy)
         return min(grown_s, _LONGEST_INTERVAL_S)
-    if messages_per_s < _FEW_MESSAGES and interval_s is not None:
+    if busy < 2 / 3 * most_busy and interval_s is not None:
         shrunk_s = 0.8 * interval_s
         return shrunk_s if shrunk_s > _SHORTEST_INTERVAL_S else None
     return interval_s

@@ -13,11 +13,15 @@ from typing import Any
 
 from resihp.contracts import (
     Advice,
+    Heartbeat,
     Job,
     LinkVerdict,
+    Op,
     Plan,
+    SensorSample,
     Status,
     TelemetryBatch,
+    TrainingPosition,
     Verdict,
     from_json,
     to_json,
@@ -54,6 +58,22 @@ class JobMessage:
     def document(self) -> dict[str, Any]:
         """The content of a message of any other kind."""
         return loads(self.body)
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """Those in a message of heartbeats. The API has checked them: they are not checked field by
+        field once more."""
+        return [_heartbeat(document) for document in self.document()["heartbeats"]]
+
+
+def _heartbeat(document: dict[str, Any]) -> Heartbeat:
+    made = document | {"ranks": tuple(document["ranks"]), "stack": tuple(document.get("stack", ()))}
+    if (position := document.get("position")) is not None:
+        op = position.get("op")
+        place = position if op is None else position | {"op": Op(op)}
+        made["position"] = TrainingPosition(**place)
+    if (sensors := document.get("sensors")) is not None:
+        made["sensors"] = SensorSample(**sensors)
+    return Heartbeat(**made)
 
 
 @dataclass

@@ -37,8 +37,8 @@ _PLANNING_BLOCK_MS = 10  # while a plan is awaited
 _PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
-_SAVE_SHARE = 0.1
-_DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.05
+_SAVE_SHARE = 0.06
+_DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.03
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _HUNG_LEASES = 12  # times of a lease without progress
 _MEASURE_EVERY_S = 0.25  # the delay of the API
@@ -113,13 +113,14 @@ class Worker:
             owned.session.take_plan()
             owned.tick(drained=job not in behind, delay_s=self._delay_s())
             if owned.is_urgent():
+                self._spent(None)
                 self._commit(job)
-            self._spent(job)
+        self._spent(None)
         self._commit_due()
         for job, owned in list(self._owned.items()):
             if owned.session.changes.steps:
                 self._publish(job, owned)
-                self._spent(job)
+        self._spent(None)
         if not behind and not self._is_planning():
             stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
 

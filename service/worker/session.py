@@ -22,7 +22,6 @@ import msgpack
 from detector.persistence import pack, unpack
 from resihp.contracts import (
     ContractError,
-    Heartbeat,
     Job,
     LinkVerdict,
     Plan,
@@ -172,9 +171,7 @@ class JobSession:
         self._guarded("probe_requests", self._request_probes)
 
     def _heartbeat(self, message: JobMessage) -> None:
-        documents = message.document()["heartbeats"]
-        heartbeats = [from_json(Heartbeat, document) for document in documents]
-        changed = self._detector.take_heartbeats(heartbeats, self._state.clock.latest_s)
+        changed = self._detector.take_heartbeats(message.heartbeats(), self._state.clock.latest_s)
         if changed:
             self._report(changed)
 

@@ -155,8 +155,10 @@ def standing_still(sidecar: Sidecar, *names: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def two_apis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     folder = tmp_path_factory.mktemp("two")
-    with Sidecar(folder, command=(*FAKES, "--processes", "2")) as sidecar:
-        yield sidecar
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RESIHP_SLOW_DOWN_BUSY", "2")  # what is told is due to delay alone
+        with Sidecar(folder, command=(*FAKES, "--processes", "2")) as sidecar:
+            yield sidecar
 
 
 STILL = [("api-0",), ("api-0", "api-1"), ("worker",), ("redis",)]
