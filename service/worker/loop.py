@@ -38,7 +38,7 @@ _PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
 _SAVE_SHARE = 0.06
-_DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 2.0, 0.03
+_DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 5.0, 0.03
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _HUNG_LEASES = 12  # times of a lease without progress
 _MEASURE_EVERY_S = 0.25  # the delay of the API
