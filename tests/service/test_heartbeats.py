@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from resihp.client import Client
 from resihp.contracts import (
@@ -18,11 +21,14 @@ from resihp.contracts import (
     Status,
     TrainingPosition,
     Verdict,
+    to_json,
 )
 from resihp.contracts.codec import WireFormat, encode
 from resihp.hooks import Monitor
 from resihp.testing.scenarios import Fault, steps_of
 from service import Settings
+from service.api.bodies import HeartbeatList
+from service.store.documents import JobMessage, MessageKind
 from service.worker.adapters import load_adapters
 from tests.service.conftest import Http, eventually, job_of, running
 
@@ -51,6 +57,61 @@ def test_the_heartbeats_of_a_host_are_one_request(http: Http):
         answer = http("POST", "/v1/jobs/host/heartbeats", wrong)
         assert answer.status == 422
         assert field in answer.data.decode()
+
+
+JSON = {"Content-Type": "application/json"}
+POSITIONS = st.builds(
+    TrainingPosition,
+    step=st.integers(0, 2**40),
+    microbatch=st.integers(-1, 2**20),
+    op=st.none() | st.sampled_from(Op),
+    waiting=st.booleans(),
+    passes=st.integers(0, 2**20),
+    for_s=st.floats(0, 1e9),
+)
+BEATS = st.builds(
+    Heartbeat,
+    ranks=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3).map(tuple),
+    process=st.text(max_size=8),
+    sequence=st.integers(0, 2**62),
+    step=st.none() | st.integers(-1, 2**40),
+    position=st.none() | POSITIONS,
+    sensors=st.none() | st.builds(SensorSample, seconds=st.floats(0.1, 1e6), busy=st.floats(0, 1)),
+    left=st.booleans(),
+    error=st.text(max_size=8),
+    stack=st.lists(st.text(max_size=8), max_size=2).map(tuple),
+    collective=st.text(max_size=8),
+)
+
+
+@given(st.lists(BEATS, min_size=1, max_size=3), st.booleans())
+def test_workers_read_what_senders_have_sent(beats: list[Heartbeat], leave_out_defaults: bool):
+    """What the API has checked is stored as it came, and read without a second check."""
+    documents = [to_json(beat) for beat in beats]
+    if leave_out_defaults:
+        documents = [
+            {k: v for k, v in d.items() if v not in (None, False, "", [])} for d in documents
+        ]
+    sent = json.dumps(documents)
+    HeartbeatList.model_validate_json(sent)
+    message = JobMessage("1-0", MessageKind.HEARTBEAT, f'{{"heartbeats":{sent}}}'.encode())
+    assert message.heartbeats() == beats
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b' [ {"ranks": [0]} ,\n{"ranks": [1, 2], "step": 3} ]\r\n ',
+        b'\t{"ranks": [0, 1, 2]}\n',
+        b'[{"ranks":[0]},{"ranks":[1]},{"ranks":[2]}]',
+    ],
+)
+def test_heartbeats_may_be_written_in_any_way(http: Http, body: bytes):
+    http.register(job_of("written"))
+    before = messages(http, "written")
+    answer = http("POST", "/v1/jobs/written/heartbeats", body=body, headers=JSON)
+    assert (answer.status, answer.json()) == (202, {"accepted": 3})
+    assert messages(http, "written") == before + 1
 
 
 def test_an_unknown_job_is_refused(http: Http):
