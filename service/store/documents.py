@@ -60,8 +60,8 @@ class JobMessage:
         return loads(self.body)
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Those in a message of heartbeats. The API has checked them: they are not checked field by
-        field once more."""
+        """The heartbeats in a message of that kind. The API has checked them: they are not checked
+        field by field once more."""
         return [_heartbeat(document) for document in self.document()["heartbeats"]]
 
 

@@ -38,7 +38,7 @@ class TimeShare:
         self._free_s = float("-inf")
 
     def has_time(self, now_s: float) -> bool:
-        """Whether a piece of the work may begin, by the monotonic clock."""
+        """Return whether a piece of the work may begin, by the monotonic clock."""
         return now_s >= self._free_s
 
     def spend(self, seconds: float, now_s: float) -> None:
