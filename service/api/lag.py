@@ -6,6 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
+import redis
+
 from ..settings import Settings
 from ..store.http_store import HttpStore
 from .delay import REPORT_EVERY_S
@@ -32,12 +34,16 @@ class JobLags:
         self._delay_s = 0.0
         self._lags_s = dict[str, float]()
         self._asked = set[str]()  # since they were measured
+        self._error: redis.RedisError | None = None
+        self._failed_s = float("-inf")
 
     async def of(self, *jobs: str) -> list[float]:
         """The lag of each of these jobs, with the delay before its messages are stored."""
         async with self._measuring:
             self._asked.update(jobs)
             now_s = time.monotonic()
+            if self._error is not None and now_s - self._failed_s <= _REMEMBER_S:
+                raise self._error.with_traceback(None)  # for those that waited for the answer too
             if now_s - self._since_s > _REMEMBER_S:
                 self._lags_s = {}
                 await self._measure(sorted(self._asked))
@@ -47,7 +53,12 @@ class JobLags:
             return [self._lags_s[job] + self._delay_s for job in jobs]
 
     async def _measure(self, jobs: list[str]) -> None:
-        delay_s, lags_s = await self._store.lags_s(jobs)
+        try:
+            delay_s, lags_s = await self._store.lags_s(jobs)
+        except redis.RedisError as error:
+            self._error, self._failed_s = error, time.monotonic()
+            raise
+        self._error = None
         # A report is so old before the next one without any delay.
         self._delay_s = max(0.0, delay_s - 2 * REPORT_EVERY_S)
         self._lags_s |= zip(jobs, lags_s, strict=True)
@@ -103,13 +114,12 @@ class BusyTime:
 
 
 def _busy_s() -> float:
-    """Seconds for which this thread ran or waited for a core; only the former where the kernel does
-    not tell."""
+    """Seconds for which this thread ran or, where the kernel tells, waited for a core."""
     try:
-        ran_ns, waited_ns, _ = _SCHEDULER.read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return time.thread_time()
-    return (int(ran_ns) + int(waited_ns)) / 1e9
+        waited_ns = int(_SCHEDULER.read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        waited_ns = 0
+    return time.thread_time() + waited_ns / 1e9
 
 
 def next_interval_s(interval_s: float | None, busy: float, most_busy: float) -> float | None:

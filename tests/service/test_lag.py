@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service import Settings
-from service.api.lag import next_interval_s, sending_interval_s
+from service.api.lag import JobLags, next_interval_s, sending_interval_s
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 LAGS = st.floats(0, 1e6)
@@ -43,6 +45,30 @@ def test_the_interval_for_the_sake_of_the_process_is_within_bounds(interval_s, b
     assert asked_s is None or 0.5 <= asked_s <= 30
     assert (asked_s or 0) <= (interval_s or 0) or busy > 0.65
     assert (asked_s or 0) >= (interval_s or 0) or busy < 0.434
+
+
+class HangingStore:
+    """A store whose Redis answers nothing until the time-out."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def lags_s(self, jobs):
+        self.asked += 1
+        await asyncio.sleep(0.01)
+        raise redis.TimeoutError("no answer")
+
+
+def test_requests_that_wait_for_a_redis_that_hangs_fail_together():
+    store = HangingStore()
+
+    async def ask():
+        lags = JobLags(store, Settings())
+        return await asyncio.gather(*(lags.of("j") for _ in range(50)), return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    assert all(isinstance(answer, redis.TimeoutError) for answer in answers)
+    assert store.asked == 1
 
 
 def settings_of(data: Path, *, worker: bool) -> Settings:
