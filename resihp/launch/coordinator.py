@@ -21,6 +21,8 @@ from .restart_policy import Failure, decide
 
 _log = logging.getLogger("resihp.launch")
 _POLL_S = 0.05
+_GONE = ("leaves", "left", "lost")
+"""Marks of launchers that no attempt waits for; one that leaves may still end its ranks."""
 
 
 class AttemptCoordinator:
@@ -201,7 +203,7 @@ class AttemptCoordinator:
         ]
 
     def _offers(self) -> list[NodeOffer]:
-        """Offers of launchers that are there, by arrival."""
+        """Offers of launchers that are there and stay, by arrival."""
         offers = self._store.announced()
         if self._heartbeats is None:
             return offers
@@ -210,7 +212,7 @@ class AttemptCoordinator:
             offer
             for offer in offers
             if offer.id not in gone
-            and not any(self._store.is_marked(offer.id, mark) for mark in ("left", "lost"))
+            and not any(self._store.is_marked(offer.id, mark) for mark in _GONE)
         ]
 
     # Plans.

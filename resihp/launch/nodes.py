@@ -185,16 +185,14 @@ class Nodes:
         Raises `DistError` if its host is gone, or does not answer although the launchers' store
         does: torch bounds no wait for a host that hangs.
         """
-        if not self._options.outlives_nodes:
-            return request(self._of_ranks)
         store, answers = self._of_ranks, SimpleQueue[T | dist.DistError]()
+        if not self._options.outlives_nodes:
+            return self._answer(store, request)
 
         def ask() -> None:
             try:
-                answers.put(request(store))
+                answers.put(self._answer(store, request))
             except dist.DistError as error:
-                if self._of_ranks is store:
-                    self._of_ranks = dist.HashStore()
                 answers.put(error)
 
         Thread(target=ask, daemon=True).start()
@@ -205,6 +203,15 @@ class Nodes:
         if isinstance(answer, dist.DistError):
             raise answer
         return answer
+
+    def _answer(self, store: dist.Store, request: Callable[[dist.Store], T]) -> T:
+        """Return the answer of a store, which is not asked again if its host is gone."""
+        try:
+            return request(store)
+        except dist.DistError:
+            if self._of_ranks is store:
+                self._of_ranks = dist.HashStore()
+            raise
 
     # Steps of the agreement.
 

@@ -25,7 +25,7 @@ attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
 told = folder / f"{attempt}-{rank}-of-{dist.get_world_size()}"
 
 def end_late(number, frame):
-    while not list(folder.glob(f"{int(attempt) + 1}-*")):
+    while not any(int(file.name.split("-")[0]) > int(attempt) for file in folder.glob("*-of-*")):
         time.sleep(0.05)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -47,7 +47,7 @@ dist.destroy_process_group()
 class Launchers:
     """Launchers by name, each in a process group of its own, with their output in files.
 
-    A rank with a file `late-ATTEMPT-RANK` that is told to end does so within the next attempt.
+    A rank with a file `late-ATTEMPT-RANK` that is told to end does so within a later attempt.
     """
 
     def __init__(self, folder: Path, *command: str, redis: str = "") -> None:

@@ -213,6 +213,10 @@ def test_nobody_waits_for_a_node_that_leaves(job: Job) -> None:
     job.report("n0")
     assert isinstance(job.next(), Attempt)
     assert (job.ids(), job.attempt.why) == (["n0", "n2"], why)
+    job.beats.silent |= {"n2"}
+    job.report("n0")
+    job.next()
+    assert job.ids() == ["n0"], "a node that still ends its ranks was taken for a spare"
 
 
 @with_spare

@@ -16,7 +16,7 @@ from tests.launch.launchers import launchers
 def test_nodes_are_lost_leave_and_are_replaced(tmp_path: Path) -> None:
     """Two nodes of 2 and 1 ranks and two spares: a spare dies, a node is lost, one leaves.
 
-    Its rank ends when the others have begun the next attempt.
+    Its rank ends when the others have made a step without it.
     """
     (tmp_path / "late-1-2").touch()
     with launchers(tmp_path) as job:
