@@ -51,7 +51,7 @@ class Settings(BaseSettings):
     max_backlog: int = Field(20_000, gt=0, description="most unapplied messages of a job")
     max_backlog_bytes: int = Field(512 * MIB, gt=0, description="most unapplied bytes of a job")
     slow_down_lag_s: float = Field(
-        2.5,
+        0.75,
         gt=0,
         description="lag of a job from which on its senders are asked to send less often",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import redis
@@ -13,6 +14,7 @@ from ..store.http_store import HttpStore
 from .delay import REPORT_EVERY_S
 
 _REMEMBER_S = 1.0
+_ASKED_S = 60.0  # twice the longest interval between two messages of a sender
 _SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 0.5, 30.0  # the former by default, unasked
 _SLOW_DOWN_DELAY_S = 1.0  # senders wait for an answer for a few seconds only
 _SCHEDULER = Path("/proc/thread-self/schedstat")
@@ -20,7 +22,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 class JobLags:
     """Lags of jobs and delay of the API in seconds, each measured at most once a second whatever
-    the requests, those of all jobs that were asked for in the last second together.
+    the requests, those of all jobs that were asked for in the last minute together.
 
     The lag of a job is the age of its oldest message that no worker has read, and the delay of the
     API that of the oldest request that may not have been stored, by the worst API process.
@@ -33,26 +35,29 @@ class JobLags:
         self._since_s = float("-inf")
         self._delay_s = 0.0
         self._lags_s = dict[str, float]()
-        self._asked = set[str]()  # since they were measured
+        self._asked_s = dict[str, float]()  # when each was asked for last
         self._error: redis.RedisError | None = None
         self._failed_s = float("-inf")
 
     async def of(self, *jobs: str) -> list[float]:
         """The lag of each of these jobs, with the delay before its messages are stored."""
+        self._asked_s |= dict.fromkeys(jobs, time.monotonic())  # of all that wait, together
         async with self._measuring:
-            self._asked.update(jobs)
             now_s = time.monotonic()
             if self._error is not None and now_s - self._failed_s <= _REMEMBER_S:
                 raise self._error.with_traceback(None)  # for those that waited for the answer too
             if now_s - self._since_s > _REMEMBER_S:
+                is_asked = {job for job, s in self._asked_s.items() if now_s - s <= _ASKED_S}
+                self._asked_s = {job: self._asked_s[job] for job in is_asked}
                 self._lags_s = {}
-                await self._measure(sorted(self._asked))
-                self._since_s, self._asked = now_s, set(jobs)
-            elif missing := set(jobs) - self._lags_s.keys():
-                await self._measure(sorted(missing))
+                await self._measure(is_asked.union(jobs))
+                self._since_s = now_s
+            elif not self._lags_s.keys() >= set(jobs):
+                await self._measure({*jobs, *self._asked_s} - self._lags_s.keys())
             return [self._lags_s[job] + self._delay_s for job in jobs]
 
-    async def _measure(self, jobs: list[str]) -> None:
+    async def _measure(self, jobs: Collection[str]) -> None:
+        jobs = sorted(jobs)
         try:
             delay_s, lags_s = await self._store.lags_s(jobs)
         except redis.RedisError as error:

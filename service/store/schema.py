@@ -12,6 +12,7 @@ WORKERS = "resihp:workers"  # sorted set: worker -> time of its last sign of lif
 APIS = "resihp:apis"  # hash: API process -> its last report, see REPORT_DELAY
 NEWS = "resihp:news"  # channel: names of jobs that changed
 PLANS = "resihp:plans"  # channel: names of jobs with a new plan, registered anew or deleted
+URGENT = "resihp:urgent"  # channel: streams with a new message for which no worker pauses (INGEST)
 PREDICTORS = "resihp:predictors"  # hash: kind of job -> fitted predictor
 GROUP = "detector"  # consumer group of every message stream
 
@@ -120,6 +121,9 @@ redis.call('HINCRBY', KEYS[3], 'backlog_bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'messages', 1)
 redis.call('HINCRBY', KEYS[3], 'bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'records', ARGV[5])
+if ARGV[3] ~= 'telemetry' and ARGV[3] ~= 'heartbeat' then
+  redis.call('PUBLISH', 'resihp:urgent', KEYS[2])
+end
 return {id, status}
 """
 

@@ -39,6 +39,7 @@ from .schema import (
     PREDICTORS,
     RENEW,
     REPORT_LOADS,
+    URGENT,
     WORKERS,
     JobKeys,
     Subject,
@@ -84,9 +85,12 @@ class WorkerStore:
         self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
         self._report_loads = self._redis.register_script(REPORT_LOADS)
         self._api_delay = self._redis.register_script(API_DELAY)
+        self._urgent: Any = None  # the subscription, once there is one
 
     def close(self) -> None:
         """Close every connection."""
+        if self._urgent is not None:
+            self._urgent.close()
         self._redis.close()
 
     def share_loads(
@@ -188,6 +192,16 @@ class WorkerStore:
         for key, items in answer or ():
             for item in items:
                 yield names[key], message_of(item)
+
+    def wait_for_urgent(self, timeout_s: float) -> None:
+        """Wait for a message other than telemetry and heartbeats, of any job, until the time-out.
+        One since the call before counts."""
+        if self._urgent is None:
+            self._urgent = self._redis.pubsub(ignore_subscribe_messages=True)
+            self._urgent.subscribe(URGENT)
+        if self._urgent.get_message(timeout=max(0.0, timeout_s)) is not None:
+            while self._urgent.get_message() is not None:
+                pass
 
     def commit(self, lease: Lease, commit: Commit) -> None:
         """Save a state and publish the changes that led to it, in one step.

@@ -40,7 +40,7 @@ AdapterFactory = Callable[[Settings], Adapters]
 
 
 def load_adapters(settings: Settings) -> Adapters:
-    """The real detector and scheduler. Imports LightGBM; called when a worker starts."""
+    """The real detector and scheduler. Called when a worker starts."""
     from detector import Detector, Predictor
     from scheduler import replan
 

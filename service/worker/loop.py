@@ -30,11 +30,11 @@ log = logger("resihp.worker")
 
 _BATCH = 16  # messages of a job in one answer of Redis
 _READ_BYTES = 8 << 20  # messages applied at a time: bounds memory, and the delay of a heartbeat
-_BLOCK_MS = 100
 _PLANNING_BLOCK_MS = 10  # while a plan is awaited
-# A worker that keeps up waits after each round for a multiple of the time that it took: what
-# arrives meanwhile is applied together, which costs less. An idle worker answers at once.
-_PAUSE, _LONGEST_PAUSE_S = 4.0, 0.1
+# A worker that keeps up reads so often: telemetry and heartbeats that arrive meanwhile are applied
+# together, which costs less. Other messages wake it.
+_READ_EVERY_S = 0.25
+_IDLE_S = 0.1  # without jobs
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
 _SAVE_SHARE = 0.06
@@ -45,6 +45,9 @@ _MEASURE_EVERY_S = 0.25  # the delay of the API
 _LONGEST_ROUND_S = 1.0  # that counts as delay
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
+_NICE = 5
+"""Priority of a process of a worker: where processors are short an API process comes first. It can
+ask senders for fewer messages, and a worker that is behind cannot."""
 
 
 class Worker:
@@ -67,7 +70,6 @@ class Worker:
         self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()  # last progress
-        self._waited_s = time.monotonic()  # end of the last wait for messages
         self._api_delay_s, self._measured_s = math.inf, float("-inf")
 
     @property
@@ -101,7 +103,7 @@ class Worker:
             self._balance(stop)
             self._balanced_s = now_s
         if not self._owned:
-            stop.wait(_BLOCK_MS / 1e3)
+            stop.wait(_IDLE_S)
             return
         if now_s - self._measured_s >= _MEASURE_EVERY_S:
             self._api_delay_s, self._measured_s = self._store.api_delay_s(), now_s
@@ -122,7 +124,7 @@ class Worker:
                 self._publish(job, owned)
         self._spent(None)
         if not behind and not self._is_planning():
-            stop.wait(min(_PAUSE * (time.monotonic() - self._waited_s), _LONGEST_PAUSE_S))
+            self._store.wait_for_urgent(now_s + _READ_EVERY_S - time.monotonic())
 
     def _delay_s(self) -> float:
         """Age of the oldest request that may not have been read, at rounds of ordinary length."""
@@ -135,7 +137,7 @@ class Worker:
         """Read new messages and apply those of each job together; the jobs that have more."""
         messages: dict[str, list[JobMessage]] = {}
         more = {job: owned.lease for job, owned in self._owned.items()}
-        block_ms: int | None = _PLANNING_BLOCK_MS if self._is_planning() else _BLOCK_MS
+        block_ms = _PLANNING_BLOCK_MS if self._is_planning() else None
         size = 0
         try:
             while more and size < _READ_BYTES:
@@ -144,8 +146,6 @@ class Worker:
                     read[job] += 1
                     size += len(message.body)
                     messages.setdefault(job, []).append(message)
-                if block_ms is not None:
-                    self._waited_s = time.monotonic()
                 more = {job: lease for job, lease in more.items() if read[job] == _BATCH}
                 block_ms = None
         except redis.ResponseError as error:
@@ -345,6 +345,7 @@ def work(
     with client:
         if not _answers(client, url, stop, patience_s):
             return
+    os.nice(_NICE)
     # Signal handlers run in the main thread, which therefore only waits.
     worker = Worker(url, settings, adapters(settings), name or unique_name())
     thread = threading.Thread(target=worker.run, args=(stop,))

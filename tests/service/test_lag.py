@@ -71,6 +71,30 @@ def test_requests_that_wait_for_a_redis_that_hangs_fail_together():
     assert store.asked == 1
 
 
+class SlowStore:
+    """A store that notes which lags were asked for together."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def lags_s(self, jobs):
+        self.asked.append(list(jobs))
+        await asyncio.sleep(0.01)
+        return 0.0, [float(job) for job in jobs]
+
+
+def test_lags_of_jobs_that_were_not_asked_for_before_are_measured_together():
+    store = SlowStore()
+
+    async def ask():
+        lags = JobLags(store, Settings())
+        return await asyncio.gather(*(lags.of(str(number)) for number in range(50)))
+
+    assert asyncio.run(ask()) == [[float(number)] for number in range(50)]
+    first, rest = store.asked
+    assert sorted([*first, *rest]) == sorted(map(str, range(50)))
+
+
 def settings_of(data: Path, *, worker: bool) -> Settings:
     return Settings(
         redis_url=None, data=data, worker=worker, commit_every_s=0.05, lease_s=2.0,

@@ -17,7 +17,7 @@ from service.store.documents import Commit, PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
 from service.store.worker_store import Lease, WorkerStore
-from tests.service.conftest import Http, job_of, running
+from tests.service.conftest import Http, batch_of, job_of, running
 
 TTL_S = 60
 
@@ -132,3 +132,22 @@ def test_the_newest_plans_are_kept_and_plan_0(http: Http, store: WorkerStore, ra
     assert sorted(map(int, raw.hkeys(JobKeys("j").digests))) == kept[1:]
     assert http("GET", "/v1/jobs/j/plan/200").status == 404
     assert http.get("/v1/jobs/j/plan")["version"] == 300
+
+
+def test_a_pause_ends_with_a_message_that_jobs_act_on(http: Http, store: WorkerStore):
+    """What ranks send all the time ends none. A worker has subscribed before it pauses."""
+    store.wait_for_urgent(0.0)
+    woken = threading.Event()
+
+    def pause() -> None:
+        store.wait_for_urgent(600.0)
+        woken.set()
+
+    thread = threading.Thread(target=pause, daemon=True)
+    thread.start()
+    assert http.send("j", batch_of(0)).status == 202
+    assert http("POST", "/v1/jobs/j/heartbeats", {"ranks": [0]}).status == 202
+    assert not woken.wait(0.5)
+    assert http("POST", "/v1/jobs/j/failures", {"ranks": [1]}).status == 202
+    assert woken.wait(60.0)
+    thread.join()
