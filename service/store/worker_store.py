@@ -199,6 +199,7 @@ class WorkerStore:
         if self._urgent is None:
             self._urgent = self._redis.pubsub(ignore_subscribe_messages=True)
             self._urgent.subscribe(URGENT)
+            self._urgent.get_message(timeout=None)  # that it is subscribed
         if self._urgent.get_message(timeout=max(0.0, timeout_s)) is not None:
             while self._urgent.get_message() is not None:
                 pass
