@@ -185,9 +185,10 @@ class Nodes:
         Raises `DistError` if its host is gone, or does not answer although the launchers' store
         does: torch bounds no wait for a host that hangs.
         """
-        store, answers = self._of_ranks, SimpleQueue[T | dist.DistError]()
+        store = self._of_ranks
         if not self._options.outlives_nodes:
             return self._answer(store, request)
+        answers = SimpleQueue[T | dist.DistError]()
 
         def ask() -> None:
             try:

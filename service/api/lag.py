@@ -47,26 +47,25 @@ class JobLags:
             if self._error is not None and now_s - self._failed_s <= _REMEMBER_S:
                 raise self._error.with_traceback(None)  # for those that waited for the answer too
             if now_s - self._since_s > _REMEMBER_S:
-                is_asked = {job for job, s in self._asked_s.items() if now_s - s <= _ASKED_S}
-                self._asked_s = {job: self._asked_s[job] for job in is_asked}
-                self._lags_s = {}
-                await self._measure(is_asked.union(jobs))
+                recent = {job: s for job, s in self._asked_s.items() if now_s - s <= _ASKED_S}
+                self._asked_s, self._lags_s = recent, {}
+                await self._measure({*jobs, *recent})
                 self._since_s = now_s
             elif not self._lags_s.keys() >= set(jobs):
                 await self._measure({*jobs, *self._asked_s} - self._lags_s.keys())
             return [self._lags_s[job] + self._delay_s for job in jobs]
 
     async def _measure(self, jobs: Collection[str]) -> None:
-        jobs = sorted(jobs)
+        names = sorted(jobs)
         try:
-            delay_s, lags_s = await self._store.lags_s(jobs)
+            delay_s, lags_s = await self._store.lags_s(names)
         except redis.RedisError as error:
             self._error, self._failed_s = error, time.monotonic()
             raise
         self._error = None
         # A report is so old before the next one without any delay.
         self._delay_s = max(0.0, delay_s - 2 * REPORT_EVERY_S)
-        self._lags_s |= zip(jobs, lags_s, strict=True)
+        self._lags_s |= zip(names, lags_s, strict=True)
 
     async def delay_s(self) -> float:
         """The delay of the API."""

@@ -38,6 +38,7 @@ from .schema import (
     PLANS,
     REGISTER,
     REPORT_DELAY,
+    URGENT,
     JobKeys,
     Subject,
     edition,
@@ -267,7 +268,10 @@ class HttpStore:
         # Telemetry may fill half of the space, so that reports of failures always find room.
         room = 1 if kind is MessageKind.TELEMETRY else 2
         answer, document = await self._writer.write(
-            [keys.meta, keys.messages, keys.counts, keys.seen(retry_key or ""), keys.status],
+            [
+                keys.meta, keys.messages, keys.counts, keys.seen(retry_key or ""), keys.status,
+                URGENT,
+            ],
             [
                 room * self._settings.max_backlog, room * self._settings.max_backlog_bytes,
                 kind.value, body, records, dropped, _REMEMBER_S if retry_key else 0, status,

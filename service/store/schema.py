@@ -12,7 +12,7 @@ WORKERS = "resihp:workers"  # sorted set: worker -> time of its last sign of lif
 APIS = "resihp:apis"  # hash: API process -> its last report, see REPORT_DELAY
 NEWS = "resihp:news"  # channel: names of jobs that changed
 PLANS = "resihp:plans"  # channel: names of jobs with a new plan, registered anew or deleted
-URGENT = "resihp:urgent"  # channel: streams with a new message for which no worker pauses (INGEST)
+URGENT = "resihp:urgent"  # channel: message streams with a new entry that ends a worker's pause
 PREDICTORS = "resihp:predictors"  # hash: kind of job -> fitted predictor
 GROUP = "detector"  # consumer group of every message stream
 
@@ -94,7 +94,7 @@ class JobKeys:
 # after it, a script is carried out whole. So what is small or frees memory is never refused: a
 # commit above all, which removes the messages that it applies.
 
-# KEYS: meta, messages, counts, seen, status
+# KEYS: meta, messages, counts, seen, status, urgent
 # ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key), field
 # Returns "unknown", "full", "duplicate" or the id of the entry, and that field of the status. The
 # marker of a message counts for the registration under which it was received only.
@@ -122,7 +122,7 @@ redis.call('HINCRBY', KEYS[3], 'messages', 1)
 redis.call('HINCRBY', KEYS[3], 'bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'records', ARGV[5])
 if ARGV[3] ~= 'telemetry' and ARGV[3] ~= 'heartbeat' then
-  redis.call('PUBLISH', 'resihp:urgent', KEYS[2])
+  redis.call('PUBLISH', KEYS[6], KEYS[2])
 end
 return {id, status}
 """

@@ -157,6 +157,7 @@ def two_apis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESIHP_SLOW_DOWN_BUSY", "2")  # what is told is due to delay alone
+        patch.setenv("RESIHP_SLOW_DOWN_LAG_S", "1000")
         with Sidecar(folder, command=(*FAKES, "--processes", "2")) as sidecar:
             yield sidecar
 
