@@ -24,7 +24,7 @@ from resihp.client import Client
 from resihp.contracts import ServiceError
 from service import Settings, Sidecar
 from service.api.delay import DelayReporter, WaitingRequests
-from service.store.embedded_redis import EmbeddedRedis
+from service.store.embedded_redis import EmbeddedRedis, socket_path
 from service.store.schema import APIS
 from service.store.worker_store import WorkerStore
 from service.worker.listening import PATIENCE_S, ListeningClock
@@ -159,6 +159,8 @@ def two_apis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
         patch.setenv("RESIHP_SLOW_DOWN_BUSY", "2")  # what is told is due to delay alone
         patch.setenv("RESIHP_SLOW_DOWN_LAG_S", "1000")
         with Sidecar(folder, command=(*FAKES, "--processes", "2")) as sidecar:
+            with redis.Redis(unix_socket_path=str(socket_path(folder)), protocol=2) as raw:
+                eventually(lambda: raw.hlen(APIS) == 2)  # one that never reported has no delay
             yield sidecar
 
 
