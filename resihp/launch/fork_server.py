@@ -58,13 +58,7 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-                env=dict(environment),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = start_python(theirs.fileno(), environment)
         self._socket = ours
         self._alive: set[str] = set()
 
@@ -135,6 +129,17 @@ class ForkServer:
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         with suppress(OSError):  # `events` tells that the server is gone
             socket.send_fds(self._socket, [json.dumps(message).encode()], list(descriptors))
+
+
+def start_python(control: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the process that forks, in a session of its own; `control` is its end of the socket."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", __name__, str(control), str(os.getpid())],
+        env=dict(environment),
+        pass_fds=[control],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 class _Server:
@@ -324,17 +329,20 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def _main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    end_with(int(sys.argv[2]))
+def serve(control: int, launcher: int) -> None:
+    """Serve the launcher whose process this is; returns or raises in a rank, as its script does.
+
+    control  descriptor of this process's end of the socket
+    """
+    end_with(launcher)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
     for name in _PRELOADED:
         importlib.import_module(name)
-    task = _Server(control).serve()
+    task = _Server(socket.socket(fileno=control)).serve()
     if task is None:
         os._exit(0)  # there is nothing to clean up, which takes Python a second with torch
     task.run()
 
 
 if __name__ == "__main__":
-    _main()
+    serve(int(sys.argv[1]), int(sys.argv[2]))

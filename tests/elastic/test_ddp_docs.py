@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.launch.launcher_process import LauncherProcess, launched
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"step (\d+) loss ([\d.]+) replicas \(([\d, ]+)\)")
@@ -32,30 +32,28 @@ def losses(lines: Iterable[str]) -> Iterator[tuple[int, float]]:
             yield int(told[1]), float(told[2])
 
 
-def launched(processes: int, path: Path, *, doomed: int | None = None) -> dict[int, float]:
+def losses_of(
+    folder: Path, processes: int, script: Path, *, doomed: int | None = None
+) -> dict[int, float]:
     """Losses by step; the process of rank `doomed` is killed when the third step is told."""
-    command = [sys.executable, "-m", "resihp.launch", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(
-        [*command, str(path)],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
+    read, write = os.pipe()
+    errors = folder / "errors"
+    with os.fdopen(write, "wb") as out, errors.open("wb") as err:
+        option = f"--nproc-per-node={processes}"
+        job = LauncherProcess(folder, option, str(script), out=out, err=err)
     known: dict[int, float] = {}
-    assert job.stdout is not None
-    assert job.stderr is not None
-    with job, job.stdout, job.stderr:
-        for step, loss in losses(job.stdout):
-            if doomed is not None and step == 2 and step not in known:
-                [fork_server] = children(job.pid)
-                os.kill(children(fork_server)[doomed], signal.SIGKILL)
-            known[step] = loss
-        errors = job.stderr.read()
-    assert job.returncode == 0, errors
+    try:
+        with os.fdopen(read) as lines:
+            for step, loss in losses(lines):
+                if doomed is not None and step == 2 and step not in known:
+                    [fork_server] = children(job.pid)
+                    os.kill(children(fork_server)[doomed], signal.SIGKILL)
+                known[step] = loss
+        assert job.wait(60) == 0, errors.read_text()
+    finally:
+        job.kill()
     if doomed is not None:
-        assert f"rank {doomed} ended with" in errors
+        assert f"rank {doomed} ended with" in errors.read_text()
     return known
 
 
@@ -68,8 +66,8 @@ def children(pid: int) -> list[int]:
 @pytest.mark.timeout(300)  # three processes import torch
 def test_the_script_of_the_documentation(tmp_path: Path) -> None:
     path = script(tmp_path)
-    undisturbed = launched(1, path)
-    hurt = launched(2, path, doomed=1)
+    undisturbed = losses_of(tmp_path, 1, path)
+    hurt = losses_of(tmp_path, 2, path, doomed=1)
     assert sorted(hurt) == list(range(100))
     assert hurt == pytest.approx(undisturbed, abs=1e-3)
 
@@ -78,9 +76,9 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["hsdp", "pipeline"])
 def test_the_scripts_with_several_processes_a_replica(name: str, tmp_path: Path) -> None:
     """The mate of the process that is killed ends too, and is no failure of the script."""
-    losses = launched(4, script(tmp_path, "replicas.md", name), doomed=3)
-    assert sorted(losses) == list(range(100))
-    assert losses[99] < losses[0]
+    known = losses_of(tmp_path, 4, script(tmp_path, "replicas.md", name), doomed=3)
+    assert sorted(known) == list(range(100))
+    assert known[99] < known[0]
 
 
 @pytest.mark.timeout(300)
@@ -88,17 +86,8 @@ def test_the_script_with_quotas(tmp_path: Path) -> None:
     """Without a sidecar quotas stay even; the losses are those of one process."""
     told: list[dict[int, float]] = []
     for processes in (1, 2):
-        command = [sys.executable, "-m", "resihp.launch", f"--nproc-per-node={processes}"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment.pop("RESIHP_URL", None)
-        done = subprocess.run(
-            [*command, str(script(tmp_path, "quotas.md"))],
-            capture_output=True,
-            text=True,
-            timeout=250,
-            env=environment,
-            check=False,
-        )
+        option = f"--nproc-per-node={processes}"
+        done = launched(tmp_path, option, str(script(tmp_path, "quotas.md")), RESIHP_URL="")
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("quotas (4, 4)") == (20 if processes == 2 else 0)
         lines = re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +21,7 @@ from hypothesis import strategies as st
 from resihp._preemption import PreemptionNotice, end_of_window
 from resihp.checkpoint import Checkpointer, LocalDisk
 from resihp.contracts import ContractError
-
-ROOT = Path(__file__).parents[2]
+from tests.launch.launcher_process import LauncherProcess
 
 
 class Metadata(HTTPServer):
@@ -78,22 +74,19 @@ for step in range(3):
 
 def test_a_notice_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SAVING)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "resihp.launch", str(tmp_path / "script.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with (tmp_path / "log").open("wb") as log:
+        process = LauncherProcess(tmp_path, "script.py", str(tmp_path), out=log, err=log)
     try:
         deadline = time.monotonic() + 300
         while not (tmp_path / "saving").exists() and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR2)
-        _, told = process.communicate(timeout=300)
+        status = process.wait(300)
     finally:
         process.kill()
-    assert process.returncode == 128 + signal.SIGUSR2, told
+    told = (tmp_path / "log").read_text()
+    assert status == 128 + signal.SIGUSR2, told
     assert "got SIGUSR2: the ranks end after their step" in told
     assert "node 0 leaves the job (got SIGUSR2): the job ends" in told
     level = LocalDisk(tmp_path)
@@ -120,13 +113,10 @@ while True:
 
 def test_a_launcher_tells_its_ranks_how_much_time_is_left(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TELLING)
-    options = ["--preemption-seconds", "600", str(tmp_path / "script.py"), str(tmp_path)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "resihp.launch", *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RESIHP_PREEMPTION_URL": "http://ranks"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    options = ("--preemption-seconds", "600", "script.py", str(tmp_path))
+    url = {"RESIHP_PREEMPTION_URL": "http://ranks"}
+    with (tmp_path / "log").open("wb") as log:
+        process = LauncherProcess(tmp_path, *options, out=log, err=log, **url)
     try:
         deadline = time.monotonic() + 300
         while not (tmp_path / "running").exists() and process.poll() is None:
@@ -134,10 +124,10 @@ def test_a_launcher_tells_its_ranks_how_much_time_is_left(tmp_path: Path) -> Non
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
         sent_s = time.time()
-        _, said = process.communicate(timeout=300)
+        status = process.wait(300)
     finally:
         process.kill()
-    assert process.returncode == 128 + signal.SIGUSR1, said
+    assert status == 128 + signal.SIGUSR1, (tmp_path / "log").read_text()
     end_s = end_of_window((tmp_path / "told").read_text(), 0.0)
     assert end_s is not None
     assert sent_s - 1 < end_s - 600 < time.time() + 1

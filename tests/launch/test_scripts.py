@@ -17,10 +17,12 @@ from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.rendezvous.environment import Environment
 from service import Sidecar
+from tests.launch.launcher_process import launched
 from tests.launch.train_script import job_of
 
 STEPS = 8
-SCRIPT = "tests/launch/train_script.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "tests" / "launch" / "train_script.py")
 OURS = ("resihp.launch",)
 TORCHRUN = (
     "torch.distributed.run", "--master-port=0",
@@ -29,13 +31,12 @@ TORCHRUN = (
 
 
 def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])  # the script uses the tests' small job
     return subprocess.Popen(
         [sys.executable, "-m", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": root, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
 
 
@@ -48,19 +49,15 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def launched(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return ended(started(*arguments, **environment))
-
-
 def test_torchrun_starts_a_script() -> None:
-    done = launched(*TORCHRUN, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1")
+    done = ended(started(*TORCHRUN, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1"))
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"rank {rank} completed {STEPS} in 2 replicas" in done.stdout, done.stderr
 
 
-def test_our_launcher_keeps_a_job_alive_that_loses_a_rank() -> None:
-    done = launched(*OURS, "--nproc-per-node=4", SCRIPT, str(STEPS), "3")
+def test_our_launcher_keeps_a_job_alive_that_loses_a_rank(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--nproc-per-node=4", SCRIPT, str(STEPS), "3")
     assert done.returncode == 0, done.stderr
     assert "rank 3 ended with -9" in done.stderr
     assert f"rank 0 completed {STEPS}" in done.stdout, done.stderr
@@ -70,7 +67,7 @@ def test_our_launcher_keeps_a_job_alive_that_loses_a_rank() -> None:
 def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar:
         done = launched(
-            *OURS, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1", RESIHP_URL=sidecar.url
+            tmp_path, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1", RESIHP_URL=sidecar.url
         )
         assert done.returncode == 0, done.stderr
         client = Client(sidecar.url)
@@ -88,7 +85,7 @@ def test_a_sidecar_that_wants_a_token_plans_for_a_script_that_has_it(tmp_path: P
         client = Client(sidecar.url, "secret")
         client.register(job_of(1))
         done = launched(
-            *OURS, "--nproc-per-node=2", SCRIPT, str(STEPS), "1",
+            tmp_path, "--nproc-per-node=2", SCRIPT, str(STEPS), "1",
             RESIHP_URL=sidecar.url, RESIHP_TOKEN="secret",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
