@@ -133,13 +133,15 @@ class AttemptEnd:
 class JobEnd:
     """End of the job.
 
-    status  exit status of its launchers, 0 where it was completed
-    rank    the one whose failure ended it; None: it ended for another reason
+    status   exit status of its launchers, 0 where it was completed
+    rank     the one whose failure ended it; None: it ended for another reason
+    goes_on  it ends for one launcher alone, which leaves it to the others
     """
 
     status: int
     why: str = ""
     rank: int | None = None
+    goes_on: bool = False
 
 
 def place(

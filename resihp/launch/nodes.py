@@ -353,7 +353,8 @@ class Nodes:
             self._of_ranks = dist.HashStore()
 
     def _left(self) -> JobEnd:
-        return JobEnd(self._notice.status, f"{self._notice.why}: this node leaves the job")
+        why = f"{self._notice.why}: this node leaves the job"
+        return JobEnd(self._notice.status, why, goes_on=True)
 
     def _ranks_store(self, number: int) -> dist.Store:
         assert self._server is not None

@@ -340,7 +340,7 @@ class Supervisor:
         """Exit status of this launcher at the end of the job."""
         if end.status == 0:
             return self._own_status()
-        _log.error("%s: the job ends", end.why)
+        _log.error("%s" if end.goes_on else "%s: the job ends", end.why)
         if self._notice.why is not None and end.status == NOTICED_STATUS:
             return self._notice.status
         is_by_failure = end.rank is not None and self._failed is not None

@@ -38,7 +38,9 @@ def test_nodes_are_lost_leave_and_are_replaced(tmp_path: Path) -> None:
         # The spare that died within the last heartbeat may be taken first, and cost a restart.
         job.until(lambda: job.has_run(2, 2) or job.has_run(3, 2))
         assert job.status(2) == 128 + signal.SIGTERM, job.logs()
-        assert re.search(r"found \S+notice: maintenance: this node leaves the job", job.log(2))
+        assert re.search(
+            r"found \S+notice: maintenance: this node leaves the job$", job.log(2), re.M
+        )
         assert "node 2 leaves the job (found" in job.log(0)
         (tmp_path / "finish").touch()
         assert job.status(0) == 0, job.logs()
