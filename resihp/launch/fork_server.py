@@ -18,18 +18,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from .options import Command
 from .preloading import can_be_preloaded, preload, top_level_imports
 
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update imports the last
-_MESSAGE_BYTES = 1 << 17
+_EVENT_BYTES = 1 << 10
+_MOST_DESCRIPTORS = 3
 _PR_SET_PDEATHSIG = 1
 
 
@@ -96,7 +98,7 @@ class ForkServer:
         found: list[Started | Ended] = []
         while True:
             try:
-                message = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                message = self._socket.recv(_EVENT_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return found
             except OSError:
@@ -127,14 +129,24 @@ class ForkServer:
             self._process.wait()
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        with suppress(OSError):  # `events` tells that the server is gone
-            socket.send_fds(self._socket, [json.dumps(message).encode()], list(descriptors))
+        """Send a message as a file: a command line is longer than what a socket takes at once."""
+        with _file_in_memory() as file:
+            file.write(json.dumps(message).encode())
+            file.flush()
+            with suppress(ConnectionError):  # `events` tells that the server is gone
+                socket.send_fds(self._socket, [b"m"], [file.fileno(), *descriptors])
+
+
+def _file_in_memory() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):  # on Linux
+        return os.fdopen(os.memfd_create("resihp-message"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def start_python(control: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that forks, in a session of its own; `control` is its end of the socket."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", __name__, str(control), str(os.getpid())],
+        [sys.executable, "-u", "-m", __name__, str(control)],
         env=dict(environment),
         pass_fds=[control],
         stdin=subprocess.DEVNULL,
@@ -181,10 +193,15 @@ class _Server:
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         """The next message and its descriptors; {} if the launcher has ended."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._control, 1, _MOST_DESCRIPTORS)
         except OSError:
             return {}, []
-        return (json.loads(data) if data else {}), list(descriptors)
+        if not data:
+            return {}, []
+        file, *streams = descriptors
+        with os.fdopen(file, "rb") as content:
+            content.seek(0)
+            return json.loads(content.read()), streams
 
     def _obey(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
         if "start" in message:
@@ -329,12 +346,11 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def serve(control: int, launcher: int) -> None:
-    """Serve the launcher whose process this is; returns or raises in a rank, as its script does.
+def serve(control: int) -> None:
+    """Serve the launcher until it ends; returns or raises in a rank, as its script does.
 
     control  descriptor of this process's end of the socket
     """
-    end_with(launcher)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -345,4 +361,4 @@ def serve(control: int, launcher: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    serve(int(sys.argv[1]))

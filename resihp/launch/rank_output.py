@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +14,9 @@ from typing import BinaryIO
 from .options import Output
 
 _LAST_LINES = 20
+_LONGEST_LINE = 1 << 14
+"""Bytes from which on a line is passed on in parts, of which the last one is kept."""
+_READ_BYTES = 1 << 16
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
@@ -63,21 +67,43 @@ class RankOutput:
         self, read: int, stream: int, file: BinaryIO | None, is_shown: bool, prefix: bytes
     ) -> None:
         shown = (sys.stdout if stream == 1 else sys.stderr).buffer
-        with os.fdopen(read, "rb") as lines:
-            for line in lines:
-                if stream == 2:
-                    self._lines.append(line)
-                with suppress(OSError, ValueError):  # a full disk or a closed terminal
-                    if file is not None:
-                        file.write(line)
-                        file.flush()
-                with suppress(OSError, ValueError):
-                    if is_shown:
-                        shown.write(prefix + line)
-                        shown.flush()
+        for line in _lines(read):
+            if stream == 2:
+                self._keep(line)
+            with suppress(OSError, ValueError):  # a full disk or a closed terminal
+                if file is not None:
+                    file.write(line)
+                    file.flush()
+            with suppress(OSError, ValueError):
+                if is_shown:
+                    shown.write(prefix + line)
+                    shown.flush()
+        os.close(read)
         if file is not None:
             with suppress(OSError):
                 file.close()
+
+    def _keep(self, line: bytes) -> None:
+        """Keep a line; the next state of a progress bar takes the place of the one before."""
+        if self._lines and not self._lines[-1].endswith(b"\n"):
+            self._lines.pop()
+        self._lines.append(line)
+
+
+def _lines(read: int) -> Iterator[bytes]:
+    """Read lines, each as soon as it is whole, and as such the states of a progress bar, which
+    returns to the start of its line before the next one; long lines in parts."""
+    held = b""
+    while data := os.read(read, _READ_BYTES):
+        *whole, held = (held + data).splitlines(keepends=True)
+        if held.endswith(b"\n"):  # after "\r" the other half of an end of line may follow
+            whole, held = [*whole, held], b""
+        yield from whole
+        if len(held) > _LONGEST_LINE:
+            yield held
+            held = b""
+    if held:
+        yield held
 
 
 def _file(output: Output, stream: int, local_rank: int, attempt: int) -> BinaryIO | None:

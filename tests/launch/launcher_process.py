@@ -115,7 +115,7 @@ class _ForkedServer:
     def __init__(self) -> None:
         self._start = fork_server.start_python
         self._gift, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        launcher, self._pid = os.getpid(), os.fork()
+        self._pid = os.fork()
         self._status: int | None = None
         if self._pid:
             theirs.close()
@@ -128,7 +128,7 @@ class _ForkedServer:
             os._exit(0)
         os.environ.clear()
         os.environ.update(json.loads(data))
-        fork_server.serve(descriptors[0], launcher)
+        fork_server.serve(descriptors[0])
         sys.exit()  # a rank, whose script has ended
 
     def start(self, control: int, environment: Mapping[str, str]) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,25 +234,32 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """So do processes that a program has started."""
     launcher = (
         "import os, select, sys, time\n"
         "from resihp.launch.fork_server import ForkServer\n"
         "from resihp.launch.options import Command\n"
         "server = ForkServer(os.environ)\n"
-        "server.start('0', Command('sleep', 'program', ('1000',)), {}, [1, 2])\n"
-        "select.select([server], [], [])\n"
-        "print(server.events()[0].pid, flush=True)\n"
+        "server.start('0', Command('sh', 'program', ('-c', sys.argv[1])), {}, [1, 2])\n"
         "time.sleep(1000)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+        [sys.executable, "-c", launcher, "sleep 1000 & echo $$ $!; wait"],
+        stdout=subprocess.PIPE, text=True, env=environment,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        assert is_running(pid)
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert all(map(is_running, pids))
         process.kill()
     deadline = time.monotonic() + LIMIT_S
-    while is_running(pid):
+    while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("length", [150_000, 1_000_000])
+def test_a_long_command_line(ranks: Ranks, length: int) -> None:
+    command = ranks.script("tell(length=sum(map(len, sys.argv[1:])))")
+    words = tuple("x" * 100 for _ in range(length // 100))
+    assert ranks.run(replace(command, arguments=words)) == (0, {"length": length}), ranks.logs()

@@ -1,0 +1,76 @@
+"""Output of ranks, passed on while it is written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from resihp.launch.options import Output
+from resihp.launch.rank_output import RankOutput
+
+LIMIT_S = 60.0
+
+
+class Rank:
+    """A rank's stderr, and what the launcher has passed on of it."""
+
+    def __init__(self, output: Output, shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._shown, self._terminal = shown, shown.open("w")
+        monkeypatch.setattr("sys.stderr", self._terminal)
+        self._output = RankOutput(output, rank=3, local_rank=0, attempt=0)
+        self._stderr = os.dup(self._output.descriptors[1])
+        self._output.started()
+
+    def write(self, text: bytes) -> None:
+        os.write(self._stderr, text)
+
+    def until_shown(self, text: bytes) -> None:
+        self._until(lambda: self._shown.read_bytes() == text)
+
+    def last_lines(self) -> str:
+        os.close(self._stderr)
+        self._until(lambda: not any(reader.is_alive() for reader in self._output._readers))
+        self._terminal.close()
+        return self._output.last_lines()
+
+    def _until(self, check: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not check():
+            assert time.monotonic() < deadline, self._shown.read_bytes()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(Output(), tmp_path / "shown", monkeypatch)
+
+
+def test_a_progress_bar_is_shown_while_it_moves_and_kept_once(rank: Rank) -> None:
+    rank.write(b"epoch 0\n\r 1%|\r 2%|")
+    rank.until_shown(b"epoch 0\n\r 1%|\r")
+    rank.write(b"\r 3%|\nend\r\n")
+    rank.until_shown(b"epoch 0\n\r 1%|\r 2%|\r 3%|\nend\r\n")
+    assert rank.last_lines().splitlines() == ["epoch 0", " 3%|", "end"]
+
+
+def test_what_has_no_end_of_line_is_shown_and_not_all_kept(rank: Rank) -> None:
+    for _ in range(100):
+        rank.write(b"x" * 50_000)
+    rank.write(b"y\n")
+    rank.until_shown(b"x" * 5_000_000 + b"y\n")
+    assert len(rank.last_lines()) < 200_000
+
+
+def test_lines_of_ranks_that_are_written_to_files_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(folder=tmp_path / "logs", tee={None: 2})
+    rank = Rank(output, tmp_path / "shown", monkeypatch)
+    rank.write(b"one\ntwo")
+    rank.until_shown(b"[rank3]: one\n")
+    assert rank.last_lines() == "one\ntwo"
+    assert (tmp_path / "logs" / "attempt_0" / "0" / "stderr.log").read_bytes() == b"one\ntwo"
