@@ -24,6 +24,7 @@ NOTICED_STATUS = 128 + signal.SIGTERM
 FILE, URL, SECONDS = "RESIHP_PREEMPTION_FILE", "RESIHP_PREEMPTION_URL", "RESIHP_PREEMPTION_SECONDS"
 """Variables for a process without a launcher; a launcher gives its ranks a file of its own."""
 _NO_CONTENT_YET = 404
+_LATEST_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 class PreemptionNotice:
@@ -84,8 +85,9 @@ class PreemptionNotice:
             start_thread(thread, self.close)
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal as the notice. Reads nothing: the main thread may be anywhere."""
-        if self.why is None:
+        """Take a signal as the notice. Reads nothing: the main thread may be anywhere, in `close`
+        with the event's lock too."""
+        if self.why is None and not self._is_closed:
             self.status = 128 + number
             self.until_s = time.monotonic() + self._window_s
             self.why = f"got {signal.Signals(number).name}"
@@ -107,7 +109,7 @@ class PreemptionNotice:
         """Write the notice to `file`, where other processes of this host look for it."""
         text = ""
         if self.until_s < inf:
-            until_s = time.time() + self.until_s - time.monotonic()
+            until_s = min(time.time() + self.until_s - time.monotonic(), _LATEST_S)
             text = json.dumps({"time": datetime.fromtimestamp(until_s, UTC).isoformat()})
         new = file.with_suffix(".new")
         new.write_text(text)
@@ -173,7 +175,7 @@ def end_of_window(text: str, written_s: float) -> float | None:
     """Unix time at which the node is gone by the `text` of a notice; None: it names none.
 
     The text is a number of seconds from `written_s` on, a time in ISO 8601, or a JSON object with
-    one of them as `seconds` or `time`, as AWS answers.
+    one of them as `seconds` or `time`, as AWS answers. Numbers beyond all calendars name none.
 
     >>> end_of_window("120", 1000.0), end_of_window('{"seconds": 30}', 1000.0)
     (1120.0, 1030.0)
@@ -188,7 +190,7 @@ def end_of_window(text: str, written_s: float) -> float | None:
         if isinstance(document, dict):
             found = document.get("seconds", document.get("time"))
     if isinstance(found, int | float) and not isinstance(found, bool):
-        return written_s + float(found)
+        return written_s + found if abs(found) < _LATEST_S else None
     with suppress(TypeError, ValueError):
         time_given = datetime.fromisoformat(str(found))
         aware = time_given if time_given.tzinfo else time_given.replace(tzinfo=UTC)

@@ -91,7 +91,9 @@ class AttemptCoordinator:
         """Wait for the reports on an attempt, and decide what follows it."""
         reports, lost = self._reports(attempt, step)
         end = self._store.end_of(attempt.number)
-        if not lost and all(report.completed for report in reports):
+        # After a notice ranks end with 0 before they have completed, as one, and none may be left.
+        is_notice = end is not None and end.kind is EndKind.NOTICE
+        if reports and not (lost or is_notice) and all(one.completed for one in reports):
             return JobEnd(0)
         if self._has_to_end:
             return self._end_by_notice()
@@ -106,7 +108,6 @@ class AttemptCoordinator:
             if not decision.restarts:
                 return JobEnd(_exit_status(failure.status), decision.why, failure.rank)
             why = decision.why
-        is_notice = end is not None and end.kind is EndKind.NOTICE
         status = NOTICED_STATUS if is_notice else exit_status.JOB_STOPPED
         return self._restarted(attempt, reports, step, why, status)
 

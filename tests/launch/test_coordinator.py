@@ -61,15 +61,18 @@ class FakePlans:
 class Job:
     """Launchers of some nodes of two ranks, of which this process plays all."""
 
-    def __init__(self, server: dist.Store, name: str, nodes: int, most: int, least: int) -> None:
+    def __init__(
+        self, server: dist.Store, name: str, nodes: int, most: int, least: int, store_url: str = ""
+    ) -> None:
         self.store = LauncherStore(dist.PrefixStore(name, server))
         self.plans, self.notice = FakePlans(), PreemptionNotice()
         self.beats = SimpleNamespace(silent=frozenset())
-        options = Options(Command("t.py", "script"), nodes=most, least_nodes=least, processes=2)
+        command, url = Command("t.py", "script"), store_url or None
+        options = Options(command, nodes=most, least_nodes=least, processes=2, store_url=url)
         self.node = AttemptCoordinator(
             options,
             self.store,
-            cast(LauncherHeartbeats, self.beats) if most > 1 else None,
+            cast(LauncherHeartbeats, self.beats) if most > 1 or store_url else None,
             cast(RestartPlanPoller, self.plans),
             self.notice,
         )
@@ -217,6 +220,28 @@ def test_nobody_waits_for_a_node_that_leaves(job: Job) -> None:
     job.report("n0")
     job.next()
     assert job.ids() == ["n0"], "a node that still ends its ranks was taken for a spare"
+
+
+@with_spare
+def test_ranks_that_end_together_after_a_notice_have_not_completed_the_job(job: Job) -> None:
+    """Their launcher has seen them end with 0, and not the notice."""
+    job.store.end(0, AttemptEnd(EndKind.NOTICE, "node 1 leaves the job"))
+    job.store.mark("n1", "leaves")
+    job.report("n0", completed=True)
+    assert isinstance(job.next(), Attempt)
+    assert job.ids() == ["n0", "n2"]
+
+
+def test_a_job_whose_only_node_leaves_goes_on_with_the_spare(server: dist.Store) -> None:
+    """In a store that outlives its nodes; another launcher decides by then."""
+    job = Job(server, "only node leaves", 2, 1, 1, store_url="redis://store")
+    job.beats.silent |= {"n0"}
+    for mark in ("leaves", "left"):
+        job.store.mark("n0", mark)
+    job.store.end(0, AttemptEnd(EndKind.NOTICE, "node 0 leaves the job"))
+    job.report("n0", leaves=True)
+    assert isinstance(job.next(), Attempt)
+    assert job.ids() == ["n1"]
 
 
 @with_spare

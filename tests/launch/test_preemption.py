@@ -133,6 +133,34 @@ def test_a_launcher_tells_its_ranks_how_much_time_is_left(tmp_path: Path) -> Non
     assert sent_s - 1 < end_s - 600 < time.time() + 1
 
 
+def test_a_window_beyond_all_calendars_is_passed_on(tmp_path: Path) -> None:
+    assert end_of_window("9" * 400, 0.0) is None
+    assert end_of_window("NaN", 0.0) is None
+    notice = PreemptionNotice(window_s=1e300)
+    notice.handle_signal(signal.SIGTERM, None)
+    notice.forward(tmp_path / "notice")
+    until_s = end_of_window((tmp_path / "notice").read_text(), 0.0)
+    assert until_s is not None
+    assert until_s > time.time() + 1e9
+
+
+def test_a_signal_while_it_is_closed_finds_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice = PreemptionNotice()
+    event = notice._noticed
+    taken: list[int] = []
+
+    class Interrupted:
+        def set(self) -> None:
+            assert not taken, "the lock is held by this thread"
+            taken.append(1)
+            notice.handle_signal(signal.SIGTERM, None)
+            event.set()
+
+    monkeypatch.setattr(notice, "_noticed", Interrupted())
+    notice.close()
+    assert event.is_set()
+
+
 @pytest.fixture
 def metadata() -> Iterator[Metadata]:
     with Metadata(("127.0.0.1", 0), Answer) as server:
