@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import resource
 import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, PeerMemory
+from resihp.checkpoint.levels.host_memory import ImageStore
+from resihp.checkpoint.levels.peer_server import Connection, PeerServer
 from resihp.checkpoint.restore import restore
 from resihp.contracts import CheckpointError, ContractError
 from resihp.testing.local_ranks import LocalRanks
@@ -169,3 +174,91 @@ def test_a_damaged_copy_gives_way_to_another(caplog: pytest.LogCaptureFixture) -
     finally:
         peers.close()
         theirs.close()
+
+
+@pytest.fixture
+def server() -> Iterator[PeerServer]:
+    opened = PeerServer(ImageStore(1), ImageStore(1), ("127.0.0.1", 0), "t", 60.0)
+    yield opened
+    opened.close()
+
+
+def is_served(server: PeerServer) -> bool:
+    """True once a client is let in; False if none is within a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            Connection.to(server.address, "t", 60).close()
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_server_without_free_files_serves_again_later(
+    server: PeerServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    client, held = socket.socket(), []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, limits[1]))
+        held = fill_up()
+        client.connect(server.address)
+        deadline = time.monotonic() + 60
+        while "Too many open files" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)  # more attempts fail
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        client.close()
+    assert is_served(server)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "once for the outage, and once for its end"
+    assert "works again" in said[1]
+
+
+def fill_up() -> list[int]:
+    """Open files until the limit is reached."""
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    return held
+
+
+def test_a_client_for_whom_no_thread_can_start_is_disconnected(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with socket.create_connection(server.address, 60) as client:
+        assert client.recv(1) == b"", "disconnected"
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert is_served(server)
+
+
+def test_a_server_allows_itself_more_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard <= 1024:
+        pytest.skip("the system allows no more")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        PeerServer(ImageStore(1), ImageStore(1), ("127.0.0.1", 0), "t", 60.0).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_closed_server_ends_its_thread() -> None:
+    before = set(threading.enumerate())
+    server = PeerServer(ImageStore(1), ImageStore(1), ("127.0.0.1", 0), "t", 60.0)
+    (accepting,) = set(threading.enumerate()) - before
+    server.close()
+    accepting.join(60)
+    assert not accepting.is_alive()

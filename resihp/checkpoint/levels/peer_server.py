@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import resource
 import socket
 import struct
 from collections import defaultdict
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from resihp.contracts import CheckpointError
 
+from ..counters import ProblemLog
 from ..format.index import CHUNK_BYTES, FileIndex, read_index
 from ..staging.host_buffer import HostBuffer
 from .host_memory import ImageStore, MemoryImage
@@ -28,6 +30,11 @@ _HEADER = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 28
 _LONGEST_GREETING = 1 << 12
 """Bytes accepted from a client that has not authenticated yet."""
+_OPEN_FILES = 16384
+"""Limit of open files, each connection being one: many ranks may read at the same time."""
+_PLACE = "server of peers' memory"
+_PAUSE_S = 0.1
+"""Pause after a connection that could not be accepted, for want of files, threads or memory."""
 
 
 class Connection:
@@ -95,8 +102,9 @@ class Connection:
 class PeerServer:
     """Stores images of other ranks in this process's memory and serves them.
 
-    One thread accepts connections, one more serves each connection. Image buffers are reused; for
-    each sender there is one more than its stored images.
+    One thread accepts connections, one more serves each connection. A client that comes while the
+    process is out of files or threads waits or is disconnected; the server goes on. Image buffers
+    are reused; for each sender there is one more than its stored images.
 
     store   images of other ranks
     own     images of this rank, served as well
@@ -111,13 +119,15 @@ class PeerServer:
         self._store, self._own, self.token, self._idle_s = store, own, token, idle_s
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
         self._connections: set[Connection] = set()
-        self._lock = Lock()
+        self._lock, self._is_closed, self._problems = Lock(), Event(), ProblemLog()
+        _allow_open_files(_OPEN_FILES)
         self._socket = socket.create_server(listen)
         self.address: Address = self._socket.getsockname()[:2]
         Thread(target=self._accept, name="resihp-checkpoint-peers", daemon=True).start()
 
     def close(self) -> None:
         """Stop serving."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -126,15 +136,32 @@ class PeerServer:
                 connection.close()
 
     def _accept(self) -> None:
-        while True:
+        """Accept connections until the server is closed, whatever fails meanwhile."""
+        while not self._is_closed.is_set():
             try:
-                accepted, _ = self._socket.accept()
-            except OSError:
-                return
+                self._start_serving(self._socket.accept()[0])
+            except (OSError, RuntimeError, MemoryError) as problem:
+                if not self._is_closed.is_set():
+                    self._problems.report(_PLACE, problem)
+                self._is_closed.wait(_PAUSE_S)
+            else:
+                self._problems.resolve(_PLACE)
+
+    def _start_serving(self, accepted: socket.socket) -> None:
+        """Serve a client in a thread; disconnect it if that cannot be started."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(accepted.close)
             connection = Connection(accepted, self._idle_s)
             with self._lock:
                 self._connections.add(connection)
+            undo.callback(self._end, connection)
             Thread(target=self._serve, args=(connection,), daemon=True).start()
+            undo.pop_all()
+
+    def _end(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
     def _serve(self, connection: Connection) -> None:
         """Answer requests until the client disconnects, times out or breaks the protocol."""
@@ -146,9 +173,7 @@ class PeerServer:
                 connection.send(accepted=True)
                 while True:
                     self._answer(connection)
-        with self._lock:
-            self._connections.discard(connection)
-        connection.close()
+        self._end(connection)
 
     def _answer(self, connection: Connection) -> None:
         request = connection.receive()
@@ -202,6 +227,16 @@ class PeerServer:
     def _return_buffer(self, buffer: HostBuffer) -> None:
         with self._lock:
             self._free[len(buffer.view)].append(buffer)
+
+
+def _allow_open_files(number: int) -> None:
+    """Raise the process's own limit of open files, usually 1,024, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _verify(index: FileIndex, tensors: memoryview, section: memoryview) -> None:
