@@ -26,6 +26,7 @@ class LauncherHeartbeats:
     silent_coordinator
                   the one that decides, while it is silent; None: it is there
     is_given_up   the coordinator has taken this launcher for lost
+    is_replaced   this launcher coordinates and was silent meanwhile: another one decides
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class LauncherHeartbeats:
         self.coordinates = False
         self.silent: frozenset[str] = frozenset()
         self.silent_coordinator: str | None = None
-        self.is_given_up = False
+        self.is_given_up = self.is_replaced = False
         self._launcher, self._interval_s = launcher, timeout.total_seconds() / _BEATS
         self._store = LauncherStore(open_store())
         self._counter, self._closed = SilenceCounter[str](), threading.Event()
@@ -54,14 +55,15 @@ class LauncherHeartbeats:
             try:
                 self._store.beat(self._launcher)
                 self.is_given_up = self._store.is_marked(self._launcher, "lost")
-                if self.coordinates:
+                coordinator = self._store.coordinator()
+                self.is_replaced = self.coordinates and coordinator != self._launcher
+                if self.coordinates and not self.is_replaced:
                     ids = {offer.id for offer in self._store.announced()} - {self._launcher}
                     gone = {each for each in ids - self.silent if self._has_gone(each)}
                     for each in gone:
                         self._store.mark(each, "lost")
                     self.silent |= gone
                 else:
-                    coordinator = self._store.coordinator()
                     is_gone = bool(coordinator) and self._has_gone(coordinator)
                     self.silent_coordinator = coordinator if is_gone else None
             except dist.DistError as error:

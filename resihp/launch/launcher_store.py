@@ -81,6 +81,23 @@ class LauncherStore:
             return from_json(Attempt, document["attempt"])
         return from_json(JobEnd, document["end"])
 
+    def failed_status(self) -> int | None:
+        """Status with which the job has ended; None if it runs, or has completed."""
+        end = self.attempt(self.newest())
+        return end.status if isinstance(end, JobEnd) and end.status != 0 else None
+
+    def all_left(self) -> bool:
+        """True if no launcher that has come is there any more, as far as they have been marked."""
+        ids = [offer.id for offer in self.announced()]
+        return all(any(self.is_marked(each, mark) for mark in ("left", "lost")) for each in ids)
+
+    def forget_failed(self) -> bool:
+        """Delete all that a store in Redis has of a job that has failed; True if this call did."""
+        key = f"attempt/{self.newest()}"
+        if self.failed_status() is None:
+            return False
+        return bool(self._store.forget(key, self._store.get(key)))  # type: ignore[attr-defined]
+
     def end(self, number: int, end: AttemptEnd) -> None:
         """End an attempt, unless it has been ended for another reason."""
         self._store.compare_set(f"end/{number}", "", json.dumps(to_json(end)))

@@ -65,6 +65,8 @@ class Nodes:
         self._port = options.port if self._server is None else self._server.port
         self._of_ranks: dist.Store = self._server or dist.HashStore()
         self._store = LauncherStore(self._opened())
+        if options.outlives_nodes:
+            self._forget_failed_run()
         self._heartbeats: LauncherHeartbeats | None = None
         if options.nodes > 1 or options.outlives_nodes:
             self._heartbeats = LauncherHeartbeats(self._opened, self.id, options.heartbeat)
@@ -91,7 +93,7 @@ class Nodes:
             return self._joined()
         self._store.announce(offer)
         if self._coordinator is not None:
-            return self._publish(0, self._coordinator.first())
+            return self._publish(0, self._coordinator.first()) or self._follow(0)
         return self._follow(self._store.newest(), on_standby=on_standby)
 
     def conclude(self, attempt: Attempt, offer: NodeOffer, step: int) -> Attempt | JobEnd:
@@ -103,9 +105,10 @@ class Nodes:
         self._store.report(number, offer)
         if offer.leaves and (self._coordinator is None or self._options.outlives_nodes):
             return self._left()
+        decided = None
         if self._coordinator is not None:
-            return self._publish(number + 1, self._coordinator.next(attempt, step))
-        return self._follow(number + 1, after=(attempt, step))
+            decided = self._publish(number + 1, self._coordinator.next(attempt, step))
+        return decided or self._follow(number + 1, after=(attempt, step))
 
     def attend(self, attempt: Attempt, step: int, *, takes_plans: bool) -> None:
         """Look for lost nodes and plans, as the coordinator; called again and again while ranks
@@ -228,6 +231,17 @@ class Nodes:
         store = connect_store(options.host, self._port, options.connect)
         return dist.PrefixStore("resihp-run", store)
 
+    def _forget_failed_run(self) -> None:
+        """Begin anew after an earlier run of the job that did not complete it, once the launchers
+        of that one have left, or would be taken for lost."""
+        deadline = time.monotonic() + self._options.heartbeat.total_seconds()
+        while (status := self._store.failed_status()) is not None:
+            if self._store.all_left() or time.monotonic() >= deadline:
+                if self._store.forget_failed():
+                    _log.info("the last run of this job ended with %d: it begins anew", status)
+                return
+            time.sleep(self._options.poll_s)
+
     def _coordinate(self, after: str, token: str = "") -> bool:
         """Become the coordinator; False if another launcher is."""
         if not self._store.coordinate(self.id, after):
@@ -241,9 +255,19 @@ class Nodes:
             self._plans.start()
         return True
 
+    def _stop_coordinating(self) -> None:
+        """Go on as one launcher of many: after a pause of this one another decides."""
+        _log.warning("another launcher decides from now on")
+        self._coordinator = None
+        if self._heartbeats is not None:
+            self._heartbeats.coordinates = False
+
     def _coordinate_if_needed(self, attempt: Attempt | None) -> None:
         """Take the place of a coordinator that is gone; a standby lets nodes of the attempt go
         first."""
+        is_replaced = self._heartbeats is not None and self._heartbeats.is_replaced
+        if self._coordinator is not None and is_replaced:
+            self._stop_coordinating()
         gone = self._heartbeats.silent_coordinator if self._heartbeats is not None else None
         if gone is None or self._coordinator is not None or not self._options.outlives_nodes:
             self._gone_since_s = inf
@@ -258,9 +282,10 @@ class Nodes:
             if self._plans is not None and attempt is not None:
                 self._plans.resume(attempt.world_size)
 
-    def _publish(self, number: int, what: Attempt | JobEnd) -> Attempt | JobEnd:
+    def _publish(self, number: int, what: Attempt | JobEnd) -> Attempt | JobEnd | None:
         """Publish what comes next, as the coordinator; waits until the others know of the end.
 
+        Returns None if another launcher decides: it has taken this one for gone.
         The ranks of the first attempt meet at the launchers' store if that is torch's, those of any
         other at a store of its own: torch expects no keys of another attempt there.
         """
@@ -270,7 +295,8 @@ class Nodes:
             what = replace(what, host=self._address, port=self._server.port)
             self._of_ranks = self._ranks_store(number)
         if not self._store.publish(number, what):
-            raise FencedOutError("the others go on without this node: another one decides")
+            self._stop_coordinating()
+            return None
         if isinstance(what, JobEnd) and self._heartbeats is not None:
             self._await_readers(number)
         return what

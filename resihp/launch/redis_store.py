@@ -33,6 +33,14 @@ return found or ''
 """
 
 
+_FORGET = """
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then
+    return redis.call('DEL', KEYS[1])
+end
+return 0
+"""
+
+
 class RedisStore(dist.Store):
     """The part of torch's `Store` that launchers use, in one hash of Redis.
 
@@ -87,6 +95,10 @@ class RedisStore(dist.Store):
         arguments = self._key, key, expected, value, self._lifetime_s
         found: bytes = _asked(lambda: self._redis.eval(_COMPARE_SET, 1, *arguments))
         return found
+
+    def forget(self, key: str, value: bytes) -> bool:
+        """Delete all keys if `key` has this value; returns whether it had."""
+        return bool(_asked(lambda: self._redis.eval(_FORGET, 1, self._key, key, value)))
 
     def _write(self, command: Callable[[Any], Any]) -> Any:
         pipe = self._redis.pipeline(transaction=True)

@@ -339,6 +339,8 @@ class Supervisor:
     def _status_at(self, end: JobEnd) -> int:
         """Exit status of this launcher at the end of the job."""
         if end.status == 0:
+            if not self._ranks:
+                _log.info("the job %r is completed: this node had no part in it", self._options.run)
             return self._own_status()
         _log.error("%s" if end.goes_on else "%s: the job ends", end.why)
         if self._notice.why is not None and end.status == NOTICED_STATUS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,8 +11,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from resihp._preemption import PreemptionNotice
 from resihp.contracts import JobStoppedError
 from resihp.elastic.rendezvous.store import host_store
+from resihp.launch.attempts import Attempt, JobEnd, NodeOffer, place
+from resihp.launch.heartbeats import LauncherHeartbeats
+from resihp.launch.launcher_store import LauncherStore
+from resihp.launch.nodes import Nodes
+from resihp.launch.options import Command, Options
 from resihp.launch.redis_store import RedisStore, open_redis
 from service.store.embedded_redis import EmbeddedRedis
 from tests.launch.launchers import launchers
@@ -52,6 +59,75 @@ def test_jobs_are_apart_and_a_finished_one_is_forgotten(redis: EmbeddedRedis) ->
     one.set("a", "1")
     assert not other.check(["a"])
     assert 0 < one._redis.ttl("resihp:run:one") <= 10
+
+
+def nodes_of(redis: EmbeddedRedis, run: str = "job") -> Nodes:
+    """A launcher's place in a job of up to two nodes."""
+    command = Command("t.py", "script")
+    options = Options(
+        command, nodes=2, store_url=redis.url, port=1, run=run, heartbeat=timedelta(seconds=2)
+    )
+    return Nodes(options, PreemptionNotice())
+
+
+def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
+    redis: EmbeddedRedis,
+) -> None:
+    """Whether its launchers said that they leave, or were killed."""
+    for says_so in (True, False):
+        failed = nodes_of(redis)
+        assert failed.is_coordinator
+        store = LauncherStore(RedisStore(redis.url, "job", SECOND))
+        store.announce(NodeOffer(failed.id, 0, (0,)))
+        assert store.publish(0, JobEnd(3, "a bug"))
+        if says_so:
+            failed.close()
+        following = nodes_of(redis)
+        assert following.is_coordinator
+        assert store.attempt(0) is None
+        assert store.announced() == []
+        if not says_so:
+            failed.close()
+        following.close()
+        assert store.publish(0, JobEnd(3, "for the next turn"))
+    assert store.forget_failed()
+    assert store.publish(0, JobEnd(0))
+    late = nodes_of(redis)
+    assert late.begin(NodeOffer(late.id, 0, (0,)), bool) == JobEnd(0)
+    late.close()
+
+
+def test_a_launcher_that_was_replaced_while_it_decided_follows(redis: EmbeddedRedis) -> None:
+    """It slept a little longer than the time-out, and woke before it was given up."""
+    slept = nodes_of(redis)
+    ranks = host_store("127.0.0.1", 0, SECOND)
+    try:
+        store = LauncherStore(RedisStore(redis.url, "job", SECOND))
+        other = NodeOffer("other", 1, (0,))
+        store.announce(other)
+        assert store.coordinate(other.id, after=slept.id)
+        own = NodeOffer(slept.id, 0, (0,))
+        attempt = Attempt(0, ranks.port, place([own, other], most=2), host="127.0.0.1")
+        assert store.publish(0, attempt)
+        assert slept.begin(own, bool) == attempt
+        assert not slept.is_coordinator
+    finally:
+        slept.close()
+
+
+def test_heartbeats_tell_a_launcher_that_another_decides() -> None:
+    store = dist.HashStore()
+    beats = LauncherHeartbeats(lambda: store, "slept", timedelta(seconds=0.1))
+    try:
+        LauncherStore(store).coordinate("slept")
+        beats.coordinates = True
+        LauncherStore(store).coordinate("other", after="slept")
+        deadline = time.monotonic() + 60
+        while not beats.is_replaced:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        beats.close()
 
 
 def test_without_redis_it_says_so(tmp_path: Path) -> None:
