@@ -155,6 +155,35 @@ def test_a_peer_that_is_gone_costs_its_level_alone() -> None:
         assert saver.counters.levels[own.name].saved == 3
 
 
+@pytest.mark.parametrize("host", ["::1", "localhost", ""])
+def test_copies_travel_over_every_kind_of_address(host: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    own, other = HostMemory(), HostMemory()
+    peers, theirs = (
+        PeerMemory(each, listen=(host, 0), token="ours", timeout=SOON) for each in (own, other)
+    )
+    try:
+        for level in (peers, theirs):
+            level.connect(0 if level is peers else 1, {0: peers.address, 1: theirs.address})
+        ranks = IndependentRank(0, (0,), run="one")
+        with Checkpointer([own, peers], ranks=ranks) as saver:
+            saver.save(0, stamped(0))
+            assert saver.wait(300)
+        own.store.clear()
+        assert_stamped(back_from(peers)[1], 0)
+    finally:
+        peers.close()
+        theirs.close()
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
 def test_a_damaged_copy_gives_way_to_another(caplog: pytest.LogCaptureFixture) -> None:
     own, other = HostMemory(), HostMemory()
     peers, theirs = (PeerMemory(each, token="ours", timeout=SOON) for each in (own, other))

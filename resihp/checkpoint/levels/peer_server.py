@@ -121,7 +121,7 @@ class PeerServer:
         self._connections: set[Connection] = set()
         self._lock, self._is_closed, self._problems = Lock(), Event(), ProblemLog()
         _allow_open_files(_OPEN_FILES)
-        self._socket = socket.create_server(listen)
+        self._socket = _listen(listen)
         self.address: Address = self._socket.getsockname()[:2]
         Thread(target=self._accept, name="resihp-checkpoint-peers", daemon=True).start()
 
@@ -227,6 +227,14 @@ class PeerServer:
     def _return_buffer(self, buffer: HostBuffer) -> None:
         with self._lock:
             self._free[len(buffer.view)].append(buffer)
+
+
+def _listen(address: Address) -> socket.socket:
+    """Listen on an IPv4 or IPv6 address; of a name with both, on IPv4. Raises `OSError`."""
+    host, port = address
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, resolved = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return socket.create_server(resolved, family=family)
 
 
 def _allow_open_files(number: int) -> None:
