@@ -1,7 +1,4 @@
-"""The elastic engine with four ranks on one device, whose tensors gloo exchanges through the host.
-
-Where the runtime's gloo does not take tensors of the device, every row says why.
-"""
+"""The elastic engine with four ranks on one device; gloo exchanges tensors through the host."""
 
 from __future__ import annotations
 
@@ -80,11 +77,11 @@ class EngineJob:
 
 
 def need_gloo(device: str) -> None:
-    """Use gloo in the ranks started from here.
+    """Use gloo in the ranks started from here, through the host where there is a device.
 
     Raises `NotRunError` if the runtime has none for the device.
     """
-    os.environ[VARIABLE] = "gloo"
+    os.environ[VARIABLE] = "gloo" if device == "cpu" else "staged"
     try:
         select_communicators(first_device(device), os.environ)
     except ContractError as error:

@@ -40,6 +40,7 @@ from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.trainer import Trainer
 from tests.elastic.engine_job import ALONE, plan, small_setup
 from tests.elastic.held import held
+from tests.elastic.late_copies import LateCommunicators
 from tests.elastic.nccl_stand_in import (
     StandInNccl,
     StandInNccl2,
@@ -72,6 +73,7 @@ class DeviceCommunicators(ReconfigurableCommunicators):
             ReconfigurableCommunicators,
             marks=pytest.mark.skipif(NO_RECONFIGURE is not None, reason=str(NO_RECONFIGURE)),
         ),
+        LateCommunicators,
         DeviceCommunicators,
         NcclCommunicators,
     ],
@@ -307,7 +309,7 @@ def test_an_abort_ends_a_build(maker: Maker) -> None:
 
 
 def test_a_reason_to_stop_ends_a_build_that_can_be_interrupted(maker: Maker) -> None:
-    if maker is GlooCommunicators:
+    if issubclass(maker, GlooCommunicators):
         pytest.skip("a constructor of gloo cannot be interrupted")
     reasons = ["rank 2 is dead"]
     generation = Job(maker).generation(broken=lambda ranks, waited_s: reasons[0])
@@ -442,7 +444,7 @@ def test_gloo_is_the_default_on_the_cpu() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ContractError, match="is 'mpi'; known: gloo, reconfigure, nccl"):
+    with pytest.raises(ContractError, match="is 'mpi'; known: gloo, reconfigure, nccl, staged"):
         select_communicators(CPU, {VARIABLE: "mpi"})
 
 

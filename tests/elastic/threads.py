@@ -21,6 +21,7 @@ import torch.distributed as dist
 from resihp.contracts import Plan
 from resihp.elastic.microbatches.stealing import Claims
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory, WaitClock
+from resihp.elastic.process_groups.communicators import Communicators
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.reshard.exchange import TensorExchange, pairs_of
 from resihp.elastic.reshard.shared_memory import probe_peer_memory
@@ -49,11 +50,15 @@ class Run:
 
 
 def train(
-    setup: Setup, plan: Plan, steps: int, claims: Callable[[int, int], Claims] | None = None
+    setup: Setup,
+    plan: Plan,
+    steps: int,
+    claims: Callable[[int, int], Claims] | None = None,
+    maker: type[Communicators] | None = None,
 ) -> Run:
     """Train `steps` steps, a thread for each rank of the plan.
 
-    `claims`, by rank and step, as far as the engine may use them.
+    `claims`, by rank and step, as far as the engine may use them; `maker` of communicators.
     """
 
     def run_rank(factory: ProcessGroupFactory) -> tuple[Shard, list[ReducedStep]]:
@@ -72,7 +77,7 @@ def train(
             engine.update(done[-1].norm, step)
         return engine.shard, done
 
-    found = on_ranks(plan.layout.ranks, run_rank)
+    found = on_ranks(plan.layout.ranks, run_rank, maker)
     done, *others = (steps_of_rank for _, steps_of_rank in found.values())
     assert all(other == done for other in others), "ranks disagree on the losses"
     return Run(
@@ -83,7 +88,11 @@ def train(
     )
 
 
-def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -> dict[int, T]:
+def on_ranks(
+    ranks: tuple[int, ...],
+    work: Callable[[ProcessGroupFactory], T],
+    maker: type[Communicators] | None = None,
+) -> dict[int, T]:
     """What `work` returns for each rank, given its network; the first error of any of them."""
     store, failed = dist.HashStore(), threading.Event()
 
@@ -91,7 +100,9 @@ def on_ranks(ranks: tuple[int, ...], work: Callable[[ProcessGroupFactory], T]) -
         return "another rank failed" if failed.is_set() or seconds > LIMIT.total_seconds() else None
 
     networks = {
-        rank: ProcessGroupFactory(store, rank, broken=gone, timeout=LIMIT, waited=WaitClock())
+        rank: ProcessGroupFactory(
+            store, rank, broken=gone, timeout=LIMIT, waited=WaitClock(), maker=maker
+        )
         for rank in ranks
     }
 

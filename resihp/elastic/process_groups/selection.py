@@ -13,12 +13,14 @@ from .communicators import CPU, Communicators
 from .gloo import GlooCommunicators
 from .nccl import NcclCommunicators
 from .reconfigure import ReconfigurableCommunicators
+from .staged import StagedGlooCommunicators
 
 VARIABLE = "RESIHP_PROCESS_GROUPS"
 _MAKERS: tuple[type[Communicators], ...] = (
     GlooCommunicators,
     ReconfigurableCommunicators,
     NcclCommunicators,
+    StagedGlooCommunicators,
 )
 
 
